@@ -1,0 +1,309 @@
+"""Checkpoints that survive a kill at any moment: atomic save, checked load, exact resume, retention, export of weights.
+
+A run folder holds `step_00000120.pt` files, hard links `last.pt` and `best.pt` to two of them, and `manifest.sha256`
+(`sha256sum -c manifest.sha256` checks them all). A file counts only once it is in the manifest.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cli_utils import InputError, RunError
+from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
+
+MANIFEST = "manifest.sha256"
+
+
+def write_atomically(path: Path, write) -> str:
+    """Call `write(file)` on a temporary file, flush it to the disk, then put it in place of `path`; returns its sha256.
+
+    A crash or a full disk (OSError) leaves the old file as it was and no part of the new one.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as raw:
+            file = _HashingFile(raw)
+            write(file)
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return file.sha256.hexdigest()
+
+
+class _HashingFile:
+    """A write-only file that keeps the sha256 of what passes through it."""
+
+    def __init__(self, raw):
+        self.raw, self.sha256 = raw, hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        return self.raw.write(data)
+
+    def flush(self) -> None:
+        self.raw.flush()
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` another name of `source`, replacing what `target` was, atomically; a copy where links are not supported."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """{file name: sha256} in the order of saving; empty without a readable manifest."""
+    try:
+        lines = (folder / MANIFEST).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    return {line[66:]: line[:64] for line in lines if len(line) > 66}
+
+
+def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
+    text = "".join(f"{digest}  {name}\n" for name, digest in manifest.items())
+    write_atomically(folder / MANIFEST, lambda file: file.write(text.encode()))
+
+
+# --- state of the random generators -------------------------------------------------------------------------------------------
+
+
+def get_rng_state() -> dict:
+    """State of this process's generators (torch CPU and GPU, NumPy, random) as tensors and numbers."""
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "python": list(random.getstate()),
+    }
+
+
+def set_rng_state(state: dict) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+# --- save -----------------------------------------------------------------------------------------------------------------
+
+
+def clean_keys(state_dict: dict) -> dict:
+    """Parameter names as the plain module has them, whatever wrapped it (DDP, torch.compile)."""
+    return {key.replace("module.", "").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
+
+
+def save_checkpoint(folder: Path, contents: dict, step: int, keep_last: int) -> Path:
+    """All ranks call it; rank 0 writes `step_<step>.pt` with every rank's random state, then `last.pt`, then drops old ones.
+
+    contents: dicts, lists, tensors, numbers and strings only. Raises RunError on all ranks when rank 0 cannot write.
+    """
+    path = folder / f"step_{step:08d}.pt"
+    rng = gather_objects(get_rng_state())
+    with agree_on_errors():
+        if world()[0] == 0:
+            try:
+                _save(folder, path, {**contents, "step": step, "rng": rng}, keep_last)
+            except OSError as error:
+                reason = error.strerror or error
+                raise RunError(f"{path}: checkpoint not written ({reason}); the one before is intact: make room, then go on with "
+                               "--resume_from auto") from None  # fmt: skip
+    return path
+
+
+def _save(folder: Path, path: Path, contents: dict, keep_last: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = read_manifest(folder)
+    digest = write_atomically(path, lambda file: torch.save(contents, file))
+    manifest.pop(path.name, None)
+    manifest = {**manifest, path.name: digest}
+    _write_manifest(folder, manifest)  # from here on the new file counts
+    _link(path, folder / "last.pt")
+    steps = [name for name in manifest if name.startswith("step_")]
+    for name in steps[:-keep_last]:
+        del manifest[name]
+    manifest["last.pt"] = digest
+    _write_manifest(folder, manifest)
+    for old in folder.glob("step_*.pt"):
+        if old.name not in manifest:
+            old.unlink()
+
+
+def mark_best(folder: Path, path: Path) -> None:
+    """Rank 0: `best.pt` becomes another name (hard link) of the checkpoint `path`."""
+    with agree_on_errors():
+        if world()[0] == 0:
+            try:
+                _link(path, folder / "best.pt")
+                manifest = read_manifest(folder)
+                _write_manifest(folder, {**manifest, "best.pt": manifest[path.name]})
+            except OSError as error:
+                raise RunError(f"{folder / 'best.pt'}: not written ({error.strerror or error}); make room, then go on with "
+                               "--resume_from auto") from None  # fmt: skip
+
+
+def export_weights(state_dict: dict, path: Path) -> None:
+    """Rank 0: write the tensors as safetensors, readable without this project."""
+    from safetensors.torch import save
+
+    tensors = {key: value.detach().cpu().contiguous() for key, value in clean_keys(state_dict).items()}
+    write_atomically(path, lambda file: file.write(save(tensors)))
+
+
+# --- load ------------------------------------------------------------------------------------------------------------------
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The newest intact checkpoint of a run folder; those that do not match the manifest are named and passed over."""
+    for name, digest in reversed(list(read_manifest(folder).items())):
+        path = folder / name
+        if name.startswith("step_") and path.exists():
+            if file_sha256(path) == digest:
+                return path
+            print_main(
+                f"warning: {path} is damaged (its sha256 is not the manifest's); trying the one before", file=sys.stderr
+            )
+    return None
+
+
+def load_checkpoint(resume_from: str | None, folder: Path) -> dict | None:
+    """All ranks: the checkpoint that `--resume_from` means, as a dict on the CPU; None for no flag or `auto` without a checkpoint.
+
+    Rank 0 decides which file. Raises InputError on all ranks for a missing, damaged or foreign file.
+    """
+    if resume_from is None:
+        return None
+    choice = None
+    with agree_on_errors():
+        if world()[0] == 0:
+            choice = find_newest(folder) if resume_from == "auto" else _resolve(Path(resume_from))
+            if choice is None and resume_from == "auto" and read_manifest(folder):
+                raise InputError(f"{folder}: no intact checkpoint is left; start afresh with --overwrite")
+    choice = broadcast_object(choice)
+    if choice is None:
+        return None
+    contents = None
+    with agree_on_errors():
+        try:
+            contents = torch.load(choice, map_location="cpu", weights_only=True)
+        except Exception as error:
+            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            raise InputError(f"{choice}: not a readable checkpoint ({reason}); choose another --resume_from") from None
+        if not isinstance(contents, dict) or not {"step", "rng", "format"} <= contents.keys():
+            raise InputError(f"{choice}: not a checkpoint of this project; choose another --resume_from")
+    print_main(f"resuming from {choice} (step {contents['step']})")
+    return contents
+
+
+def _resolve(path: Path) -> Path:
+    if path.is_dir():
+        newest = find_newest(path)
+        if newest is None:
+            raise InputError(f"{path}: holds no intact checkpoint; check --resume_from")
+        return newest
+    if not path.is_file():
+        raise InputError(f"{path}: no such checkpoint; check --resume_from")
+    manifest = read_manifest(
+        path.parent
+    )  # a kill just after linking leaves best.pt under its older line: any line will do
+    if path.name in manifest and file_sha256(path) not in manifest.values():
+        raise InputError(f"{path}: damaged (its sha256 is not the manifest's); choose another, or --resume_from auto")
+    return path
+
+
+# --- the run folder ----------------------------------------------------------------------------------------------------------
+
+RUN_FILES = ("args.yaml", "metrics.jsonl", "summary.json", MANIFEST, "last.pt", "best.pt")
+
+
+def open_run_folder(folder: Path, resume: bool, overwrite: bool, wait: float = 60) -> "RunLock | None":
+    """Rank 0 makes and locks the folder; InputError on all ranks when it holds a run already or cannot be written.
+
+    The lock (released by the system when the process ends, however it ends) keeps two runs from writing to one folder; a run
+    that is just being stopped is waited for.
+    """
+    lock = None
+    with agree_on_errors():
+        if world()[0] == 0:
+            if any((folder / name).exists() for name in RUN_FILES) and not (resume or overwrite):
+                raise InputError(
+                    f"{folder}: holds a run already; --resume_from auto goes on with it, --overwrite deletes it"
+                )
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = RunLock(folder / ".lock", wait)
+                for path in folder.glob(".*.tmp"):  # of a save that was killed
+                    path.unlink()
+                if overwrite and not resume:
+                    for path in [
+                        *(folder / name for name in RUN_FILES),
+                        *folder.glob("step_*.pt"),
+                        *folder.glob("*.safetensors"),
+                    ]:
+                        path.unlink(missing_ok=True)
+                    for name in ("logs", "figures"):
+                        shutil.rmtree(folder / name, ignore_errors=True)
+            except OSError as error:
+                raise InputError(
+                    f"{folder}: cannot write here ({error.strerror}); choose another output folder"
+                ) from None
+    return lock
+
+
+class RunLock:
+    """An exclusive lock on a file for as long as this object, at most the process, lives. Raises InputError after `wait` s."""
+
+    def __init__(self, path: Path, wait: float):
+        self.file = open(path, "a")  # noqa: SIM115 - open for the lifetime of the lock
+        deadline = time.monotonic() + wait
+        while not self._try():
+            if time.monotonic() > deadline:
+                raise InputError(f"{path.parent}: another run is writing here; stop it or choose another output folder")
+            time.sleep(0.2)
+
+    def _try(self) -> bool:
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(self.file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True

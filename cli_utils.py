@@ -1,0 +1,230 @@
+"""The command line that all five scripts share: common flags, --config files, value checks, and how a run ends.
+
+Light on purpose (no torch): `--help` and a mistyped flag answer at once.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+class InputError(Exception):
+    """Something the user gave is wrong. Shown as `error: <file>[:row]: <what is wrong>; <what to do>`; exit code 2."""
+
+
+class RunError(Exception):
+    """The run cannot go on (disk full, too many bad steps, out of memory). Shown as one `error:` line; exit code 1."""
+
+
+def is_first_process() -> bool:
+    """True on rank 0, also before the process group exists."""
+    rank = os.environ.get("RANK") or (os.environ.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in os.environ else None)
+    return int(rank or 0) == 0
+
+
+def integer_at_least(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number >= low."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
+        return value
+
+    return integer
+
+
+def number_between(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """argparse type: a finite number in [low, high], or in (low, high] with `above`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+            limits = f"{'above' if above else 'at least'} {low:g}" + (
+                f" and at most {high:g}" if high < math.inf else ""
+            )
+            raise argparse.ArgumentTypeError(f"must be a number {limits}, not {text!r}")
+        return value
+
+    return number
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser that reports a mistake as one line, from one process, with exit code 2."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        parsed, extra = self.parse_known_args(args, namespace)
+        if extra:
+            flags = [text for action in self._actions for text in action.option_strings]
+            near = difflib.get_close_matches(extra[0].split("=")[0], flags, n=1)
+            self.error(f"unknown argument {extra[0]!r}" + (f", nearest is {near[0]}" if near else ""))
+        return parsed
+
+    def error(self, message: str):
+        if is_first_process():
+            print(f"error: {message}; see --help", file=sys.stderr)
+        sys.exit(2)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that mean the same in every script (DESIGN: command line)."""
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it"
+    )
+    run.add_argument("--seed", type=int, default=0, help="initial weights, sample order, augmentation and dropout")
+    run.add_argument("--max_steps", type=integer_at_least(0), default=0,
+                     help="stop after this many optimizer steps in all; 0: no limit, the epochs decide")  # fmt: skip
+    run.add_argument("--resume_from", metavar="auto|PATH",
+                     help="auto: go on from the newest intact checkpoint of the output folder, or start when there is none; "
+                          "PATH: a checkpoint file or a run folder")  # fmt: skip
+    run.add_argument("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
+    run.add_argument(
+        "--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run"
+    )
+    speed = parser.add_argument_group("speed and memory")
+    speed.add_argument("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto",
+                       help="auto: bf16 on GPUs that have it, fp16 on older ones, no (fp32) on CPU")  # fmt: skip
+    speed.add_argument("--gradient_accumulation_steps", type=integer_at_least(1), default=1,
+                       help="batches per GPU summed into one optimizer step; out of memory: double this and halve --batch_size, "
+                            "the result stays the same")  # fmt: skip
+    speed.add_argument("--auto_batch", action="store_true",
+                       help="try the largest batch before training and, while it does not fit, halve --batch_size and double "
+                            "--gradient_accumulation_steps")  # fmt: skip
+    speed.add_argument("--num_workers", type=integer_at_least(0), default=4,
+                       help="data loading processes PER GPU; 0 loads in the training process")  # fmt: skip
+    speed.add_argument(
+        "--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones"
+    )
+    safety = parser.add_argument_group("safety")
+    safety.add_argument(
+        "--grad_clip", type=number_between(0), default=1.0, help="largest gradient norm; 0: no clipping"
+    )
+    safety.add_argument("--max_bad_steps", type=integer_at_least(1), default=10,
+                        help="stop after this many steps in a row with a non-finite loss or gradient (each is skipped)")  # fmt: skip
+    safety.add_argument("--save_every", type=integer_at_least(0), default=500,
+                        help="optimizer steps between checkpoints; 0: only at the end of each epoch")  # fmt: skip
+    safety.add_argument("--keep_last", type=integer_at_least(1), default=2, help="checkpoints kept beside best.pt")
+    safety.add_argument("--dist_timeout", type=integer_at_least(1), default=600,
+                        help="seconds after which ranks give up on one that is dead or stuck and end the job")  # fmt: skip
+    log = parser.add_argument_group("logging")
+    log.add_argument("--log_every", type=integer_at_least(1), default=10, help="optimizer steps between log lines")
+    log.add_argument(
+        "--wandb", action="store_true", help="log to Weights & Biases too (WANDB_MODE=offline needs no account)"
+    )
+    log.add_argument("--wandb_project", default="medical-multi-gpu", help="W&B project name")
+    launch = parser.add_argument_group("launch")
+    launch.add_argument("--world_size", type=integer_at_least(1), default=None,
+                        help="with plain `python`: start this many processes (one per GPU); launchers set it by themselves")  # fmt: skip
+    launch.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+
+
+def read_config(path: str) -> dict:
+    """A YAML (JSON is a part of it) mapping. Raises InputError naming file and line."""
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the config ({error.strerror}); check --config") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); correct the file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
+        raise InputError(f"{path}{line}: not valid YAML; correct the file") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: must hold `flag: value` lines, not a {type(values).__name__}; correct the file")
+    return values
+
+
+def check_config_value(path: str, action: argparse.Action, value):
+    """`value` as the command line would have parsed it; InputError names file, key and what is allowed."""
+    key = action.dest
+
+    def wrong(reason: str) -> InputError:
+        return InputError(f"{path}: {key}: {reason}; correct the file")
+
+    if value is None and action.default is None:
+        return None
+    if isinstance(action, argparse._StoreTrueAction | argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise wrong(f"must be true or false, not {value!r}")
+        return value
+    many = action.nargs in ("+", "*") or isinstance(action.nargs, int)
+    if many != isinstance(value, list) or (isinstance(action.nargs, int) and len(value) != action.nargs):
+        raise wrong(f"must be {'a list' if many else 'a single value'}, not {value!r}")
+    checked = []
+    for item in value if many else [value]:
+        if (
+            isinstance(item, bool)
+            or not isinstance(item, int | float | str)
+            or (action.type is None and not isinstance(item, str))
+        ):
+            raise wrong(f"wrong type {type(item).__name__} ({item!r})")
+        try:
+            item = action.type(str(item)) if action.type else item
+        except argparse.ArgumentTypeError as error:
+            raise wrong(str(error)) from None
+        except ValueError:
+            raise wrong(f"invalid value {item!r}") from None
+        if action.choices is not None and item not in action.choices:
+            raise wrong(f"{item!r} is not one of {', '.join(map(str, action.choices))}")
+        checked.append(item)
+    return checked if many else checked[0]
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse with the precedence defaults < --config file < command line. Mistakes end the process with one line and code 2."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    try:
+        path = finder.parse_known_args(argv)[0].config
+    except argparse.ArgumentError:
+        path = None  # `--config` without a value: the full parser words the error
+    if path:
+        actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+        try:
+            for key, value in read_config(path).items():
+                if key not in actions or key in ("config", "local_rank"):
+                    near = difflib.get_close_matches(str(key), actions, n=1)
+                    raise InputError(
+                        f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
+                    )
+                parser.set_defaults(**{key: check_config_value(path, actions[key], value)})
+                actions[key].required = False
+        except InputError as error:
+            end_with(error)
+    return parser.parse_args(argv)
+
+
+def end_with(error: Exception) -> None:
+    """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
+    if is_first_process():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2 if isinstance(error, InputError) else 1)
+
+
+def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
+    """Run `main(args)` and exit with its code; InputError and RunError become one line (rank 0) and codes 2 and 1."""
+    try:
+        code = main(args)
+    except (InputError, RunError) as error:
+        end_with(error)
+    sys.exit(code or 0)

@@ -1,0 +1,353 @@
+"""One process or many, the same program: process group, samplers, reductions, stop signal.
+
+Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) or CPU (gloo).
+"""
+
+import contextlib
+import ctypes
+import gc
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from cli_utils import InputError, RunError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands: `rank` of `world_size` processes, `local_rank` on its machine, its device and launcher."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    launcher: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def read_environment() -> tuple[int, int, int, str]:
+    """(rank, local_rank, world_size, launcher) from the variables that the launcher set; (0, 0, 1, "python") without one."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        launcher = "deepspeed or torch.distributed"
+        if "TORCHELASTIC_RUN_ID" in env:
+            launcher = "accelerate" if any(name.startswith("ACCELERATE_") for name in env) else "torchrun"
+        return int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]), launcher
+    if (
+        int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    ):  # set by srun alone: `python` inside an sbatch script is one process
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "localhost"
+        first = re.sub(r"\[(\w+).*", r"\1", hosts.split(",")[0] if "[" not in hosts.split(",")[0] else hosts)
+        env.setdefault("MASTER_ADDR", first)
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
+        return int(env["SLURM_PROCID"]), int(env.get("SLURM_LOCALID", 0)), int(env["SLURM_STEP_NUM_TASKS"]), "srun"
+    return 0, 0, 1, "python"
+
+
+@contextlib.contextmanager
+def setup_distributed(backend: str | None = None, timeout: float = 600) -> Iterator[Ranks]:
+    """Join the process group and leave it whatever happens.
+
+    backend: default NCCL for GPU tensors with gloo for CPU tensors, or gloo alone without GPUs. timeout: seconds after which a
+    collective that a dead or stuck rank does not join ends the job. Keep everything that holds DDP in a function called inside
+    the `with` block: torch 2.13 aborts about one exit in eight when it is alive after the group is gone.
+    Raises InputError when a launcher started more processes on this machine than it has GPUs.
+    """
+    rank, local_rank, world_size, launcher = read_environment()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(f"process {local_rank + 1} of this machine has no GPU, there are {torch.cuda.device_count()}; "
+                             "start one process per GPU")  # fmt: skip
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        if launcher != "srun":
+            die_with_parent()
+        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), rank=rank, world_size=world_size)
+    try:
+        yield Ranks(rank, local_rank, world_size, device, launcher)
+    except (InputError, RunError, SystemExit) as error:  # agreed by all ranks: leave in order
+        traceback.clear_frames(error.__traceback__)  # frames of the traceback would keep DDP alive
+        raise
+    except BaseException:
+        if (
+            world_size > 1
+        ):  # a crash of one rank: go at once, so that the others see the broken connection instead of waiting
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        raise
+    finally:
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is the GPU's or the host's allocator giving up."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def leave_alone(message: str) -> None:
+    """An error of this rank only, which the others cannot be told because they wait elsewhere: one line, then gone at once."""
+    if world()[1] == 1:
+        raise RunError(message)
+    print(f"error: rank {world()[0]}: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def die_with_parent() -> None:
+    """Linux: get SIGTERM (save and leave) when the launcher dies, even by kill -9. Elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def launch_workers(world_size: int) -> None:
+    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it; returns inside a launcher's worker."""
+    if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+        os.execv(sys.executable, [*command, *sys.argv])
+
+
+def world() -> tuple[int, int]:
+    """(rank, world_size) of the process group, (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def print_main(*values, **options) -> None:
+    """print on rank 0 only."""
+    if world()[0] == 0:
+        print(*values, **{"flush": True, **options})
+
+
+# --- which sample goes where ------------------------------------------------------------------------------------------------
+
+
+def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples at `positions` of epoch `epoch`'s shuffle of range(size).
+
+    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so shuffling 300
+    million samples takes no memory. int64 in, int64 out, same shape.
+    """
+    half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
+    mask, shift = np.uint64(2**half - 1), np.uint64(half)
+    keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
+    values = positions.astype(np.uint64)
+    outside = np.ones(values.shape, bool)
+    while outside.any():  # values that fall in [size, 4**half) walk on until they land inside
+        left, right = values[outside] >> shift, values[outside] & mask
+        for key in keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & mask)
+        values[outside] = (left << shift) | right
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+class TrainBatchSampler:
+    """This rank's batches of an epoch. Batch k over all ranks is a function of (seed, epoch, k) and of batch_size * world_size.
+
+    The ranks' parts of a batch are disjoint; together an epoch's batches cover the set but for a remainder smaller than one
+    global batch. `set_position(epoch, samples)` starts an epoch after so many samples (of all ranks), exactly.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int = 0):
+        self.num_samples, self.batch_size, self.rank, self.world_size, self.seed = (
+            num_samples,
+            batch_size,
+            rank,
+            world_size,
+            seed,
+        )
+        self.epoch = self.start = 0
+
+    def set_position(self, epoch: int, samples: int = 0) -> None:
+        self.epoch, self.start = epoch, samples // (self.batch_size * self.world_size)
+
+    def batches_per_epoch(self) -> int:
+        return self.num_samples // (self.batch_size * self.world_size)
+
+    def __len__(self) -> int:
+        return self.batches_per_epoch() - self.start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(self.start, self.batches_per_epoch()):
+            first = (batch * self.world_size + self.rank) * self.batch_size
+            yield permute(np.arange(first, first + self.batch_size), self.num_samples, self.seed, self.epoch).tolist()
+
+
+class EvalBatchSampler:
+    """This rank's batches of an evaluation: every sample once, none repeated, none left out.
+
+    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed beside the
+    same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks have work.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int):
+        self.num_samples, self.batch_size = num_samples, max(1, min(batch_size, num_samples // 8))
+        self.firsts = range(rank * self.batch_size, num_samples, world_size * self.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in self.firsts:
+            yield list(range(first, min(first + self.batch_size, self.num_samples)))
+
+
+def _quiet_worker(_: int) -> None:
+    """Ctrl-C and SIGTERM reach the whole process group: the training process decides, its loading processes go on serving it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def create_distributed_dataloader(
+    dataset: Dataset, batch_size: int = 8, train: bool = True, seed: int = 0, num_workers: int = 0, **options
+) -> DataLoader:
+    """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU, shuffled and dealt out when `train`,
+    in order and unpadded otherwise. Call `loader.batch_sampler.set_position(epoch)` before each training epoch."""
+    rank, world_size = world()
+    sampler = (
+        TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed)
+        if train
+        else EvalBatchSampler(len(dataset), batch_size, rank, world_size)
+    )
+    options.setdefault("pin_memory", torch.cuda.is_available())
+    # its own generator: a DataLoader draws from the global one at each epoch, and a resumed run would draw once more
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        generator=generator,
+        worker_init_fn=_quiet_worker,
+        **options,
+    )
+
+
+# --- what the ranks tell each other -------------------------------------------------------------------------------------------
+
+
+def reduce_sum(values: torch.Tensor | list) -> torch.Tensor:
+    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor (no GPU synchronisation)."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def reduce_max(values: torch.Tensor | list) -> torch.Tensor:
+    """Largest over ranks, otherwise as reduce_sum."""
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def _reduce(values: torch.Tensor | list, operation) -> torch.Tensor:
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=operation)
+    return tensor
+
+
+def any_rank(flag: bool) -> bool:
+    """True on all ranks when `flag` is true on one: the way to take any decision that changes control flow."""
+    return bool(reduce_max([float(flag)])[0])
+
+
+def gather_objects(value) -> list:
+    """[value of rank 0, value of rank 1, ...] on every rank, for small picklable values."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value):
+    """Rank 0's value on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+class _GatherWithGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        ctx.sizes = sizes
+        padded = local.new_zeros((max(sizes), *local.shape[1:]))
+        padded[: len(local)] = local
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        first = sum(ctx.sizes[: dist.get_rank()])
+        return grad[first : first + ctx.sizes[dist.get_rank()]], None
+
+
+def all_gather_with_grad(local: torch.Tensor) -> torch.Tensor:
+    """Rows of all ranks, (n_r, ...) -> (sum n_r, ...), in rank order; ranks may hold different numbers of rows, also none.
+
+    Gradients flow back to the rank that gave a row and are summed over the ranks' losses: with DDP, which averages, give each
+    rank the loss of the whole batch and the result is the single-process gradient.
+    """
+    if not dist.is_initialized():
+        return local
+    sizes = tuple(gather_objects(len(local)))
+    return _GatherWithGrad.apply(local, sizes)
+
+
+@contextlib.contextmanager
+def agree_on_errors() -> Iterator[None]:
+    """Inside, each rank may meet an InputError or RunError of its own; at the end all ranks raise the first one together."""
+    mine = None
+    try:
+        yield
+    except (InputError, RunError) as error:
+        mine = error
+    theirs = next((error for error in gather_objects(mine) if error is not None), None)
+    if theirs is not None:
+        raise theirs from None
+
+
+def scale_learning_rate(base: float, world_size: int, rule: str) -> float:
+    """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by sqrt(world_size), none leaves it."""
+    return base * {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[rule]
+
+
+class StopSignal:
+    """SIGTERM and SIGINT set `code` (143 or 130); the training loop asks all ranks for it at each step boundary."""
+
+    def __init__(self):
+        self.code = 0
+
+    def __enter__(self) -> "StopSignal":
+        names = ("SIGTERM", "SIGINT", "SIGBREAK")
+        self.previous = {s: signal.signal(s, self._handle) for s in (getattr(signal, n, None) for n in names) if s}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, _frame) -> None:
+        self.code = 130 if number == signal.SIGINT else 143
