@@ -65,7 +65,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, replacing what `target` was, atomically; a copy where links are not supported."""
+    """Make `target` another name of `source`, replacing what it was, atomically; a copy where there are no links."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -89,12 +89,12 @@ def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
     write_atomically(folder / MANIFEST, lambda file: file.write(text.encode()))
 
 
-# --- state of the random generators -------------------------------------------------------------------------------------------
+# --- state of the random generators -----------------------------------------------------------------------------------
 
 
 def get_rng_state() -> dict:
     """State of this process's generators (torch CPU and GPU, NumPy, random) as tensors and numbers."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - libraries still draw from it
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -103,26 +103,49 @@ def get_rng_state() -> dict:
     }
 
 
-def set_rng_state(state: dict) -> None:
+def restore_rng(states: list[dict]) -> None:
+    """Take this rank's state out of a checkpoint's list; at another world size the generators stay as seeded."""
+    rank, world_size = world()
+    if len(states) != world_size:
+        return
+    state = states[rank]
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
 
 
-# --- save -----------------------------------------------------------------------------------------------------------------
+# --- save -------------------------------------------------------------------------------------------------------------
 
 
-def clean_keys(state_dict: dict) -> dict:
-    """Parameter names as the plain module has them, whatever wrapped it (DDP, torch.compile)."""
-    return {key.replace("module.", "").replace("_orig_mod.", ""): value for key, value in state_dict.items()}
+def trained_state(model: torch.nn.Module, everything: bool = False) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: the trained tensors (and buffers), or all of them.
+
+    Names are those of the plain module, whatever wrapped it (no `module.` of DDP, no `_orig_mod.` of torch.compile).
+    """
+    frozen = set() if everything else {name for name, p in model.named_parameters() if not p.requires_grad}
+    kept = {name: value for name, value in model.state_dict().items() if name not in frozen}
+    return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in kept.items()}
+
+
+def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Put the weights of trained_state into an unwrapped model. Raises InputError when a name or a shape does not
+    fit."""
+    own = model.state_dict()
+    lacking = sorted(trained_state(model).keys() - weights.keys())
+    unlike = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    if wrong := lacking + unlike:
+        raise InputError(
+            f"--resume_from: checkpoint of another model ({wrong[0]} does not fit); give the flags it was trained with"
+        )
+    model.load_state_dict(weights, strict=False)
 
 
 def save_checkpoint(folder: Path, contents: dict, step: int, keep_last: int) -> Path:
-    """All ranks call it; rank 0 writes `step_<step>.pt` with every rank's random state, then `last.pt`, then drops old ones.
+    """All ranks call it; rank 0 writes `step_<step>.pt` with every rank's random state and `last.pt`, drops old ones.
 
     contents: dicts, lists, tensors, numbers and strings only. Raises RunError on all ranks when rank 0 cannot write.
     """
@@ -133,10 +156,13 @@ def save_checkpoint(folder: Path, contents: dict, step: int, keep_last: int) -> 
             try:
                 _save(folder, path, {**contents, "step": step, "rng": rng}, keep_last)
             except OSError as error:
-                reason = error.strerror or error
-                raise RunError(f"{path}: checkpoint not written ({reason}); the one before is intact: make room, then go on with "
-                               "--resume_from auto") from None  # fmt: skip
+                raise _not_written(path, error) from None
     return path
+
+
+def _not_written(path: Path, error: OSError) -> RunError:
+    reason = f"not written ({error.strerror or error}), the checkpoint before is intact"
+    return RunError(f"{path}: {reason}; make room, then go on with --resume_from auto")
 
 
 def _save(folder: Path, path: Path, contents: dict, keep_last: int) -> None:
@@ -157,8 +183,9 @@ def _save(folder: Path, path: Path, contents: dict, keep_last: int) -> None:
             old.unlink()
 
 
-def mark_best(folder: Path, path: Path) -> None:
-    """Rank 0: `best.pt` becomes another name (hard link) of the checkpoint `path`."""
+def mark_best(folder: Path, step: int) -> None:
+    """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`."""
+    path = folder / f"step_{step:08d}.pt"
     with agree_on_errors():
         if world()[0] == 0:
             try:
@@ -166,19 +193,23 @@ def mark_best(folder: Path, path: Path) -> None:
                 manifest = read_manifest(folder)
                 _write_manifest(folder, {**manifest, "best.pt": manifest[path.name]})
             except OSError as error:
-                raise RunError(f"{folder / 'best.pt'}: not written ({error.strerror or error}); make room, then go on with "
-                               "--resume_from auto") from None  # fmt: skip
+                raise _not_written(folder / "best.pt", error) from None
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
-    """Rank 0: write the tensors as safetensors, readable without this project."""
+    """All ranks call it: rank 0 writes the tensors as safetensors, readable without this project."""
     from safetensors.torch import save
 
-    tensors = {key: value.detach().cpu().contiguous() for key, value in clean_keys(state_dict).items()}
-    write_atomically(path, lambda file: file.write(save(tensors)))
+    with agree_on_errors():
+        if world()[0] == 0:
+            tensors = {name: value.detach().cpu().contiguous() for name, value in state_dict.items()}
+            try:
+                write_atomically(path, lambda file: file.write(save(tensors)))
+            except OSError as error:
+                raise _not_written(path, error) from None
 
 
-# --- load ------------------------------------------------------------------------------------------------------------------
+# --- load -------------------------------------------------------------------------------------------------------------
 
 
 def file_sha256(path: Path) -> str:
@@ -199,10 +230,12 @@ def find_newest(folder: Path) -> Path | None:
     return None
 
 
-def load_checkpoint(resume_from: str | None, folder: Path) -> dict | None:
-    """All ranks: the checkpoint that `--resume_from` means, as a dict on the CPU; None for no flag or `auto` without a checkpoint.
+def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict | None:
+    """All ranks: the checkpoint that `--resume_from` means, as a dict on the CPU; None without flag or anything to
+    resume.
 
-    Rank 0 decides which file. Raises InputError on all ranks for a missing, damaged or foreign file.
+    Rank 0 decides which file. `format` is what the script wrote as contents["format"]. Raises InputError on all ranks
+    for a missing, damaged or foreign file.
     """
     if resume_from is None:
         return None
@@ -224,6 +257,10 @@ def load_checkpoint(resume_from: str | None, folder: Path) -> dict | None:
             raise InputError(f"{choice}: not a readable checkpoint ({reason}); choose another --resume_from") from None
         if not isinstance(contents, dict) or not {"step", "rng", "format"} <= contents.keys():
             raise InputError(f"{choice}: not a checkpoint of this project; choose another --resume_from")
+        if contents["format"] != format:
+            raise InputError(
+                f"{choice}: checkpoint of {contents['format']}, not of {format}; choose another --resume_from"
+            )
     print_main(f"resuming from {choice} (step {contents['step']})")
     return contents
 
@@ -244,16 +281,16 @@ def _resolve(path: Path) -> Path:
     return path
 
 
-# --- the run folder ----------------------------------------------------------------------------------------------------------
+# --- the run folder ---------------------------------------------------------------------------------------------------
 
-RUN_FILES = ("args.yaml", "metrics.jsonl", "summary.json", MANIFEST, "last.pt", "best.pt")
+RUN_FILES = ("args.yaml", "metrics.jsonl", "summary.json", "model.safetensors", MANIFEST, "last.pt", "best.pt")
 
 
 def open_run_folder(folder: Path, resume: bool, overwrite: bool, wait: float = 60) -> "RunLock | None":
     """Rank 0 makes and locks the folder; InputError on all ranks when it holds a run already or cannot be written.
 
-    The lock (released by the system when the process ends, however it ends) keeps two runs from writing to one folder; a run
-    that is just being stopped is waited for.
+    The lock (released by the system when the process ends, however it ends) keeps two runs from writing to one folder;
+    a run that is just being stopped is waited for.
     """
     lock = None
     with agree_on_errors():
@@ -284,7 +321,8 @@ def open_run_folder(folder: Path, resume: bool, overwrite: bool, wait: float = 6
 
 
 class RunLock:
-    """An exclusive lock on a file for as long as this object, at most the process, lives. Raises InputError after `wait` s."""
+    """An exclusive lock on a file while this object, at most the process, lives. Raises InputError after `wait`
+    seconds."""
 
     def __init__(self, path: Path, wait: float):
         self.file = open(path, "a")  # noqa: SIM115 - open for the lifetime of the lock

@@ -27,10 +27,10 @@ def is_first_process() -> bool:
     return int(rank or 0) == 0
 
 
-def integer_at_least(low: int) -> Callable[[str], int]:
+def whole(low: int) -> Callable[[str], int]:
     """argparse type: a whole number >= low."""
 
-    def integer(text: str) -> int:
+    def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
@@ -39,13 +39,13 @@ def integer_at_least(low: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
         return value
 
-    return integer
+    return parse
 
 
-def number_between(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
     """argparse type: a finite number in [low, high], or in (low, high] with `above`."""
 
-    def number(text: str) -> float:
+    def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
@@ -57,7 +57,7 @@ def number_between(low: float, high: float = math.inf, *, above: bool = False) -
             raise argparse.ArgumentTypeError(f"must be a number {limits}, not {text!r}")
         return value
 
-    return number
+    return parse
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,55 +82,46 @@ class Parser(argparse.ArgumentParser):
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that mean the same in every script (DESIGN: command line)."""
-    run = parser.add_argument_group("run")
-    run.add_argument(
-        "--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it"
+    add = parser.add_argument_group("run").add_argument
+    add("--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it")
+    add("--seed", type=int, default=0, help="initial weights, sample order, augmentation and dropout")
+    add("--max_steps", type=whole(0), default=0, help="stop after so many optimizer steps in all; 0: the epochs decide")
+    text = "auto: go on from the output folder's newest intact checkpoint, or start; PATH: a checkpoint or run folder"
+    add("--resume_from", metavar="auto|PATH", help=text)
+    add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
+    add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
+
+    add = parser.add_argument_group("speed and memory").add_argument
+    text = "auto: bf16 on GPUs that have it, fp16 on older ones, no (fp32) on CPU"
+    add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
+    text = "batches per GPU summed into one step; on OOM double it and halve --batch_size, the result stays the same"
+    add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
+    text = "while the largest batch does not fit, halve --batch_size and double --gradient_accumulation_steps"
+    add("--auto_batch", action="store_true", help=text)
+    add(
+        "--num_workers", type=whole(0), default=4, help="data loading processes PER GPU; 0: the training process itself"
     )
-    run.add_argument("--seed", type=int, default=0, help="initial weights, sample order, augmentation and dropout")
-    run.add_argument("--max_steps", type=integer_at_least(0), default=0,
-                     help="stop after this many optimizer steps in all; 0: no limit, the epochs decide")  # fmt: skip
-    run.add_argument("--resume_from", metavar="auto|PATH",
-                     help="auto: go on from the newest intact checkpoint of the output folder, or start when there is none; "
-                          "PATH: a checkpoint file or a run folder")  # fmt: skip
-    run.add_argument("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
-    run.add_argument(
-        "--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run"
-    )
-    speed = parser.add_argument_group("speed and memory")
-    speed.add_argument("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto",
-                       help="auto: bf16 on GPUs that have it, fp16 on older ones, no (fp32) on CPU")  # fmt: skip
-    speed.add_argument("--gradient_accumulation_steps", type=integer_at_least(1), default=1,
-                       help="batches per GPU summed into one optimizer step; out of memory: double this and halve --batch_size, "
-                            "the result stays the same")  # fmt: skip
-    speed.add_argument("--auto_batch", action="store_true",
-                       help="try the largest batch before training and, while it does not fit, halve --batch_size and double "
-                            "--gradient_accumulation_steps")  # fmt: skip
-    speed.add_argument("--num_workers", type=integer_at_least(0), default=4,
-                       help="data loading processes PER GPU; 0 loads in the training process")  # fmt: skip
-    speed.add_argument(
-        "--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones"
-    )
-    safety = parser.add_argument_group("safety")
-    safety.add_argument(
-        "--grad_clip", type=number_between(0), default=1.0, help="largest gradient norm; 0: no clipping"
-    )
-    safety.add_argument("--max_bad_steps", type=integer_at_least(1), default=10,
-                        help="stop after this many steps in a row with a non-finite loss or gradient (each is skipped)")  # fmt: skip
-    safety.add_argument("--save_every", type=integer_at_least(0), default=500,
-                        help="optimizer steps between checkpoints; 0: only at the end of each epoch")  # fmt: skip
-    safety.add_argument("--keep_last", type=integer_at_least(1), default=2, help="checkpoints kept beside best.pt")
-    safety.add_argument("--dist_timeout", type=integer_at_least(1), default=600,
-                        help="seconds after which ranks give up on one that is dead or stuck and end the job")  # fmt: skip
-    log = parser.add_argument_group("logging")
-    log.add_argument("--log_every", type=integer_at_least(1), default=10, help="optimizer steps between log lines")
-    log.add_argument(
-        "--wandb", action="store_true", help="log to Weights & Biases too (WANDB_MODE=offline needs no account)"
-    )
-    log.add_argument("--wandb_project", default="medical-multi-gpu", help="W&B project name")
-    launch = parser.add_argument_group("launch")
-    launch.add_argument("--world_size", type=integer_at_least(1), default=None,
-                        help="with plain `python`: start this many processes (one per GPU); launchers set it by themselves")  # fmt: skip
-    launch.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+    add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
+
+    add = parser.add_argument_group("safety").add_argument
+    add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
+    text = "stop after so many steps in a row with a non-finite loss or gradient (each is skipped)"
+    add("--max_bad_steps", type=whole(1), default=10, help=text)
+    text = "optimizer steps between checkpoints, besides those at epoch ends; 0: only those"
+    add("--save_every", type=whole(0), default=500, help=text)
+    add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
+    text = "seconds after which ranks give up on one that is dead or stuck and end the job"
+    add("--dist_timeout", type=whole(1), default=600, help=text)
+
+    add = parser.add_argument_group("logging").add_argument
+    add("--log_every", type=whole(1), default=10, help="optimizer steps between log lines")
+    add("--wandb", action="store_true", help="log to Weights & Biases too (WANDB_MODE=offline needs no account)")
+    add("--wandb_project", default="medical-multi-gpu", help="W&B project name")
+
+    add = parser.add_argument_group("launch").add_argument
+    text = "with plain `python`: start so many processes (one per GPU) through torchrun; launchers set it by themselves"
+    add("--world_size", type=whole(1), help=text)
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
 def read_config(path: str) -> dict:
@@ -191,7 +182,8 @@ def check_config_value(path: str, action: argparse.Action, value):
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse with the precedence defaults < --config file < command line. Mistakes end the process with one line and code 2."""
+    """Parse with the precedence defaults < --config file < command line. Mistakes end the process with one line and
+    code 2."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config")
     try:

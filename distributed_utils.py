@@ -1,6 +1,7 @@
 """One process or many, the same program: process group, samplers, reductions, stop signal.
 
-Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) or CPU (gloo).
+Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) or CPU
+(gloo).
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from cli_utils import InputError, RunError
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: `rank` of `world_size` processes, `local_rank` on its machine, its device and launcher."""
+    """Where this process stands: `rank` of `world_size` processes, `local_rank` on its machine, its device and
+    launcher."""
 
     rank: int
     local_rank: int
@@ -40,7 +42,8 @@ class Ranks:
 
 
 def read_environment() -> tuple[int, int, int, str]:
-    """(rank, local_rank, world_size, launcher) from the variables that the launcher set; (0, 0, 1, "python") without one."""
+    """(rank, local_rank, world_size, launcher) from the variables that the launcher set; (0, 0, 1, "python") without
+    one."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         launcher = "deepspeed or torch.distributed"
@@ -62,17 +65,19 @@ def read_environment() -> tuple[int, int, int, str]:
 def setup_distributed(backend: str | None = None, timeout: float = 600) -> Iterator[Ranks]:
     """Join the process group and leave it whatever happens.
 
-    backend: default NCCL for GPU tensors with gloo for CPU tensors, or gloo alone without GPUs. timeout: seconds after which a
-    collective that a dead or stuck rank does not join ends the job. Keep everything that holds DDP in a function called inside
-    the `with` block: torch 2.13 aborts about one exit in eight when it is alive after the group is gone.
-    Raises InputError when a launcher started more processes on this machine than it has GPUs.
+    backend: default NCCL for GPU tensors with gloo for CPU tensors, or gloo alone without GPUs. timeout: seconds after
+    which a collective that a dead or stuck rank does not join ends the job. Keep everything that holds DDP in a
+    function called inside the `with` block: torch 2.13 aborts about one exit in eight when it is alive after the group
+    is gone. Raises InputError when a launcher started more processes on this machine than it has GPUs.
     """
     rank, local_rank, world_size, launcher = read_environment()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise InputError(f"process {local_rank + 1} of this machine has no GPU, there are {torch.cuda.device_count()}; "
-                             "start one process per GPU")  # fmt: skip
+            have = torch.cuda.device_count()
+            raise InputError(
+                f"process {local_rank + 1} of this machine has no GPU, there are {have}; start one per GPU"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size > 1:
@@ -99,13 +104,9 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
             dist.destroy_process_group()
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this is the GPU's or the host's allocator giving up."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def leave_alone(message: str) -> None:
-    """An error of this rank only, which the others cannot be told because they wait elsewhere: one line, then gone at once."""
+    """An error of this rank only, which the others cannot be told because they wait elsewhere: one line, then gone at
+    once."""
     if world()[1] == 1:
         raise RunError(message)
     print(f"error: rank {world()[0]}: {message}", file=sys.stderr, flush=True)
@@ -119,7 +120,8 @@ def die_with_parent() -> None:
 
 
 def launch_workers(world_size: int) -> None:
-    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it; returns inside a launcher's worker."""
+    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it; returns inside a launcher's
+    worker."""
     if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
@@ -138,14 +140,14 @@ def print_main(*values, **options) -> None:
         print(*values, **{"flush": True, **options})
 
 
-# --- which sample goes where ------------------------------------------------------------------------------------------------
+# --- which sample goes where ------------------------------------------------------------------------------------------
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """The samples at `positions` of epoch `epoch`'s shuffle of range(size).
 
-    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so shuffling 300
-    million samples takes no memory. int64 in, int64 out, same shape.
+    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
+    shuffling 300 million samples takes no memory. int64 in, int64 out, same shape.
     """
     half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
     mask, shift = np.uint64(2**half - 1), np.uint64(half)
@@ -164,10 +166,11 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 class TrainBatchSampler:
-    """This rank's batches of an epoch. Batch k over all ranks is a function of (seed, epoch, k) and of batch_size * world_size.
+    """This rank's batches of an epoch. Batch k over all ranks is a function of (seed, epoch, k) and of batch_size *
+    world_size.
 
-    The ranks' parts of a batch are disjoint; together an epoch's batches cover the set but for a remainder smaller than one
-    global batch. `set_position(epoch, samples)` starts an epoch after so many samples (of all ranks), exactly.
+    The ranks' parts of a batch are disjoint; together an epoch's batches cover the set but for a remainder smaller than
+    one global batch. `set_position(epoch, samples)` starts an epoch after so many samples (of all ranks), exactly.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int = 0):
@@ -198,8 +201,9 @@ class TrainBatchSampler:
 class EvalBatchSampler:
     """This rank's batches of an evaluation: every sample once, none repeated, none left out.
 
-    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed beside the
-    same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks have work.
+    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed
+    beside the same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks
+    have work.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int):
@@ -215,7 +219,8 @@ class EvalBatchSampler:
 
 
 def _quiet_worker(_: int) -> None:
-    """Ctrl-C and SIGTERM reach the whole process group: the training process decides, its loading processes go on serving it."""
+    """Ctrl-C and SIGTERM reach the whole process group: the training process decides, its loading processes go on
+    serving it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -223,8 +228,9 @@ def _quiet_worker(_: int) -> None:
 def create_distributed_dataloader(
     dataset: Dataset, batch_size: int = 8, train: bool = True, seed: int = 0, num_workers: int = 0, **options
 ) -> DataLoader:
-    """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU, shuffled and dealt out when `train`,
-    in order and unpadded otherwise. Call `loader.batch_sampler.set_position(epoch)` before each training epoch."""
+    """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU, shuffled and dealt out when
+    `train`, in order and unpadded otherwise. Call `loader.batch_sampler.set_position(epoch)` before each training
+    epoch."""
     rank, world_size = world()
     sampler = (
         TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed)
@@ -244,11 +250,12 @@ def create_distributed_dataloader(
     )
 
 
-# --- what the ranks tell each other -------------------------------------------------------------------------------------------
+# --- what the ranks tell each other -----------------------------------------------------------------------------------
 
 
 def reduce_sum(values: torch.Tensor | list) -> torch.Tensor:
-    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor (no GPU synchronisation)."""
+    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor (no GPU
+    synchronisation)."""
     return _reduce(values, dist.ReduceOp.SUM)
 
 
@@ -305,10 +312,11 @@ class _GatherWithGrad(torch.autograd.Function):
 
 
 def all_gather_with_grad(local: torch.Tensor) -> torch.Tensor:
-    """Rows of all ranks, (n_r, ...) -> (sum n_r, ...), in rank order; ranks may hold different numbers of rows, also none.
+    """Rows of all ranks, (n_r, ...) -> (sum n_r, ...), in rank order; ranks may hold different numbers of rows, also
+    none.
 
-    Gradients flow back to the rank that gave a row and are summed over the ranks' losses: with DDP, which averages, give each
-    rank the loss of the whole batch and the result is the single-process gradient.
+    Gradients flow back to the rank that gave a row and are summed over the ranks' losses: with DDP, which averages,
+    give each rank the loss of the whole batch and the result is the single-process gradient.
     """
     if not dist.is_initialized():
         return local
@@ -318,7 +326,7 @@ def all_gather_with_grad(local: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def agree_on_errors() -> Iterator[None]:
-    """Inside, each rank may meet an InputError or RunError of its own; at the end all ranks raise the first one together."""
+    """Inside, each rank may meet an InputError or RunError of its own; at the end all raise the first one together."""
     mine = None
     try:
         yield

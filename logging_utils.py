@@ -1,7 +1,7 @@
 """What a run says: banner, progress bar, metrics.jsonl, TensorBoard, W&B, throughput and memory, the table at the end.
 
-Every function may be called on all ranks; only rank 0 writes. A full disk never stops a run from here: the log says so once,
-and the next checkpoint, which needs the space too, ends the run in order.
+Every function may be called on all ranks; only rank 0 writes. A full disk never stops a run from here: the log says so
+once, and the next checkpoint, which needs the space too, ends the run in order.
 """
 
 import json
@@ -9,71 +9,63 @@ import math
 import os
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from distributed_utils import Ranks, reduce_max, reduce_sum
+from cli_utils import RunError
+from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
+from hardware_utils import peak_memory_gb
 
 
 def print_banner(title: str, facts: dict) -> None:
     """Rank 0: one aligned `name  value` line for each derived number of the run."""
     width = max(map(len, facts))
-    lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
-    tqdm.write("\n".join([f"== {title} " + "=" * max(0, 96 - len(title)), *lines]), file=sys.stdout)
-    sys.stdout.flush()
-
-
-def peak_memory_gb(device: torch.device) -> float:
-    """Most memory this process has held, GiB: of the GPU, or resident memory on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    if os.name == "posix":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    import psutil
-
-    return psutil.Process().memory_info().peak_wset / 2**30
+    print_main(
+        "\n".join([f"== {title} ".ljust(100, "="), *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+    )
 
 
 class RunLog:
     """The log of one run.
 
-    Per optimizer step, `step()` takes the step's numbers as a tensor on the device and does nothing else; every `log_every`
-    steps they are summed over the ranks in one transfer and written. `pending()` and `resume` keep the interval that a
-    checkpoint cuts in two exact.
+    Per optimizer step, `step()` takes the step's numbers as a tensor on the device and does nothing else; every
+    log_every steps they are summed over the ranks in one transfer and written. `pending()` and `resume` keep an
+    interval that a checkpoint cuts in two exact.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, names: list[str], log_every: int, total_steps: int, use_wandb: str | None = None,
-                 resume: dict | None = None, config: dict | None = None):  # fmt: skip
-        """names: what step() tensors hold, in order. use_wandb: a project name. resume: what pending() gave, from a checkpoint."""
-        self.ranks, self.names, self.log_every, self.total_steps = ranks, names, log_every, total_steps
-        self.folder = folder
+    def __init__(self, folder: Path, ranks: Ranks, names: list[str], args: Namespace, resume: dict | None = None):
+        """names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every, total_steps,
+        wandb... are read from it, and it is written to args.yaml. resume: what pending() gave, from a checkpoint."""
+        self.folder, self.ranks, self.names = folder, ranks, names
+        self.log_every, self.total_steps = args.log_every, args.total_steps
         self.recent: list[torch.Tensor] = []
         self.rows: list[list[float]] = [list(row) for row in resume["rows"]] if resume else []
-        self.waited = self.samples = 0.0
-        self.started = time.perf_counter()
+        self.bad_in_row = resume["bad_in_row"] if resume else 0
+        self.restart_clock()
         self.warned = False
         self.last: dict[str, float] = {}
         self.writer = self.wandb = self.jsonl = self.bar = None
         if not ranks.is_main:
             return
+        import yaml
         from torch.utils.tensorboard import SummaryWriter
 
+        (folder / "args.yaml").write_text(yaml.safe_dump(vars(args)), encoding="utf-8")
         path = folder / "metrics.jsonl"
         if path.exists():  # forget what was logged after the checkpoint; without one, all
-            with open(path, "r+b") as file:
-                file.truncate(min(path.stat().st_size, resume["bytes"] if resume else 0))
+            os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
         self.writer = SummaryWriter(str(folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
-        if use_wandb:
+        if args.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=use_wandb, dir=folder, config=config, id=None, resume="allow")
+            self.wandb = wandb.init(project=args.wandb_project, group=folder.name, dir=folder, config=vars(args))
         if sys.stderr.isatty():
-            self.bar = tqdm(total=total_steps, initial=resume["step"] if resume else 0, unit="step", dynamic_ncols=True)
+            first = resume["step"] if resume else 0
+            self.bar = tqdm(total=self.total_steps, initial=first, unit="step", dynamic_ncols=True)
 
     def next_batches(self, iterator, count: int) -> list:
         """Up to `count` batches from a data loader; the time spent here is the wait for data."""
@@ -88,30 +80,41 @@ class RunLog:
         return batches
 
     def step(self, values: torch.Tensor, samples: int) -> None:
-        """Keep one optimizer step's numbers (this rank's part of their sums over ranks) and its global number of samples."""
+        """Keep one optimizer step's numbers (this rank's part of their sums over ranks) and its global number of
+        samples."""
         self.recent.append(values)
         self.samples += samples
+        self.steps += 1
         if self.bar:
             self.bar.update()
 
-    def collect(self) -> list[list[float]]:
-        """All ranks: bring the kept steps to the host, summed over the ranks; returns the rows that are new."""
-        if not self.recent:
-            return []
-        new = reduce_sum(torch.stack(self.recent).double().cpu()).tolist()
-        self.recent.clear()
-        self.rows += new
-        return new
+    def collect(self) -> None:
+        """All ranks: bring the kept steps to the host, summed over the ranks."""
+        if self.recent:
+            new = reduce_sum(torch.stack(self.recent).double().cpu()).tolist()
+            self.recent.clear()
+            self.rows += new
+            for row in new:
+                self.bad_in_row = self.bad_in_row + 1 if row[-1] else 0
+
+    def check(self, step: int, max_bad_steps: int) -> None:
+        """All ranks, each step: RunError, on all together, once max_bad_steps steps in a row were skipped."""
+        if step % min(self.log_every, max_bad_steps) == 0:
+            self.collect()
+        if self.bad_in_row >= max_bad_steps:
+            raise RunError(
+                f"{self.bad_in_row} steps in a row had a non-finite loss or gradient and were skipped; lower "
+                "--learning_rate, or look for bad data after the last checkpoint"
+            )
 
     def pending(self, step: int) -> dict:
         """All ranks: for the checkpoint of `step`: the interval begun, and how far metrics.jsonl belongs to it."""
         self.collect()
-        if self.jsonl:
-            self._guard(self.jsonl.flush)
-        return {"rows": self.rows, "bytes": self.jsonl.tell() if self.jsonl else 0, "step": step}
+        size = self.jsonl.tell() if self.jsonl else 0
+        return {"rows": self.rows, "bad_in_row": self.bad_in_row, "bytes": size, "step": step}
 
     def write_interval(self, step: int, epoch: int, lr: float) -> None:
-        """All ranks, every log_every steps: means over the interval's finite values, throughput, data wait, peak memory."""
+        """All ranks, every log_every steps: means over the interval's finite values, throughput, data wait, memory."""
         self.collect()
         seconds = max(time.perf_counter() - self.started, 1e-9)
         wait, memory = reduce_max([self.waited / seconds, peak_memory_gb(self.ranks.device)]).tolist()
@@ -119,29 +122,23 @@ class RunLog:
         for i, name in enumerate(self.names):
             column = [row[i] for row in self.rows if math.isfinite(row[i])]
             values[f"train/{name}"] = sum(column) / len(column) if column else None
-        values |= {
-            "train/samples_per_s": self.samples / seconds,
-            "train/data_wait": wait,
-            "train/peak_memory_gb": memory,
-        }
+        rate, loss = self.samples / seconds, values["train/loss"]
+        values |= {"train/samples_per_s": rate, "train/data_wait": wait, "train/peak_memory_gb": memory}
+        text = f"loss {'non-finite' if loss is None else f'{loss:.4f}'} | {rate:.1f} samples/s | data {wait:.0%}"
+        left = (self.total_steps - step) * seconds / max(1, self.steps)
         self.rows = []
         self.write(step, epoch, values)
         if self.bar:
-            self.bar.set_postfix_str(
-                f"loss {_short(values['train/loss'])}, {values['train/samples_per_s']:.1f} samples/s, data {wait:.0%}"
-            )
-        elif self.ranks.is_main:
-            left = (self.total_steps - step) * seconds / max(1, min(self.log_every, step))
-            print(
-                f"epoch {epoch} step {step}/{self.total_steps} | loss {_short(values['train/loss'])} | lr {lr:.2e} | "
-                f"{values['train/samples_per_s']:.1f} samples/s | data {wait:.0%} | {memory:.2f} GB | {_clock(left)} left",
-                flush=True,
-            )
+            self.bar.set_postfix_str(text)
+        else:
+            where = f"epoch {epoch} step {step}/{self.total_steps}"
+            print_main(f"{where} | {text} | lr {lr:.2e} | {memory:.2f} GB | {tqdm.format_interval(left)} left")
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Begin a throughput interval (after an evaluation, say, whose time is not training time)."""
         self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0.0
+        self.steps = 0
 
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
         """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B."""
@@ -163,21 +160,27 @@ class RunLog:
 
     def figure(self, name: str, figure, step: int) -> None:
         """Rank 0: a matplotlib figure as figures/<name>.png and in TensorBoard."""
+        if not self.ranks.is_main:
+            return
+
+        def write():
+            import numpy as np
+            from PIL import Image
+
+            path = self.folder / "figures" / f"{name}.png"
+            path.parent.mkdir(exist_ok=True)
+            figure.savefig(path, dpi=110)
+            self.writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+
+        self._guard(write)
+
+    def finish(self, values: dict) -> None:
+        """Rank 0, at the end: summary.json (one flat object: the last value of every metric, and `values`) and the
+        curves."""
         if self.ranks.is_main:
-
-            def write():
-                (self.folder / "figures").mkdir(exist_ok=True)
-                figure.savefig(self.folder / "figures" / f"{name}.png", dpi=110)
-                self.writer.add_figure(name, figure, step)
-
-            self._guard(write)
-
-    def summary(self, values: dict) -> None:
-        """Rank 0: summary.json, one flat object: the last value of every metric, and `values`."""
-        if self.ranks.is_main:
-            self._guard(
-                lambda: (self.folder / "summary.json").write_text(json.dumps({**self.last, **values}, indent=2) + "\n")
-            )
+            text = json.dumps({**self.last, **values}, indent=2) + "\n"
+            self._guard(lambda: (self.folder / "summary.json").write_text(text, encoding="utf-8"))
+            self.figure("curves", plot_curves(self.folder / "metrics.jsonl"), values["steps"])
 
     def close(self) -> None:
         for resource in (self.bar, self.writer, self.jsonl):
@@ -195,15 +198,6 @@ class RunLog:
                     f"warning: {self.folder}: log not written ({error.strerror or error})", file=sys.stderr, flush=True
                 )
             self.warned = True
-
-
-def _short(value: float | None) -> str:
-    return "non-finite" if value is None else f"{value:.4f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:

@@ -1,12 +1,13 @@
 """Write a small, learnable data set for a training script, in the exact on-disk format of the real one.
 
-    python sample_data.py prs_med data/demo/prs_med                   # 400 training pictures, two questions each
+    python sample_data.py prs_med data/demo/prs_med                   # 1000 training pictures, two questions each
     python sample_data.py prs_med OUT --num_train 40 --image_size 64 --seed 1
 
-`prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and skin
-pictures, and two tiny Hugging Face checkpoints with random weights beside it (`llava_tiny`, `sam_tiny`), so that
-train_prs_med.py goes through the same `from_pretrained` calls as with LLaVA-Med and SAM. Each picture holds two lesions and
-is asked about both: nothing in the picture says which one is meant, so only a model that reads the question can learn it.
+`prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and
+skin pictures, and two tiny Hugging Face checkpoints with random weights beside it (`llava_tiny`, `sam_tiny`), so that
+train_prs_med.py goes through the same `from_pretrained` calls as with LLaVA-Med and SAM. Each picture holds two lesions
+and is asked about both: nothing in the picture says which one is meant, so only a model that reads the question can
+learn it.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import math
 import sys
 from pathlib import Path
 
-from cli_utils import InputError, integer_at_least, run_main
+from cli_utils import InputError, run_main, whole
 
 # modality -> (bright or red target, dark target); both lie in every picture of that modality
 PRS_MED_TARGETS = {
@@ -43,10 +44,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     tasks = parser.add_subparsers(dest="task", required=True)
     prs = tasks.add_parser("prs_med", help="position-reasoning segmentation (train_prs_med.py)")
     prs.add_argument("out", type=Path, help="folder to write; must not hold a data set yet")
-    prs.add_argument("--num_train", type=integer_at_least(1), default=400, help="training pictures, two questions each")
-    prs.add_argument("--num_val", type=integer_at_least(0), default=48, help="validation pictures, two questions each")
-    prs.add_argument("--num_test", type=integer_at_least(0), default=72, help="test pictures, two questions each")
-    prs.add_argument("--image_size", type=integer_at_least(32), default=96, help="side of the square pictures, pixels")
+    prs.add_argument("--num_train", type=whole(1), default=1000, help="training pictures, two questions each")
+    prs.add_argument("--num_val", type=whole(0), default=48, help="validation pictures, two questions each")
+    prs.add_argument("--num_test", type=whole(0), default=72, help="test pictures, two questions each")
+    prs.add_argument("--image_size", type=whole(32), default=96, help="side of the square pictures, pixels")
     prs.add_argument("--seed", type=int, default=0, help="the same seed writes the same bytes")
     return parser.parse_args(argv)
 
@@ -61,7 +62,8 @@ def smooth_noise(rng, size: int, cells: int):
 
 
 def blob(rng, size: int, cx: float, cy: float, radius: float, wobble: float = 1.0):
-    """(size, size) signed distance-like field, > 0 inside an irregular ellipse; centre and radius are shares of the side."""
+    """(size, size) signed distance-like field, > 0 inside an irregular ellipse; centre and radius are shares of the
+    side."""
     import numpy as np
 
     y, x = np.mgrid[0:size, 0:size] / (size - 1)
@@ -90,7 +92,8 @@ def lesion_places(rng) -> list[tuple[str, float, float, float]]:
 
 
 def prs_med_picture(rng, modality: str, size: int, lesions: list):
-    """One picture as (size, size, 3) uint8 with the two lesion fields painted in: the first bright (or red), the second dark."""
+    """One picture as (size, size, 3) uint8 with the two lesion fields painted in: the first bright (or red), the second
+    dark."""
     import numpy as np
 
     texture = 0.05 * smooth_noise(rng, size, 6) + 0.03 * smooth_noise(rng, size, 20)
@@ -124,7 +127,8 @@ def prs_med_picture(rng, modality: str, size: int, lesions: list):
 
 
 def write_prs_med(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """The data set of guide 0 (facts: columns, `image_path` = the mask's path, ISIC names, one copy of the image per mask)."""
+    """The data set of guide 0 (facts: columns, `image_path` = the mask's path, ISIC names, one copy of the image per
+    mask)."""
     import numpy as np
     from PIL import Image
     from tqdm import tqdm
@@ -173,7 +177,8 @@ def write_prs_med(out: Path, num_train: int, num_val: int, num_test: int, image_
 
 
 def write_tiny_llava(path: Path, texts: list[str], seed: int) -> None:
-    """A LLaVA-format checkpoint (CLIP tower, projector, Llama, byte-level BPE tokenizer trained on `texts`), random weights."""
+    """A LLaVA-format checkpoint (CLIP tower, projector, Llama, byte-level BPE tokenizer trained on `texts`), random
+    weights."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import (
@@ -200,21 +205,29 @@ def write_tiny_llava(path: Path, texts: list[str], seed: int) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     torch.manual_seed(seed)
     vision = CLIPVisionConfig(
-        image_size=64, patch_size=8, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        image_size=72, patch_size=12, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         projection_dim=64, initializer_range=0.1,
     )  # fmt: skip
     text = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=512, initializer_range=0.1, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, tie_word_embeddings=False,
     )  # fmt: skip
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=4, image_seq_length=64)
-    LlavaForConditionalGeneration(config).save_pretrained(path)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=4, image_seq_length=36)
+    model = LlavaForConditionalGeneration(config)
+    # all weights are random, but the table of positions is a random mix of smooth waves over the picture, as in a
+    # trained tower
+    side = torch.linspace(-1, 1, 6)
+    phase = torch.cartesian_prod(side, side)[:, :, None] * torch.tensor([1.0, 2.0]) * math.pi / 2
+    waves = torch.cat([phase.sin(), phase.cos()], 2).flatten(1)
+    table = model.model.vision_tower.embeddings.position_embedding.weight
+    table.data[1:] = waves @ torch.randn(waves.shape[1], 64) * (2 / waves.shape[1]) ** 0.5
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     clip = {
         "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": 64},
-        "crop_size": {"height": 64, "width": 64},
+        "size": {"shortest_edge": 72},
+        "crop_size": {"height": 72, "width": 72},
     }
     clip |= {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
     (path / "preprocessor_config.json").write_text(json.dumps(clip, indent=2))
@@ -228,12 +241,12 @@ def write_tiny_sam(path: Path, image_size: int, seed: int) -> None:
     torch.manual_seed(seed)
     side = max(8, round(image_size / 8) * 8)
     vision = SamVisionConfig(
-        hidden_size=64, output_channels=64, num_hidden_layers=2, num_attention_heads=4, image_size=side, patch_size=8,
-        window_size=4, global_attn_indexes=[1], mlp_ratio=2.0, mlp_dim=128, initializer_range=0.02, num_pos_feats=32,
+        hidden_size=64, output_channels=32, num_hidden_layers=2, num_attention_heads=4, image_size=side, patch_size=8,
+        window_size=4, global_attn_indexes=[1], mlp_ratio=2.0, mlp_dim=128, initializer_range=0.02, num_pos_feats=16,
     )  # fmt: skip
-    prompt = SamPromptEncoderConfig(hidden_size=64, image_size=side, patch_size=8, mask_input_channels=4)
+    prompt = SamPromptEncoderConfig(hidden_size=32, image_size=side, patch_size=8, mask_input_channels=4)
     decoder = SamMaskDecoderConfig(
-        hidden_size=64, mlp_dim=64, num_hidden_layers=1, num_attention_heads=2, iou_head_hidden_dim=32
+        hidden_size=64, mlp_dim=64, num_hidden_layers=1, num_attention_heads=2, iou_head_hidden_dim=16
     )
     config = SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
     SamModel(config).save_pretrained(path)

@@ -1,0 +1,42 @@
+"""What this machine can do: numeric precision, memory in use, and what running out of it looks like."""
+
+import os
+import sys
+
+import torch
+
+from cli_utils import InputError
+
+
+def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
+    """(precision, why) for --mixed_precision: `auto` is bf16 from compute capability 8.0, fp16 below, fp32 on CPU.
+
+    Raises InputError for fp16 on CPU, which would silently train in fp32 without a scaler.
+    """
+    if device.type == "cpu":
+        if wanted == "fp16":
+            raise InputError("--mixed_precision fp16: needs a GPU; use no or bf16")
+        return ("no", "fp32 on CPU") if wanted == "auto" else (wanted, "as asked")
+    major, minor = torch.cuda.get_device_capability(device)
+    if wanted == "bf16" and major < 8:
+        raise InputError(f"--mixed_precision bf16: this GPU (compute capability {major}.{minor}) has none; use fp16")
+    automatic = "bf16" if major >= 8 else "fp16"
+    return (automatic, f"compute capability {major}.{minor}") if wanted == "auto" else (wanted, "as asked")
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory this process has held, GiB: of the GPU, or resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    if os.name == "posix":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    import psutil
+
+    return psutil.Process().memory_info().peak_wset / 2**30
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is the GPU's or the host's allocator giving up."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
