@@ -286,38 +286,33 @@ def _resolve(path: Path) -> Path:
 RUN_FILES = ("args.yaml", "metrics.jsonl", "summary.json", "model.safetensors", MANIFEST, "last.pt", "best.pt")
 
 
-def open_run_folder(folder: Path, resume: bool, overwrite: bool, wait: float = 60) -> "RunLock | None":
-    """Rank 0 makes and locks the folder; InputError on all ranks when it holds a run already or cannot be written.
+def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock | None":
+    """All ranks call it: rank 0 makes and locks the folder (keep what is returned as long as the run lasts).
 
-    The lock (released by the system when the process ends, however it ends) keeps two runs from writing to one folder;
-    a run that is just being stopped is waited for.
+    InputError on all ranks when the folder holds a run and may not, or cannot be written. The lock (released by the system
+    when the process ends, however it ends) keeps two runs out of one folder; one that is being stopped is waited for.
     """
     lock = None
     with agree_on_errors():
         if world()[0] == 0:
-            if any((folder / name).exists() for name in RUN_FILES) and not (resume or overwrite):
-                raise InputError(
-                    f"{folder}: holds a run already; --resume_from auto goes on with it, --overwrite deletes it"
-                )
+            if any((folder / name).exists() for name in RUN_FILES) and not may_exist:
+                raise InputError(f"{folder}: holds a run already; go on with --resume_from auto, or --overwrite it")
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock = RunLock(folder / ".lock", wait)
-                for path in folder.glob(".*.tmp"):  # of a save that was killed
-                    path.unlink()
-                if overwrite and not resume:
-                    for path in [
-                        *(folder / name for name in RUN_FILES),
-                        *folder.glob("step_*.pt"),
-                        *folder.glob("*.safetensors"),
-                    ]:
-                        path.unlink(missing_ok=True)
-                    for name in ("logs", "figures"):
-                        shutil.rmtree(folder / name, ignore_errors=True)
             except OSError as error:
-                raise InputError(
-                    f"{folder}: cannot write here ({error.strerror}); choose another output folder"
-                ) from None
+                raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
     return lock
+
+
+def clear_run_folder(folder: Path, overwrite: bool) -> None:
+    """Rank 0, once nothing can be wrong: delete what a killed save left, and with `overwrite` the old run."""
+    if world()[0] == 0:
+        for pattern in (".*.tmp", *((*RUN_FILES, "step_*.pt") if overwrite else ())):
+            for path in folder.glob(pattern):
+                path.unlink()
+        for name in ("logs", "figures") if overwrite else ():
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 class RunLock:

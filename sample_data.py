@@ -19,11 +19,11 @@ from pathlib import Path
 
 from cli_utils import InputError, run_main, whole
 
-# modality -> (bright or red target, dark target); both lie in every picture of that modality
+# modality -> (bright target, dark target); both lie in every picture of that modality
 PRS_MED_TARGETS = {
     "brain_tumors_ct_scan": ("tumour", "cyst"),
     "lung_CT": ("mass", "cavity"),
-    "skin_rgbimage": ("rash", "mole"),
+    "skin_rgbimage": ("scar", "mole"),
 }
 PRS_MED_COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
 PRS_MED_QUESTIONS = (
@@ -99,9 +99,9 @@ def prs_med_picture(rng, modality: str, size: int, lesions: list):
     texture = 0.05 * smooth_noise(rng, size, 6) + 0.03 * smooth_noise(rng, size, 20)
     inside = [1 / (1 + np.exp(-np.clip(field * size / 0.8, -30, 30))) for field in lesions]  # soft edge, about a pixel
     if modality == "skin_rgbimage":
-        tone = np.array([0.87, 0.68, 0.57]) * rng.uniform(0.85, 1.08)
+        tone = np.array([0.76, 0.55, 0.46]) * rng.uniform(0.85, 1.08)
         picture = tone + texture[..., None]
-        for field, colour in zip(inside, ([0.82, 0.22, 0.24], [0.26, 0.15, 0.11]), strict=True):
+        for field, colour in zip(inside, ([0.99, 0.90, 0.89], [0.26, 0.15, 0.11]), strict=True):
             picture += field[..., None] * (np.array(colour) + 0.5 * texture[..., None] - picture)
         for _ in range(rng.integers(2, 6)):  # hairs
             x = rng.uniform(0, size) + np.cumsum(rng.normal(0, 0.4, size)) + rng.uniform(-0.5, 0.5) * np.arange(size)
@@ -222,6 +222,13 @@ def write_tiny_llava(path: Path, texts: list[str], seed: int) -> None:
     waves = torch.cat([phase.sin(), phase.cos()], 2).flatten(1)
     table = model.model.vision_tower.embeddings.position_embedding.weight
     table.data[1:] = waves @ torch.randn(waves.shape[1], 64) * (2 / waves.shape[1]) ** 0.5
+    # frozen: wide enough that the projector passes the picture on and the head can be sure of a word
+    for layer, factor in (
+        (model.model.multi_modal_projector.linear_1, 2),
+        (model.model.multi_modal_projector.linear_2, 2),
+    ):
+        layer.weight.data *= factor
+    model.lm_head.weight.data *= 3
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     clip = {

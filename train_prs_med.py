@@ -843,7 +843,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         rows = read_annotations(Path(args.data_root), args.annotations, args.skip_bad_rows)
         identity = {} if args.skip_data_check else check_pictures(rows, ranks)
         check_splits(rows, identity)
-    lock = None if apply_only else ckpt.open_run_folder(folder, bool(args.resume_from), args.overwrite)
+    lock = None if apply_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     contents = ckpt.load_checkpoint(
         args.resume_from or (str(folder / "best.pt") if apply_only else None), folder, FORMAT
     )
@@ -867,6 +867,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         raise InputError(f"{args.data_root}: {need}; lower --batch_size or the number of processes")
     if args.auto_batch:
         find_batch_size(model, sets["train"], args, ranks)
+    ckpt.clear_run_folder(folder, args.overwrite)
     try:
         code = fit(model, sets, contents, why, args, ranks)
     except (RuntimeError, MemoryError) as error:

@@ -1,0 +1,109 @@
+"""What the tests share: a tiny data set, and ways to run the real scripts."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PRS_MED = str(ROOT / "train_prs_med.py")
+sys.path.insert(0, str(ROOT))
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+}
+os.environ["PATH"] = (
+    f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun, deepspeed, accelerate of this one
+)
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+# fp32, no dropout, no scaling with the world size: the settings under which every world size must give the same answer
+SAME = [
+    "--lr_scaling",
+    "none",
+    "--lora_dropout",
+    "0",
+    "--log_every",
+    "1",
+    "--max_new_tokens",
+    "3",
+    "--learning_rate",
+    "1e-3",
+]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """34 training, 10 validation and 10 test rows of 32 x 32 pixels, with tiny checkpoints."""
+    out = tmp_path_factory.mktemp("data") / "prs_med"
+    sizes = ["--num_train", "17", "--num_val", "5", "--num_test", "5", "--image_size", "32"]
+    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), "prs_med", str(out), *sizes], check=True, cwd=ROOT)
+    return out
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """run(script, *flags, address_space=bytes) -> code, stdout, stderr, seconds: one process, see zygote.py."""
+    server = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert "ready" in server.stdout.readline()
+
+    def run(*argv, address_space: int = 0):
+        request = {"argv": [str(word) for word in argv], "cwd": str(ROOT), "address_space": address_space}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return SimpleNamespace(**json.loads(server.stdout.readline()))
+
+    yield run
+    server.stdin.close()
+    server.wait(timeout=10)
+
+
+def torchrun(processes: int, *more: str) -> list[str]:
+    """The start of a command line that runs a script in so many processes; plain python for one."""
+    if processes == 1:
+        return [sys.executable]
+    return ["torchrun", "--standalone", f"--nproc_per_node={processes}", *more]
+
+
+def train(data: Path, out: Path, processes: int = 1, *flags, launcher: list[str] | None = None, ok: bool = True):
+    """Run train_prs_med.py to its end; asserts exit code 0 unless ok is False."""
+    command = [*(launcher or torchrun(processes)), PRS_MED, "--data_root", data, "--checkpoint_dir", out, *flags]
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert not ok or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[tuple]:
+    """(step, loss, grad norm) of every training line and (step, Dice, text loss) of every evaluation line, in file order."""
+    values = []
+    for record in records(out):
+        split = next((s for s in ("val", "test") if f"{s}/dice" in record), None)
+        if split:
+            values.append((record["step"], record[f"{split}/dice"], record[f"{split}/text_loss"]))
+        else:
+            values.append((record["step"], record["train/loss"], record["train/grad_norm"]))
+    return values
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """{relative path: content hash} of every file but lock files."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): hashlib.md5(path.read_bytes()).hexdigest() for path in files}

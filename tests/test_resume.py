@@ -1,0 +1,171 @@
+"""DESIGN "the same answer" 5: killed anywhere and resumed, the loss sequence is the uninterrupted one, bit for bit."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import PRS_MED, ROOT, losses, torchrun, train
+
+# dropout on: the random state of every rank must come back too
+FLAGS = ["--batch_size", "3", "--num_epochs", "4", "--save_every", "2", "--log_every", "3", "--max_new_tokens", "3"]
+FLAGS += ["--learning_rate", "1e-3", "--gradient_accumulation_steps", "2", "--resume_from", "auto"]
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The uninterrupted 2-process run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(data, out, 2, *FLAGS)
+    return out
+
+
+class Run:
+    """A training in the background, with ways to find and kill its processes."""
+
+    def __init__(self, data: Path, out: Path, processes: int = 2, *flags: str):
+        command = [*torchrun(processes), PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, *flags]
+        self.out, self.log = out, open(out.parent / f"{out.name}.log", "a")  # noqa: SIM115
+        self.launcher = psutil.Popen([str(w) for w in command], cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def workers(self) -> list[psutil.Process]:
+        return [p for p in self.launcher.children(recursive=True) if "train_prs_med.py" in " ".join(p.cmdline())]
+
+    def wait_for_step(self, step: int) -> None:
+        """Until a checkpoint of this step or a later one exists, or the run is over."""
+        deadline = time.time() + 90
+        while self.launcher.poll() is None and time.time() < deadline:
+            if any(int(path.stem[5:]) >= step for path in self.out.glob("step_*.pt")):
+                return
+            time.sleep(0.02)
+
+    def end(self, seconds: float = 60) -> int:
+        """Wait for the launcher and every worker; a worker left behind fails the test."""
+        known = self.everyone
+        code = self.launcher.wait(timeout=seconds)
+        gone, alive = psutil.wait_procs(known, timeout=30)
+        assert not alive, f"left behind: {alive}"
+        return code
+
+    def kill(self, who: str, number: int = signal.SIGKILL) -> None:
+        self.everyone = [self.launcher, *self.launcher.children(recursive=True)]
+        workers = self.workers()
+        chosen = {"worker": workers[-1:], "rank0": workers[:1], "all": self.everyone, "launcher": [self.launcher]}[who]
+        for process in chosen:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                pass
+
+
+def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = signal.SIGKILL) -> int:
+    run = Run(data, out)
+    run.wait_for_step(step)
+    time.sleep(delay)
+    run.kill(who, number)
+    return run.end()
+
+
+def test_kill_and_resume(data, whole, tmp_path):
+    """One run: a worker killed, then the launcher killed, then SIGTERM (which loses no step), then to the end."""
+    out = tmp_path / "run"
+    assert interrupt(data, out, "worker", 2, 0.05) != 0
+    interrupt(data, out, "launcher", 6, 0.1)
+    before = len(list(out.glob("step_*.pt")))
+    interrupt(data, out, "launcher", 8, 0.0, signal.SIGTERM)
+    log = (tmp_path / "run.log").read_text()
+    assert before and "signal: saved at step" in log
+    saved = int(log.split("signal: saved at step ")[1].split(";")[0])
+    assert sorted(out.glob("step_*.pt"))[-1].name == f"step_{saved:08d}.pt"
+    done = train(data, out, 2, *FLAGS)
+    assert f"(step {saved})" in done.stdout
+    assert losses(out) == losses(whole)
+    assert json.loads((out / "summary.json").read_text())["steps"] == STEPS
+    weights = [torch.load(folder / "last.pt", weights_only=True)["model"] for folder in (out, whole)]
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+
+
+def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path):
+    """SIGTERM: 143; SIGINT: 130; the checkpoint is of the very step reached."""
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        out = tmp_path / str(code)
+        run = Run(data, out, 1, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
+        run.wait_for_step(2)
+        run.kill("launcher", number)
+        assert run.end() == code
+        logged = [record["step"] for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
+        assert torch.load(out / "last.pt", weights_only=True)["step"] == logged[-1]
+
+
+def test_resume_at_another_world_size(data, whole, tmp_path):
+    """A 2-process run of 3 a process goes on as one process of 6 (no dropout): the losses agree to 1e-5."""
+    flags = ["--lora_dropout", "0", "--lr_scaling", "none"]
+    train(data, tmp_path / "a", 2, *FLAGS, *flags)
+    train(data, tmp_path / "b", 2, *FLAGS, *flags, "--max_steps", "4")
+    one = [*FLAGS, *flags, "--batch_size", "6"]
+    train(data, tmp_path / "b", 1, *one)
+    both = [[row for row in losses(tmp_path / name) if row[1] > 1.2] for name in "ab"]
+    steps = {row[0]: row[1] for row in both[0]}
+    worst = max(abs(row[1] / steps[row[0]] - 1) for row in both[1])
+    print(f"after going on with 1 process instead of 2: losses off by {worst:.1e}")
+    assert worst < 1e-5
+    assert both[1][-1][0] == STEPS
+
+
+def test_damaged_checkpoint_is_passed_over(data, whole, tmp_path):
+    """A flipped byte in the newest checkpoint, which torch.load would not notice: named, and the one before is taken."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    newest = sorted(out.glob("step_*.pt"))[-1]
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.unlink()
+    newest.write_bytes(content)
+    done = train(data, out, 2, *FLAGS)
+    assert f"{newest} is damaged" in done.stderr
+    assert losses(out) == losses(whole)
+
+
+def test_checkpoints_of_a_run(whole):
+    """Plain names, hard links, a manifest that sha256sum accepts, retention, no pickled objects."""
+    names = sorted(path.name for path in whole.glob("*.pt"))
+    assert names == ["best.pt", "last.pt", "step_00000010.pt", "step_00000012.pt"]
+    assert os.path.samefile(whole / "last.pt", whole / "step_00000012.pt")
+    subprocess.run(["sha256sum", "--check", "--quiet", "manifest.sha256"], cwd=whole, check=True)
+    contents = torch.load(whole / "last.pt", weights_only=True)
+    assert len(contents["rng"]) == 2
+    assert not any("module." in name.split("vlm.")[0] or "_orig_mod" in name for name in contents["model"])
+    assert not any("vlm" in name and "lora_" not in name for name in contents["model"])  # the frozen base is left out
+    from safetensors.torch import load_file
+
+    assert load_file(whole / "model.safetensors").keys() == contents["model"].keys()
+    assert not list(whole.glob(".*.tmp"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["kill-9", "SIGTERM"])
+def test_twenty_kills(data, whole, tmp_path, number):
+    """20 kills at random moments of 2-process runs: of one worker, of all, of the launcher; each resumed to the end."""
+    chance, kills = random.Random(int(number)), 0
+    while kills < (20 if number == signal.SIGKILL else 6):
+        out = tmp_path / f"run{kills}"
+        who = ("worker", "rank0", "all", "launcher")[kills % 4]
+        step, delay = chance.randrange(0, STEPS), chance.uniform(0, 0.6)
+        interrupt(data, out, who, step, delay + (5 if step == 0 else 0), number)
+        reached = sorted(out.glob("step_*.pt"))
+        train(data, out, 2, *FLAGS)
+        same = losses(out) == losses(whole)
+        print(
+            f"{number} of {who} after step {step} + {delay:.2f} s, newest {reached[-1].name if reached else '-'}: same {same}"
+        )
+        assert same
+        shutil.rmtree(out)
+        kills += 1

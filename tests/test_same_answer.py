@@ -1,0 +1,184 @@
+"""DESIGN "the same answer" 1 to 4: index sets, gradients, losses and metrics at 1, 2 and 3 processes."""
+
+import json
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SAME, losses, torchrun, train
+
+from distributed_utils import EvalBatchSampler, TrainBatchSampler, permute
+
+# 34 rows, 6 a batch over all processes, 2 batches a step: 5 batches an epoch, so the third step holds one batch only
+BATCHES = {1: 6, 2: 3, 3: 2}
+FLAGS = [*SAME, "--gradient_accumulation_steps", "2", "--num_epochs", "2", "--save_every", "1", "--keep_last", "99"]
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("same")
+    for processes, batch in BATCHES.items():
+        train(data, folder / str(processes), processes, *FLAGS, "--batch_size", batch)
+    return folder
+
+
+def load(path):
+    return torch.load(path, weights_only=True)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000, 4097])
+def test_permutation_is_one(size):
+    order = permute(np.arange(size), size, seed=3, epoch=5)
+    assert sorted(order.tolist()) == list(range(size))
+    assert np.array_equal(permute(np.arange(size)[size // 2 :], size, 3, 5), order[size // 2 :])  # any part alone
+    if size > 7:
+        assert not np.array_equal(order, permute(np.arange(size), size, 3, 6))
+        assert not np.array_equal(order, permute(np.arange(size), size, 4, 5))
+
+
+def test_permutation_is_well_mixed():
+    order = permute(np.arange(100_000), 100_000, 0, 0)
+    assert abs(np.corrcoef(np.arange(100_000), order)[0, 1]) < 0.02
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    firsts = [int(permute(np.arange(1), 10, seed, 0)[0]) for seed in range(5000)]
+    assert np.bincount(firsts, minlength=10).min() > 380  # 500 expected, standard deviation 21
+
+
+@pytest.mark.parametrize("size", range(1, 30))
+def test_training_indices(size):
+    """Disjoint, covering all but a remainder below one global batch, and the same global batches at any world size."""
+    epochs = {}
+    for world_size, batch in ((1, 6), (2, 3), (3, 2), (6, 1)):
+        parts = []
+        for rank in range(world_size):
+            sampler = TrainBatchSampler(size, batch, rank, world_size, seed=1)
+            sampler.set_position(4)
+            parts.append(list(sampler))
+            assert len(parts[-1]) == len(sampler) == size // 6
+        epochs[world_size] = [sorted(i for part in step for i in part) for step in zip(*parts, strict=True)]
+        used = [i for step in epochs[world_size] for i in step]
+        assert len(set(used)) == len(used) == size - size % 6
+        if size >= 12:  # a resumed epoch goes on with the batch that follows
+            sampler.set_position(4, samples=6)
+            assert list(sampler) == parts[-1][1:]
+    assert all(epoch == epochs[1] for epoch in epochs.values())
+
+
+@pytest.mark.parametrize("size", range(0, 30))
+def test_evaluation_indices(size):
+    """Every sample once, in batches that do not depend on the world size; every rank works once there are 8 samples."""
+    for world_size in (1, 2, 3, 8):
+        shards = [list(EvalBatchSampler(size, 4, rank, world_size)) for rank in range(world_size)]
+        assert sorted(i for shard in shards for batch in shard for i in batch) == list(range(size))
+        batches = sorted(batch for shard in shards for batch in shard)
+        assert batches == sorted(EvalBatchSampler(size, 4, 0, 1))
+        assert size < 8 or all(shards)
+
+
+def test_losses_and_gradients(runs):
+    """The first gradient (AdamW's exp_avg after one step) and every logged loss, relative, below 1e-5."""
+    reference, worst = load(runs / "1" / "step_00000001.pt"), {}
+    for processes in (2, 3):
+        other = load(runs / str(processes) / "step_00000001.pt")
+        pairs = [
+            (other["optimizer"]["state"][k]["exp_avg"], v["exp_avg"])
+            for k, v in reference["optimizer"]["state"].items()
+        ]
+        gradient = relative(torch.cat([a.flatten() for a, _ in pairs]), torch.cat([b.flatten() for _, b in pairs]))
+        curves = [np.array(losses(runs / str(n))) for n in (processes, 1)]
+        train_rows = [i for i, row in enumerate(curves[0]) if row[1] > 1.2]  # losses start at about 8
+        loss = np.abs(curves[0][:, 1:2] / curves[1][:, 1:2] - 1)[train_rows].max()
+        worst[processes] = (gradient, loss)
+        print(f"{processes} processes: gradient off by {gradient:.1e}, losses by {loss:.1e}")
+    assert max(gradient for gradient, _ in worst.values()) < 1e-5
+    assert max(loss for _, loss in worst.values()) < 1e-5
+    assert (
+        len(curves[0]) == 3 + 1 + 3 + 1 + 2
+    )  # two epochs of three steps, each with a validation; val and test of the best
+
+
+def test_short_window_is_divided_by_its_true_size(runs, data):
+    """Step 3 sees one batch instead of two; its loss equals one computed apart from the script's, by Hugging Face's own."""
+    import train_prs_med as prs
+    from hardware_utils import choose_precision
+
+    args = prs.parse_args(["--data_root", str(data), *FLAGS])
+    ranks = prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
+    args.mixed_precision = choose_precision("auto", ranks.device)[0]
+    model = prs.build_model(args, ranks)
+    prs.load_weights(model, load(runs / "1" / "step_00000002.pt"))
+    rows = [row for row in prs.read_annotations(data, None, False) if row.split == "train"]
+    dataset = prs.PositionData(rows, model.reader, True)
+    batch = model.reader.collate([dataset[int(i)] for i in permute(np.arange(24, 30), 34, 0, 0)])
+    model.eval()
+    with torch.no_grad():
+        labels = torch.full_like(batch["ids"], -100)
+        for k, prompt in enumerate(batch["prompt"]):
+            answer = [token for token in batch["answer"][k].tolist() if token >= 0]
+            labels[k, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+        pixels = model.vlm_pixels(batch["vlm"])
+        text = model.vlm(
+            input_ids=batch["ids"], pixel_values=pixels, labels=labels
+        ).loss  # shifts by itself, mean over tokens
+        probability = torch.sigmoid(model(batch)[0]).double().clamp(1e-12, 1 - 1e-12).numpy()
+    mask = batch["mask"].double().numpy()
+    bce = -(mask * np.log(probability) + (1 - mask) * np.log(1 - probability)).mean()
+    dice = [1 - (2 * (p * m).sum() + 1) / (p.sum() + m.sum() + 1) for p, m in zip(probability, mask, strict=True)]
+    expected = bce + np.mean(dice) + 0.5 * float(text)
+    logged = losses(runs / "1")[2][1]
+    assert logged == pytest.approx(expected, rel=1e-5)
+
+
+def test_answer_does_not_reach_the_mask(runs, data):
+    """Another answer behind the same prompt changes the text loss and not one bit of the mask."""
+    import train_prs_med as prs
+
+    args = prs.parse_args(["--data_root", str(data), "--mixed_precision", "no"])
+    model = prs.build_model(args, prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")).eval()
+    row = next(row for row in prs.read_annotations(data, None, False))
+    items = [
+        prs.PositionData([row._replace(answer=text)], model.reader, False)[0] for text in ("Top left.", "Center, mid.")
+    ]
+    with torch.no_grad():
+        (mask_a, text_a), (mask_b, text_b) = (model(model.reader.collate([item])) for item in items)
+    assert torch.equal(mask_a, mask_b)
+    assert not torch.equal(text_a, text_b)
+
+
+def test_metrics_of_the_same_weights_are_equal(runs, data):
+    """--eval_only of one checkpoint at 1, 2 and 3 processes: equal to 1e-6 (in fact to the bit)."""
+    values = {}
+    for processes in (1, 2, 3):
+        out = runs / f"eval{processes}"
+        train(data, out, processes, "--eval_only", "--resume_from", runs / "1" / "last.pt", "--max_new_tokens", "8")
+        values[processes] = json.loads((out / "eval_test.json").read_text())
+    worst = max(abs(values[n][k] - v) for n in (2, 3) for k, v in values[1].items())
+    print(f"largest difference of a metric between 1, 2 and 3 processes: {worst:.1e}")
+    assert worst < 1e-6
+
+
+def test_sets_of_one_to_nine_samples(runs, data):
+    """Empty shards included: no hang, equal metrics, and Dice and IoU equal to MONAI's."""
+    results = {}
+    for processes in (1, 2, 3):
+        command = [*torchrun(processes), "tests/small_sets.py", str(data), str(runs / "1" / "last.pt")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results[processes] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert len(results[processes]) == 9
+    worst = max(
+        abs(mine[key] - value)
+        for n in (2, 3)
+        for mine, one in zip(results[n], results[1], strict=True)
+        for key, value in one.items()
+    )
+    print(f"sets of 1 to 9 samples: largest difference between 1, 2 and 3 processes {worst:.1e}")
+    assert worst < 1e-6
+    for one in results[1]:
+        assert one["test/dice"] == pytest.approx(one["monai/dice"], abs=1e-6)
+        assert one["test/iou"] == pytest.approx(one["monai/iou"], abs=1e-6)
