@@ -289,8 +289,8 @@ RUN_FILES = ("args.yaml", "metrics.jsonl", "summary.json", "model.safetensors", 
 def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock | None":
     """All ranks call it: rank 0 makes and locks the folder (keep what is returned as long as the run lasts).
 
-    InputError on all ranks when the folder holds a run and may not, or cannot be written. The lock (released by the system
-    when the process ends, however it ends) keeps two runs out of one folder; one that is being stopped is waited for.
+    InputError on all ranks when the folder holds a run and may not, or cannot be written. The lock (released by the
+    system when the process ends, however it ends) keeps two runs out of one folder; one being stopped is waited for.
     """
     lock = None
     with agree_on_errors():

@@ -217,7 +217,8 @@ def plot_curves(metrics: Path):
 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     names = [n for n in dict.fromkeys(n for r in records for n in r) if n.startswith("val/") and n.count("/") == 1]
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4))
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.13, top=0.97)
     left, right = figure.subplots(1, 2)
     for axes, chosen in ((left, ["train/loss"]), (right, names)):
         for name in chosen:

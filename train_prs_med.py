@@ -748,7 +748,8 @@ def draw_predictions(shown: list[tuple]):
 
     columns = min(3, len(shown))
     lines = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(4 * columns, 4.5 * lines), layout="constrained")
+    figure = Figure(figsize=(4 * columns, 4.7 * lines))
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=1 - 0.17 / lines, wspace=0.03, hspace=0.22)
     for axes in figure.subplots(lines, columns, squeeze=False).flat:
         axes.axis("off")
     for axes, (row, picture, predicted, target, answer, dice) in zip(figure.axes, shown, strict=False):
@@ -936,11 +937,15 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "state": dict(state)}
         ckpt.save_checkpoint(folder, parts | {"log": log.pending(state["step"])}, state["step"], args.keep_last)
 
-    def report(split: str, figure: bool) -> dict[str, float]:
+    drawn = -math.inf
+
+    def report(split: str) -> dict[str, float]:
+        nonlocal drawn
         metrics, shown = evaluate(model, sets[split], split, args, ranks)
         log.write(state["step"], state["epoch"] + 1, metrics)
-        if figure and ranks.is_main:
+        if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
             log.figure(f"{split}_predictions", draw_predictions(shown), state["step"])
+            drawn = time.time()
         return metrics
 
     with contextlib.closing(log), du.StopSignal() as stop:
@@ -953,7 +958,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
                 return code
             save()
             if len(sets["val"]):
-                dice = report("val", state["epoch"] == 0)["val/dice"]
+                dice = report("val")["val/dice"]
                 du.print_main(f"epoch {state['epoch'] + 1}: val dice {dice:.4f}")
                 if state["best"] is None or dice >= state["best"]:
                     state["best"] = dice
@@ -965,7 +970,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
             load_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT))
         for split in ("val", "test"):
             if len(sets[split]):
-                metrics = report(split, True)
+                metrics = report(split)
                 if ranks.is_main:
                     print_metrics(f"{split}, best.pt", metrics)
         log.finish({

