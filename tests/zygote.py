@@ -57,12 +57,17 @@ def become(request: dict) -> int:
 
 
 def main() -> None:
-    import peft  # noqa: F401
-    import torch
-    import torch.utils.tensorboard  # noqa: F401
-    import transformers
-    import transformers.image_processing_base
+    import importlib
 
+    for name in (
+        "torch.utils.tensorboard",
+        "peft",
+        "contourpy",
+        "matplotlib.figure",
+        "transformers.image_processing_base",
+    ):
+        importlib.import_module(name)
+    transformers = importlib.import_module("transformers")
     for name in ("AutoTokenizer", "LlavaForConditionalGeneration", "SamModel", "SamVisionModel"):
         getattr(transformers, name)
     print("ready", flush=True)

@@ -1,0 +1,47 @@
+"""Checks what the ranks tell each other against single-process values; run by test_distributed.py at 2 and 3 processes."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import distributed_utils as du
+from cli_utils import InputError
+
+
+def main() -> None:
+    with du.setup_distributed(timeout=60) as ranks:
+        rank, size = ranks.rank, ranks.world_size
+        assert du.reduce_sum([1.0, rank]).tolist() == [size, sum(range(size))]
+        assert du.reduce_max([rank, -rank]).tolist() == [size - 1, 0]
+        assert du.any_rank(rank == size - 1)
+        assert not du.any_rank(False)
+        assert du.gather_objects({"rank": rank}) == [{"rank": r} for r in range(size)]
+        assert du.broadcast_object(rank + 7) == 7
+        # rows of uneven number, also none: value and gradient of a function of all rows
+        for counts in ([3, 1, 2], [0, 4, 1], [2, 2, 2]):
+            whole = torch.randn(sum(counts[:size]), 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            first = sum(counts[:rank])
+            mine = whole[first : first + counts[rank]].clone().requires_grad_()
+            reference = whole.clone().requires_grad_()
+            gathered = du.all_gather_with_grad(mine)
+            assert torch.equal(gathered, whole)
+            (torch.logsumexp(gathered, 0).square().sum() / size).backward()  # each rank a share, as under DDP's mean
+            torch.logsumexp(reference, 0).square().sum().backward()
+            error = (mine.grad - reference.grad[first : first + counts[rank]]).abs().sum()
+            assert error < 1e-12, error
+        try:
+            with du.agree_on_errors():
+                if rank == size - 1:
+                    raise InputError("only the last rank knows")
+        except InputError as error:
+            assert str(error) == "only the last rank knows"
+        else:
+            raise AssertionError("no error on this rank")
+        du.print_main(f"all well at {size}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""distributed_utils in someone's own loop: the README's example, the collectives, the memory of the sampler."""
+
+import re
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from conftest import ROOT, torchrun
+
+import distributed_utils as du
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_collectives(processes):
+    command = [*torchrun(processes), "tests/collectives.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"all well at {processes}" in done.stdout
+
+
+def test_readme_example(tmp_path):
+    """The README's own loop of 20 lines ends with the same weight in 1 and 2 processes."""
+    code = re.search(r"```python\n(from distributed_utils.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) <= 24
+    script = tmp_path / "my_loop.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}")
+    outputs = []
+    for command in ([sys.executable], torchrun(2)):
+        done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+        outputs.append(done.stdout)
+    numbers = [[float(word) for word in re.findall(r"-?\d+\.\d+", output)] for output in outputs]
+    assert numbers[0]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+
+
+def test_shuffle_takes_no_memory():
+    """An epoch over 300 million samples starts at once and holds no list of them."""
+    tracemalloc.start()
+    sampler = du.TrainBatchSampler(300_000_000, 64, 3, 8, seed=1)
+    sampler.set_position(2, samples=512 * 1000)
+    batches = [batch for _, batch in zip(range(50), sampler, strict=False)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len({i for batch in batches for i in batch}) == 50 * 64
+    assert peak < 2e6
+
+
+def test_learning_rate_rules():
+    rates = [du.scale_learning_rate(1e-4, 4, rule) for rule in ("linear", "sqrt", "none")]
+    assert rates == pytest.approx([4e-4, 2e-4, 1e-4])

@@ -1,0 +1,214 @@
+"""What train_prs_med.py offers beside training, and the files it leaves."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import PRS_MED, ROOT, losses, records
+from PIL import Image
+
+FLAGS = ["--batch_size", "4", "--max_steps", "2", "--max_new_tokens", "3", "--log_every", "1"]
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory, zygote):
+    out = tmp_path_factory.mktemp("prs") / "run"
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS)
+    assert done.code == 0, done.stderr
+    return out
+
+
+def test_run_folder(trained):
+    for name in ("args.yaml", "metrics.jsonl", "last.pt", "best.pt", "manifest.sha256", "model.safetensors"):
+        assert (trained / name).is_file()
+    assert list((trained / "logs").glob("events.*"))
+    for name in ("val_predictions", "test_predictions", "curves"):
+        assert np.asarray(Image.open(trained / "figures" / f"{name}.png")).std() > 10
+    summary = json.loads((trained / "summary.json").read_text())
+    wanted = {
+        "test/dice",
+        "test/iou",
+        "test/position_accuracy",
+        "val/dice",
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+    }
+    wanted |= {
+        "train/samples_per_s",
+        "train/data_wait",
+        "train/peak_memory_gb",
+        "steps",
+        "epochs",
+        "world_size",
+        "seconds",
+    }
+    wanted |= {"effective_batch_size", "precision", "test/dice/lung_CT", "test/position_accuracy_mask"}
+    assert wanted <= summary.keys()
+    assert (summary["steps"], summary["world_size"], summary["precision"]) == (2, 1, "no")
+    assert all(isinstance(value, int | float | str) for value in summary.values())
+    assert [record["step"] for record in records(trained)] == [1, 2, 2, 2, 2]
+
+
+def test_eval_only_of_any_split(data, trained, tmp_path, zygote):
+    """Equal to what the run itself reported; the run's files stay as they are."""
+    for split in ("val", "test"):
+        flags = ["--eval_only", "--resume_from", trained / "best.pt", "--eval_split", split, "--max_new_tokens", "3"]
+        done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, "--batch_size", "4", *flags)
+        assert done.code == 0, done.stderr
+        result = json.loads((tmp_path / f"eval_{split}.json").read_text())
+        summary = json.loads((trained / "summary.json").read_text())
+        assert result[f"{split}/dice"] == summary[f"{split}/dice"]
+
+
+def test_shuffled_questions(data, trained, tmp_path, zygote):
+    flags = ["--eval_only", "--shuffle_questions", "--resume_from", trained, "--max_new_tokens", "3"]
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *flags)
+    assert done.code == 0, done.stderr
+    assert (
+        "10 of 10 rows ask another question about their picture" in done.stdout
+    )  # copies of a picture are known as one
+    assert json.loads((tmp_path / "eval_test_shuffled.json").read_text())["rows_with_another_question"] == 10
+
+
+def test_predict(data, trained, zygote):
+    picture = next(iter((data / "skin_rgbimage" / "test_images").iterdir()))
+    flags = ["--predict", picture, "--question", "Where is the mole located in this image?", "--max_new_tokens", "3"]
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", trained, *flags)
+    assert done.code == 0, done.stderr
+    stem = trained / "predictions" / picture.stem
+    mask = np.asarray(Image.open(f"{stem}_mask.png"))
+    assert mask.shape == (32, 32)
+    assert set(np.unique(mask)) <= {0, 255}
+    assert Image.open(f"{stem}_overlay.png").size == (32, 32)
+    assert "Where is the mole" in (stem.parent / f"{stem.name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mixed_precision", "bf16", "--gradient_checkpointing"],
+        ["--cache_gb", "0", "--num_workers", "2", "--image_size", "48", "--grad_clip", "0", "--skip_data_check"],
+        ["--save_full_state", "--lr_schedule", "cosine", "--warmup_steps", "1", "--annotations", "lung_CT"],
+        pytest.param(["--compile"], marks=pytest.mark.soak),
+        ["--wandb"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_settings(data, tmp_path, zygote, flags):
+    """Each runs to its end with finite losses; what they promise to change is looked at."""
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, *flags)
+    assert done.code == 0, done.stderr
+    assert np.isfinite(losses(tmp_path)).all()
+    contents = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert any("vlm.model.vision_tower" in name for name in contents["model"]) == ("--save_full_state" in flags)
+    assert not any(name.startswith("module.") or "_orig_mod" in name for name in contents["model"])
+    if "--num_workers" in flags:
+        assert "2 workers per GPU" in done.stdout
+    if "--wandb" in flags:
+        assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_full_state_resumes(data, tmp_path, zygote):
+    flags = ["--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, "--save_full_state", "--lora_rank", "4"]
+    assert zygote(PRS_MED, *flags).code == 0
+    done = zygote(PRS_MED, *flags, "--resume_from", "auto", "--max_steps", "3")
+    assert done.code == 0, done.stderr
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+
+
+def test_sam_vision_checkpoint(data, trained, tmp_path, zygote):
+    """A SamVisionModel checkpoint loads to the same encoder as the SamModel it was cut from."""
+    from transformers import SamModel, SamVisionModel
+
+    sam = SamModel.from_pretrained(data / "sam_tiny")
+    vision = SamVisionModel(sam.config.vision_config)
+    vision.vision_encoder.load_state_dict(sam.vision_encoder.state_dict())
+    vision.save_pretrained(tmp_path / "vision")
+    settings = (data / "sam_tiny" / "preprocessor_config.json").read_text()
+    (tmp_path / "vision" / "preprocessor_config.json").write_text(settings)
+    flags = ["--sam_path", tmp_path / "vision", "--checkpoint_dir", tmp_path / "run", *FLAGS]
+    done = zygote(PRS_MED, "--data_root", data, *flags)
+    assert done.code == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(trained)
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [
+        ("The tumour is located in the top left of the image.", "top left"),
+        ("The right kidney lies in the lower-left part.", "bottom left"),
+        ("It is in the upper right quadrant", "top right"),
+        ("The mass is in the centre.", "center"),
+        ("left", None),
+        ("", None),
+    ],
+)
+def test_position_in_a_sentence(text, position):
+    from train_prs_med import position_in
+
+    assert position_in(text) == position
+
+
+@pytest.mark.parametrize(
+    ("box", "position"),
+    [
+        ((0, 4, 0, 4), "top left"),
+        ((0, 4, 6, 9), "top right"),
+        ((6, 9, 1, 8), "bottom left"),  # spans the middle column only; its centre is left of it
+        ((4, 6, 4, 6), "center"),
+        ((5, 9, 5, 9), "bottom right"),
+        ((4, 9, 4, 9), "center"),
+    ],
+)
+def test_position_of_a_box(box, position):
+    from train_prs_med import position_of
+
+    mask = np.zeros((10, 10), bool)
+    mask[box[0] : box[1], box[2] : box[3]] = True
+    assert position_of(mask) == position
+    assert position_of(np.zeros((10, 10), bool)) is None
+
+
+def test_sample_data(data):
+    """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
+    import train_prs_med as prs
+
+    rows = prs.read_annotations(data, None, False)
+    assert len(rows) == 54
+    assert len({row.modality for row in rows}) == 3
+    assert all(prs.position_of(prs.open_mask(row.mask)) == prs.position_in(row.answer) for row in rows)
+    first = (data / "annotations" / "skin_rgbimage.csv").read_text().splitlines()[0]
+    assert first == "image_path,image_name,split,description,position,question,answer"
+    assert any(row.image.endswith(".jpg") and row.mask.endswith("_Segmentation.png") for row in rows)
+    by_picture = {}
+    for row in rows:
+        by_picture.setdefault(Path(row.image).read_bytes(), []).append(prs.open_mask(row.mask))
+    assert all(len(masks) == 2 and not (masks[0] & masks[1]).any() for masks in by_picture.values())
+
+
+def test_help_and_mistakes_are_quick():
+    for words, code in ((["--help"], 0), (["--data_root", ".", "--batch_size", "no"], 2)):
+        begun = time.time()
+        done = subprocess.run([sys.executable, PRS_MED, *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == code
+        assert time.time() - begun < 3
+    assert "PER GPU" in subprocess.run([sys.executable, PRS_MED, "--help"], capture_output=True, text=True).stdout
+
+
+def test_precedence_of_values(data, tmp_path, zygote):
+    """defaults < file < command line, and args.yaml holds what came out."""
+    import yaml
+
+    (tmp_path / "c.yaml").write_text("batch_size: 5\nlearning_rate: 1e-3\nmax_steps: 1\nannotations: [lung_CT]\n")
+    flags = ["--config", tmp_path / "c.yaml", "--batch_size", "3", "--max_new_tokens", "2"]
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path / "run", *flags)
+    assert done.code == 0, done.stderr
+    args = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text())
+    assert (args["batch_size"], args["learning_rate"], args["num_epochs"]) == (3, 0.001, 20)
+    assert args["annotations"] == ["lung_CT"]
