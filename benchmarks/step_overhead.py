@@ -143,7 +143,7 @@ def sample_data(folder: str, size: int, pictures: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of one timing")
-    parser.add_argument("--repeats", type=int, default=7, help="timings of each loop, alternating; the median counts")
+    parser.add_argument("--repeats", type=int, default=5, help="timings of each loop, alternating; the median counts")
     for name, default in (("data", ""), ("out", ""), ("kinds", "bare,script"), ("batch", 16)):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -155,16 +155,12 @@ def main() -> None:
         timing = {"steps": options.steps, "repeats": options.repeats}
         one = launch(1, data=small, **timing)
         two = launch(2, data=small, steps=1, repeats=1)
-        print(
-            f"1 process: {one['rates']['script']:.1f} samples/s by the script, {one['rates']['bare']:.1f} by the bare loop"
-        )
+        print("1 process, samples/s:", ", ".join(f"{kind} {rate:.1f}" for kind, rate in one["rates"].items()))
         print(f"script over bare loop: {one['rates']['script'] / one['rates']['bare']:.3f}")
         print(f"weights after 20 steps equal bit for bit: 1 process {one['equal']}, 2 processes {two['equal']}")
         few = {"steps": max(4, options.steps // 4), "repeats": max(3, options.repeats // 2), "kinds": "script"}
         rates = [launch(n, data=large, **few)["rates"]["script"] for n in (1, 2, 1, 2)]
-        print(
-            f"compute-bound size, samples/s: 1 process {rates[0]:.1f} {rates[2]:.1f}, 2 processes {rates[1]:.1f} {rates[3]:.1f}"
-        )
+        print("compute-bound, samples/s of 1, 2, 1, 2 processes:", " ".join(f"{rate:.1f}" for rate in rates))
         print(f"2 processes over 1: {(rates[1] + rates[3]) / (rates[0] + rates[2]):.2f}")
 
 
