@@ -21,7 +21,9 @@ demo: setup
 
 demo-prs_med:
 	$(BIN)/python sample_data.py prs_med data/demo/prs_med
-	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med -- --config configs/prs_med_demo.yaml
+	processes=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
+	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med $$processes -- \
+	    --config configs/prs_med_demo.yaml --batch_size $$((32 / processes))
 
 demo-all: setup
 	$(MAKE) demo TASK=prs_med

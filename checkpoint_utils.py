@@ -183,8 +183,8 @@ def _save(folder: Path, path: Path, contents: dict, keep_last: int) -> None:
             old.unlink()
 
 
-def mark_best(folder: Path, step: int) -> None:
-    """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`."""
+def mark_best(folder: Path, step: int) -> str:
+    """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`; returns its sha256."""
     path = folder / f"step_{step:08d}.pt"
     with agree_on_errors():
         if world()[0] == 0:
@@ -194,6 +194,12 @@ def mark_best(folder: Path, step: int) -> None:
                 _write_manifest(folder, {**manifest, "best.pt": manifest[path.name]})
             except OSError as error:
                 raise _not_written(folder / "best.pt", error) from None
+    return best_sha256(folder)
+
+
+def best_sha256(folder: Path) -> str | None:
+    """The manifest's sha256 of best.pt, on all ranks; None without one."""
+    return broadcast_object(read_manifest(folder).get("best.pt") if world()[0] == 0 else None)
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
@@ -261,7 +267,7 @@ def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict 
             raise InputError(
                 f"{choice}: checkpoint of {contents['format']}, not of {format}; choose another --resume_from"
             )
-    print_main(f"resuming from {choice} (step {contents['step']})")
+    print_main(f"loaded {choice} (step {contents['step']})")
     return contents
 
 
@@ -302,6 +308,9 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock
                 lock = RunLock(folder / ".lock", wait)
             except OSError as error:
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
+    with agree_on_errors():
+        if not folder.is_dir():
+            raise InputError(f"{folder}: not seen by rank {world()[0]}; choose a folder that all nodes share")
     return lock
 
 
@@ -337,6 +346,8 @@ class RunLock:
                 import fcntl
 
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):
             return False
+        except OSError as error:  # some network file systems have no locks
+            print(f"warning: {self.file.name}: no locks here ({error.strerror}); keep other runs out", file=sys.stderr)
         return True

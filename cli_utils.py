@@ -206,6 +206,14 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = No
     return parser.parse_args(argv)
 
 
+def save_args(path: Path, args: argparse.Namespace) -> None:
+    """Write the merged arguments as YAML that --config reads again."""
+    import yaml
+
+    values = {key: value for key, value in vars(args).items() if key not in ("config", "local_rank")}
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+
+
 def end_with(error: Exception) -> None:
     """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
     if is_first_process():

@@ -71,21 +71,21 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     is gone. Raises InputError when a launcher started more processes on this machine than it has GPUs.
     """
     rank, local_rank, world_size, launcher = read_environment()
+    gpus = torch.cuda.device_count()
     device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            have = torch.cuda.device_count()
-            raise InputError(
-                f"process {local_rank + 1} of this machine has no GPU, there are {have}; start one per GPU"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    if gpus:  # srun may show each task its own GPU only
+        device = torch.device("cuda", 0 if launcher == "srun" and gpus == 1 else local_rank)
     if world_size > 1:
         if launcher != "srun":
             die_with_parent()
         backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), rank=rank, world_size=world_size)
     try:
+        with agree_on_errors():
+            if gpus and device.index >= gpus:
+                raise InputError(f"process {local_rank + 1} of a machine with {gpus} GPUs; start at most one per GPU")
+        if gpus:
+            torch.cuda.set_device(device)
         yield Ranks(rank, local_rank, world_size, device, launcher)
     except (InputError, RunError, SystemExit) as error:  # agreed by all ranks: leave in order
         traceback.clear_frames(error.__traceback__)  # frames of the traceback would keep DDP alive
@@ -166,36 +166,48 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 class TrainBatchSampler:
-    """This rank's batches of an epoch. Batch k over all ranks is a function of (seed, epoch, k) and of batch_size *
-    world_size.
+    """This rank's batches of an epoch, a function of (seed, epoch) and of the effective batch, not of the world size.
 
-    The ranks' parts of a batch are disjoint; together an epoch's batches cover the set but for a remainder smaller than
-    one global batch. `set_position(epoch, samples)` starts an epoch after so many samples (of all ranks), exactly.
+    Optimizer step k sees the samples k * effective_batch ... of the epoch's order, however batch_size x accumulation x
+    world_size make up the effective batch. The ranks' shares are disjoint and contiguous. The last step holds what is
+    left (a rank without a share of it is given one sample to compute, for which `window` says 0); with drop_last, the
+    remainder below one batch of all ranks is left out instead and every batch is full.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int = 0):
-        self.num_samples, self.batch_size, self.rank, self.world_size, self.seed = (
-            num_samples,
-            batch_size,
-            rank,
-            world_size,
-            seed,
-        )
+    def __init__(
+        self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int = 0, accumulation: int = 1,
+        drop_last: bool = False,
+    ):  # fmt: skip
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self.effective_batch_size = batch_size * world_size * accumulation
+        self.used = num_samples - num_samples % (batch_size * world_size) if drop_last else num_samples
         self.epoch = self.start = 0
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
-        self.epoch, self.start = epoch, samples // (self.batch_size * self.world_size)
+        """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
+        self.epoch, self.start = epoch, samples
 
-    def batches_per_epoch(self) -> int:
-        return self.num_samples // (self.batch_size * self.world_size)
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.used / self.effective_batch_size)
+
+    def window(self, first: int) -> tuple[int, int]:
+        """(samples of all ranks, samples of this rank) of the optimizer step that starts after `first` samples."""
+        count = min(self.effective_batch_size, self.used - first)
+        return count, count * (self.rank + 1) // self.world_size - count * self.rank // self.world_size
 
     def __len__(self) -> int:
-        return self.batches_per_epoch() - self.start
+        full, rest = divmod(self.used - self.start, self.effective_batch_size)
+        last = max(1, math.ceil(self.window(self.used - rest)[1] / self.batch_size)) if rest else 0
+        return full * (self.effective_batch_size // (self.batch_size * self.world_size)) + last
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(self.start, self.batches_per_epoch()):
-            first = (batch * self.world_size + self.rank) * self.batch_size
-            yield permute(np.arange(first, first + self.batch_size), self.num_samples, self.seed, self.epoch).tolist()
+        for first in range(self.start, self.used, self.effective_batch_size):
+            count, mine = self.window(first)
+            low = first + count * self.rank // self.world_size if mine else first
+            for begin in range(low, low + max(1, mine), self.batch_size):
+                places = np.arange(begin, min(begin + self.batch_size, low + max(1, mine)))
+                yield permute(places, self.num_samples, self.seed, self.epoch).tolist()
 
 
 class EvalBatchSampler:
@@ -226,20 +238,24 @@ def _quiet_worker(_: int) -> None:
 
 
 def create_distributed_dataloader(
-    dataset: Dataset, batch_size: int = 8, train: bool = True, seed: int = 0, num_workers: int = 0, **options
-) -> DataLoader:
-    """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU, shuffled and dealt out when
-    `train`, in order and unpadded otherwise. Call `loader.batch_sampler.set_position(epoch)` before each training
-    epoch."""
+    dataset: Dataset, batch_size: int = 8, train: bool = True, seed: int = 0, num_workers: int = 0,
+    accumulation: int = 1, drop_last: bool = True, **options,
+) -> DataLoader:  # fmt: skip
+    """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU.
+
+    Shuffled and dealt out when `train` (call `loader.batch_sampler.set_position(epoch)` before each epoch), in order
+    and unpadded otherwise. Without drop_last the last step of an epoch is uneven: weight it as TrainBatchSampler.window
+    says.
+    """
     rank, world_size = world()
     sampler = (
-        TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed)
+        TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed, accumulation, drop_last)
         if train
         else EvalBatchSampler(len(dataset), batch_size, rank, world_size)
     )
     options.setdefault("pin_memory", torch.cuda.is_available())
     # its own generator: a DataLoader draws from the global one at each epoch, and a resumed run would draw once more
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed % 2**63)
     return DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -39,4 +39,11 @@ def peak_memory_gb(device: torch.device) -> float:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is the GPU's or the host's allocator giving up."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    texts = ("can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+
+
+def split_batch(batch_size: int, accumulation: int) -> tuple[int, int]:
+    """The next smaller batch, and the accumulation that keeps the effective one: (8, 1) -> (4, 2), (3, 1) -> (1, 3)."""
+    factor = next((n for n in range(2, batch_size + 1) if batch_size % n == 0), 1)
+    return batch_size // factor, accumulation * factor

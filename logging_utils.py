@@ -36,11 +36,19 @@ class RunLog:
     interval that a checkpoint cuts in two exact.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, names: list[str], args: Namespace, resume: dict | None = None):
-        """names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every, total_steps,
-        wandb... are read from it, and it is written to args.yaml. resume: what pending() gave, from a checkpoint."""
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        names: list[str],
+        args: Namespace,
+        total_steps: int,
+        resume: dict | None = None,
+    ):
+        """names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every and
+        wandb flags are read from it. resume: what pending() gave, from a checkpoint."""
         self.folder, self.ranks, self.names = folder, ranks, names
-        self.log_every, self.total_steps = args.log_every, args.total_steps
+        self.log_every, self.total_steps = args.log_every, total_steps
         self.recent: list[torch.Tensor] = []
         self.rows: list[list[float]] = [list(row) for row in resume["rows"]] if resume else []
         self.bad_in_row = resume["bad_in_row"] if resume else 0
@@ -50,10 +58,8 @@ class RunLog:
         self.writer = self.wandb = self.jsonl = self.bar = None
         if not ranks.is_main:
             return
-        import yaml
         from torch.utils.tensorboard import SummaryWriter
 
-        (folder / "args.yaml").write_text(yaml.safe_dump(vars(args)), encoding="utf-8")
         path = folder / "metrics.jsonl"
         if path.exists():  # forget what was logged after the checkpoint; without one, all
             os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))

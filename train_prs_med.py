@@ -26,7 +26,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main, whole
+from cli_utils import (
+    InputError,
+    Parser,
+    RunError,
+    add_common_arguments,
+    number,
+    parse_arguments,
+    run_main,
+    save_args,
+    whole,
+)
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -58,10 +68,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--sam_path",
         help="SAM-format checkpoint, folder or hub name; default: the one found in a folder of --data_root",
     )
-    text = "side of SAM's input and of the masks, pixels; default: the checkpoint's own (1024 for SAM); on OOM: 512"
+    text = "side of SAM's input and of the masks, pixels; default: the checkpoint's own (1024 for SAM); lower it on OOM"
     add("--image_size", type=whole(16), help=text)
-    add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices in the language model")
-    add("--lora_alpha", type=number(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
+    add(
+        "--lora_rank",
+        type=whole(1),
+        help="rank of the LoRA matrices in the language model; default: the checkpoint's, else 16",
+    )
+    add(
+        "--lora_alpha",
+        type=number(0, above=True),
+        help="LoRA scale is alpha / rank; default: the checkpoint's, else 16",
+    )
     add("--lora_dropout", type=number(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
     text = "recompute activations in the backward pass: much less memory, about a third slower"
     add("--gradient_checkpointing", action="store_true", help=text)
@@ -113,7 +131,7 @@ from torch.utils.data import Dataset
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
-from hardware_utils import choose_precision, out_of_memory
+from hardware_utils import choose_precision, out_of_memory, split_batch
 from logging_utils import RunLog, print_banner, print_table
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -135,7 +153,7 @@ def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
     """(image, mask) files that a CSV's image_path means: it is the mask's path, may hold backslashes, ISIC names
     differ."""
     parts = [part for part in path.strip().replace("\\", "/").split("/") if part not in ("", ".")]
-    if ".." in parts or path.strip()[:1] in ("/", "\\") or ":" in parts[0]:
+    if not parts or ".." in parts or path.strip()[:1] in ("/", "\\") or ":" in parts[0]:
         raise InputError(f"{source}: image_path {path!r} leaves the data root; use a path relative to it")
     if len(parts) < 2 or not re.search(r"_(masks|images)$", parts[-2]):
         raise InputError(f"{source}: image_path {path!r} is not <modality>/<split>_masks/<name>; correct the row")
@@ -283,11 +301,9 @@ class Reader:
     """How a picture and a question become tensors for one pair of checkpoints: sizes, normalisation, tokenizer,
     prompt."""
 
-    def __init__(self, tokenizer, vlm_config, processors: dict[str, dict], image_size: int):
-        vision = vlm_config.vision_config
-        self.tokenizer, self.image_size, self.vlm_size = tokenizer, image_size, vision.image_size
-        whole_sequence = vlm_config.vision_feature_select_strategy == "full"
-        self.image_tokens = (vision.image_size // vision.patch_size) ** 2 + whole_sequence
+    def __init__(self, tokenizer, vlm_config, processors: dict[str, dict], image_size: int, image_tokens: int):
+        self.tokenizer, self.image_size, self.vlm_size = tokenizer, image_size, vlm_config.vision_config.image_size
+        self.image_tokens = image_tokens
         self.image_token = vlm_config.image_token_id
         zero, one = [0.0] * 3, [1.0] * 3
         self.statistics = {k: (p.get("image_mean", zero), p.get("image_std", one)) for k, p in processors.items()}
@@ -341,7 +357,10 @@ class PositionData(Dataset):
         return len(self.rows)
 
     def _decode(self, path: str, decode) -> tuple:
-        value = self.kept.get(path) or decode(path)
+        try:
+            value = self.kept.get(path) or decode(path)
+        except Exception as error:  # the file changed after the check, or --skip_data_check
+            raise RuntimeError(f"{path} is not a readable picture ({error})") from None
         if self.keep:
             self.kept[path] = value
         return value
@@ -453,7 +472,11 @@ class PRSMed(nn.Module):
         first, last = len(self.reader.before), len(self.reader.before) + self.reader.image_tokens
         words = self.vlm.get_input_embeddings()(batch["ids"])
         embeddings = torch.cat([words[:, :first], torch.stack(list(seen)).to(words.dtype), words[:, last:]], dim=1)
-        hidden = self.vlm.model.language_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+        length = embeddings.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=words.device).tril().expand(len(words), 1, -1, -1)
+        # given ready-made, or transformers looks into the batch for packed sequences, which waits for the GPU
+        model = self.vlm.model.language_model
+        hidden = model(inputs_embeds=embeddings, attention_mask=causal, use_cache=False).last_hidden_state
 
         def at(places: torch.Tensor) -> torch.Tensor:
             return hidden.gather(1, places.clamp_min(0)[..., None].expand(-1, -1, hidden.shape[2]))
@@ -531,6 +554,8 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
         sam = sam.vision_encoder
         processors["sam"] = ImageProcessingMixin.get_image_processor_dict(sam_path)[0]
     except Exception as error:
+        if out_of_memory(error):
+            raise
         reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
         raise InputError(f"{loading}: checkpoint cannot be loaded ({reason}); download it again") from None
     patch, size = sam.config.patch_size, args.image_size or sam.config.image_size
@@ -555,31 +580,45 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
     if args.gradient_checkpointing:
         for part in (vlm, sam):
             part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PRSMed(vlm, sam, Reader(tokenizer, vlm.config, processors, size)).to(ranks.device)
+    side = vlm.config.vision_config.image_size
+    with torch.no_grad():  # how many tokens a picture takes depends on the kind of vision tower: ask it
+        blank = torch.zeros(1, 3, side, side, dtype=dtype, device=vlm.device)
+        image_tokens = len(vlm.model.get_image_features(pixel_values=blank, return_dict=True).pooler_output[0])
+    model = PRSMed(vlm, sam, Reader(tokenizer, vlm.config, processors, size, image_tokens)).to(ranks.device)
     if ranks.device.type == "cuda":
         model.sam.to(memory_format=torch.channels_last)
         model.decoder.to(memory_format=torch.channels_last)
     model.base = {"name": Path(vlm_path).name, "fingerprint": fingerprint(model)}
+    model.base |= {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha, "image_size": size}
     return model
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A hash over names, shapes and 64 bf16-rounded values of every frozen tensor: the same base in any precision."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            flat = parameter.detach().flatten()
-            some = flat[torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), device=flat.device).long()]
-            digest.update(f"{name}{tuple(parameter.shape)}{some.bfloat16().float().tolist()}".encode())
-    return digest.hexdigest()
+def fingerprint(model: nn.Module) -> torch.Tensor:
+    """fp32 vector of up to 16 values of every frozen tensor, which tell one base from another in any precision."""
+    frozen = [parameter.detach().flatten() for parameter in model.parameters() if not parameter.requires_grad]
+    places = [torch.arange(min(16, len(flat))) * (len(flat) - 1) // 15 for flat in frozen]
+    return torch.cat([flat[at.to(flat.device)].float().cpu() for flat, at in zip(frozen, places, strict=True)])
+
+
+def adopt_architecture(args: argparse.Namespace, contents: dict | None) -> None:
+    """Fill in --lora_rank, --lora_alpha and --image_size from a checkpoint. Raises InputError where a flag differs."""
+    saved = contents["base"] if contents else {"lora_rank": 16, "lora_alpha": 16.0, "image_size": args.image_size}
+    for name in ("lora_rank", "lora_alpha", "image_size"):
+        if getattr(args, name) not in (None, saved[name]):
+            if not contents:
+                continue
+            raise InputError(
+                f"--resume_from: checkpoint of another model, trained with --{name} {saved[name]}; give that"
+            )
+        setattr(args, name, saved[name])
 
 
 def load_weights(model: PRSMed, contents: dict) -> None:
     """Put a checkpoint's weights into the model. Raises InputError for another model or another frozen base."""
-    if contents["base"]["fingerprint"] != model.base["fingerprint"]:
-        raise InputError(
-            f"--vlm_path: not the base the checkpoint was trained on ({contents['base']['name']}); give that one"
-        )
+    theirs, ours = contents["base"]["fingerprint"], model.base["fingerprint"]
+    if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=2**-7, atol=1e-6, equal_nan=True):
+        name = contents["base"]["name"]
+        raise InputError(f"--vlm_path: not the base that the checkpoint was trained on ({name}); give that one")
     ckpt.load_trained(model, contents["model"])
 
 
@@ -613,48 +652,50 @@ def autocast(device: torch.device, args: argparse.Namespace) -> torch.autocast:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine to 0."""
+def learning_rate(step: int, args: argparse.Namespace, ranks: du.Ranks, total_steps: int) -> float:
+    """Rate of optimizer step `step` (from 0): --lr_scaling, linear warm-up, then constant or cosine to 0."""
+    rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
     if step < args.warmup_steps:
-        return args.scaled_lr * (step + 1) / args.warmup_steps
+        return rate * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":
-        return args.scaled_lr
-    done = (step - args.warmup_steps) / max(1, args.total_steps - args.warmup_steps)
-    return args.scaled_lr * 0.5 * (1 + math.cos(math.pi * done))
+        return rate
+    return rate * 0.5 * (1 + math.cos(math.pi * (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)))
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
     """Fused AdamW, and a scaler that skips non-finite steps without a GPU sync (its scale moves for fp16 only, else
     1)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.scaled_lr, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     scale = 2.0**14 if args.mixed_precision == "fp16" else 1.0
     return optimizer, torch.amp.GradScaler(trained[0].device.type, init_scale=scale)
 
 
-def train_one_epoch(model, loader, optimizer, scaler, state: dict, args, ranks: du.Ranks, log, stop, save) -> int:
+def train_one_epoch(
+    model, loader, optimizer, scaler, state: dict, total_steps: int, args, ranks: du.Ranks, log, stop, save
+) -> int:
     """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
 
     model: PRSMed, or DDP around it. state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date.
     Between log lines nothing is read back from the GPU.
     """
     model.train()
-    trained, batches = optimizer.param_groups[0]["params"], iter(loader)
-    while state["step"] < args.total_steps:
-        window = log.next_batches(batches, args.gradient_accumulation_steps)
-        if not window:
-            break
-        mine = sum(int((batch["answer"] >= 0).sum()) for batch in window)
-        tokens, stop_143, stop_130 = du.reduce_sum([mine, stop.code == 143, stop.code == 130]).tolist()
+    trained, batches, sampler = optimizer.param_groups[0]["params"], iter(loader), loader.batch_sampler
+    while state["step"] < total_steps and state["samples"] < sampler.used:
+        samples, mine = sampler.window(
+            state["samples"]
+        )  # of all ranks, of this one: the last window is short or uneven
+        window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
+        answers = sum(int((batch["answer"] >= 0).sum()) for batch in window) if mine else 0
+        tokens, stop_143, stop_130 = du.reduce_sum([answers, stop.code == 143, stop.code == 130]).tolist()
         if stop_143 or stop_130:  # agreed by all ranks, before the window is used
             save()
             return 143 if stop_143 else 130
-        samples, losses = len(window) * args.batch_size * ranks.world_size, []
-        rate = learning_rate(state["step"], args)
+        losses, rate = [], learning_rate(state["step"], args, ranks, total_steps)
         for i, batch in enumerate(window):
             last = i == len(window) - 1
             with contextlib.nullcontext() if last or ranks.world_size == 1 else model.no_sync():
-                parts = batch_loss(model, to_device(batch, ranks.device), samples, tokens, args)
+                parts = batch_loss(model, to_device(batch, ranks.device), samples, tokens, args) * bool(mine)
                 scaler.scale(parts[0] * ranks.world_size).backward()  # DDP takes the mean, these are shares of a sum
             losses.append(parts.detach())
         scaler.unscale_(optimizer)
@@ -692,7 +733,7 @@ def evaluate(
     there. text_loss: mean cross-entropy per answer token.
     """
     model.eval()
-    options = {"num_workers": args.workers, "collate_fn": data.reader.collate}
+    options = {"num_workers": 0 if data.keep else args.num_workers, "collate_fn": data.reader.collate}
     mine, shown = [], {}
     for batch in du.create_distributed_dataloader(data, args.batch_size, train=False, **options):
         batch = to_device(batch, ranks.device)
@@ -811,7 +852,9 @@ def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace,
             return
         if args.batch_size == 1:
             raise RunError("out of memory at --batch_size 1; pass --gradient_checkpointing or a smaller --image_size")
-        args.batch_size, args.gradient_accumulation_steps = args.batch_size // 2, args.gradient_accumulation_steps * 2
+        args.batch_size, args.gradient_accumulation_steps = split_batch(
+            args.batch_size, args.gradient_accumulation_steps
+        )
         now = f"--batch_size {args.batch_size} --gradient_accumulation_steps {args.gradient_accumulation_steps}"
         du.print_main(f"out of memory: going on with {now}")
 
@@ -837,88 +880,102 @@ def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, 
 
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
-    begun, folder, apply_only = time.time(), Path(args.checkpoint_dir), bool(args.eval_only or args.predict)
-    args.mixed_precision, why = choose_precision(args.mixed_precision, ranks.device)
-    rows, identity = [], {}
-    if not args.predict:
-        rows = read_annotations(Path(args.data_root), args.annotations, args.skip_bad_rows)
-        identity = {} if args.skip_data_check else check_pictures(rows, ranks)
-        check_splits(rows, identity)
+    begun, root, folder = time.time(), Path(args.data_root), Path(args.checkpoint_dir)
+    apply_only, rows, identity = bool(args.eval_only or args.predict), [], {}
+    with du.agree_on_errors():  # what one rank alone may see (its GPU, its node's disk) ends all ranks
+        args.mixed_precision, why = choose_precision(args.mixed_precision, ranks.device)
+    if len(set(du.gather_objects(args.mixed_precision))) > 1:
+        raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
+    with du.agree_on_errors():
+        rows = [] if args.predict else read_annotations(root, args.annotations, args.skip_bad_rows)
+        needed = args.eval_split if args.eval_only else "train"
+        if not args.predict and not any(row.split == needed for row in rows):
+            raise InputError(f"{root}: no rows in split {needed!r}; correct the CSVs or choose another --eval_split")
+    if not args.skip_data_check:
+        identity = check_pictures(rows, ranks)
+    check_splits(rows, identity)
     lock = None if apply_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     contents = ckpt.load_checkpoint(
         args.resume_from or (str(folder / "best.pt") if apply_only else None), folder, FORMAT
     )
     if apply_only and contents is None:
         raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
-    model = build_model(args, ranks)
-    if contents:
-        load_weights(model, contents)
+    adopt_architecture(args, contents)
+    with du.agree_on_errors():
+        model = build_model(args, ranks)
+        if contents:
+            load_weights(model, contents)
     if args.predict:
         predict(model, args, ranks)
         return 0
     keep = fits_in_memory(rows, model.reader, args.cache_gb)
-    args.workers = 0 if keep else args.num_workers
     sets = {split: PositionData([row for row in rows if row.split == split], model.reader, keep) for split in SPLITS}
     if args.eval_only:
         evaluate_only(model, sets[args.eval_split], identity, contents["step"], args, ranks)
         return 0
-    if len(sets["train"]) < args.batch_size * ranks.world_size:
-        batch = f"one batch of {args.batch_size} for each of {ranks.world_size} processes"
-        need = f"{len(sets['train'])} training rows are fewer than {batch}"
-        raise InputError(f"{args.data_root}: {need}; lower --batch_size or the number of processes")
     if args.auto_batch:
         find_batch_size(model, sets["train"], args, ranks)
-    ckpt.clear_run_folder(folder, args.overwrite)
-    try:
-        code = fit(model, sets, contents, why, args, ranks)
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        half, double = max(1, args.batch_size // 2), args.gradient_accumulation_steps * 2
-        advice = f"--batch_size {half} --gradient_accumulation_steps {double}"
-        more = "--gradient_checkpointing, a smaller --image_size, or --auto_batch, which tries by itself"
-        du.leave_alone(f"out of memory at --batch_size {args.batch_size}; try {advice} (the same result), {more}")
+    code = fit(model, sets, contents, why, args, ranks)
     du.print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
     return code
 
 
+def same_run(contents: dict, now: dict) -> None:
+    """InputError when a checkpoint cannot be gone on with exactly: other data, seed or effective batch."""
+    for name, value in now.items():
+        if contents["run"][name] != value:
+            was = f"{name.replace('_', ' ')} {contents['run'][name]}, now {value}"
+            hint = (
+                "choose --batch_size and --gradient_accumulation_steps so that their product with the processes stays"
+            )
+            raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
+
+
 def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why: str, args, ranks: du.Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
-    begun, folder = time.time(), Path(args.checkpoint_dir)
-    options = {"num_workers": args.workers, "collate_fn": model.reader.collate}
-    loader = du.create_distributed_dataloader(sets["train"], args.batch_size, seed=args.seed, **options)
-    epoch_steps = math.ceil(loader.batch_sampler.batches_per_epoch() / args.gradient_accumulation_steps)
-    args.total_steps = min(args.max_steps or math.inf, args.num_epochs * epoch_steps)
-    args.scaled_lr = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
+    begun, folder, keep = time.time(), Path(args.checkpoint_dir), sets["train"].keep
+    workers = 0 if keep else args.num_workers
+    loader = du.create_distributed_dataloader(
+        sets["train"], args.batch_size, seed=args.seed, num_workers=workers, drop_last=False,
+        accumulation=args.gradient_accumulation_steps, collate_fn=model.reader.collate,
+    )  # fmt: skip
+    effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
+    total_steps = min(args.max_steps or math.inf, args.num_epochs * epoch_steps)
     optimizer, scaler = make_optimizer(model, args)
-    state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "saved": None}
-    torch.manual_seed(args.seed * 1000003 + ranks.rank)  # dropout differs between ranks
+    state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
+    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
+    torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
-        state |= contents["state"]
+        same_run(contents, this_run)
+        state |= contents["state"] | {"saved": None}
+        if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
+            state["best"] = None
         optimizer.load_state_dict(contents["optimizer"])
-        scaler.load_state_dict(contents["scaler"])
+        if contents["precision"] == args.mixed_precision:
+            scaler.load_state_dict(contents["scaler"])
         ckpt.restore_rng(contents["rng"])
-    effective = args.batch_size * args.gradient_accumulation_steps * ranks.world_size
+    ckpt.clear_run_folder(folder, args.overwrite)
+    if ranks.is_main:
+        save_args(folder / "args.yaml", args)
     trained, everything = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or more) for more in (False, True)
     )
+    scaled = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
     facts = {
         "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}",
         "batch": f"{args.batch_size} per GPU x {args.gradient_accumulation_steps} accumulation x {ranks.world_size} "
         f"= {effective}",
-        "learning rate": f"{args.learning_rate:g} -> {args.scaled_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "learning rate": f"{args.learning_rate:g} -> {scaled:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": f"{args.mixed_precision} ({why})",
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
-        "loading": f"{args.workers} workers per GPU"
-        if args.workers
-        else "in this process" + ", kept in memory" * sets["train"].keep,
-        "steps": f"{args.total_steps}: {epoch_steps} an epoch, {args.num_epochs} epochs",
+        "loading": "pictures kept in memory" if keep else f"{workers} workers per GPU",
+        "steps": f"{total_steps}: {epoch_steps} an epoch, {args.num_epochs} epochs",
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
         "trained": f"{trained:,} of {everything:,} parameters",
         "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, contents["log"] if contents else None)
+    log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
     print_banner("PRS-Med", facts)
     if args.compile:
         model.compile()
@@ -935,6 +992,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         state["saved"] = where
         parts = {"format": FORMAT, "base": model.base, "model": ckpt.trained_state(model, args.save_full_state)}
         parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "state": dict(state)}
+        parts |= {"run": this_run, "precision": args.mixed_precision}
         ckpt.save_checkpoint(folder, parts | {"log": log.pending(state["step"])}, state["step"], args.keep_last)
 
     drawn = -math.inf
@@ -952,7 +1010,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
-            code = train_one_epoch(wrapped, loader, optimizer, scaler, state, args, ranks, log, stop, save)
+            code = train_one_epoch(wrapped, loader, optimizer, scaler, state, total_steps, args, ranks, log, stop, save)
             if code:
                 du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
                 return code
@@ -962,8 +1020,8 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
                 du.print_main(f"epoch {state['epoch'] + 1}: val dice {dice:.4f}")
                 if state["best"] is None or dice >= state["best"]:
                     state["best"] = dice
-                    ckpt.mark_best(folder, state["step"])
-            if state["step"] >= args.total_steps:
+                    state["best_sha256"] = ckpt.mark_best(folder, state["step"])
+            if state["step"] >= total_steps:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
         if state["best"] is not None:
@@ -989,7 +1047,15 @@ def main(args: argparse.Namespace) -> int:
     du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:
-        return run(args, ranks)
+        try:
+            return run(args, ranks)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            smaller = split_batch(args.batch_size, args.gradient_accumulation_steps)
+            advice = "try --batch_size {} --gradient_accumulation_steps {} (the same result)".format(*smaller)
+            more = "--gradient_checkpointing, a smaller --image_size, or --auto_batch, which tries by itself"
+            du.leave_alone(f"out of memory at --batch_size {args.batch_size}; {advice}, {more}")
 
 
 if __name__ == "__main__":

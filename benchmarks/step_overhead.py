@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace) -> None:
     words = ["--data_root", options.data, "--mixed_precision", "no", "--batch_size", str(options.batch)]
     words += ["--lora_dropout", "0", "--checkpoint_dir", options.out, "--lr_scaling", "none", "--save_every", "0"]
     args = prs.parse_args(words)
-    args.workers, args.total_steps, args.scaled_lr = 0, 10**9, args.learning_rate
+    prs.adopt_architecture(args, None)
     with prs.du.setup_distributed() as ranks:
         result = compare(prs, args, ranks, options)
         if ranks.is_main:
@@ -74,7 +74,7 @@ def compare(prs, args, ranks, options: argparse.Namespace) -> dict:
             data[i]
         loader = prs.du.create_distributed_dataloader(data, args.batch_size, collate_fn=model.reader.collate)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks.world_size > 1 else model
-        log = prs.RunLog(Path(args.checkpoint_dir) / kind, ranks, prs.LOSSES, args) if kind == "script" else None
+        log = prs.RunLog(Path(args.checkpoint_dir) / kind, ranks, prs.LOSSES, args, 10**9) if kind == "script" else None
         optimizer, scaler = prs.make_optimizer(model, args)
         state = {"step": 0, "epoch": 0, "samples": 0}
         return {"model": model, "wrapped": wrapped, "loader": loader, "log": log, "optimizer": optimizer,
@@ -83,14 +83,14 @@ def compare(prs, args, ranks, options: argparse.Namespace) -> dict:
     def run(kind: str, it: dict, steps: int) -> float:
         begun, done = time.perf_counter(), 0
         while done < steps:
-            now = min(steps - done, it["loader"].batch_sampler.batches_per_epoch())
+            now = min(steps - done, it["loader"].batch_sampler.steps_per_epoch())
             it["loader"].batch_sampler.set_position(it["state"]["epoch"])
             if kind == "bare":
                 bare_loop(it["wrapped"], it["loader"], it["optimizer"], args, ranks, now)
             else:
-                args.total_steps = it["state"]["step"] + now
                 it["state"]["samples"] = 0
-                prs.train_one_epoch(it["wrapped"], it["loader"], it["optimizer"], it["scaler"], it["state"], args,
+                last = it["state"]["step"] + now
+                prs.train_one_epoch(it["wrapped"], it["loader"], it["optimizer"], it["scaler"], it["state"], last, args,
                                     ranks, it["log"], prs.du.StopSignal(), lambda: None)  # fmt: skip
             it["state"]["epoch"] += 1
             done += now

@@ -15,7 +15,8 @@ def main() -> None:
     args = prs.parse_args(
         ["--data_root", sys.argv[1], "--lora_dropout", "0", "--max_new_tokens", "8", "--batch_size", "2"]
     )
-    args.mixed_precision, args.workers = "no", 0
+    args.mixed_precision = "no"
+    prs.adopt_architecture(args, None)
     with prs.du.setup_distributed() as ranks:
         model = prs.build_model(args, ranks)
         prs.load_weights(model, torch.load(sys.argv[2], weights_only=True))

@@ -171,7 +171,7 @@ CASES = {
     "picture missing": (remove("lung_CT/train_images/*"), NEW, "lung_CT.csv:2: no picture"),
     "two splits": (set_field(2, "split", "test"), NEW, "keep its rows in one split"),
     "a copy in two splits": (copied_picture, NEW, "keep its rows in one split"),
-    "too few rows": (only_test_rows, NEW, "0 training rows are fewer than"),
+    "no training rows": (only_test_rows, NEW, "no rows in split 'train'"),
     # the pictures
     "picture truncated": (edit("lung_CT/train_images/*", lambda b: b[: len(b) // 2]), NEW, "is not a readable picture"),
     "picture is text": (edit("lung_CT/test_images/*", lambda b: b"hello"), NEW, "is not a readable picture"),
@@ -193,6 +193,9 @@ CASES = {
     "flipped byte": (flipped, [*RESUME, "{root}/flipped/step_00000001.pt"], "damaged"),
     "other script's": (checkpoint(lambda c: c.update(format="x/1")), [*RESUME, "{root}/changed.pt"], "of x/1"),
     "other base": (other_base, [*RESUME, "{trained}/last.pt"], "not the base the checkpoint was trained on"),
+    "other batch": (same, [*RESUME, "{trained}/last.pt", "--batch_size", "5"], "effective batch size 4, now 5"),
+    "other seed": (same, [*RESUME, "{trained}/last.pt", "--seed", "5"], "a run with seed 0, now 5"),
+    "dot path": (set_field(2, "image_path", "./."), NEW, "leaves the data root"),
     "other LoRA rank": (same, [*RESUME, "{trained}/last.pt", "--lora_rank", "4"], "checkpoint of another model"),
     "nothing to evaluate": (same, [*NEW, "--eval_only"], "best.pt: no such checkpoint"),
     "empty split": (no_test_rows, [*RUN, "--eval_only"], "no rows in split 'test'"),

@@ -43,7 +43,7 @@ def test_full_disk(data, small_disk, tmp_path, zygote):
     shutil.copytree(out, tmp_path / "roomy")
     done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path / "roomy", *flags)
     assert done.code == 0, done.stderr
-    assert "resuming from" in done.stdout
+    assert "loaded " in done.stdout
     reference = tmp_path / "whole"
     assert zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", reference, *flags).code == 0
     assert losses(tmp_path / "roomy") == losses(reference)

@@ -1,6 +1,7 @@
 """DESIGN "the same answer" 1 to 4: index sets, gradients, losses and metrics at 1, 2 and 3 processes."""
 
 import json
+import shutil
 import subprocess
 
 import numpy as np
@@ -10,7 +11,7 @@ from conftest import ROOT, SAME, losses, torchrun, train
 
 from distributed_utils import EvalBatchSampler, TrainBatchSampler, permute
 
-# 34 rows, 6 a batch over all processes, 2 batches a step: 5 batches an epoch, so the third step holds one batch only
+# 34 rows, 6 a batch over all processes, 2 batches a step: the third step of an epoch holds 10 samples instead of 12
 BATCHES = {1: 6, 2: 3, 3: 2}
 FLAGS = [*SAME, "--gradient_accumulation_steps", "2", "--num_epochs", "2", "--save_every", "1", "--keep_last", "99"]
 
@@ -49,24 +50,48 @@ def test_permutation_is_well_mixed():
     assert np.bincount(firsts, minlength=10).min() > 380  # 500 expected, standard deviation 21
 
 
-@pytest.mark.parametrize("size", range(1, 30))
+SPLITS = [(1, 6, 2), (1, 12, 1), (2, 3, 2), (3, 2, 2), (3, 4, 1), (6, 1, 2), (12, 1, 1)]  # world, batch, accumulation
+
+
+@pytest.mark.parametrize("size", range(1, 40))
 def test_training_indices(size):
-    """Disjoint, covering all but a remainder below one global batch, and the same global batches at any world size."""
+    """Each step's samples are the same however the effective batch of 12 is made up; disjoint shares, nothing lost."""
     epochs = {}
-    for world_size, batch in ((1, 6), (2, 3), (3, 2), (6, 1)):
-        parts = []
-        for rank in range(world_size):
-            sampler = TrainBatchSampler(size, batch, rank, world_size, seed=1)
+    for world_size, batch, accumulation in SPLITS:
+        samplers = [TrainBatchSampler(size, batch, r, world_size, 1, accumulation) for r in range(world_size)]
+        steps, empty = [], 0
+        for sampler in samplers:
             sampler.set_position(4)
-            parts.append(list(sampler))
-            assert len(parts[-1]) == len(sampler) == size // 6
-        epochs[world_size] = [sorted(i for part in step for i in part) for step in zip(*parts, strict=True)]
-        used = [i for step in epochs[world_size] for i in step]
+            batches = list(sampler)
+            assert len(batches) == len(sampler)
+            assert all(1 <= len(part) <= batch for part in batches)
+            given = iter(batches)
+            for k in range(sampler.steps_per_epoch()):
+                mine = sampler.window(12 * k)[1]
+                parts = [next(given) for _ in range(max(1, -(-mine // batch)))]
+                steps += [[] for _ in range(k + 1 - len(steps))]
+                steps[k] += [i for part in parts for i in part] if mine else []
+                empty += not mine
+            assert next(given, None) is None
+        used = [i for step in steps for i in step]
+        assert sorted(used) == list(range(size))
+        assert [len(step) for step in steps] == [min(12, size - k) for k in range(0, size, 12)]
+        assert bool(empty) == (0 < size % 12 < world_size)
+        epochs[world_size, batch] = [sorted(step) for step in steps]
+        if size > 12:  # a resumed epoch goes on with the step that follows
+            sampler.set_position(4, samples=12)
+            assert list(sampler) == batches[accumulation:]
+    assert all(epoch == epochs[1, 6] for epoch in epochs.values())
+
+
+@pytest.mark.parametrize("size", range(1, 30))
+def test_training_indices_with_drop_last(size):
+    """For someone's own loop: full batches only, a remainder below one batch of all ranks left out."""
+    for world_size, batch in ((1, 6), (2, 3), (3, 2), (6, 1)):
+        ranks = [list(TrainBatchSampler(size, batch, r, world_size, 1, drop_last=True)) for r in range(world_size)]
+        assert all(len(part) == batch for batches in ranks for part in batches)
+        used = [i for batches in ranks for part in batches for i in part]
         assert len(set(used)) == len(used) == size - size % 6
-        if size >= 12:  # a resumed epoch goes on with the batch that follows
-            sampler.set_position(4, samples=6)
-            assert list(sampler) == parts[-1][1:]
-    assert all(epoch == epochs[1] for epoch in epochs.values())
 
 
 @pytest.mark.parametrize("size", range(0, 30))
@@ -103,19 +128,19 @@ def test_losses_and_gradients(runs):
 
 
 def test_short_window_is_divided_by_its_true_size(runs, data):
-    """Step 3 sees one batch instead of two; its loss equals one computed apart from the script's, by Hugging Face's
-    own."""
+    """Step 3 sees 10 samples instead of 12; its loss equals one computed apart, the text part by Hugging Face's own."""
     import train_prs_med as prs
     from hardware_utils import choose_precision
 
     args = prs.parse_args(["--data_root", str(data), *FLAGS])
     ranks = prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
     args.mixed_precision = choose_precision("auto", ranks.device)[0]
+    prs.adopt_architecture(args, None)
     model = prs.build_model(args, ranks)
     prs.load_weights(model, load(runs / "1" / "step_00000002.pt"))
     rows = [row for row in prs.read_annotations(data, None, False) if row.split == "train"]
     dataset = prs.PositionData(rows, model.reader, True)
-    batch = model.reader.collate([dataset[int(i)] for i in permute(np.arange(24, 30), 34, 0, 0)])
+    batch = model.reader.collate([dataset[int(i)] for i in permute(np.arange(24, 34), 34, 0, 0)])
     model.eval()
     with torch.no_grad():
         labels = torch.full_like(batch["ids"], -100)
@@ -140,6 +165,7 @@ def test_answer_does_not_reach_the_mask(runs, data):
     import train_prs_med as prs
 
     args = prs.parse_args(["--data_root", str(data), "--mixed_precision", "no"])
+    prs.adopt_architecture(args, None)
     model = prs.build_model(args, prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")).eval()
     row = prs.read_annotations(data, None, False)[0]
     longest = "A longer answer that sets the length which both batches are padded to."
@@ -149,6 +175,22 @@ def test_answer_does_not_reach_the_mask(runs, data):
         (mask_a, text_a), (mask_b, text_b) = (model(model.reader.collate([item, padding])) for item in (first, second))
     assert torch.equal(mask_a, mask_b)
     assert text_a[0] != text_b[0]
+
+
+def test_fewer_rows_than_processes(runs, data, tmp_path):
+    """2 training rows on 3 processes: the one without a row takes part all the same, and losses equal one process's."""
+    root = tmp_path / "data"
+    shutil.copytree(data, root)
+    for table in (root / "annotations").glob("*.csv"):
+        lines = table.read_text().splitlines(keepends=True)
+        keep = 2 if table.stem == "lung_CT" else 0
+        train_rows = [line for line in lines if ",train," in line]
+        table.write_text("".join(line for line in lines if line not in train_rows[keep:]))
+    for processes in (1, 3):
+        train(root, tmp_path / str(processes), processes, *SAME, "--num_epochs", "3", "--batch_size", 12 // processes)
+    one, three = (np.array(losses(tmp_path / name)) for name in ("1", "3"))
+    assert one.shape == three.shape == (8, 3)
+    assert np.abs(three[:, 1] / one[:, 1] - 1).max() < 1e-4
 
 
 def test_resume_at_another_world_size(runs, data, tmp_path):
