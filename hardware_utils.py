@@ -39,7 +39,7 @@ def peak_memory_gb(device: torch.device) -> float:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is the GPU's or the host's allocator giving up."""
-    texts = ("can't allocate memory", "ALLOC_FAILED")
+    texts = ("can't allocate memory", "ALLOC_FAILED", "could not create a primitive")  # host, cuBLAS and cuDNN, oneDNN
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 

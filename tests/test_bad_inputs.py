@@ -192,7 +192,7 @@ CASES = {
     "checkpoint is text": (config("x", "changed.pt"), [*RESUME, "{root}/changed.pt"], "not a readable checkpoint"),
     "flipped byte": (flipped, [*RESUME, "{root}/flipped/step_00000001.pt"], "damaged"),
     "other script's": (checkpoint(lambda c: c.update(format="x/1")), [*RESUME, "{root}/changed.pt"], "of x/1"),
-    "other base": (other_base, [*RESUME, "{trained}/last.pt"], "not the base the checkpoint was trained on"),
+    "other base": (other_base, [*RESUME, "{trained}/last.pt"], "not the base that the checkpoint was trained on"),
     "other batch": (same, [*RESUME, "{trained}/last.pt", "--batch_size", "5"], "effective batch size 4, now 5"),
     "other seed": (same, [*RESUME, "{trained}/last.pt", "--seed", "5"], "a run with seed 0, now 5"),
     "dot path": (set_field(2, "image_path", "./."), NEW, "leaves the data root"),
