@@ -16,6 +16,7 @@ where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the 
 import argparse
 import contextlib
 import csv
+import gc
 import hashlib
 import json
 import math
@@ -848,6 +849,8 @@ def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace,
                 raise
             failed = True
         model.zero_grad(set_to_none=True)
+        items = None
+        gc.collect()  # the failed pass left cycles that hold its activations
         if not du.any_rank(failed):
             return
         if args.batch_size == 1:
