@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -182,3 +183,40 @@ def test_guide_commands_parse():
         train_prs_med.parse_args(words.split())
     args = train_prs_med.parse_args(["--data_root", "."])
     assert (args.batch_size, args.learning_rate, args.num_epochs, args.num_workers) == (8, 1e-4, 20, 4)
+
+
+@pytest.mark.soak
+def test_two_nodes_in_two_network_namespaces(data, tmp_path, torchrun_curve):
+    """The guide's two-node command between two hosts of their own addresses, joined by a virtual cable."""
+    names = [f"prs{os.getpid()}a", f"prs{os.getpid()}b"]
+    if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode:
+        pytest.skip("network namespaces need root and iproute2")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth", "peer", "name", "cable1", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"cable{i}")
+            for device in ("lo", f"cable{i}"):
+                ip("-n", name, "link", "set", device, "up")
+        out, nodes = tmp_path / "run", []
+        for rank, name in enumerate(names):
+            command = ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{rank}"]
+            command += [
+                "torchrun",
+                "--nproc_per_node=1",
+                "--nnodes=2",
+                f"--node_rank={rank}",
+                "--master_addr=10.77.0.1",
+            ]
+            command += ["--master_port=29500", PRS_MED, "--data_root", str(data), "--checkpoint_dir", str(out), *FLAGS]
+            nodes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        texts = [node.communicate(timeout=200) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], texts
+        assert losses(out) == torchrun_curve
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
