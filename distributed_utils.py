@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from cli_utils import InputError, RunError
 
@@ -135,9 +136,10 @@ def world() -> tuple[int, int]:
 
 
 def print_main(*values, **options) -> None:
-    """print on rank 0 only."""
+    """print on rank 0 only, above a progress bar where there is one."""
     if world()[0] == 0:
-        print(*values, **{"flush": True, **options})
+        tqdm.write(" ".join(map(str, values)), **options)
+        sys.stdout.flush()
 
 
 # --- which sample goes where ------------------------------------------------------------------------------------------

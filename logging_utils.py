@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli_utils import RunError
-from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
+from cli_utils import InputError, RunError
+from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
 
 
@@ -56,19 +56,31 @@ class RunLog:
         self.warned = False
         self.last: dict[str, float] = {}
         self.writer = self.wandb = self.jsonl = self.bar = None
-        if not ranks.is_main:
-            return
+        with agree_on_errors():
+            if ranks.is_main:
+                try:
+                    self._open(args, resume)
+                except OSError as error:
+                    raise InputError(f"{folder}: log not opened ({error.strerror or error}); make room") from None
+
+    def _open(self, args: Namespace, resume: dict | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        path = folder / "metrics.jsonl"
+        path = self.folder / "metrics.jsonl"
         if path.exists():  # forget what was logged after the checkpoint; without one, all
             os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-        self.writer = SummaryWriter(str(folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
+        self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
         if args.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=args.wandb_project, group=folder.name, dir=folder, config=vars(args))
+            try:
+                self.wandb = wandb.init(
+                    project=args.wandb_project, group=self.folder.name, dir=self.folder, config=vars(args)
+                )
+            except Exception as error:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise InputError(f"--wandb: {reason}; log in with `wandb login` or set WANDB_MODE=offline") from None
         if sys.stderr.isatty():
             first = resume["step"] if resume else 0
             self.bar = tqdm(total=self.total_steps, initial=first, unit="step", dynamic_ncols=True)

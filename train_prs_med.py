@@ -929,9 +929,7 @@ def same_run(contents: dict, now: dict) -> None:
     for name, value in now.items():
         if contents["run"][name] != value:
             was = f"{name.replace('_', ' ')} {contents['run'][name]}, now {value}"
-            hint = (
-                "choose --batch_size and --gradient_accumulation_steps so that their product with the processes stays"
-            )
+            hint = "keep the product of --batch_size, --gradient_accumulation_steps and the number of processes"
             raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
 
 
@@ -984,9 +982,8 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         model.compile()
     wrapped = model
     if ranks.world_size > 1:
-        wrapped = DDP(
-            model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None, gradient_as_bucket_view=True
-        )
+        device_ids = [ranks.device] if ranks.device.type == "cuda" else None
+        wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
 
     def save() -> None:
         where = [state["step"], state["epoch"]]
@@ -1034,11 +1031,9 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
                 metrics = report(split)
                 if ranks.is_main:
                     print_metrics(f"{split}, best.pt", metrics)
-        log.finish({
-            "steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size,
-            "effective_batch_size": effective, "precision": args.mixed_precision, "seconds": round(time.time() - begun,
-            1),
-        })  # fmt: skip
+        facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
+        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
+        log.finish(facts | {"seconds": round(time.time() - begun, 1)})
         ckpt.export_weights(ckpt.trained_state(model, args.save_full_state), folder / "model.safetensors")
         du.print_main(
             f"weights: {folder}/model.safetensors; pictures: {folder}/figures; summary: {folder}/summary.json"
