@@ -271,6 +271,15 @@ def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict 
     return contents
 
 
+def check_same_run(contents: dict, now: dict) -> None:
+    """InputError when a checkpoint cannot be gone on with exactly; contents["run"] holds what `now` must equal."""
+    for name, value in now.items():
+        if contents["run"][name] != value:
+            hint = "keep the product of --batch_size, --gradient_accumulation_steps and the number of processes"
+            was = f"{name.replace('_', ' ')} {contents['run'][name]}, now {value}"
+            raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
+
+
 def _resolve(path: Path) -> Path:
     if path.is_dir():
         newest = find_newest(path)

@@ -360,6 +360,20 @@ def scale_learning_rate(base: float, world_size: int, rule: str) -> float:
     return base * {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[rule]
 
 
+def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
+    """Factor on the learning rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine to 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+
+
+def to_device(batch: dict, device: torch.device) -> dict:
+    """The batch with its tensors on the device, copied while the host goes on; other values as they are."""
+    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
 class StopSignal:
     """SIGTERM and SIGINT set `code` (143 or 130); the training loop asks all ranks for it at each step boundary."""
 

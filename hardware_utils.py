@@ -24,6 +24,12 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
     return (automatic, f"compute capability {major}.{minor}") if wanted == "auto" else (wanted, "as asked")
 
 
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context for a forward pass in `no`, `bf16` or `fp16`."""
+    half = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, half, enabled=precision != "no")
+
+
 def peak_memory_gb(device: torch.device) -> float:
     """Most memory this process has held, GiB: of the GPU, or resident memory on CPU."""
     if device.type == "cuda":

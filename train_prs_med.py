@@ -132,7 +132,7 @@ from torch.utils.data import Dataset
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
-from hardware_utils import choose_precision, out_of_memory, split_batch
+from hardware_utils import autocast, choose_precision, out_of_memory, split_batch
 from logging_utils import RunLog, print_banner, print_table
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -400,10 +400,6 @@ def pad_rows(rows: list[list[int]], value: int, left: bool = False) -> torch.Ten
     return torch.tensor([[value] * (longest - len(r)) + r if left else r + [value] * (longest - len(r)) for r in rows])
 
 
-def to_device(batch: dict, device: torch.device) -> dict:
-    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-
-
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
@@ -637,7 +633,7 @@ def mask_loss(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: argparse.Namespace) -> torch.Tensor:
     """(loss, mask part, text part): a micro-batch's share of the means over the global batch's samples and answer
     tokens."""
-    with autocast(batch["sam"].device, args):
+    with autocast(batch["sam"].device, args.mixed_precision):
         logits, text = model(batch)
     seg, txt = mask_loss(logits, batch["mask"]).sum() / samples, text.sum() / tokens
     loss = args.lambda_seg * seg + args.lambda_txt * txt
@@ -645,22 +641,7 @@ def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args:
     return torch.stack([loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan), seg, txt])
 
 
-def autocast(device: torch.device, args: argparse.Namespace) -> torch.autocast:
-    half = torch.float16 if args.mixed_precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, half, enabled=args.mixed_precision != "no")
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
-def learning_rate(step: int, args: argparse.Namespace, ranks: du.Ranks, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0): --lr_scaling, linear warm-up, then constant or cosine to 0."""
-    rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
-    if step < args.warmup_steps:
-        return rate * (step + 1) / args.warmup_steps
-    if args.lr_schedule == "constant":
-        return rate
-    return rate * 0.5 * (1 + math.cos(math.pi * (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)))
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
@@ -681,6 +662,7 @@ def train_one_epoch(
     Between log lines nothing is read back from the GPU.
     """
     model.train()
+    base_rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
     trained, batches, sampler = optimizer.param_groups[0]["params"], iter(loader), loader.batch_sampler
     while state["step"] < total_steps and state["samples"] < sampler.used:
         samples, mine = sampler.window(
@@ -692,11 +674,11 @@ def train_one_epoch(
         if stop_143 or stop_130:  # agreed by all ranks, before the window is used
             save()
             return 143 if stop_143 else 130
-        losses, rate = [], learning_rate(state["step"], args, ranks, total_steps)
+        losses, rate = [], base_rate * du.schedule(state["step"], total_steps, args.warmup_steps, args.lr_schedule)
         for i, batch in enumerate(window):
             last = i == len(window) - 1
             with contextlib.nullcontext() if last or ranks.world_size == 1 else model.no_sync():
-                parts = batch_loss(model, to_device(batch, ranks.device), samples, tokens, args) * bool(mine)
+                parts = batch_loss(model, du.to_device(batch, ranks.device), samples, tokens, args) * bool(mine)
                 scaler.scale(parts[0] * ranks.world_size).backward()  # DDP takes the mean, these are shares of a sum
             losses.append(parts.detach())
         scaler.unscale_(optimizer)
@@ -737,8 +719,8 @@ def evaluate(
     options = {"num_workers": 0 if data.keep else args.num_workers, "collate_fn": data.reader.collate}
     mine, shown = [], {}
     for batch in du.create_distributed_dataloader(data, args.batch_size, train=False, **options):
-        batch = to_device(batch, ranks.device)
-        with autocast(ranks.device, args):
+        batch = du.to_device(batch, ranks.device)
+        with autocast(ranks.device, args.mixed_precision):
             logits, text = model(batch)
             answers = model.answer(batch, args.max_new_tokens)
         predicted, target = logits > 0, batch["mask"]
@@ -815,8 +797,8 @@ def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
     prompt, end = model.reader.tokens(args.question, "")
     sam, vlm = model.reader.picture(picture)
     item = {"index": 0, "sam": sam, "vlm": vlm, "mask": sam[0] > 255, "position": None, "prompt": prompt, "answer": end}
-    batch = to_device(model.reader.collate([item]), ranks.device)
-    with torch.no_grad(), autocast(ranks.device, args):
+    batch = du.to_device(model.reader.collate([item]), ranks.device)
+    with torch.no_grad(), autocast(ranks.device, args.mixed_precision):
         logits, answer = model(batch)[0], model.answer(batch, args.max_new_tokens)[0]
     native = F.interpolate(logits[None], (picture.height, picture.width), mode="bilinear", align_corners=False)
     mask = native[0, 0].cpu().numpy() > 0
@@ -843,7 +825,7 @@ def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace,
         failed = False
         try:
             items = [data[longest[k % len(longest)]] for k in range(args.batch_size)]
-            batch_loss(model.train(), to_device(data.reader.collate(items), ranks.device), 1, 1, args)[0].backward()
+            batch_loss(model.train(), du.to_device(data.reader.collate(items), ranks.device), 1, 1, args)[0].backward()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -924,15 +906,6 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     return code
 
 
-def same_run(contents: dict, now: dict) -> None:
-    """InputError when a checkpoint cannot be gone on with exactly: other data, seed or effective batch."""
-    for name, value in now.items():
-        if contents["run"][name] != value:
-            was = f"{name.replace('_', ' ')} {contents['run'][name]}, now {value}"
-            hint = "keep the product of --batch_size, --gradient_accumulation_steps and the number of processes"
-            raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
-
-
 def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why: str, args, ranks: du.Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun, folder, keep = time.time(), Path(args.checkpoint_dir), sets["train"].keep
@@ -948,7 +921,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
-        same_run(contents, this_run)
+        ckpt.check_same_run(contents, this_run)
         state |= contents["state"] | {"saved": None}
         if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
             state["best"] = None

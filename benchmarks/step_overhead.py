@@ -34,7 +34,7 @@ def bare_loop(model, loader, optimizer, args, ranks, steps: int) -> None:
         tokens = torch.tensor(int((batch["answer"] >= 0).sum()), dtype=torch.float64)
         if ranks.world_size > 1:
             torch.distributed.all_reduce(tokens)
-        logits, text = model(prs.to_device(batch, ranks.device))
+        logits, text = model(prs.du.to_device(batch, ranks.device))
         masks = prs.mask_loss(logits, batch["mask"]).sum() / (len(text) * ranks.world_size)
         loss = (args.lambda_seg * masks + args.lambda_txt * (text.sum() / tokens.item())) * ranks.world_size
         loss.backward()
