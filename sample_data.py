@@ -109,7 +109,7 @@ def prs_med_picture(rng, modality: str, size: int, lesions: list):
             picture[rows, x[rows].astype(int)] *= 0.6
     else:
         body = blob(rng, size, 0.5, 0.5, rng.uniform(0.44, 0.46), wobble=0.25)
-        grey = np.where(body > 0, 0.5 + texture, 0.02)
+        grey = np.where(body > 0, 0.52 + texture, 0.3)  # a background as dark as a dark lesion would be one more riddle
         if modality == "brain_tumors_ct_scan":
             grey = np.where((body > 0) & (body < 0.03), 0.78 + texture, grey)  # skull
             for side in (-1, 1):  # ventricles
@@ -119,7 +119,7 @@ def prs_med_picture(rng, modality: str, size: int, lesions: list):
                 lung = blob(rng, size, 0.5 + side * 0.2, 0.5, 0.16)
                 grey = np.where(lung > 0, 0.34 + 1.4 * texture, grey)
             grey = np.where(blob(rng, size, 0.5, 0.84, 0.05) > 0, 0.7 + texture, grey)  # spine
-        for field, level in zip(inside, (0.93, 0.08), strict=True):
+        for field, level in zip(inside, (0.95, 0.05), strict=True):
             grey = grey + field * (level + 0.5 * texture - grey)
         picture = np.repeat(grey[..., None], 3, axis=2)
     picture = picture + rng.normal(0, 0.02, (size, size, 1))

@@ -733,7 +733,7 @@ def evaluate(
             dice, iou = (2 * inter / (inter + union), inter / union) if union else (1.0, 1.0)
             right = (position_in(answers[k]) == truth, position_of(masks[k]) == truth) if truth else (None, None)
             mine.append((i, dice, iou, *right, loss, tokens))
-            if i % max(1, len(data) // 9) == 0:
+            if i in {n * (len(data) - 1) // 8 for n in range(9)}:
                 shown[i] = (
                     data.rows[i],
                     batch["sam"][k].cpu().numpy(),
