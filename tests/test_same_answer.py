@@ -190,7 +190,11 @@ def test_fewer_rows_than_processes(runs, data, tmp_path):
         train(root, tmp_path / str(processes), processes, *SAME, "--num_epochs", "3", "--batch_size", 12 // processes)
     one, three = (np.array(losses(tmp_path / name)) for name in ("1", "3"))
     assert one.shape == three.shape == (8, 3)
-    assert np.abs(three[:, 1] / one[:, 1] - 1).max() < 1e-4
+    training = one[:, 1] > 1.2  # the others are Dice values, where one pixel on the border may flip
+    worst = np.abs(three[training, 1] / one[training, 1] - 1).max()
+    print(f"2 rows on 3 processes: losses off by {worst:.1e}")
+    assert training.sum() == 3
+    assert worst < 1e-5
 
 
 def test_resume_at_another_world_size(runs, data, tmp_path):
