@@ -83,7 +83,7 @@ def no_test_rows(root: Path, _) -> None:
         path.write_text("".join(line for line in lines if ",test," not in line))
 
 
-def grey_sixteen(root: Path, _) -> None:
+def text_as_picture(root: Path, _) -> None:
     (root / "bad.png").write_text("not a picture")
 
 
@@ -177,7 +177,7 @@ CASES = {
     "picture is text": (edit("lung_CT/test_images/*", lambda b: b"hello"), NEW, "is not a readable picture"),
     "JPG truncated": (edit("skin_rgbimage/train_images/*", lambda b: b[:300]), NEW, "is not a readable picture"),
     "mask truncated": (edit("lung_CT/val_masks/*", lambda b: b[:60]), NEW, "is not a readable picture"),
-    "predict a text": (grey_sixteen, [*RUN, "--predict", "{root}/bad.png", "--question", "?"], "check --predict"),
+    "predict a text": (text_as_picture, [*RUN, "--predict", "{root}/bad.png", "--question", "?"], "check --predict"),
     # the pretrained checkpoints
     "no VLM": (remove("llava_tiny"), NEW, "no llava checkpoint in a folder of it; download"),
     "no SAM": (remove("sam_tiny"), NEW, "no sam checkpoint in a folder of it; download"),
