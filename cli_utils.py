@@ -154,7 +154,7 @@ def check_config_value(path: str, action: argparse.Action, value):
 
     if value is None and action.default is None:
         return None
-    if isinstance(action, argparse._StoreTrueAction | argparse.BooleanOptionalAction):
+    if isinstance(action, argparse._StoreConstAction | argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             raise wrong(f"must be true or false, not {value!r}")
         return value
@@ -206,11 +206,24 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = No
     return parser.parse_args(argv)
 
 
+def value_sources(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None) -> dict[str, str]:
+    """{name: "command line", the --config file's name, or "default"} of every argument, for a banner."""
+    words = [word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
+    in_file = read_config(args.config) if args.config else {}
+    sources = {}
+    for action in parser._actions:
+        if any(text in words for text in action.option_strings):
+            sources[action.dest] = "command line"
+        else:
+            sources.setdefault(action.dest, Path(args.config).name if action.dest in in_file else "default")
+    return sources
+
+
 def save_args(path: Path, args: argparse.Namespace) -> None:
     """Write the merged arguments as YAML that --config reads again."""
     import yaml
 
-    values = {key: value for key, value in vars(args).items() if key not in ("config", "local_rank")}
+    values = {key: value for key, value in vars(args).items() if key not in ("config", "local_rank", "source")}
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
 
 

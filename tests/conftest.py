@@ -54,15 +54,32 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chest(tmp_path_factory) -> list[str]:
+    """Flags of train_mimic_cxr.py for a small MIMIC-CXR (about 700 training questions) with tiny checkpoints."""
+    out = tmp_path_factory.mktemp("data") / "mimic_cxr"
+    sizes = ["--num_train", "24", "--num_val", "6", "--num_test", "6", "--image_size", "80"]
+    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(out), *sizes], check=True, cwd=ROOT)
+    words = ["--mimic_cxr_path", out / "mimic-cxr-jpg", "--mimic_qa_path", out / "mimic-ext-cxr-qba"]
+    words += ["--image_encoder", out / "convnext_tiny", "--text_encoder", out / "bert_tiny", "--image_size", "64"]
+    words += ["--index_dir", out / "index", "--no_auto_optimize", "--num_workers", "0"]
+    return [str(word) for word in words]
+
+
+@pytest.fixture(scope="session")
 def zygote():
-    """run(script, *flags, address_space=bytes) -> code, stdout, stderr, seconds: one process, see zygote.py."""
+    """run(script, *flags, address_space=bytes, ranks=n) -> code, stdout, stderr, seconds: see zygote.py."""
     server = subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert "ready" in server.stdout.readline()
+    assert any("ready" in line for line in server.stdout)  # deepspeed has a word to say first
 
-    def run(*argv, address_space: int = 0):
-        request = {"argv": [str(word) for word in argv], "cwd": str(ROOT), "address_space": address_space}
+    def run(*argv, address_space: int = 0, ranks: int = 1):
+        request = {
+            "argv": [str(word) for word in argv],
+            "cwd": str(ROOT),
+            "address_space": address_space,
+            "ranks": ranks,
+        }
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         return SimpleNamespace(**json.loads(server.stdout.readline()))

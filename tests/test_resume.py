@@ -1,6 +1,5 @@
 """DESIGN "the same answer" 5: killed anywhere and resumed, the loss sequence is the uninterrupted one, bit for bit."""
 
-import contextlib
 import json
 import os
 import random
@@ -10,10 +9,10 @@ import subprocess
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from conftest import PRS_MED, ROOT, losses, torchrun, train
+from background import Run
+from conftest import PRS_MED, losses, torchrun, train
 
 # dropout on: the random state of every rank must come back too
 FLAGS = ["--batch_size", "3", "--num_epochs", "4", "--save_every", "2", "--log_every", "3", "--max_new_tokens", "3"]
@@ -29,44 +28,13 @@ def whole(data, tmp_path_factory):
     return out
 
 
-class Run:
-    """A training in the background, with ways to find and kill its processes."""
-
-    def __init__(self, data: Path, out: Path, processes: int = 2, *flags: str):
-        command = [*torchrun(processes), PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, *flags]
-        self.out, self.log = out, open(out.parent / f"{out.name}.log", "a")  # noqa: SIM115
-        self.launcher = psutil.Popen([str(w) for w in command], cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
-
-    def workers(self) -> list[psutil.Process]:
-        return [p for p in self.launcher.children(recursive=True) if "train_prs_med.py" in " ".join(p.cmdline())]
-
-    def wait_for_step(self, step: int) -> None:
-        """Until a checkpoint of this step or a later one exists, or the run is over."""
-        deadline = time.time() + 90
-        while self.launcher.poll() is None and time.time() < deadline:
-            if any(int(path.stem[5:]) >= step for path in self.out.glob("step_*.pt")):
-                return
-            time.sleep(0.02)
-
-    def end(self, seconds: float = 60) -> int:
-        """Wait for the launcher and every worker; a worker left behind fails the test."""
-        known = self.everyone
-        code = self.launcher.wait(timeout=seconds)
-        _, alive = psutil.wait_procs(known, timeout=30)
-        assert not alive, f"left behind: {alive}"
-        return code
-
-    def kill(self, who: str, number: int = signal.SIGKILL) -> None:
-        self.everyone = [self.launcher, *self.launcher.children(recursive=True)]
-        workers = self.workers()
-        chosen = {"worker": workers[-1:], "rank0": workers[:1], "all": self.everyone, "launcher": [self.launcher]}[who]
-        for process in chosen:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+def start(data: Path, out: Path, processes: int = 2, *flags: str) -> Run:
+    command = [*torchrun(processes), PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, *flags]
+    return Run(command, PRS_MED, out)
 
 
 def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = signal.SIGKILL) -> int:
-    run = Run(data, out)
+    run = start(data, out)
     run.wait_for_step(step)
     time.sleep(delay)
     run.kill(who, number)
@@ -101,7 +69,7 @@ def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path):
     """SIGTERM: 143; SIGINT: 130; the checkpoint is of the very step reached."""
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         out = tmp_path / str(code)
-        run = Run(data, out, 1, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
+        run = start(data, out, 1, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
         run.wait_for_step(2)
         run.kill("launcher", number)
         assert run.end() == code

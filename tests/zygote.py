@@ -1,13 +1,14 @@
 """Runs scripts in forks of one process that has the heavy libraries imported: a real run of the script's main guard in
 0.3 s.
 
-Reads one JSON object a line ({"argv", "cwd", "address_space"}) and answers with one ({"code", "stdout", "stderr",
-"seconds"}).
+Reads one JSON object a line ({"argv", "cwd", "address_space", "ranks"}) and answers with one ({"code", "stdout",
+"stderr", "seconds"}). With ranks > 1 it is the launcher of so many processes.
 """
 
 import json
 import os
 import runpy
+import socket
 import sys
 import tempfile
 import time
@@ -21,17 +22,32 @@ sys.path.insert(0, str(ROOT))
 def run(request: dict) -> dict:
     begun = time.time()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if child == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            os._exit(become(request))
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        ranks = request.get("ranks", 1)
+        port = free_port()
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                if ranks > 1:
+                    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                    os.environ |= {name: str(value) for name, value in (places | {"MASTER_PORT": port}).items()}
+                    os.environ["MASTER_ADDR"] = "127.0.0.1"
+                os._exit(become(request))
+            children.append(child)
+        code = max((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), key=abs)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return {"code": code, "stdout": texts[0], "stderr": texts[1], "seconds": time.time() - begun}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def become(request: dict) -> int:
@@ -65,10 +81,21 @@ def main() -> None:
         "contourpy",
         "matplotlib.figure",
         "transformers.image_processing_base",
+        "deepspeed",
+        "pyarrow.parquet",
+        "torchmetrics.functional.classification",
     ):
         importlib.import_module(name)
     transformers = importlib.import_module("transformers")
-    for name in ("AutoTokenizer", "LlavaForConditionalGeneration", "SamModel", "SamVisionModel"):
+    for name in (
+        "AutoModel",
+        "AutoTokenizer",
+        "BertModel",
+        "ConvNextModel",
+        "LlavaForConditionalGeneration",
+        "SamModel",
+        "SamVisionModel",
+    ):
         getattr(transformers, name)
     print("ready", flush=True)
     for line in sys.stdin:

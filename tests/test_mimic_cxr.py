@@ -1,0 +1,447 @@
+"""train_mimic_cxr.py on MIMIC-CXR's formats: what is selected, what a target is, what the metrics are."""
+
+import csv
+import gzip
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, torchrun
+from PIL import Image
+
+import mimic_cxr_index as mci
+
+MIMIC = str(ROOT / "train_mimic_cxr.py")
+LABELS = list(mci.CHEXPERT)
+
+
+def write_release(root: Path, studies: list[dict], zipped: bool = False) -> tuple[Path, Path]:
+    """Both releases with exactly these studies: {subject, study, split, images [(dicom, view, meaning)], labels,
+    questions [(id, type, rating, main answer)]}."""
+    cxr, qba = root / "cxr", root / "qba"
+    tables = {"metadata": [["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]]}
+    tables |= {"split": [["dicom_id", "study_id", "subject_id", "split"]]}
+    tables |= {"chexpert": [["subject_id", "study_id", *reversed(LABELS)]]}  # another order: found by name
+    rows = []
+    for study in studies:
+        subject, number = study["subject"], study["study"]
+        for dicom, view, meaning in study["images"]:
+            path = cxr / mci.picture_name(subject, number, dicom)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((20, 30), number % 250, np.uint8)).save(path)
+            tables["metadata"].append([dicom, subject, number, view, meaning])
+            tables["split"].append([dicom, number, subject, study["split"]])
+        labels = study.get("labels", {})
+        tables["chexpert"].append([subject, number, *(labels.get(name, "") for name in reversed(LABELS))])
+        questions = []
+        for name, kind, rating, answer in study["questions"]:
+            rows.append({"patient_id": f"p{subject}", "study_id": f"s{number}", "question_id": name} | {
+                "question.question_type": kind, "question.quality.rating": rating})  # fmt: skip
+            details = {"answer_type": "details", "positiveness": "neg", "regions": ["spine"], "obs_entities": ["edema"]}
+            answers = [details, {"answer_type": "main_answer", "modifiers": []} | answer]
+            questions.append({"question_id": name, "question_type": kind, "question": f"{name}?", "answers": answers})
+        path = qba / "qa" / f"p{str(subject)[:2]}" / f"p{subject}" / f"s{number}.qa.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"patient_id": f"p{subject}", "study_id": f"s{number}", "questions": questions}))
+    for name, table in tables.items():
+        with gzip.open(cxr / f"mimic-cxr-2.0.0-{name}.csv.gz", "wt", newline="") as file:
+            csv.writer(file).writerows(table)
+    (qba / "metadata").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), qba / "metadata" / "question_metadata.parquet", row_group_size=3)
+    if zipped:
+        with zipfile.ZipFile(qba / "qa.zip", "w") as archive:
+            for path in sorted((qba / "qa").rglob("*.json")):
+                archive.write(path, path.relative_to(qba))
+        shutil.rmtree(qba / "qa")
+    return cxr, qba
+
+
+def pos(**more) -> dict:
+    return {"positiveness": "pos"} | more
+
+
+STUDIES = [
+    {
+        "subject": 10000001, "study": 50000001, "split": "train",
+        "images": [("bb", "AP", ""), ("aa", "AP", ""), ("cc", "LATERAL", "")],
+        "labels": {"Edema": "1.0", "Fracture": "-1.0", "Pneumonia": "0.0"},
+        "questions": [
+            ("q1", "D02_has_finding", "4_A", pos()),
+            ("q2", "D02_has_finding", "5_A+", {"positiveness": "neg"}),
+            ("q3", "B04_is_normal", "6_A++", pos()),
+            ("q4", "D04_how_severe_is_finding", "3_B", pos(modifiers=[["spread", "focal"], ["severity", "moderate"]])),
+            ("q5", "D03_where_is_finding", "3_B", pos(regions=["Left Lung Base", "spine"])),
+            ("q6", "D01_describe_finding", "2_C", pos(obs_entities=["pleural effusion"])),
+            ("q7", "A_indication", None, pos(obs_entities=["edema"])),
+            ("q8", "B01_describe_all", "6_A++", pos()),
+            ("q9", "D03_where_is_finding", "4_A", pos(regions=["azygos fissure"])),
+            ("q10", "D02_has_finding", "4_A", {"positiveness": "neutral"}),
+        ],
+    },
+    {
+        "subject": 10000001, "study": 50000002, "split": "train",
+        "images": [("dd", "AP", ""), ("ee", "PA", "")],
+        "questions": [("q1", "C03_is_abnormal_region", "1_D", pos()), ("q2", "B03_is_abnormal", "3_B", pos())],
+    },
+    {
+        "subject": 11000003, "study": 50000003, "split": "validate", "images": [("ff", "", "postero-anterior")],
+        "questions": [("q1", "B12_describe_device", "4_A", pos(obs_entities=["Support Devices"]))],
+    },
+    {
+        "subject": 11000004, "study": 50000004, "split": "test", "images": [("gg", "", "")],
+        "questions": [("q1", "D02_has_finding", "4_A", pos())],
+    },
+    {
+        "subject": 11000005, "study": 50000005, "split": "test", "images": [("hh", "LL", "")],
+        "questions": [("q1", "D02_has_finding", "4_A", pos())],
+    },
+    {
+        "subject": 11000006, "study": 50000006, "split": "test", "images": [("ii", "AP", ""), ("jj", "LATERAL", "")],
+        "labels": {"Edema": "0.0"}, "questions": [("q1", "D02_has_finding", "4_A", pos())],
+    },
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    return write_release(tmp_path_factory.mktemp("release"), STUDIES)
+
+
+def rows_of(index: mci.Index) -> dict[str, list[tuple]]:
+    """{split: [(dicom, question id, head, class name)]} of an index."""
+    found, heads = {}, list(mci.HEADS.items())
+    for split in mci.SPLITS:
+        questions = index.questions(split)
+        found[split] = []
+        for row in (questions.take(i) for i in range(len(questions))):
+            head, names = heads[row["head"]]
+            dicom = index.studies["dicom_id"][row["study"]].as_py()
+            assert row["question"] == f"{row['id']}?"
+            found[split].append((dicom, row["id"], head, names[row["target"]]))
+    return found
+
+
+Q1, Q2, Q3 = ("aa", "q1", "binary", "yes"), ("aa", "q2", "binary", "no"), ("aa", "q3", "binary", "no")
+Q4, Q5 = ("aa", "q4", "severity", "moderate"), ("aa", "q5", "region", "left lung base")
+Q6, Q7 = ("aa", "q6", "category", "pleural effusion"), ("aa", "q7", "category", "edema")
+OTHER = ("ee", "q2", "binary", "yes")
+
+
+@pytest.mark.parametrize(
+    ("grade", "train"),
+    [("A++", [Q3]), ("A+", [Q2, Q3]), ("A", [Q1, Q2, Q3]), ("B", [Q1, Q2, Q3, Q4, Q5, OTHER]),
+     ("C", [Q1, Q2, Q3, Q4, Q5, Q6, OTHER]), ("D", [Q1, Q2, Q3, Q4, Q5, Q6, ("ee", "q1", "binary", "yes"), OTHER]),
+     ("all", [Q1, Q2, Q3, Q4, Q5, Q6, Q7, ("ee", "q1", "binary", "yes"), OTHER])],
+)  # fmt: skip
+def test_grades_select_exactly_their_questions(release, tmp_path, grade, train):
+    index = mci.open_index(tmp_path, *release, grade)
+    found = rows_of(index)
+    assert found["train"] == train
+    rated = "A" in grade and len(grade) > 1
+    assert found["validate"] == ([] if rated else [("ff", "q1", "category", "support devices")])
+    assert found["test"] == ([] if rated else [("ii", "q1", "binary", "yes")])
+    if grade != "all":
+        assert index.facts["ratings"] == {"D": 1, "C": 1, "B": 3, "A": 7, "A+": 1, "A++": 2, "unrated": 1}
+    left = index.facts["left_out"]
+    if grade == "B":
+        assert left["below the grade, or unrated"] == 3
+        assert left[f"B01_describe_all: {mci.NOT_ASKED}"] == 1
+        assert left["D03_where_is_finding: region 'azygos fissure' not in the vocabulary"] == 1
+        assert left["D02_has_finding: positiveness 'neutral'"] == 1
+        assert sum(left.values()) + sum(map(len, found.values())) == 14  # of the studies with a picture
+
+
+def test_views(release, tmp_path):
+    """PA before AP, of several the first dicom_id; a blank view by its code, else not used."""
+    pictures = {}
+    for view in mci.VIEWS:
+        index = mci.open_index(tmp_path, *release, "B", view)
+        pictures[view] = index.studies["dicom_id"].to_pylist()
+        assert index.facts["studies"]["studies"] == 6
+        assert index.facts["studies"]["pictures without a view"] == 1
+        assert index.facts["studies"]["studies without such a picture"] == 6 - len(pictures[view])
+    assert pictures["frontal"] == ["aa", "ee", "ff", "ii"]
+    assert pictures["PA"] == ["ee", "ff"]
+    assert pictures["AP"] == ["aa", "dd", "ii"]
+    assert pictures["lateral"] == ["cc", "hh", "jj"]
+
+
+def test_chexpert_policies(release, tmp_path):
+    import train_mimic_cxr as script
+
+    args = script.parse_args(["--mimic_cxr_path", str(release[0]), "--mimic_qa_path", str(release[1])])
+    index = mci.open_index(tmp_path, *release, "B")
+    edema, fracture, pneumonia, heart = (LABELS.index(n) for n in ("Edema", "Fracture", "Pneumonia", "Cardiomegaly"))
+    for policy, value, known in (("ignore", 0, 0), ("positive", 1, 1), ("negative", 0, 1), ("soft", 0.5, 1)):
+        args.chexpert_uncertain, args.cache_gb = policy, 0
+        data = script.QuestionData(
+            index, "train", args, lambda texts, **_: dict.fromkeys(("input_ids", "attention_mask"))
+        )
+        batch = data.collate([data[0]])
+        assert (batch["label"][0, edema], batch["label"][0, pneumonia]) == (1, 0)
+        assert batch["known"][0, [edema, pneumonia, heart]].tolist() == [True, True, False]
+        assert (batch["label"][0, fracture], batch["known"][0, fracture]) == (value, bool(known))
+    assert script.chexpert_truth(index, np.array([0]))[0, [edema, fracture, pneumonia, heart]].tolist() == [
+        1,
+        -1,
+        0,
+        -1,
+    ]
+
+
+def test_zip_exports_and_folders_give_one_index(release, tmp_path):
+    reference = rows_of(mci.open_index(tmp_path / "index", *release, "B"))
+    zipped = write_release(tmp_path / "zipped", STUDIES, zipped=True)
+    assert rows_of(mci.open_index(tmp_path / "index", *zipped, "B")) == reference
+    exports = tmp_path / "qba" / "exports"
+    shutil.copytree(zipped[1], exports / "B_frontal")
+    shutil.copytree(zipped[1], exports / "A_frontal")
+    assert rows_of(mci.open_index(tmp_path / "index", zipped[0], tmp_path / "qba", "B")) == reference
+    assert mci.find_release(tmp_path / "qba", "A+").name == "A_frontal"
+    assert len(list((tmp_path / "index").iterdir())) == 3  # each has a folder of its own
+
+
+def test_missing_pictures_are_listed_and_come_back(tmp_path):
+    cxr, qba = write_release(tmp_path, STUDIES)
+    picture = cxr / mci.picture_name(10000001, 50000002, "ee")
+    content = picture.read_bytes()
+    picture.unlink()
+    with pytest.raises(mci.InputError, match=r"1 picture files do not exist.*ee\.jpg.*--max_missing"):
+        mci.open_index(tmp_path / "index", cxr, qba)
+    index = mci.open_index(tmp_path / "index", cxr, qba, max_missing=1)
+    assert rows_of(index)["train"] == [Q1, Q2, Q3, Q4, Q5]
+    assert index.facts["left_out"]["picture file missing"] == 1
+    assert (index.folder / "missing.txt").read_text() == f"{picture.relative_to(cxr)}\n"
+    picture.write_bytes(content)
+    assert rows_of(mci.open_index(tmp_path / "index", cxr, qba))["train"] == [Q1, Q2, Q3, Q4, Q5, OTHER]
+
+
+def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
+    """Killed after some parts: those are not read again, and the index is the one of an unbroken build."""
+    paths = Path(chest[1]), Path(chest[3])
+    whole = mci.open_index(tmp_path / "whole", *paths)
+    real, built = mci.build_part, []
+
+    def part(folder, number, *rest):
+        if len(built) == 3:
+            raise KeyboardInterrupt
+        built.append(number)
+        real(folder, number, *rest)
+
+    monkeypatch.setattr(mci, "build_part", part)
+    with pytest.raises(KeyboardInterrupt):
+        mci.open_index(tmp_path / "broken", *paths)
+    built.clear()
+    monkeypatch.setattr(
+        mci, "build_part", lambda folder, number, *rest: built.append(number) or real(folder, number, *rest)
+    )
+    resumed = mci.open_index(tmp_path / "broken", *paths)
+    assert built == list(range(3, len(whole.facts["rows"])))
+    assert {k: v for k, v in resumed.facts.items() if k != "seconds"} == {
+        k: v for k, v in whole.facts.items() if k != "seconds"
+    }
+    for file in whole.folder.glob("*.arrow"):
+        assert (resumed.folder / file.name).read_bytes() == file.read_bytes()
+    built.clear()
+    mci.open_index(tmp_path / "broken", *paths)  # a second run starts from it at once
+    assert built == []
+
+
+def test_ranks_share_the_index_and_get_the_same(chest, zygote, tmp_path):
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    mci.open_index(alone, Path(chest[1]), Path(chest[3]))
+    done = zygote(MIMIC, *chest, "--index_dir", shared, "--output_dir", tmp_path / "run", "--debug", ranks=3)
+    assert done.code == 0, done.stderr
+    files = {path.name: path.read_bytes() for path in alone.rglob("*.arrow")}
+    assert {path.name: path.read_bytes() for path in shared.rglob("*.arrow")} == files
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["world_size"] == 3
+    assert summary["test/vqa_majority"] > 0
+
+
+def test_no_row_is_kept_in_memory(chest, tmp_path):
+    """A thousand copies of the index take no more Python objects than one."""
+    import gc
+
+    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    one = index.questions("train")
+    gc.collect()
+    before = len(gc.get_objects())
+    many = index.questions("train", copies=50)
+    gc.collect()
+    assert len(many) == 50 * len(one)
+    assert len(gc.get_objects()) - before < 50 * len(index.facts["rows"]) * 12
+    assert many.take(len(one) * 49 + 3) == one.take(3)
+
+
+def test_metrics_against_scikit_learn(release, tmp_path):
+    from sklearn import metrics as sk
+
+    import train_mimic_cxr as script
+
+    index = mci.open_index(tmp_path, *release, "B")
+    rng = np.random.default_rng(0)
+    count, kinds = 400, np.array(["D02_has_finding", "D03_where_is_finding", "D04_how_severe_is_finding", "unseen"])
+    which = rng.integers(0, 4, count)
+    head = np.array([0, 2, 3, 0])[which]
+    sizes = np.array([len(names) for names in mci.HEADS.values()])[head]
+    found = {"head": head, "target": rng.integers(0, sizes), "predicted": rng.integers(0, sizes), "type": kinds[which]}
+    found["target"] = np.where(rng.random(count) < 0.5, found["predicted"], found["target"])
+    studies = np.array([0, 1, 2, 3])
+    truth = np.where(rng.random((4, 14)) < 0.5, 1, 0).astype(np.int8)
+    truth[:, 3] = 1  # one class only
+    truth[0, 4] = -1
+    found |= {"study": rng.choice(studies, count), "index": np.arange(count)}
+    probability = rng.random((4, 14)).astype(np.float32)
+    found["chexpert"] = probability[found["study"]]
+    index.studies = pa.record_batch({name: truth[:, i] for i, name in enumerate(LABELS)})
+    got = script.compute_metrics("test", found, index)
+    assert got["test/vqa_accuracy"] == pytest.approx(sk.accuracy_score(found["target"], found["predicted"]), abs=1e-6)
+    for name, number in (("binary", 0), ("region", 2), ("severity", 3)):
+        rows = head == number
+        pair = found["target"][rows], found["predicted"][rows]
+        assert got[f"test/vqa_accuracy/{name}"] == pytest.approx(sk.accuracy_score(*pair), abs=1e-6)
+        assert got[f"test/vqa_f1/{name}"] == pytest.approx(sk.f1_score(*pair, average="macro"), abs=1e-6)
+    usual = {"D02_has_finding": 0, "D03_where_is_finding": mci.REGIONS.index("left lung base")}
+    usual["D04_how_severe_is_finding"] = 2
+    guess = [usual.get(kind, -1) == target for kind, target in zip(found["type"], found["target"], strict=True)]
+    assert got["test/vqa_majority"] == pytest.approx(np.mean(guess), abs=1e-9)
+    areas = []
+    for i, label in enumerate(LABELS):
+        rows = truth[:, i] >= 0
+        if len(set(truth[rows, i])) < 2:
+            assert got[f"test/chexpert_auroc/{label}"] is None
+            continue
+        areas.append(sk.roc_auc_score(truth[rows, i], probability[rows, i]))
+        assert got[f"test/chexpert_auroc/{label}"] == pytest.approx(areas[-1], abs=1e-6)
+        precision = sk.average_precision_score(truth[rows, i], probability[rows, i])
+        assert got[f"test/chexpert_ap/{label}"] == pytest.approx(precision, abs=1e-6)
+    assert 0 < len(areas) < 14
+    assert got["test/chexpert_auroc"] == pytest.approx(np.mean(areas), abs=1e-6)
+
+
+def test_the_chexpert_head_sees_the_picture_alone(chest, tmp_path):
+    import train_mimic_cxr as script
+
+    args = script.parse_args([*chest, "--dropout", "0"])
+    args.mixed_precision = "no"
+    model, tokenizer = script.build_model(args, script.du.Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    model.eval()
+    picture = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
+    tokens = tokenizer(["is there an effusion?", "where is it?"], padding=True, return_tensors="pt")
+    a = model(picture, tokens["input_ids"], tokens["attention_mask"])
+    b = model(picture, tokens["input_ids"].flip(0), tokens["attention_mask"].flip(0))
+    assert torch.equal(a[-1], b[-1])
+    assert not torch.equal(a[0], b[0])
+    assert [logits.shape[1] for logits in a] == [2, 14, 26, 4, 14]
+    flipped = model(picture.flip(3), tokens["input_ids"], tokens["attention_mask"])
+    assert not torch.allclose(flipped[2], a[2], atol=1e-4)  # the side of a finding can be seen
+
+
+def test_checkpointing_and_freezing(chest):
+    """Recomputed activations give the same gradients; frozen encoders have none; BERT's unused pooler is frozen."""
+    import train_mimic_cxr as script
+
+    ranks, grads = script.du.Ranks(0, 0, 1, torch.device("cpu"), "python"), []
+    for more in ([], ["--gradient_checkpointing"], ["--freeze_image", "--freeze_text"]):
+        args = script.parse_args([*chest, "--dropout", "0", *more])
+        args.mixed_precision = "no"
+        model, tokenizer = script.build_model(args, ranks)
+        tokens = tokenizer(["is there an effusion?"], return_tensors="pt")
+        picture = torch.arange(64 * 64).view(1, 1, 64, 64).to(torch.uint8)
+        out = model.train()(picture, tokens["input_ids"], tokens["attention_mask"])
+        sum(logits.square().sum() for logits in out).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.allclose(grads[0][name], grads[1][name], rtol=1e-5, atol=1e-7) for name in grads[0])
+    assert not any("pooler" in name for name in grads[0])
+    assert any(name.startswith("image.") for name in grads[0])
+    assert any(name.startswith("text.") for name in grads[0])
+    assert not any(name.startswith(("image.", "text.")) for name in grads[2])
+
+
+def test_banner_says_where_values_come_from(chest, zygote, tmp_path):
+    """file < hardware < command line."""
+    config = tmp_path / "my.yaml"
+    config.write_text("batch_size: 3\ngradient_accumulation_steps: 7\nlearning_rate: 2.0e-3\nepochs: 9\n")
+    flags = [*(word for word in chest if word != "--no_auto_optimize"), "--config", config, "--max_steps", "1"]
+    flags = [word for word in flags if word not in ("--num_workers", "0")] + ["--max_samples", "20", "--epochs", "4"]
+    done = zygote(MIMIC, *flags, "--output_dir", tmp_path / "a")
+    assert done.code == 0, done.stderr
+    assert "8 per GPU (hardware) x 32 accumulation (hardware) x 1 = 256" in done.stdout
+    assert "0.002 (my.yaml)" in done.stdout
+    assert "4 epochs (command line)" in done.stdout
+    done = zygote(MIMIC, *flags, "--output_dir", tmp_path / "b", "--batch_size", "4")
+    assert "4 per GPU (command line) x 64 accumulation (hardware) x 1 = 256" in done.stdout
+    done = zygote(MIMIC, *flags, "--output_dir", tmp_path / "c", "--no_auto_optimize")
+    assert "3 per GPU (my.yaml) x 7 accumulation (my.yaml) x 1 = 21" in done.stdout
+
+
+def test_outputs_of_a_run(chest, zygote, tmp_path):
+    """--debug with W&B offline: figures, tables, summary, predictions; --eval_only repeats the summary's numbers."""
+    out = tmp_path / "run"
+    done = zygote(MIMIC, *chest, "--output_dir", out, "--debug", "--save_predictions", "--wandb", "--batch_size", "16")
+    assert done.code == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 2
+    names = {path.name for path in (out / "figures").iterdir()}
+    assert {"val_answers.png", "test_answers.png", "test_curves.png", "curves.png"} <= names
+    assert list((out / "wandb").glob("offline-run-*"))
+    assert not any("WANDB_API_KEY" in path.read_text(errors="ignore") for path in out.rglob("*.yaml"))
+    table = pq.read_table(out / "predictions_test.parquet").to_pylist()
+    right = np.mean([row["answer"] == row["truth"] for row in table])
+    assert len(table) == 64
+    assert right == pytest.approx(summary["test/vqa_accuracy"])
+    assert all(0 <= row["p(Edema)"] <= 1 and row["study_id"].startswith("s5") for row in table)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    group = {"train/loss", "train/loss_vqa", "train/loss_chexpert", "train/lr", "train/peak_memory_gb"}
+    assert group | {"train/samples_per_s", "train/data_wait"} <= lines[0].keys()
+    before = {name: value for name, value in summary.items() if name.startswith("test/")}
+    more = ["--output_dir", out, "--eval_only", "--max_samples", "64", "--batch_size", "16"]
+    done = zygote(MIMIC, *chest, *more)
+    assert done.code == 0, done.stderr
+    evaluated = json.loads((out / "eval_test.json").read_text())
+    assert {name: evaluated[name] for name in before} == before
+
+
+def test_picture_cache(tmp_path):
+    """Decoded once; a torn record is decoded again; a full disk is no error."""
+    import train_mimic_cxr as script
+
+    Image.fromarray(np.arange(600 * 400, dtype=np.uint32).reshape(600, 400).astype(np.uint8)).save(tmp_path / "a.jpg")
+    cache = script.PictureCache(tmp_path / "cache.u8", 32, 5)
+    first = cache.get(2, str(tmp_path / "a.jpg"))
+    assert first.shape == (32, 32)
+    assert first[:, :5].max() == 0  # black beside the upright picture
+    (tmp_path / "a.jpg").unlink()
+    assert np.array_equal(cache.get(2, str(tmp_path / "a.jpg")), first)
+    with pytest.raises(FileNotFoundError):
+        cache.get(1, str(tmp_path / "a.jpg"))
+    with open(tmp_path / "cache.u8", "r+b") as file:
+        file.seek(2 * cache.record + 100)
+        file.write(b"\x07\x07\x07")
+    with pytest.raises(FileNotFoundError):
+        cache.get(2, str(tmp_path / "a.jpg"))
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "launcher"])
+def test_guide_commands(chest, launcher, tmp_path):
+    """The guide's own lines, for real: deepspeed --num_gpus=2 ... --use_deepspeed, and the launcher by itself."""
+    import subprocess
+
+    words = [*chest, "--debug", "--output_dir", tmp_path / "run", "--config", ROOT / "configs" / "default_config.yaml"]
+    command = ["deepspeed", "--num_gpus=2", MIMIC, *words, "--use_deepspeed"]
+    if launcher == "launcher":
+        command = [ROOT / "launch_distributed_training.sh", "--num_gpus", "2", *words]
+    done = subprocess.run([str(w) for w in command], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "ZeRO-2, optimizer on the CPU" in done.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+    assert torchrun(2)[0] == "torchrun"

@@ -1,0 +1,1018 @@
+"""MIMIC-CXR questions + CheXpert: a frontal chest X-ray and a question in, an answer by one of four heads out, and 14
+labels. Guide 1.
+
+    ./launch_distributed_training.sh --config configs/default_config.yaml          # every GPU, settings found by itself
+    python train_mimic_cxr.py --config configs/default_config.yaml                 # one GPU, or CPU
+    deepspeed --num_gpus=4 train_mimic_cxr.py --config configs/default_config.yaml --use_deepspeed
+    torchrun --nproc_per_node=4 train_mimic_cxr.py --config configs/default_config.yaml --use_ddp
+    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \
+        train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
+    python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
+
+Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimic_qa_path) as they are downloaded. The
+report-derived scene graph is never an input: the answers come from the same report.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import time
+import zlib
+from pathlib import Path
+
+from cli_utils import (
+    InputError,
+    Parser,
+    RunError,
+    add_common_arguments,
+    number,
+    parse_arguments,
+    run_main,
+    save_args,
+    value_sources,
+    whole,
+)
+
+FORMAT = "mimic_cxr/1"
+LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
+SPLITS = {"train": "train", "val": "validate", "test": "test"}  # our names -> the release's
+GRADES = ("A++", "A+", "A", "B", "C", "D", "all")
+HERE = Path(__file__).resolve().parent
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument_group("data").add_argument
+    text = "folder with files/ and mimic-cxr-2.0.0-{metadata,split,chexpert}.csv.gz"
+    add("--mimic_cxr_path", default="data/mimic-cxr-jpg", help=text)
+    text = "folder with metadata/question_metadata.parquet and qa/ or qa.zip, or with exports/ that has them"
+    add("--mimic_qa_path", default="data/mimic-ext-cxr-qba", help=text)
+    text = "where the index of questions is kept (3 GB for all 31 million), shared by all runs and all nodes"
+    add("--index_dir", default="runs/index", help=text)
+    text = "questions of this grade or better (from the parquet file); all: also unrated ones"
+    add("--quality_grade", choices=GRADES, default="B", help=text)
+    text = "picture of a study: frontal is PA, else AP; of several the first dicom_id; studies without are left out"
+    add("--view", choices=("frontal", "PA", "AP", "lateral"), default="frontal", help=text)
+    text = "what an uncertain CheXpert label (-1) is in training; soft is 0.5; metrics never count uncertain labels"
+    add("--chexpert_uncertain", choices=("ignore", "positive", "negative", "soft"), default="ignore", help=text)
+    text = "use so many questions of each split, evenly spaced; 0: all"
+    add("--max_samples", type=whole(0), default=0, help=text)
+    text = "go on when up to so many picture files do not exist (their questions are left out); more is an error"
+    add("--max_missing", type=whole(0), default=0, help=text)
+    add("--image_size", type=whole(32), default=224, help="side of the square input, pixels; lower it on OOM")
+    text = "GiB of DISK in --index_dir for decoded pictures (10 for all of MIMIC at 224), shared by all ranks; 0: none"
+    add("--cache_gb", type=number(0), default=16.0, help=text)
+
+    add = parser.add_argument_group("model").add_argument
+    text = "Hugging Face image encoder, folder or hub name"
+    add("--image_encoder", default="facebook/convnext-base-224", help=text)
+    text = "Hugging Face text encoder, folder or hub name"
+    add("--text_encoder", default="emilyalsentzer/Bio_ClinicalBERT", help=text)
+    add("--fusion_layers", type=whole(1), default=2, help="layers in which the question attends to the picture")
+    add("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
+    add("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
+    add("--freeze_image", action="store_true", help="do not train the image encoder (saves memory)")
+    add("--freeze_text", action="store_true", help="do not train the text encoder (saves memory)")
+    text = "recompute activations in the backward pass: much less memory, about a third slower"
+    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False, help=text)
+    text = "model.safetensors of another run to start from, with a new optimizer (fine-tuning, or another engine)"
+    add("--pretrained_weights", metavar="FILE", help=text)
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--batch_size", type=whole(1), default=16, help="questions PER GPU and forward pass; lower it on OOM")
+    add("--epochs", type=whole(1), default=20, help="passes over the training questions")
+    add("--learning_rate", type=number(0, above=True), default=1e-4, help="peak rate; not scaled with the GPUs")
+    add("--lr_schedule", choices=("constant", "cosine"), default="cosine", help="after warm-up; cosine ends at 0")
+    add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
+    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
+    add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
+
+    add = parser.add_argument_group("engine").add_argument
+    text = "set batch, accumulation, workers, prefetch, precision and checkpointing from the hardware (the default)"
+    add("--auto_optimize", dest="auto_optimize", action="store_true", default=True, help=text)
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="take them from the file and defaults")
+    add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default with 2 or more processes")
+    add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
+    text = "JSON with ZeRO stage and offload; default: configs/deepspeed_config.json (deepspeed_zero3.json below 6 GB)"
+    add("--deepspeed_config", metavar="FILE", help=text)
+    text = "batches each worker prepares ahead; lower it when RAM is short"
+    add("--prefetch_factor", type=whole(1), default=2, help=text)
+
+    add = parser.add_argument_group("output and evaluation").add_argument
+    add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
+    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
+    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
+    add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
+    add_common_arguments(parser)
+    args = parse_arguments(parser, argv)
+    args.source = value_sources(parser, args, argv)
+    if args.use_deepspeed and args.use_ddp:
+        parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
+    if args.overwrite and (args.resume_from or args.eval_only):
+        parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
+    if args.pretrained_weights and args.resume_from:
+        parser.error("--pretrained_weights starts a new run and --resume_from goes on with one; give one of them")
+    for name in ("mimic_cxr_path", "mimic_qa_path"):
+        if not Path(getattr(args, name)).is_dir():
+            parser.error(f"{getattr(args, name)}: no such folder; check --{name}")
+    for name in ("pretrained_weights", "deepspeed_config"):
+        if getattr(args, name) and not Path(getattr(args, name)).is_file():
+            parser.error(f"{getattr(args, name)}: no such file; check --{name}")
+    if args.debug:
+        args.max_samples, args.max_steps, args.num_workers, args.log_every, args.warmup_steps = 64, 2, 0, 1, 0
+        args.source |= dict.fromkeys(("num_workers", "max_samples", "max_steps"), "--debug")
+        os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    return args
+
+
+if __name__ == "__main__":
+    ARGS = parse_args()  # before the heavy imports: --help and a mistyped flag answer at once
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+import checkpoint_utils as ckpt
+import deepspeed_utils as dsu
+import distributed_utils as du
+import hardware_utils as hw
+import mimic_cxr_index as mci
+from logging_utils import RunLog, print_banner, print_table
+
+HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
+HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
+UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def decode(path: str, size: int) -> np.ndarray:
+    """(size, size) uint8: the whole picture, its sides in proportion, black beside it.
+
+    The JPEG is decoded at the smallest scale that is still twice the wanted size: several times faster, no difference
+    that a 224-pixel picture shows.
+    """
+    with Image.open(path) as picture:
+        picture.draft("L", (2 * size, 2 * size))
+        picture = picture.convert("L")
+    scale = size / max(picture.size)
+    small = picture.resize([max(1, round(side * scale)) for side in picture.size], Image.Resampling.BILINEAR)
+    square = np.zeros((size, size), np.uint8)
+    top, left = (size - small.height) // 2, (size - small.width) // 2
+    square[top : top + small.height, left : left + small.width] = np.asarray(small)
+    return square
+
+
+class PictureCache:
+    """Decoded pictures in one sparse file, each with a checksum: shared by all ranks and workers without any lock.
+
+    Two that write the same picture write the same bytes, and what a crash left half written does not match its sum.
+    """
+
+    def __init__(self, path: Path, size: int, limit: int):
+        self.size, self.limit, self.record = size, limit, size * size + 4
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if limit and hasattr(os, "pread") else None
+
+    def get(self, number: int, path: str) -> np.ndarray:
+        """Picture `number`, which lies at `path`. Raises what PIL raises for an unreadable one."""
+        if self.file is None or number >= self.limit:
+            return decode(path, self.size)
+        data = os.pread(self.file, self.record, number * self.record)
+        if len(data) == self.record and zlib.crc32(data[:-4]).to_bytes(4, "little") == data[-4:]:
+            return np.frombuffer(data, np.uint8, self.size**2).reshape(self.size, self.size)
+        picture = decode(path, self.size)
+        data = picture.tobytes()
+        with contextlib.suppress(OSError):  # the disk is full: go on without
+            os.pwrite(self.file, data + zlib.crc32(data).to_bytes(4, "little"), number * self.record)
+        return picture
+
+
+class QuestionData(Dataset):
+    """Questions of one split: picture (1, S, S) uint8, question, head, target, CheXpert labels (14,) of the study."""
+
+    def __init__(self, index: mci.Index, split: str, args: argparse.Namespace, tokenizer):
+        self.rows, self.studies, self.root = index.questions(SPLITS[split]), index.studies, args.mimic_cxr_path
+        self.count = min(args.max_samples or len(self.rows), len(self.rows))
+        self.size, self.tokenizer, self.length = args.image_size, tokenizer, args.max_question_length
+        self.labels = [index.studies[name].to_numpy() for name in mci.CHEXPERT]
+        self.uncertain = UNCERTAIN[args.chexpert_uncertain]
+        record = self.size**2 + 4
+        limit = min(int(args.cache_gb * 2**30) // record, len(index.studies))
+        self.cache = PictureCache(index.folder / f"pictures_{self.size}.u8", self.size, limit)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def row(self, i: int) -> dict:
+        return self.rows.take(i * len(self.rows) // self.count)
+
+    def picture_path(self, study: int) -> str:
+        ids = [self.studies[name][study].as_py() for name in ("subject_id", "study_id", "dicom_id")]
+        return f"{self.root}/{mci.picture_name(*ids)}"
+
+    def __getitem__(self, i: int) -> dict:
+        row = self.row(i)
+        path, error = self.picture_path(row["study"]), ""
+        try:
+            picture = self.cache.get(row["study"], path)
+        except Exception as reason:  # told to all ranks at the step's exchange, which then end together
+            text = str(reason).replace(path, "file")
+            picture, error = np.zeros((self.size, self.size), np.uint8), f"{path}: not a readable picture ({text})"
+        return row | {"index": i, "picture": picture, "error": error}
+
+    def collate(self, items: list[dict]) -> dict:
+        texts = [item["question"] for item in items]
+        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=self.length, return_tensors="pt")
+        studies = [item["study"] for item in items]
+        raw = torch.from_numpy(np.stack([column[studies] for column in self.labels], 1))
+        known = (raw == 0) | (raw == 1) | ((raw == -1) & (self.uncertain is not None))
+        value = torch.where(raw == -1, self.uncertain or 0.0, raw.float()) * known
+        batch = {name: torch.tensor([item[name] for item in items]) for name in ("index", "head", "target", "study")}
+        batch |= {"picture": torch.from_numpy(np.stack([item["picture"] for item in items])[:, None])}
+        batch |= {"ids": tokens["input_ids"], "mask": tokens["attention_mask"], "label": value, "known": known}
+        batch |= {"type": [item["type"] for item in items]}
+        return batch | {"error": next((item["error"] for item in items if item["error"]), "")}
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def grid_positions(height: int, width: int, dim: int, device: torch.device) -> torch.Tensor:
+    """(height * width, dim) sine and cosine positions: convolution features do not say where they are."""
+    y, x = torch.meshgrid(*(torch.linspace(-1, 1, n, device=device) for n in (height, width)), indexing="ij")
+    waves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device) % 64 * math.pi / 2
+    angles = torch.stack([y, x], -1).reshape(-1, 2, 1) * waves
+    return torch.cat([angles.sin(), angles.cos()], 1).flatten(1)[:, :dim]
+
+
+class FusionLayer(nn.Module):
+    """The question's tokens attend to the picture's (cross-attention, then a feed-forward part), pre-norm."""
+
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        heads = max(1, dim // 64)  # 12 for 768
+        self.norm, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
+        """(B, T, dim), (B, P, dim) -> (B, T, dim)."""
+        attended = self.attention(self.norm(text), picture, picture, need_weights=False)[0]
+        text = text + self.dropout(attended)
+        return text + self.dropout(self.mlp(self.norm_mlp(text)))
+
+
+class ChestModel(nn.Module):
+    """Image encoder, text encoder, fusion, four answer heads; the CheXpert head sees the picture alone."""
+
+    def __init__(self, image: nn.Module, text: nn.Module, statistics: tuple[list, list], args: argparse.Namespace):
+        super().__init__()
+        self.image, self.text, self.precision, self.checkpoint = image, text, args.mixed_precision, False
+        dim, width = text.config.hidden_size, getattr(image.config, "hidden_sizes", None)
+        width = width[-1] if width else image.config.hidden_size
+        self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
+        self.fusion = nn.ModuleList(FusionLayer(dim, args.dropout) for _ in range(args.fusion_layers))
+        self.norm = nn.LayerNorm(dim)
+
+        def head(inside: int, hidden: int, classes: int) -> nn.Module:
+            first = nn.Linear(inside, hidden)
+            return nn.Sequential(first, nn.GELU(), nn.Dropout(args.dropout), nn.Linear(hidden, classes))
+
+        self.heads = nn.ModuleDict({k: head(dim, HEAD_WIDTH[k], len(names)) for k, names in mci.HEADS.items()})
+        self.chexpert = head(dim, 512, len(mci.CHEXPERT))
+        for name, values in zip(("mean", "std"), statistics, strict=True):
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+
+    def features(self, picture: torch.Tensor) -> torch.Tensor:
+        """(B, 1, S, S) uint8 -> (B, P, dim)."""
+        pixels = (picture / 255 - self.mean) / self.std  # one grey channel becomes the encoder's three
+        if self.mean.is_cuda:
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        out = self.image(pixel_values=pixels).last_hidden_state
+        if out.dim() == 3:  # a transformer: tokens with positions of their own
+            return self.project(out)
+        tokens = self.project(out.flatten(2).transpose(1, 2))
+        return tokens + grid_positions(*out.shape[2:], tokens.shape[2], tokens.device).to(tokens.dtype)
+
+    def forward(self, picture: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
+        with hw.autocast(picture.device, self.precision):
+            seen = self.features(picture)
+            text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
+            for layer in self.fusion:
+                text = checkpoint(layer, text, seen, use_reentrant=False) if self.checkpoint else layer(text, seen)
+            pooled = self.norm(text[:, 0])
+            answers = [head(pooled) for head in self.heads.values()]
+            return *(logits.float() for logits in answers), self.chexpert(seen.mean(1)).float()
+
+
+def load_encoder(path: str, flag: str, **options):
+    """A Hugging Face encoder in fp32. Raises InputError naming flag and reason."""
+    from transformers import AutoConfig, AutoModel
+
+    try:
+        if not Path(path).exists() and path.count("/") != 1:
+            raise OSError("no such folder")
+        config = AutoConfig.from_pretrained(path)
+        for name, value in options.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        return AutoModel.from_pretrained(path, config=config, dtype=torch.float32)
+    except Exception as error:
+        if hw.out_of_memory(error):
+            raise
+        reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
+        raise InputError(f"{path}: cannot be loaded ({reason}); download it and give its folder as --{flag}") from None
+
+
+def build_model(args: argparse.Namespace, ranks: du.Ranks) -> tuple[ChestModel, object]:
+    """(model, tokenizer): both encoders loaded, frozen where asked, checkpointing set. Raises InputError."""
+    from transformers import AutoTokenizer, utils
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    utils.logging.set_verbosity_error()
+    utils.logging.disable_progress_bar()
+    image = load_encoder(args.image_encoder, "image_encoder")
+    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), args.dropout)
+    text = load_encoder(args.text_encoder, "text_encoder", **rates)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.text_encoder)
+        tokenizer("is there an effusion?")
+    except Exception as error:
+        reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
+        raise InputError(f"{args.text_encoder}: no tokenizer ({reason}); download it again") from None
+    if not hasattr(image.config, "num_channels") or not hasattr(text.config, "hidden_size"):
+        raise InputError("--image_encoder, --text_encoder: not an image and a text encoder; check which is which")
+    statistics = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        processor = ImageProcessingMixin.get_image_processor_dict(args.image_encoder)[0]
+        statistics = processor["image_mean"], processor["image_std"]
+    torch.manual_seed(args.seed)  # the same new layers on every rank
+    model = ChestModel(image, text, statistics, args)
+    for part, frozen in ((image, args.freeze_image), (text, args.freeze_text)):
+        part.requires_grad_(not frozen)
+    freeze_unused(model, args.image_size)
+    if args.gradient_checkpointing:
+        model.checkpoint = True
+        for part in (image, text):
+            inner = getattr(part, "encoder", part)
+            for block in getattr(inner, "stages", None) or getattr(inner, "layer", None) or ():
+                block.forward = checkpointed(block.forward)
+    model.to(ranks.device)
+    if ranks.device.type == "cuda":
+        model.image.to(memory_format=torch.channels_last)
+    return model, tokenizer
+
+
+def checkpointed(forward):
+    """`forward`, its activations recomputed in the backward pass (ConvNeXt has no switch of its own for that)."""
+
+    def call(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return call
+
+
+def freeze_unused(model: ChestModel, size: int) -> None:
+    """Freeze what no answer depends on (BERT's pooler): DDP would wait for its gradients for ever."""
+    ids = torch.ones(1, 4, dtype=torch.long)
+    precision, model.precision = model.precision, "no"
+    out = model(torch.zeros(1, 1, size, size, dtype=torch.uint8), ids, torch.ones_like(ids))
+    sum(logits.sum() for logits in out).backward()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    model.precision = precision
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def batch_counts(batches: list[dict]) -> list[int]:
+    """[questions of each head..., known CheXpert labels] of some batches, on the host."""
+    heads = torch.cat([batch["head"] for batch in batches])
+    counts = torch.bincount(heads, minlength=len(mci.HEADS)).tolist()
+    return [*counts, sum(int(batch["known"].sum()) for batch in batches)]
+
+
+def batch_loss(model: nn.Module, batch: dict, counts: list[float], args: argparse.Namespace) -> torch.Tensor:
+    """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
+
+    Each head's cross-entropy is a mean over ITS questions in the global batch (`counts`, of all ranks), weighted
+    1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and micro-batches add up.
+    """
+    *answers, chexpert = model(batch["picture"], batch["ids"], batch["mask"])
+    vqa = chexpert.new_zeros(())
+    for place, (head, logits) in enumerate(zip(mci.HEADS, answers, strict=True)):
+        mine = batch["head"] == place
+        entropy = F.cross_entropy(logits, torch.where(mine, batch["target"], 0), reduction="none")
+        vqa = vqa + HEAD_WEIGHT[head] * (entropy * mine).sum() / max(1.0, counts[place])
+    bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
+    labels = (bce * batch["known"]).sum() / max(1.0, counts[-1])
+    loss = vqa + args.chexpert_weight * labels
+    # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
+    return torch.stack([loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan), vqa, labels])
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+class TorchEngine:
+    """One process, or DDP. A GradScaler skips non-finite steps without a GPU sync (its scale moves for fp16 only)."""
+
+    def __init__(self, model: nn.Module, optimizer, args: argparse.Namespace, ranks: du.Ranks):
+        self.optimizer, self.clip, self.fp16 = optimizer, args.grad_clip or math.inf, args.mixed_precision == "fp16"
+        self.scaler = torch.amp.GradScaler(ranks.device.type, init_scale=2.0**14 if self.fp16 else 1.0)
+        self.model, self.trained = model, optimizer.param_groups[0]["params"]
+        if ranks.world_size > 1:
+            ids = [ranks.device] if ranks.device.type == "cuda" else None
+            self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool):
+        """Around the forward and backward pass of one micro-batch: gradients are exchanged after the last only."""
+        with contextlib.nullcontext() if last or not isinstance(self.model, DDP) else self.model.no_sync():
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self) -> torch.Tensor:
+        """Clip, step, clear; returns the gradient norm before clipping (non-finite: the step was skipped)."""
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.trained, self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update(None if self.fp16 else 1.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def scaler_state(self) -> dict:
+        return self.scaler.state_dict()
+
+    def restore(self, model: ChestModel, contents: dict) -> None:
+        dsu.restore_optimizer(model, self.optimizer, None, contents["model"], contents["optimizer"])
+        if "scale" in contents["scaler"] and self.fp16:
+            self.scaler.load_state_dict(contents["scaler"])
+
+    def close(self) -> None:
+        self.model = None
+
+
+class DeepSpeedEngine:
+    """DeepSpeed ZeRO-1/2/3 with the same AdamW; it skips a step with a non-finite gradient by itself."""
+
+    def __init__(self, model: nn.Module, optimizer, config: dict):
+        self.model, self.optimizer = dsu.start_engine(model, optimizer, config), optimizer
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool):
+        self.model.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss, scale_wrt_gas=False)
+
+    def update(self) -> torch.Tensor:
+        self.model.step()
+        return torch.as_tensor(self.model.get_global_grad_norm(), device=self.model.device).float()
+
+    def scaler_state(self) -> dict:
+        return dsu.scaler_state(self.model)
+
+    def restore(self, model: ChestModel, contents: dict) -> None:
+        dsu.restore_optimizer(model, self.optimizer, self.model, contents["model"], contents["optimizer"])
+        dsu.restore_scaler(self.model, contents["scaler"])
+
+    def close(self) -> None:
+        self.model.destroy()  # its hooks hold the model in cycles
+        self.model = None
+
+
+def start_engine(model: ChestModel, config: dict | None, args: argparse.Namespace, ranks: du.Ranks):
+    """The engine around the model, with a fused AdamW over what is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    if config is None:
+        return TorchEngine(model, optimizer, args, ranks)
+    return DeepSpeedEngine(model, optimizer, config)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train_one_epoch(engine, loader, state: dict, total_steps: int, args, ranks: du.Ranks, log, stop, save) -> int:
+    """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
+
+    state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. Between log lines nothing is read
+    back from the GPU. Raises InputError on all ranks for an unreadable picture of any of them.
+    """
+    engine.model.train()
+    batches, sampler = iter(loader), loader.batch_sampler
+    while state["step"] < total_steps and state["samples"] < sampler.used:
+        samples, mine = sampler.window(state["samples"])
+        window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
+        counts = batch_counts(window) if mine else [0] * (len(mci.HEADS) + 1)
+        error = next((batch["error"] for batch in window if batch["error"]), "")
+        facts = [*counts, stop.code == 143, stop.code == 130, bool(error)]
+        *counts, stop_143, stop_130, broken = du.reduce_sum(facts).tolist()
+        if broken:
+            raise InputError(next(text for text in du.gather_objects(error) if text) + "; replace it and go on")
+        if stop_143 or stop_130:  # agreed by all ranks, before the window is used
+            save()
+            return 143 if stop_143 else 130
+        weights = [float(mine > 0)] * len(window)
+        # every rank passes through the model equally often, as ZeRO exchanges in each pass: spare ones count nothing
+        spare = math.ceil(math.ceil(samples / ranks.world_size) / args.batch_size) - len(window)
+        window, weights = window + window[-1:] * spare, weights + [0.0] * spare
+        rate = args.learning_rate * du.schedule(state["step"], total_steps, args.warmup_steps, args.lr_schedule)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        losses = []
+        for i, (batch, weight) in enumerate(zip(window, weights, strict=True)):
+            with engine.micro_batch(last=i == len(window) - 1):
+                parts = batch_loss(engine.model, du.to_device(batch, ranks.device), counts, args) * weight
+                engine.backward(parts[0] * ranks.world_size)  # both engines take the mean, these are shares of a sum
+            losses.append(parts.detach())
+        norm = engine.update()
+        shared = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: rank 0 gives it to the sum
+        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples)
+        state["step"] += 1
+        state["samples"] += samples
+        log.check(state["step"], args.max_bad_steps)
+        if state["step"] % args.log_every == 0:
+            log.write_interval(state["step"], state["epoch"] + 1, rate)
+        if args.save_every and state["step"] % args.save_every == 0:
+            save()
+    return 0
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def predict(model: nn.Module, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> dict[str, np.ndarray]:
+    """Every question of a split once, in row order and the same on every rank: index, head, target, predicted class,
+    study, type, and the study's CheXpert probabilities (n, 14)."""
+    model.eval()
+    options = {"num_workers": args.num_workers, "collate_fn": data.collate, **prefetch(args)}
+    loader = du.create_distributed_dataloader(data, args.batch_size, train=False, **options)
+    rounds = math.ceil(math.ceil(len(data) / loader.batch_sampler.batch_size) / ranks.world_size)
+    batches, found, error = iter(loader), [], ""
+    for _ in range(rounds):
+        batch = next(batches, None)
+        real = batch is not None
+        batch = batch if real else data.collate([data[0]])  # ZeRO-3 gathers weights in each pass: all ranks pass
+        error = error or batch["error"]
+        batch = du.to_device(batch, ranks.device)
+        *answers, chexpert = model(batch["picture"], batch["ids"], batch["mask"])
+        if real:
+            best = torch.stack([logits.argmax(1) for logits in answers], 1).gather(1, batch["head"][:, None])[:, 0]
+            part = {name: batch[name].cpu().numpy() for name in ("index", "head", "target", "study")}
+            part |= {"predicted": best.cpu().numpy(), "chexpert": chexpert.sigmoid().cpu().numpy()}
+            found.append(part | {"type": np.array(batch["type"], dtype="U48")})
+    with du.agree_on_errors():
+        if error:
+            raise InputError(f"{error}; replace it and go on")
+    names = ("index", "head", "target", "study", "predicted", "chexpert", "type")
+    mine = {name: np.concatenate([part[name] for part in found]) if found else None for name in names}
+    parts = [part for part in du.gather_objects(mine) if part["index"] is not None]
+    whole = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    order = np.argsort(whole["index"], kind="stable")
+    return {name: values[order] for name, values in whole.items()}
+
+
+def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) -> dict[str, float | None]:
+    """Accuracy in all, per head and per question type, beside the most frequent training answer of each type; macro F1
+    per head; CheXpert AUROC and average precision per label and macro, each study once, uncertain and blank labels left
+    out. None where a metric is undefined (a label of one class only)."""
+    from torchmetrics.functional.classification import binary_auroc, binary_average_precision, multiclass_f1_score
+
+    right = found["predicted"] == found["target"]
+    usual = {kind: int(np.argmax(counts)) for kind, counts in index.facts["classes"].items()}
+    kinds, at = np.unique(found["type"], return_inverse=True)
+    guess = np.array([usual.get(kind, -1) for kind in kinds])[at] == found["target"]
+    metrics = {f"{split}/vqa_accuracy": float(right.mean()), f"{split}/vqa_majority": float(guess.mean())}
+    for place, (head, names) in enumerate(mci.HEADS.items()):
+        rows = found["head"] == place
+        if rows.any():
+            metrics[f"{split}/vqa_accuracy/{head}"] = float(right[rows].mean())
+            metrics[f"{split}/vqa_majority/{head}"] = float(guess[rows].mean())
+            pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
+            metrics[f"{split}/vqa_f1/{head}"] = float(multiclass_f1_score(*pair, len(names), average="macro"))
+    for place, kind in enumerate(kinds):
+        metrics[f"{split}/vqa_accuracy/{kind}"] = float(right[at == place].mean())
+        metrics[f"{split}/vqa_majority/{kind}"] = float(guess[at == place].mean())
+    studies, first = np.unique(found["study"], return_index=True)
+    truth, scores = chexpert_truth(index, studies), found["chexpert"][first]
+    for name, metric in (("chexpert_auroc", binary_auroc), ("chexpert_ap", binary_average_precision)):
+        values = {}
+        for i, label in enumerate(mci.CHEXPERT):
+            rows = truth[:, i] >= 0
+            both = len(np.unique(truth[rows, i])) == 2
+            pair = torch.from_numpy(scores[rows, i]), torch.from_numpy(truth[rows, i].astype(np.int64))
+            values[label] = float(metric(*pair)) if both else None
+        defined = [value for value in values.values() if value is not None]
+        metrics[f"{split}/{name}"] = sum(defined) / len(defined) if defined else None
+        metrics |= {f"{split}/{name}/{label}": value for label, value in values.items()}
+    return metrics
+
+
+def chexpert_truth(index: mci.Index, studies: np.ndarray) -> np.ndarray:
+    """int8 (n, 14): 1, 0, or -1 where blank or uncertain."""
+    truth = np.stack([index.studies[name].to_numpy()[studies] for name in mci.CHEXPERT], 1)
+    return np.where(truth >= 0, truth, -1)
+
+
+def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
+    """Two tables: answers (all, heads, types) and CheXpert labels."""
+    answers: dict[str, dict] = {}
+    labels: dict[str, dict] = {}
+    for name, value in metrics.items():
+        metric, *which = name.split("/", 2)[1:]
+        table = labels if metric.startswith("chexpert") else answers
+        row = table.setdefault(which[0] if which else ("macro" if table is labels else "all"), {})
+        row[metric.split("_")[1]] = "undefined" if value is None else value
+    print_table(f"{title}: answers", answers)
+    print_table(f"{title}: CheXpert", labels)
+
+
+def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarray]) -> None:
+    """--save_predictions: one row a question: ids, type, head, answer, truth, and CheXpert probabilities."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    heads = list(mci.HEADS.items())
+    rows = [data.row(int(i)) for i in found["index"]]
+    table = {"study_id": [f"s{data.studies['study_id'][row['study']].as_py()}" for row in rows]}
+    table |= {"question_id": [row["id"] for row in rows], "question_type": found["type"].tolist()}
+    table |= {"head": [heads[h][0] for h in found["head"]], "question": [row["question"] for row in rows]}
+    for name, column in (("answer", "predicted"), ("truth", "target")):
+        table[name] = [heads[h][1][c] for h, c in zip(found["head"], found[column], strict=True)]
+    table |= {f"p({label})": found["chexpert"][:, i] for i, label in enumerate(mci.CHEXPERT)}
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.table(table), content)
+    ckpt.write_atomically(path, lambda file: file.write(content.getvalue()))
+
+
+def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
+    """A matplotlib figure: nine pictures, each with its question, the answer given and the true one."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 12))
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.94, wspace=0.05, hspace=0.24)
+    heads = list(mci.HEADS.values())
+    chosen = np.linspace(0, len(found["index"]) - 1, min(9, len(found["index"]))).astype(int)
+    for axes in figure.subplots(3, 3).flat:
+        axes.axis("off")
+    for axes, k in zip(figure.axes, chosen, strict=False):
+        item, names = data[int(found["index"][k])], heads[found["head"][k]]
+        says, true = names[found["predicted"][k]], names[found["target"][k]]
+        axes.imshow(item["picture"], cmap="gray", vmin=0, vmax=255)
+        text = f"{item['question'][:60]}\nsays: {says}\ntrue: {true}"
+        axes.set_title(text, fontsize=9, color="darkgreen" if says == true else "firebrick")
+    return figure
+
+
+def draw_curves(found: dict[str, np.ndarray], index: mci.Index):
+    """A matplotlib figure: ROC curves of the CheXpert labels and the confusion matrix of each head."""
+    from matplotlib.figure import Figure
+    from torchmetrics.functional.classification import binary_roc, multiclass_confusion_matrix
+
+    figure = Figure(figsize=(15, 9.5))
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.14, top=0.95, wspace=0.45, hspace=0.55)
+    axes = figure.subplots(2, 3)
+    studies, first = np.unique(found["study"], return_index=True)
+    truth = chexpert_truth(index, studies)
+    for i, label in enumerate(mci.CHEXPERT):
+        rows = truth[:, i] >= 0
+        if len(np.unique(truth[rows, i])) == 2:
+            scores = torch.from_numpy(found["chexpert"][first][rows, i])
+            false, true, _ = binary_roc(scores, torch.from_numpy(truth[rows, i].astype(np.int64)))
+            axes[0, 0].plot(false, true, label=label, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
+    axes[0, 0].set(title="CheXpert ROC", xlabel="false positive rate", ylabel="true positive rate")
+    if axes[0, 0].lines:
+        axes[0, 0].legend(fontsize=6)
+    for i, ((head, names), place) in enumerate(zip(mci.HEADS.items(), axes.flat[1:], strict=False)):
+        rows = found["head"] == i
+        pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
+        matrix = multiclass_confusion_matrix(*pair, len(names)).numpy()
+        place.imshow(matrix / matrix.sum(1, keepdims=True).clip(1), cmap="Blues", vmin=0, vmax=1)
+        place.set_title(f"{head} (rows: truth)", fontsize=9)
+        place.set_xticks(range(len(names)), names, rotation=90, fontsize=5)
+        place.set_yticks(range(len(names)), names, fontsize=5)
+    axes[1, 2].axis("off")
+    return figure
+
+
+def evaluate(model: nn.Module, data: QuestionData, index: mci.Index, split: str, args, ranks: du.Ranks):
+    """(metrics, raw predictions) of a split, the same on every rank and at any number of ranks."""
+    found = predict(model, data, args, ranks)
+    return compute_metrics(split, found, index), found
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def prefetch(args: argparse.Namespace) -> dict:
+    return {"prefetch_factor": args.prefetch_factor} if args.num_workers else {}
+
+
+def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
+    """--auto_optimize: set what the command line did not from the weakest machine of the job (file < this < flags);
+    returns the ZeRO stage for it."""
+    memory = compute = None
+    if ranks.device.type == "cuda":
+        card = torch.cuda.get_device_properties(ranks.device)
+        memory, compute = card.total_memory / 2**30, float(f"{card.major}.{card.minor}")
+    every = zip(*du.gather_objects([memory, compute, hw.usable_cores(), hw.available_ram_gb()]), strict=True)
+    machine = [min((value for value in column if value is not None), default=None) for column in every]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    given = args.batch_size if args.source["batch_size"] == "command line" else None
+    options = {"batch_size": given, "processes_per_node": local}
+    chosen = hw.settings_for(ranks.world_size, *machine, dsu.available(), **options)
+    values = {"batch_size": chosen["batch_size_per_gpu"], "prefetch_factor": chosen["prefetch_factor"]}
+    values |= {"gradient_accumulation_steps": chosen["gradient_accumulation_steps"]}
+    values |= {"num_workers": chosen["dataloader_num_workers"] // local}
+    values |= {"gradient_checkpointing": chosen["gradient_checkpointing"]}
+    for name, value in values.items():
+        if args.source[name] not in ("command line", "--debug"):
+            setattr(args, name, value)
+            args.source[name] = "hardware"
+    return chosen["zero_stage"] or 2
+
+
+def choose_engine(args: argparse.Namespace, ranks: du.Ranks) -> tuple[bool, str]:
+    """(whether DeepSpeed trains, why), as the guide's diagram has it."""
+    if args.use_ddp:
+        return False, "--use_ddp"
+    if args.use_deepspeed:
+        if not dsu.available():
+            raise InputError("--use_deepspeed: DeepSpeed is not installed; pip install deepspeed, or use --use_ddp")
+        return True, "--use_deepspeed"
+    if ranks.world_size == 1:
+        return False, "one process"
+    if not args.auto_optimize:
+        return False, "--no_auto_optimize"
+    return dsu.available(), "2 or more processes" if dsu.available() else "DeepSpeed is not installed"
+
+
+def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]:
+    """(config, file name): the JSON of --deepspeed_config, or the one of configs/ for the ZeRO stage."""
+    path = args.deepspeed_config or str(HERE / "configs" / f"deepspeed_{'zero3' if stage == 3 else 'config'}.json")
+    config = dsu.read_deepspeed_config(path)
+    if "activation_checkpointing" in config and args.source["gradient_checkpointing"] != "command line":
+        args.gradient_checkpointing, args.source["gradient_checkpointing"] = True, Path(path).name
+    if args.compile and config["zero_optimization"]["stage"] == 3:
+        raise InputError("--compile: does not go with ZeRO-3; leave it out, or use stage 1 or 2")
+    return config, path
+
+
+def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
+    """--auto_batch: one forward and backward pass; all ranks halve together when one has no memory."""
+    while True:
+        failed = False
+        try:
+            batch = du.to_device(data.collate([data[k % len(data)] for k in range(args.batch_size)]), ranks.device)
+            batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
+        except (RuntimeError, MemoryError) as error:
+            if not hw.out_of_memory(error):
+                raise
+            failed = True
+        model.zero_grad(set_to_none=True)
+        batch = None
+        gc.collect()  # the failed pass left cycles that hold its activations
+        if not du.any_rank(failed):
+            return
+        if args.batch_size == 1:
+            raise RunError("out of memory at --batch_size 1; pass --gradient_checkpointing or a smaller --image_size")
+        sizes = hw.split_batch(args.batch_size, args.gradient_accumulation_steps)
+        args.batch_size, args.gradient_accumulation_steps = sizes
+        du.print_main("out of memory: going on with --batch_size {} --gradient_accumulation_steps {}".format(*sizes))
+
+
+def load_pretrained(model: ChestModel, path: str) -> None:
+    """--pretrained_weights: the exported weights of a run, of any engine. Raises InputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: not a safetensors file ({error}); give a run's model.safetensors") from None
+    if weights.keys() != model.state_dict().keys():
+        name = sorted(weights.keys() ^ model.state_dict().keys())[0]
+        raise InputError(f"{path}: weights of another model ({name}); give the encoders it was trained with")
+    ckpt.load_trained(model, weights)
+    du.print_main(f"weights from {path}; the optimizer starts anew")
+
+
+def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step: int, args, ranks: du.Ranks) -> None:
+    """--eval_only: the metrics of one split, printed and written to eval_<split>.json."""
+    metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
+    if ranks.is_main:
+        print_metrics(args.eval_split, metrics)
+        folder = Path(args.output_dir)
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        draw_answers(data, found).savefig(folder / "figures" / f"{args.eval_split}_answers.png", dpi=110)
+        draw_curves(found, index).savefig(folder / "figures" / f"{args.eval_split}_curves.png", dpi=110)
+        (folder / f"eval_{args.eval_split}.json").write_text(json.dumps({**metrics, "step": step}, indent=2) + "\n")
+        if args.save_predictions:
+            write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)
+
+
+def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
+    """Everything between joining and leaving the process group; returns the exit code."""
+    begun, folder, config, config_path = time.time(), Path(args.output_dir), None, ""
+    stage = apply_hardware(args, ranks) if args.auto_optimize else 2
+    with du.agree_on_errors():
+        args.mixed_precision, why_precision = hw.choose_precision(args.mixed_precision, ranks.device)
+        use_deepspeed, why_engine = choose_engine(args, ranks)
+        if use_deepspeed and not args.eval_only:
+            config, config_path = deepspeed_settings(args, stage)
+            batch = args.batch_size, args.gradient_accumulation_steps
+            dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
+    if len(set(du.gather_objects(args.mixed_precision))) > 1:
+        raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
+    paths = Path(args.index_dir), Path(args.mimic_cxr_path), Path(args.mimic_qa_path)
+    index = mci.open_index(*paths, args.quality_grade, args.view, args.max_missing)
+    needed = args.eval_split if args.eval_only else "train"
+    if not len(index.questions(SPLITS[needed])):
+        raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; choose another --quality_grade")
+    if ranks.is_main:
+        print_table("questions left out", mci.left_out_table(index.facts))
+        print_table("questions by rating", {name: {"questions": n} for name, n in index.facts["ratings"].items()})
+    lock = None if args.eval_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
+    resume = args.resume_from or (str(folder / "best.pt") if args.eval_only else None)
+    contents = ckpt.load_checkpoint(resume, folder, FORMAT)
+    if args.eval_only and contents is None:
+        raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
+    with du.agree_on_errors():
+        model, tokenizer = build_model(args, ranks)
+        if contents:
+            ckpt.load_trained(model, contents["model"])
+        elif args.pretrained_weights:
+            load_pretrained(model, args.pretrained_weights)
+    sets = {split: QuestionData(index, split, args, tokenizer) for split in SPLITS}
+    if args.eval_only:
+        evaluate_only(model, sets[args.eval_split], index, contents["step"], args, ranks)
+        return 0
+    if args.auto_batch:
+        find_batch_size(model, sets["train"], args, ranks)
+    if config is not None:
+        batch = args.batch_size, args.gradient_accumulation_steps
+        config = dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
+    why = {"precision": why_precision, "engine": why_engine}
+    code = fit(model, sets, index, contents, config, why, args, ranks)
+    du.print_main(f"{time.time() - begun:.0f} seconds in all")
+    del lock
+    return code
+
+
+def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: dict, args, ranks: du.Ranks) -> int:
+    """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
+    begun, folder = time.time(), Path(args.output_dir)
+    loader = du.create_distributed_dataloader(
+        sets["train"], args.batch_size, seed=args.seed, num_workers=args.num_workers, drop_last=False,
+        accumulation=args.gradient_accumulation_steps, collate_fn=sets["train"].collate, **prefetch(args),
+    )  # fmt: skip
+    effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
+    total_steps = min(args.max_steps or math.inf, args.epochs * epoch_steps)
+    state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
+    this_run = {"training_questions": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
+    torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
+    if contents:
+        ckpt.check_same_run(contents, this_run)
+        state |= contents["state"] | {"saved": None}
+        if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
+            state["best"] = None
+    if args.compile:
+        model.compile()
+    engine = start_engine(model, config, args, ranks)
+    if contents:
+        engine.restore(model, contents)
+        ckpt.restore_rng(contents["rng"])
+    ckpt.clear_run_folder(folder, args.overwrite)
+    if ranks.is_main:
+        save_args(folder / "args.yaml", args)
+    counts = [(p.ds_numel if hasattr(p, "ds_id") else p.numel(), p.requires_grad) for p in model.parameters()]
+
+    origin = args.source
+    accumulation = f"{args.gradient_accumulation_steps} accumulation ({origin['gradient_accumulation_steps']})"
+    facts = {
+        "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}",
+        "engine": f"{dsu.describe(config) if config else 'DDP' if ranks.world_size > 1 else 'torch'} ({why['engine']})",
+        "batch": f"{args.batch_size} per GPU ({origin['batch_size']}) x {accumulation} x {ranks.world_size} = {effective}",
+        "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.lr_schedule}, not scaled",
+        "precision": f"{args.mixed_precision} ({why['precision']})",
+        "checkpointing": f"{args.gradient_checkpointing} ({origin['gradient_checkpointing']})",
+        "loading": f"{args.num_workers} workers per GPU ({origin['num_workers']}), {args.cache_gb:g} GiB disk cache",
+        "questions": ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
+        + f" (grade {args.quality_grade}, {origin['quality_grade']}; view {args.view})",
+        "steps": f"{total_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
+        "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
+        "trained": f"{sum(n for n, t in counts if t):,} of {sum(n for n, _ in counts):,} parameters",
+        "output": folder,
+    }
+    log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
+    print_banner("MIMIC-CXR", facts)
+    if ranks.launcher == "python" and torch.cuda.device_count() > 1:
+        du.print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
+
+    def save() -> None:
+        where = [state["step"], state["epoch"]]
+        if state["saved"] == where:
+            return
+        state["saved"] = where
+        parts = {"format": FORMAT, "model": dsu.full_weights(model), "state": dict(state), "run": this_run}
+        parts |= {"optimizer": dsu.full_optimizer_state(model, engine.optimizer), "scaler": engine.scaler_state()}
+        parts |= {"precision": args.mixed_precision, "log": log.pending(state["step"])}
+        ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
+
+    drawn = -math.inf
+
+    def report(split: str, final: bool = False) -> dict[str, float | None]:
+        nonlocal drawn
+        metrics, found = evaluate(model, sets[split], index, split, args, ranks)
+        log.write(state["step"], state["epoch"] + 1, metrics)
+        if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
+            log.figure(f"{split}_answers", draw_answers(sets[split], found), state["step"])
+            log.figure(f"{split}_curves", draw_curves(found, index), state["step"])
+            drawn = time.time()
+        if ranks.is_main and final and args.save_predictions:
+            write_predictions(folder / f"predictions_{split}.parquet", sets[split], found)
+        return metrics
+
+    with contextlib.closing(log), contextlib.closing(engine), du.StopSignal() as stop:
+        while True:
+            loader.batch_sampler.set_position(state["epoch"], state["samples"])
+            log.restart_clock()
+            if code := train_one_epoch(engine, loader, state, total_steps, args, ranks, log, stop, save):
+                du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+                return code
+            save()
+            if len(sets["val"]):
+                metrics = report("val")
+                accuracy, auroc = metrics["val/vqa_accuracy"], metrics["val/chexpert_auroc"]
+                shown = "undefined" if auroc is None else f"{auroc:.4f}"
+                du.print_main(f"epoch {state['epoch'] + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
+                if state["best"] is None or accuracy >= state["best"]:
+                    state["best"], state["best_sha256"] = accuracy, ckpt.mark_best(folder, state["step"])
+            if state["step"] >= total_steps:
+                break
+            state["epoch"], state["samples"] = state["epoch"] + 1, 0
+        if state["best"] is not None:
+            dsu.put_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)["model"])
+        for split in ("val", "test"):
+            if len(sets[split]):
+                metrics = report(split, final=True)
+                if ranks.is_main:
+                    print_metrics(f"{split}, best.pt", metrics)
+        facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
+        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
+        log.finish(facts | {"seconds": round(time.time() - begun, 1)})
+        export(folder, state, FORMAT)
+        du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
+    return 0
+
+
+def export(folder: Path, state: dict, format: str) -> None:
+    """All ranks call it: model.safetensors (the best weights) and model_last.safetensors, whole from any engine."""
+    for name, source in (("model", "best.pt" if state["best"] is not None else "last.pt"), ("model_last", "last.pt")):
+        weights = ckpt.load_checkpoint(str(folder / source), folder, format)["model"]
+        ckpt.export_weights(weights, folder / f"{name}.safetensors")
+
+
+def main(args: argparse.Namespace) -> int:
+    du.launch_workers(args.world_size or 1)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed a search and a warning
+    with du.setup_distributed(timeout=args.dist_timeout) as ranks:
+        if args.use_deepspeed and ranks.world_size == 1 and not args.eval_only:  # DeepSpeed wants a group even so
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            return run(args, ranks)
+        except (RuntimeError, MemoryError) as error:
+            if not hw.out_of_memory(error):
+                raise
+            smaller = hw.split_batch(args.batch_size, args.gradient_accumulation_steps)
+            advice = "try --batch_size {} --gradient_accumulation_steps {} (the same result)".format(*smaller)
+            more = "--gradient_checkpointing, a smaller --image_size, ZeRO-3, or --auto_batch, which tries by itself"
+            du.leave_alone(f"out of memory at --batch_size {args.batch_size}; {advice}, {more}")
+
+
+if __name__ == "__main__":
+    run_main(main, ARGS)
