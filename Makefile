@@ -1,10 +1,12 @@
-# make demo [TASK=prs_med]   set up, write sample data, train on every GPU or two CPU processes, print the test table
+# make demo [TASK=prs_med|mimic_cxr]   set up, write sample data, train on every GPU or two CPU processes, print the table
+#      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
 # make lint                  ruff, shellcheck, shfmt
 PYTHON ?= python3
 TASK ?= prs_med
 BIN := .venv/bin
-SHELL_FILES := run_multi_gpu_train.sh .ci/run
+SHELL_FILES := run_multi_gpu_train.sh launch_distributed_training.sh configs/slurm/mimic_cxr.sbatch .ci/run
+PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .PHONY: demo demo-all test soak lint setup setup-dev
 setup: .venv/requirements.txt
@@ -21,12 +23,23 @@ demo: setup
 
 demo-prs_med:
 	$(BIN)/python sample_data.py prs_med data/demo/prs_med
-	processes=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)") && \
+	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med $$processes -- \
 	    --config configs/prs_med_demo.yaml --batch_size $$((32 / processes))
 
+demo-mimic_cxr: D := data/demo/mimic_cxr
+demo-mimic_cxr:
+	$(BIN)/python sample_data.py mimic_cxr $(D)
+	processes=$(PROCESSES) && \
+	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/default_config.yaml $(ENGINE) \
+	    --num_gpus $$processes --mimic_cxr_path $(D)/mimic-cxr-jpg --mimic_qa_path $(D)/mimic-ext-cxr-qba \
+	    --image_encoder $(D)/convnext_tiny --text_encoder $(D)/bert_tiny --image_size 64 --index_dir $(D)/index \
+	    --output_dir runs/demo/mimic_cxr --batch_size $$((64 / processes)) --gradient_accumulation_steps 1 --epochs 9 \
+	    --learning_rate 1e-3 --warmup_steps 100 --dropout 0 --chexpert_weight 1 --no-gradient_checkpointing --num_workers 0
+
 demo-all: setup
 	$(MAKE) demo TASK=prs_med
+	$(MAKE) demo TASK=mimic_cxr
 
 test: setup-dev
 	$(BIN)/python -m pytest -q -m "not soak"

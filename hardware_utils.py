@@ -1,11 +1,22 @@
-"""What this machine can do: numeric precision, memory in use, and what running out of it looks like."""
+"""What this machine has, the settings that follow, numeric precision, and what running out of memory looks like.
 
+python -m hardware_utils                                   the report
+python -m hardware_utils --json                            the same for programs
+python -m hardware_utils --plan --gpus 4 --gpu_memory 24   the settings for a machine one does not have
+"""
+
+import importlib.util
+import json
 import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import torch
 
-from cli_utils import InputError
+from cli_utils import InputError, Parser, number, whole
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
@@ -53,3 +64,272 @@ def split_batch(batch_size: int, accumulation: int) -> tuple[int, int]:
     """The next smaller batch, and the accumulation that keeps the effective one: (8, 1) -> (4, 2), (3, 1) -> (1, 3)."""
     factor = next((n for n in range(2, batch_size + 1) if batch_size % n == 0), 1)
     return batch_size // factor, accumulation * factor
+
+
+# --- what this machine has --------------------------------------------------------------------------------------------
+
+
+def _cgroups(controller: str, root: Path) -> list[Path]:
+    """Folders of this process's control groups (v1 and v2) and of those above them, whose limits hold as well."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    folders = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if names else "")
+        own = top / path.strip("/")  # in a container the path may be the host's; then only `top` is there
+        folders += [own, *(folder for folder in own.parents if folder.is_relative_to(top))]
+    return folders
+
+
+def _numbers(path: Path) -> list[int]:
+    """The numbers that a control group's file starts with; none for "max" (no limit) or a missing file."""
+    try:
+        return [int(word) for word in path.read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """CPU cores that this process may use: its affinity and its container's quota, not the host's count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _cgroups("cpu", root):
+        v1 = _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us")
+        quota = _numbers(folder / "cpu.max") or v1
+        if len(quota) == 2 and quota[0] > 0:  # -1: no limit
+            cores = min(cores, quota[0] // quota[1])
+    return max(1, cores)
+
+
+def available_ram_gb(root: Path = Path("/")) -> float:
+    """Memory that can be taken without swapping, GiB: the host's, or what the container's limit leaves of it."""
+    free = psutil.virtual_memory().available
+    for folder in _cgroups("memory", root):
+        limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
+        used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
+        if limit and used:
+            try:  # cached files count as used, but are given back when memory runs short
+                words = (folder / "memory.stat").read_text().split()
+            except OSError:
+                words = []
+            cached = dict(zip(words[::2], words[1::2], strict=False))
+            used[0] -= int(cached.get("total_inactive_file", cached.get("inactive_file", 0)))
+            free = min(free, limit[0] - used[0])
+    return max(0.0, free / 2**30)
+
+
+def _nvidia_smi() -> dict[str, float | None]:
+    """{UUID: free GiB} of every GPU that the driver lists, whether torch may use it or not."""
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    listed = {}
+    for line in text.splitlines():
+        uuid, _, free = line.partition(",")
+        listed[uuid.strip().removeprefix("GPU-")] = int(free) / 1024 if free.strip().isdigit() else None  # or [N/A]
+    return listed
+
+
+def detect_gpus() -> tuple[list[dict], list[str]]:
+    """(GPUs that this torch can use, notes on those that it cannot).
+
+    torch decides, since it is what trains; it knows every form of CUDA_VISIBLE_DEVICES. Free memory is nvidia-smi's:
+    torch would have to take several hundred MB on each GPU to tell.
+    """
+    listed, gpus, notes = _nvidia_smi(), [], []
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        free = listed.get(str(card.uuid).removeprefix("GPU-"))
+        gpu = {"name": card.name, "memory_total_gb": round(card.total_memory / 2**30, 2)}
+        gpus.append(gpu | {"memory_free_gb": free and round(free, 2), "compute": float(f"{card.major}.{card.minor}")})
+    if len({gpu["name"] for gpu in gpus}) > 1:
+        notes.append("the GPUs differ: settings follow the smallest, and the slowest sets the pace")
+    if len(gpus) < len(listed):
+        count, visible = len(listed), os.environ.get("CUDA_VISIBLE_DEVICES")
+        if torch.version.cuda is None:
+            why = f"but this torch ({torch.__version__}) is built without CUDA; install a CUDA build to use them"
+        elif visible is not None:
+            why = f"of which CUDA_VISIBLE_DEVICES='{visible}' leaves {len(gpus)}"
+        else:
+            why = f"but torch sees {len(gpus)}; is the driver new enough for CUDA {torch.version.cuda}?"
+        notes.append(f"nvidia-smi lists {count} GPU{'s' * (count > 1)}, {why}")
+    return gpus, notes
+
+
+def detect_hardware() -> dict:
+    """Facts about this machine, as --json prints them (memory and disk in GiB)."""
+    gpus, notes = detect_gpus()
+    return {
+        "gpu_count": len(gpus),
+        "gpus": gpus,
+        "cpu_cores": usable_cores(),
+        "ram_available_gb": round(available_ram_gb(), 1),
+        "disk_free_gb": round(shutil.disk_usage(".").free / 2**30, 1),
+        "deepspeed_installed": importlib.util.find_spec("deepspeed") is not None,  # importing it takes seconds
+        "notes": notes,
+    }
+
+
+def imagine_hardware(
+    gpus: int, gpu_memory_gb: float | None, compute: float = 8.0, cores: int | None = None, ram_gb: float = 128,
+    deepspeed: bool = True,
+) -> dict:  # fmt: skip
+    """detect_hardware's facts for a machine one does not have; without gpu_memory_gb one without GPUs."""
+    gpu = {"name": "planned GPU", "memory_total_gb": gpu_memory_gb, "memory_free_gb": gpu_memory_gb, "compute": compute}
+    cards = [dict(gpu) for _ in range(gpus)] if gpu_memory_gb else []
+    facts = {"gpu_count": len(cards), "gpus": cards, "cpu_cores": cores or 3 * gpus + 2, "ram_available_gb": ram_gb}
+    return facts | {"disk_free_gb": None, "deepspeed_installed": deepspeed, "notes": ["planned, not detected"]}
+
+
+# --- the settings that follow -----------------------------------------------------------------------------------------
+
+# The guide's table. GPU memory in GB as sold; effective batch as it comes out on 4 GPUs, kept for any number of them.
+GPU_TABLE = (
+    {"from_gb": 20, "batch": 16, "effective": 256, "zero_stage": 2},
+    {"from_gb": 14, "batch": 12, "effective": 240, "zero_stage": 2},
+    {"from_gb": 10, "batch": 8, "effective": 256, "zero_stage": 2},
+    {"from_gb": 6, "batch": 4, "effective": 256, "zero_stage": 2},
+    {"from_gb": 0, "batch": 2, "effective": 256, "zero_stage": 3},
+)
+CPU_ROW = {"batch": 8, "effective": 256, "zero_stage": 2}
+# The driver and error correction keep a part: cards report 22.0-23.7 GiB of 24 GB, 14.6-15.8 of 16, 19.5-20.0 of 20,
+# 9.5-10.0 of 10, 5.8-6.0 of 6. So a row begins this much below its number, which no smaller card reaches.
+KEPT_GB = 0.7
+
+
+def settings_for(
+    num_processes: int, gpu_memory_gb: float | None, compute: float | None, cores: int, ram_gb: float, deepspeed: bool,
+    batch_size: int | None = None, processes_per_node: int | None = None,
+) -> dict:  # fmt: skip
+    """The guide's settings for num_processes processes in all, one per GPU (or CPU processes without gpu_memory_gb).
+
+    gpu_memory_gb and compute (capability) are those of the smallest GPU, cores and ram_gb of one node; batch_size
+    replaces the table's, and accumulation follows. dataloader_num_workers is the total of a node's processes
+    (processes_per_node, default all); prefetch_factor is per loading worker.
+    """
+    on_gpu = gpu_memory_gb is not None
+    row = next(row for row in GPU_TABLE if gpu_memory_gb >= row["from_gb"] - KEPT_GB) if on_gpu else CPU_ROW
+    batch = batch_size or row["batch"]
+    together = batch * num_processes
+    accumulation = max(1, (2 * row["effective"] + together) // (2 * together))  # to the nearest, a half upwards
+    engine = "python" if num_processes == 1 else "deepspeed" if deepspeed else "torchrun"
+    return {
+        "batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulation,
+        "effective_batch_size": together * accumulation,
+        "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
+        "prefetch_factor": 4 if ram_gb > 64 else 3 if ram_gb > 32 else 2,
+        "mixed_precision": "no" if not on_gpu else "bf16" if (compute or 0) >= 8 else "fp16",
+        "gradient_checkpointing": on_gpu,
+        "zero_stage": row["zero_stage"] if engine == "deepspeed" else 0,
+        "engine": engine,
+    }
+
+
+def settings_on(facts: dict, processes_per_node: int, nodes: int = 1, deepspeed: bool = True, **options) -> dict:
+    """settings_for on `nodes` machines like that of detect_hardware's facts; deepspeed False: not even if installed."""
+    memory = min((gpu["memory_total_gb"] for gpu in facts["gpus"]), default=None)
+    compute = min((gpu["compute"] for gpu in facts["gpus"]), default=None)
+    machine = (
+        memory,
+        compute,
+        facts["cpu_cores"],
+        facts["ram_available_gb"],
+        deepspeed and facts["deepspeed_installed"],
+    )
+    return settings_for(processes_per_node * nodes, *machine, processes_per_node=processes_per_node, **options)
+
+
+def report(facts: dict, settings: dict) -> str:
+    """The guide's report of facts and settings."""
+    gpus, precision = facts["gpus"], settings["mixed_precision"]
+
+    def line(label: str, value) -> str:
+        return f"  {label + ':':<22} {value}"
+
+    def heading(text: str) -> list[str]:
+        return ["", text.center(70).rstrip(), "-" * 70]
+
+    lines = ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70, *heading("GPU CONFIGURATION")]
+    lines.append(line("Number of GPUs", len(gpus) or "none; CPU only"))
+    if gpus:
+        totals = [gpu["memory_total_gb"] for gpu in gpus]
+        lines += [line("Total GPU Memory", f"{sum(totals):.1f} GB"), line("Min GPU Memory", f"{min(totals):.1f} GB")]
+    for index, gpu in enumerate(gpus):
+        free = "unknown" if gpu["memory_free_gb"] is None else f"{gpu['memory_free_gb']:.1f} GB"
+        lines += ["", f"  GPU {index}: {gpu['name']}", f"       Memory: {gpu['memory_total_gb']:.1f} GB (Free: {free})"]
+        lines.append(f"       Compute: {gpu['compute']}")
+    lines += [*heading("CPU, MEMORY, DISK"), line("CPU cores", facts["cpu_cores"])]
+    lines.append(line("RAM available", f"{facts['ram_available_gb']:.1f} GB"))
+    if facts["disk_free_gb"] is not None:
+        lines.append(line("Disk free here", f"{facts['disk_free_gb']:.1f} GB"))
+    lines += [
+        *heading("OPTIMAL TRAINING SETTINGS"),
+        line("Batch size per GPU" if gpus else "Batch per process", settings["batch_size_per_gpu"]),
+        line("Gradient accumulation", settings["gradient_accumulation_steps"]),
+        line("Effective batch size", settings["effective_batch_size"]),
+        line("DataLoader workers", settings["dataloader_num_workers"]),
+        line("Mixed precision" + f" ({precision.upper()})" * bool(gpus), "Enabled" if gpus else "Disabled"),
+        line("Gradient checkpointing", "Enabled" if settings["gradient_checkpointing"] else "Disabled"),
+        line("DeepSpeed ZeRO stage", settings["zero_stage"] or "none"),
+        line("Prefetch factor", settings["prefetch_factor"]),
+        line("Engine", settings["engine"]),
+        *([""] + [f"  Note: {note}" for note in facts["notes"]] if facts["notes"] else []),
+    ]
+    return "\n".join([*lines, "=" * 70])
+
+
+def summary(facts: dict, settings: dict) -> list[str]:
+    """What the launcher prints: one line of facts, the notes, one line of settings."""
+    cards = sorted({f"{gpu['name']}, {gpu['memory_total_gb']:.1f} GB" for gpu in facts["gpus"]})
+    gpus = f"{facts['gpu_count']} GPU{'s' * (len(facts['gpus']) > 1)} ({'; '.join(cards)})" if cards else "no GPU"
+    batch, accumulation, effective, workers, _, precision, *_ = settings.values()
+    return [
+        f"Detected: {gpus}, {facts['cpu_cores']} CPU cores, {facts['ram_available_gb']:.1f} GB RAM available",
+        *(f"Note:     {note}" for note in facts["notes"]),
+        f"Settings: batch {batch} x accumulation {accumulation} x {effective // (batch * accumulation)} processes ="
+        f" {effective}, {workers} loading workers, precision {precision} (train_mimic_cxr.py's defaults)",
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, or with --json the facts with the settings as "settings"."""
+    parser = Parser(prog="hardware_utils", description="What this machine has, and the settings that follow.")
+    add = parser.add_argument
+    add("--json", action="store_true", help="one JSON object instead of the report")
+    add("--gpus", type=whole(1), help="processes per node to plan for; default one per GPU, or one without GPUs")
+    add("--nodes", type=whole(1), default=1, help="machines like this one")
+    add("--no_deepspeed", action="store_true", help="DDP even if DeepSpeed is installed")
+    add("--plan", action="store_true", help="for the hardware given by --gpus and these, not for this machine's")
+    planned = [
+        add("--gpu_memory", type=number(0, above=True), help="with --plan: GB per GPU; left out: CPU processes"),
+        add("--compute", type=number(0), help="with --plan: compute capability, left out: 8.0"),
+        add("--cores", type=whole(1), help="with --plan: CPU cores per node; left out: enough"),
+        add("--ram", type=number(0), help="with --plan: available GB per node; left out: 128"),
+    ]
+    args = parser.parse_args(argv)
+    if args.plan:
+        if args.gpus is None:
+            parser.error("--plan needs --gpus")
+        compute, ram = (
+            default if value is None else value for value, default in ((args.compute, 8.0), (args.ram, 128))
+        )
+        facts = imagine_hardware(args.gpus, args.gpu_memory, compute, args.cores, ram)
+    else:
+        if given := [action.option_strings[0] for action in planned if getattr(args, action.dest) is not None]:
+            parser.error(f"{given[0]} goes with --plan only")
+        facts = detect_hardware()
+    processes = args.gpus or facts["gpu_count"] or 1
+    settings = settings_on(facts, processes, args.nodes, not args.no_deepspeed)
+    facts |= {"processes_per_node": processes, "summary": summary(facts, settings), "settings": settings}
+    print(json.dumps(facts, indent=2) if args.json else report(facts, settings))
+
+
+if __name__ == "__main__":
+    main()

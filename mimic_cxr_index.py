@@ -66,6 +66,7 @@ ROW = pa.schema(
         ("question", pa.string()),
     ]
 )
+GRADED = pa.schema([("study", pa.int64()), ("id", pa.string())])
 
 
 # --- from a question to a head and a target ---------------------------------------------------------------------------
@@ -465,24 +466,20 @@ def sort_grades(folder: Path, release: Path, grade: str, turn: str) -> Counter:
                     place = grade_rank(values[code])
                     ratings[GRADES[place] if place >= 0 else "unrated"] += int(count)
                 good = np.array([grade_rank(value) >= least for value in values])[codes]
-                study = np.array([int(s[1:]) for s in pc.unique(batch["study_id"]).to_pylist()])
-                study = study[pc.dictionary_encode(batch["study_id"]).indices.to_numpy()]
+                studies = pc.dictionary_encode(batch["study_id"].cast(pa.string()))
+                study = np.array([int(name[1:]) for name in studies.dictionary.to_pylist()])[studies.indices.to_numpy()]
                 order = np.argsort(study, kind="stable")
                 order = order[good[order]]
                 kept.append(pa.table({"study": study[order], "id": batch["question_id"].take(pa.array(order))}))
             sink = pa.BufferOutputStream()
-            with pa.ipc.new_file(sink, pa.schema([("study", pa.int64()), ("id", pa.string())])) as writer:
+            with pa.ipc.new_file(sink, GRADED) as writer:
                 for table in kept:
-                    writer.write_table(table.cast(writer_schema()))
+                    writer.write_table(table.cast(GRADED))
             write_atomically(folder / f"grades-{group:05d}.arrow", lambda file, s=sink: file.write(s.getvalue()))
     except (OSError, pa.ArrowException, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0][:150]
         raise InputError(f"{path}: not a readable table of questions ({reason}); download it again") from None
     return ratings
-
-
-def writer_schema() -> pa.Schema:
-    return pa.schema([("study", pa.int64()), ("id", pa.string())])
 
 
 def accepted_ids(graded: list[Path], low: int, high: int) -> dict[int, set[str]]:

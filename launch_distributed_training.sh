@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Detect this machine, choose the engine, and train on all its GPUs. Flags that are not among these go to the script.
+#   ./launch_distributed_training.sh --config configs/default_config.yaml
+#   --num_gpus N    instead of all GPUs; without GPUs: N CPU processes     --dry_run  print the command, do not run it
+#   --deepspeed | --torchrun  force DeepSpeed or DDP     --script FILE  default train_mimic_cxr.py     --debug  a try
+# Several nodes: configs/slurm/mimic_cxr.sbatch, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
+set -euo pipefail
+fail() { echo "error: $1" >&2 && exit 2; }
+start() { if [[ $on == *dry_run* ]]; then printf '%q ' "$@" && echo && exit; else exec "$@"; fi; } # it gets the signals
+value() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" <<<"$facts" | sort -u | paste -sd / -; }
+here=$(cd "$(dirname "$0")" && pwd) && again=("$here/${0##*/}" "$@")
+script=$here/train_mimic_cxr.py count=all on='' mimic='' words=('') cpus=${SLURM_CPUS_PER_TASK:-}
+while (($#)); do
+  case $1 in
+    --num_gpus=* | --script=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
+    --num_gpus) count=${2:-} && shift $(($# > 1)) ;;
+    --script) script=${2:-} && shift $(($# > 1)) ;;
+    --deepspeed | --torchrun | --debug | --dry_run) on+=" $1" ;;
+    -h | --help) sed -n '2,6s/^# //p' "$0" && exit 0 ;;
+    *) words+=("$1") ;;
+  esac
+  shift
+done
+[[ $count =~ ^(all|[1-9][0-9]*)$ ]] || fail "--num_gpus must be a whole number of at least 1, not '$count'"
+[[ -f $script ]] || script=$here/${script#"$here/"} && [[ -f $script ]] || fail "no file $script; check --script"
+[[ ${script##*/} != train_mimic_cxr.py ]] || mimic=1 # the others take none of the engine flags
+[[ $on != *deepspeed* || ($mimic && $on != *torchrun*) ]] || fail "--deepspeed: not beside --torchrun or with $script"
+nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}} tasks=${SLURM_STEP_NUM_TASKS:-1}
+if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then # in an sbatch script: once per node
+  start srun -n "$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 ${cpus:+-c "$cpus"} "${again[@]}"
+fi
+((tasks <= nodes)) || count=$((tasks / nodes)) # srun has started a process per GPU: the script reads srun's variables
+command -v torchrun >/dev/null || [[ ! -x $here/.venv/bin/torchrun ]] || PATH=$here/.venv/bin:$PATH
+look=(--json --nodes "$nodes") && [[ $count == all ]] || look+=(--gpus "$count")
+[[ $mimic && $on != *torchrun* ]] || look+=(--no_deepspeed)
+facts=$(cd "$here" && python -m hardware_utils "${look[@]}") || fail "hardware detection failed; try: make setup"
+gpus=$(value gpu_count) cores=$(value cpu_cores) engine=$(value engine) count=$(value processes_per_node)
+[[ -z $cpus ]] || ((tasks <= nodes)) || cores=$((cpus * count)) # a task sees its own share of the cores only
+((gpus == 0 || count <= gpus || tasks > nodes)) || fail "--num_gpus $count: there are $gpus GPUs; ask for at most $gpus"
+if [[ $on == *torchrun* ]]; then engine=torchrun; elif [[ $on == *deepspeed* ]]; then engine=deepspeed; fi
+[[ $engine != deepspeed || $(value deepspeed_installed) == true ]] || fail "--deepspeed: it is not installed"
+where=(--standalone) words[0]=$script # --standalone: on a free port
+if ((nodes > 1 && tasks <= nodes)); then
+  first=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" | sed -n 1p)}
+  where=(--nnodes="$nodes" --node_rank="${SLURM_NODEID:-${NODE_RANK:?set it}}" --master_addr="$first")
+  where+=(--master_port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 20000))}")
+fi
+command=(torchrun --nproc_per_node="$count" "${where[@]}") # for DeepSpeed too: its own runner would orphan the workers
+if ((tasks > nodes)) || [[ $engine == python ]]; then command=(python); fi
+case $mimic$engine in 1deepspeed) words+=(--use_deepspeed) ;; 1torchrun) words+=(--use_ddp) ;; esac
+[[ $on != *debug* ]] || if [[ $mimic ]]; then words+=(--debug); else words+=(--max_steps 2); fi
+[[ ${SLURM_PROCID:-0} != 0 ]] || echo "$(sed -n '/"summary": \[/,/]/s/^ *"\(.*\)",\{0,1\}$/\1/p' <<<"$facts")
+Engine:   $engine x $((count * nodes)) by ${command[0]} (1: python; 2+: DeepSpeed, else DDP; torchrun forwards signals)"
+# The environment; what is set stays. Threads: a share of the cores (torchrun would give 1). Memory: less fragmentation.
+set -a && : "${OMP_NUM_THREADS:=$((cores > count ? cores / count : 1))}"
+: "${PYTORCH_ALLOC_CONF:=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
+: "${TORCH_NCCL_ASYNC_ERROR_HANDLING:=1}" "${NCCL_DEBUG:=WARN}"                 # end on a dead peer; say why
+: "${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:=1}" "${TOKENIZERS_PARALLELISM:=false}" # no stale store; workers may fork
+start "${command[@]}" "${words[@]}"

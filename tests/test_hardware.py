@@ -1,0 +1,351 @@
+"""hardware_utils: the guide's table, what a machine is found to have, and the command."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT
+
+import hardware_utils
+from hardware_utils import available_ram_gb, detect_gpus, settings_for, usable_cores
+
+ENOUGH = {"cores": 64, "ram_gb": 128.0, "deepspeed": True}
+KEYS = [
+    "batch_size_per_gpu", "gradient_accumulation_steps", "effective_batch_size", "dataloader_num_workers",
+    "prefetch_factor", "mixed_precision", "gradient_checkpointing", "zero_stage", "engine",
+]  # fmt: skip
+
+
+def batches(settings: dict) -> tuple[int, int, int]:
+    return tuple(settings[key] for key in KEYS[:3])
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "batch", "accumulation", "effective", "stage"),
+    [(24, 16, 4, 256, 2), (16, 12, 5, 240, 2), (12, 8, 8, 256, 2), (8, 4, 16, 256, 2), (4, 2, 32, 256, 3)],
+)
+def test_every_row_of_the_guide(memory, batch, accumulation, effective, stage):
+    settings = settings_for(4, memory, 8.9, **ENOUGH)
+    assert batches(settings) == (batch, accumulation, effective)
+    assert settings["zero_stage"] == stage
+
+
+def test_the_guides_example():
+    settings = settings_for(4, 24.0, 8.9, **ENOUGH)
+    assert list(settings) == KEYS
+    assert list(settings.values()) == [16, 4, 256, 12, 4, "bf16", True, 2, "deepspeed"]
+
+
+@pytest.mark.parametrize(
+    ("reported", "batch"),
+    [
+        (22.03, 16), (23.69, 16), (19.5, 16), (80, 16),  # L4 with error correction, RTX 3090, a 20 GB slice, A100
+        (14.56, 12), (15.78, 12), (16.0, 12), (19, 12), (14, 12),  # T4, V100, 16 GB cards
+        (13, 8), (12.0, 8), (10.75, 8), (9.5, 8), (10, 8),  # RTX 2080 Ti, a 10 GB slice
+        (9, 4), (7.43, 4), (8.0, 4), (5.79, 4), (6, 4),  # P4, RTX 2060
+        (5, 2), (4.75, 2), (2, 2),  # a 5 GB slice
+    ],
+)  # fmt: skip
+def test_memory_as_real_cards_report_it(reported, batch):
+    assert settings_for(4, reported, 8.0, **ENOUGH)["batch_size_per_gpu"] == batch
+
+
+def test_effective_batch_is_the_same_for_any_number_of_gpus():
+    assert [batches(settings_for(n, 16, 7.5, **ENOUGH)) for n in (1, 2, 4)] == [
+        (12, 20, 240),
+        (12, 10, 240),
+        (12, 5, 240),
+    ]
+    assert [batches(settings_for(n, 24, 8, **ENOUGH))[1:] for n in (1, 2, 8, 16)] == [
+        (16, 256),
+        (8, 256),
+        (2, 256),
+        (1, 256),
+    ]
+    assert batches(settings_for(8, 16, 7.5, **ENOUGH)) == (12, 3, 288)  # 192 and 288 are equally near
+    assert batches(settings_for(64, 24, 8, **ENOUGH)) == (16, 1, 1024)  # never below one batch
+
+
+def test_given_batch_size():
+    assert batches(settings_for(4, 24, 8, **ENOUGH, batch_size=8)) == (8, 8, 256)
+    assert batches(settings_for(4, 24, 8, **ENOUGH, batch_size=5)) == (5, 13, 260)
+
+
+def test_without_gpu():
+    settings = settings_for(2, None, None, 2, 16.0, True)
+    assert list(settings.values()) == [8, 16, 256, 1, 2, "no", False, 2, "deepspeed"]
+
+
+def test_several_nodes():
+    settings = settings_for(8, 24, 8, **ENOUGH, processes_per_node=4)
+    assert batches(settings) == (16, 2, 256)
+    assert settings["dataloader_num_workers"] == 12  # of a node, not of the job
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(64, 12), (14, 12), (13, 11), (8, 6), (3, 1), (1, 1)])
+def test_loading_workers(cores, workers):
+    assert settings_for(4, 24, 8, cores, 128, True)["dataloader_num_workers"] == workers
+
+
+@pytest.mark.parametrize(("ram", "prefetch"), [(65, 4), (64, 3), (33, 3), (32, 2), (8, 2)])
+def test_prefetch(ram, prefetch):
+    assert settings_for(4, 24, 8, 64, ram, True)["prefetch_factor"] == prefetch
+
+
+@pytest.mark.parametrize(("compute", "precision"), [(8.0, "bf16"), (12.0, "bf16"), (7.5, "fp16"), (6.1, "fp16")])
+def test_precision(compute, precision):
+    assert settings_for(4, 24, compute, **ENOUGH)["mixed_precision"] == precision
+
+
+@pytest.mark.parametrize(
+    ("processes", "deepspeed", "engine", "stage"),
+    [(1, True, "python", 0), (1, False, "python", 0), (2, True, "deepspeed", 2), (8, False, "torchrun", 0)],
+)
+def test_diagram(processes, deepspeed, engine, stage):
+    settings = settings_for(processes, 24, 8, 64, 128, deepspeed)
+    assert (settings["engine"], settings["zero_stage"]) == (engine, stage)
+
+
+# --- detection --------------------------------------------------------------------------------------------------------
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+V1 = "4:memory:/job/step\n2:cpu,cpuacct:/job/step\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 16),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "350000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        # the folder above has the lower limit
+        ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/cpu.max": "800000 100000",
+          "sys/fs/cgroup/job/cpu.max": "400000 100000"}, 4),
+        # a container that sees the host's path, but its own folder at the top
+        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/cpu/job/step/cpu.cfs_quota_us": "600000\n",
+          "sys/fs/cgroup/cpu/job/step/cpu.cfs_period_us": "100000\n"}, 6),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 16),
+    ],
+)  # fmt: skip
+def test_cores_of_a_container(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert usable_cores(write(tmp_path, files)) == cores
+
+
+def test_cores_follow_the_affinity(tmp_path):
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert usable_cores(tmp_path) == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("files", "gib"),
+    [
+        ({}, 100),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, 100),
+        ({"proc/self/cgroup": "0::/j\n", "sys/fs/cgroup/j/memory.max": f"{32 * GIB}",
+          "sys/fs/cgroup/j/memory.current": f"{20 * GIB}"}, 12),
+        # cached files are given back
+        ({"proc/self/cgroup": "0::/j\n", "sys/fs/cgroup/j/memory.max": f"{32 * GIB}",
+          "sys/fs/cgroup/j/memory.current": f"{20 * GIB}",
+          "sys/fs/cgroup/j/memory.stat": f"anon 5\ninactive_file {8 * GIB}\n"}, 20),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{16 * GIB}",
+          "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{4 * GIB}",
+          "sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\n"}, 13),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+          "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * GIB}"}, 100),
+    ],
+)  # fmt: skip
+def test_memory_of_a_container(tmp_path, monkeypatch, files, gib):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GIB))
+    assert available_ram_gb(write(tmp_path, files)) == gib
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """machine(listed, seen, cuda): a driver that lists so many cards, of which torch sees those in `seen`."""
+
+    def make(listed: int, seen: list[int], cuda: str | None = "12.9", visible: str | None = None, broken: bool = False):
+        lines = "".join(f"echo 'GPU-0000-{i}, {1024 * (20 + i)}'\n" for i in range(listed))
+        stub = tmp_path / "nvidia-smi"
+        stub.write_text("#!/bin/sh\nexit 9\n" if broken else f"#!/bin/sh\n{lines}")
+        stub.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        memory = int(22.5 * GIB)
+        cards = [
+            SimpleNamespace(
+                name="NVIDIA L4", total_memory=memory, major=8, minor=9, uuid="GPU-" * (i % 2) + f"0000-{i}"
+            )
+            for i in seen
+        ]
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
+        return detect_gpus()
+
+    return make
+
+
+def test_gpus(machine):
+    gpus, notes = machine(2, [0, 1])
+    facts = {"name": "NVIDIA L4", "memory_total_gb": 22.5, "compute": 8.9}
+    assert gpus == [facts | {"memory_free_gb": 20.0}, facts | {"memory_free_gb": 21.0}]
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("seen", "visible", "free"),
+    [([3, 1], "3,1", [23.0, 21.0]), ([2], "GPU-0000-2", [22.0]), ([], "", []), ([], "-1", [])],
+)
+def test_visible_devices(machine, seen, visible, free):
+    """Free memory is that of the very cards that are visible, in torch's order; a note says what is hidden."""
+    gpus, notes = machine(4, seen, visible=visible)
+    assert [gpu["memory_free_gb"] for gpu in gpus] == free
+    assert notes == [f"nvidia-smi lists 4 GPUs, of which CUDA_VISIBLE_DEVICES='{visible}' leaves {len(seen)}"]
+
+
+def test_gpus_that_torch_cannot_use(machine):
+    gpus, notes = machine(2, [], cuda=None)
+    assert gpus == []
+    assert notes[0].startswith("nvidia-smi lists 2 GPUs, but this torch")
+    assert "built without CUDA" in notes[0]
+    gpus, notes = machine(1, [])
+    assert gpus == []
+    assert notes == ["nvidia-smi lists 1 GPU, but torch sees 0; is the driver new enough for CUDA 12.9?"]
+
+
+def test_gpus_without_nvidia_smi(machine):
+    gpus, notes = machine(0, [0], broken=True)
+    assert gpus[0]["memory_free_gb"] is None
+    assert notes == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_deepspeed_is_found_and_not_imported(monkeypatch, installed):
+    real = importlib.util.find_spec
+    answers = {"deepspeed": object() if installed else None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: answers[name] if name in answers else real(name))
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+    facts = hardware_utils.detect_hardware()
+    assert facts["deepspeed_installed"] is installed
+    assert "deepspeed" not in sys.modules
+    assert hardware_utils.settings_on(facts, 2)["engine"] == ("deepspeed" if installed else "torchrun")
+    assert hardware_utils.settings_on(facts, 2, deepspeed=False)["engine"] == "torchrun"
+
+
+def test_settings_follow_the_smallest_gpu():
+    facts = hardware_utils.imagine_hardware(2, 24, 8.9)
+    facts["gpus"][1] |= {"memory_total_gb": 15.0, "compute": 7.5}
+    settings = hardware_utils.settings_on(facts, 2)
+    assert (settings["batch_size_per_gpu"], settings["mixed_precision"]) == (12, "fp16")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(capsys, *words: str) -> str:
+    hardware_utils.main([*words])
+    return capsys.readouterr().out
+
+
+def test_report_of_the_guides_machine(capsys):
+    text = command(capsys, "--plan", "--gpus", "4", "--gpu_memory", "24", "--compute", "8.9")
+    lines = text.splitlines()
+    assert lines[:3] == ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70]
+    first = lines.index("  Number of GPUs:        4")
+    assert lines[first + 1 : first + 3] == ["  Total GPU Memory:      96.0 GB", "  Min GPU Memory:        24.0 GB"]
+    assert "       Memory: 24.0 GB (Free: 24.0 GB)\n       Compute: 8.9" in text
+    first = lines.index("  Batch size per GPU:    16")
+    assert lines[first : first + 7] == [
+        "  Batch size per GPU:    16",
+        "  Gradient accumulation: 4",
+        "  Effective batch size:  256",
+        "  DataLoader workers:    12",
+        "  Mixed precision (BF16): Enabled",
+        "  Gradient checkpointing: Enabled",
+        "  DeepSpeed ZeRO stage:  2",
+    ]
+    assert text.isascii()
+
+
+def test_plan_flags(capsys):
+    words = "--plan --json --gpus 4 --gpu_memory 15 --compute 7.5 --nodes 2 --cores 8 --ram 48 --no_deepspeed"
+    settings = json.loads(command(capsys, *words.split()))["settings"]
+    assert list(settings.values()) == [12, 3, 288, 6, 3, "fp16", True, 0, "torchrun"]
+    assert "Mixed precision (FP16): Enabled" in command(capsys, *words.replace("--json", "").split())
+    words = words.replace("--cores 8", "--cores 64")
+    assert json.loads(command(capsys, *words.split()))["settings"]["dataloader_num_workers"] == 12  # of one node
+    cpu = json.loads(command(capsys, "--plan", "--json", "--gpus", "2"))
+    assert (cpu["gpu_count"], cpu["settings"]["mixed_precision"]) == (0, "no")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--plan", "--plan needs --gpus"),
+        ("--gpu_memory 24", "--gpu_memory goes with --plan only"),
+        ("--gpus 0", "at least 1, not '0'"),
+        ("--plan --gpus 2 --gpu_memory -1", "above 0, not '-1'"),
+        ("--jsn", "nearest is --json"),
+    ],
+)
+def test_mistakes(capsys, words, message):
+    with pytest.raises(SystemExit) as caught:
+        hardware_utils.main(words.split())
+    text = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert message in text
+    assert len(text.splitlines()) == 1
+
+
+def test_this_machine():
+    """`python -m hardware_utils`: one JSON object whose scalar keys stand one a line, each once."""
+    run = [sys.executable, "-m", "hardware_utils"]
+    done = subprocess.run([*run, "--json", "--gpus", "3"], cwd=ROOT, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["gpu_count"] == len(facts["gpus"]) == torch.cuda.device_count()
+    assert facts["cpu_cores"] == usable_cores()
+    assert 0 < facts["ram_available_gb"] <= psutil.virtual_memory().total / GIB
+    assert facts["disk_free_gb"] > 0
+    assert facts["processes_per_node"] == 3
+    assert list(facts["settings"]) == KEYS
+    top = done.stdout.replace(json.dumps(facts["gpus"], indent=2), "")
+    for key, value in (facts | facts["settings"]).items():
+        if not isinstance(value, list | dict):
+            assert top.count(f'"{key}": {json.dumps(value)}') == 1
+            assert done.stdout.count(f'"{key}":') == 1
+    report = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    expected = str(facts["gpu_count"] or "none; CPU only")
+    assert f"  Number of GPUs:        {expected}\n" in report
+    assert f"  CPU cores:             {facts['cpu_cores']}\n" in report
+    assert "  RAM available: " in report
+    assert "  Disk free here: " in report
