@@ -52,8 +52,8 @@ case $mimic$engine in 1deepspeed) words+=(--use_deepspeed) ;; 1torchrun) words+=
 [[ ${SLURM_PROCID:-0} != 0 ]] || echo "$(sed -n '/"summary": \[/,/]/s/^ *"\(.*\)",\{0,1\}$/\1/p' <<<"$facts")
 Engine:   $engine x $((count * nodes)) by ${command[0]} (1: python; 2+: DeepSpeed, else DDP; torchrun forwards signals)"
 # The environment; what is set stays. Threads: a share of the cores (torchrun would give 1). Memory: less fragmentation.
-set -a && : "${OMP_NUM_THREADS:=$((cores > count ? cores / count : 1))}"
-: "${PYTORCH_ALLOC_CONF:=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
-: "${TORCH_NCCL_ASYNC_ERROR_HANDLING:=1}" "${NCCL_DEBUG:=WARN}"                 # end on a dead peer; say why
-: "${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:=1}" "${TOKENIZERS_PARALLELISM:=false}" # no stale store; workers may fork
+# NCCL: say why it failed. torchrun: 120 s to save after a SIGTERM; no stale store. Tokenizers: workers may fork.
+set -a && : "${OMP_NUM_THREADS:=$((cores > count ? cores / count : 1))}" "${TOKENIZERS_PARALLELISM:=false}"
+: "${PYTORCH_ALLOC_CONF:=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}" "${NCCL_DEBUG:=WARN}"
+: "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=120}" "${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:=1}"
 start "${command[@]}" "${words[@]}"

@@ -8,6 +8,7 @@ with the parts that lack one.
 """
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
@@ -273,21 +274,34 @@ class Index:
 
 
 class Questions:
-    """All questions of a split, memory-mapped; `take` reads single rows."""
+    """All questions of a split, memory-mapped; `take` reads single rows.
+
+    A page once read stays mapped and counts as this process's memory (it is the page cache's, shared by all ranks, but
+    a SLURM limit may count it to each). So the maps are dropped after every KEEP rows and made anew where needed.
+    """
+
+    KEEP = 1024
 
     def __init__(self, folder: Path, split: str, parts: list[int], counts: list[int]):
-        self.tables = [map_table(folder / f"part-{part:05d}-{split}.arrow") for part in parts]
+        self.folder, self.split, self.parts = folder, split, parts
         self.ends = np.cumsum(counts, dtype=np.int64)
+        self.maps: dict[int, pa.RecordBatch] = {}
+        self.taken = 0
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def take(self, row: int) -> dict:
         """One row as {column: value} (see ROW)."""
-        part = int(np.searchsorted(self.ends, row, side="right"))
-        at = row - (int(self.ends[part - 1]) if part else 0)
-        table = self.tables[part]
-        return {name: table.column(i)[at].as_py() for i, name in enumerate(ROW.names)}
+        self.taken += 1
+        if self.taken % self.KEEP == 0:
+            self.maps.clear()
+        place = int(np.searchsorted(self.ends, row, side="right"))
+        part = self.parts[place]
+        if part not in self.maps:
+            self.maps[part] = map_table(self.folder / f"part-{part:05d}-{self.split}.arrow")
+        at = row - (int(self.ends[place - 1]) if place else 0)
+        return {name: self.maps[part].column(i)[at].as_py() for i, name in enumerate(ROW.names)}
 
 
 def map_table(path: Path) -> pa.RecordBatch:
@@ -420,11 +434,15 @@ def build(folder: Path, cxr: Path, release: Path, grade: str, view: str) -> None
     with stop_others(f"{turn}-parts"):
         files = QuestionFiles(release)
         bar = tqdm(total=parts, desc="indexing questions", unit="part", disable=quiet)
-        for part in shared_work(f"{turn}-parts", parts):
-            if not (folder / f"part-{part:05d}.json").exists():
-                build_part(folder, part, range(part * size, min((part + 1) * size, len(studies))), studies, files,
-                           graded, cxr)  # fmt: skip
-            bar.update(part + 1 - bar.n)
+        gc.disable()  # parsed JSON has no cycles, and looking for some takes more than half of the time
+        try:
+            for part in shared_work(f"{turn}-parts", parts):
+                if not (folder / f"part-{part:05d}.json").exists():
+                    build_part(folder, part, range(part * size, min((part + 1) * size, len(studies))), studies, files,
+                               graded, cxr)  # fmt: skip
+                bar.update(part + 1 - bar.n)
+        finally:
+            gc.enable()
         bar.close()
     ratings = sum(du.gather_objects(ratings), Counter())
     with du.agree_on_errors():

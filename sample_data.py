@@ -2,20 +2,32 @@
 
     python sample_data.py prs_med data/demo/prs_med                   # 1000 training pictures, two questions each
     python sample_data.py prs_med OUT --num_train 40 --image_size 64 --seed 1
+    python sample_data.py mimic_cxr data/demo/mimic_cxr                # 700 training patients, some 20,000 questions
+    python sample_data.py mimic_cxr OUT --num_train 12 --num_val 6 --num_test 6 --image_size 96 --zip
 
 `prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and
 skin pictures, and two tiny Hugging Face checkpoints with random weights beside it (`llava_tiny`, `sam_tiny`), so that
 train_prs_med.py goes through the same `from_pretrained` calls as with LLaVA-Med and SAM. Each picture holds two lesions
 and is asked about both: nothing in the picture says which one is meant, so only a model that reads the question can
 learn it.
+
+`mimic_cxr` writes MIMIC-CXR-JPG (files/p10/..., three tables) and MIMIC-Ext-CXR-QBA (qa/ or qa.zip, metadata/,
+exports/) of made-up chest X-rays in which every finding can be seen and its side matters, and two tiny checkpoints
+(`convnext_tiny`, `bert_tiny`). As in the real release: views and labels are missing here and there, a fifth of the
+questions has no grade, the grades stand in the parquet file alone, and some answers have no target.
 """
 
 import argparse
 import csv
+import gzip
+import io
 import json
 import math
+import re
 import sys
+import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import InputError, run_main, whole
 
@@ -49,6 +61,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     prs.add_argument("--num_test", type=whole(0), default=72, help="test pictures, two questions each")
     prs.add_argument("--image_size", type=whole(32), default=96, help="side of the square pictures, pixels")
     prs.add_argument("--seed", type=int, default=0, help="the same seed writes the same bytes")
+    cxr = tasks.add_parser("mimic_cxr", help="chest X-ray questions and CheXpert labels (train_mimic_cxr.py)")
+    cxr.add_argument("out", type=Path, help="folder to write; must not hold a data set yet")
+    cxr.add_argument("--num_train", type=whole(1), default=700, help="training patients, 1 to 3 studies each")
+    cxr.add_argument("--num_val", type=whole(0), default=60, help="validation patients")
+    cxr.add_argument("--num_test", type=whole(0), default=90, help="test patients")
+    cxr.add_argument("--image_size", type=whole(64), default=256, help="longer side of the pictures, pixels")
+    cxr.add_argument("--seed", type=int, default=0, help="the same seed writes the same bytes")
+    cxr.add_argument(
+        "--zip", dest="zipped", action="store_true", help="write qa.zip instead of the folder qa/; users read both"
+    )
     return parser.parse_args(argv)
 
 
@@ -262,8 +284,607 @@ def write_tiny_sam(path: Path, image_size: int, seed: int) -> None:
     (path / "preprocessor_config.json").write_text(json.dumps(sam, indent=2))
 
 
+# --- mimic_cxr --------------------------------------------------------------------------------------------------------
+
+CHEXPERT = (
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Enlarged Cardiomediastinum", "Fracture", "Lung Lesion",
+    "Lung Opacity", "No Finding", "Pleural Effusion", "Pleural Other", "Pneumonia", "Pneumothorax", "Support Devices",
+)  # fmt: skip
+SEVERITIES = ("none", "mild", "moderate", "severe")
+GRADES = ("1_D", "2_C", "3_B", "4_A", "5_A+", "6_A++", None)
+GRADE_SHARES = (0.02, 0.04, 0.32, 0.22, 0.12, 0.08, 0.20)  # a fifth is unrated, as in the release
+SIDES = ("left", "right")
+# what one lung can hold (at most one of them, so that "what is wrong with the left lung?" has one answer): entity ->
+# (share, name in questions, region without its side, "" = the zone drawn)
+LUNG_FINDINGS = {
+    "": (0.20, "", ""),
+    "consolidation": (0.20, "consolidation", ""),
+    "pleural effusion": (0.16, "pleural effusion", "costophrenic angle"),
+    "pneumothorax": (0.12, "pneumothorax", "lung apex"),
+    "lung lesion": (0.14, "nodule", ""),
+    "atelectasis": (0.09, "atelectasis", "lung base"),
+    "pleural other": (0.09, "pleural thickening", "lung apex"),
+}
+NAMES = {entity: name for entity, (_, name, _) in LUNG_FINDINGS.items() if entity} | {"fracture": "rib fracture"}
+NAMES |= {"cardiomegaly": "cardiomegaly", "edema": "pulmonary edema", "enlarged cardiomediastinum": "wide mediastinum"}
+SUBCATEGORIES = {
+    "pleura": ("pleural effusion", "pneumothorax", "pleural other"),
+    "lung tissue": ("consolidation", "lung lesion", "atelectasis", "edema"),
+    "heart": ("cardiomegaly",),
+    "rib cage": ("fracture",),
+}
+ZONES = {"upper lung zone": -0.42, "mid lung zone": -0.1, "lower lung zone": 0.2}  # centre, body coordinates
+WORDINGS = {
+    "A_indication": ("Rule out {}: what is found?", "Referred because of possible {}. What does the picture show?"),
+    "B01_describe_all": ("Describe the study.", "Please describe all that can be seen."),
+    "B03_is_abnormal": ("Is the study abnormal?", "Is there anything abnormal?", "Are there abnormal findings?"),
+    "B04_is_normal": ("Is the study normal?", "Is everything normal?", "Is this a normal chest X-ray?"),
+    "B08_describe_subcat": ("Describe the {}.", "What can be said about the {}?", "How does the {} look?"),
+    "B09_describe_abnormal_subcat": ("What is abnormal about the {}?", "Describe the abnormal findings of the {}."),
+    "B10_is_abnormal_subcat": ("Is the {} abnormal?", "Are there abnormal findings of the {}?"),
+    "B11_is_normal_subcat": ("Is the {} normal?", "Does the {} look normal?"),
+    "B12_describe_device": ("Describe the support devices.", "Which devices can be seen?"),
+    "B13_has_devices": ("Are there any devices?", "Can a support device be seen?"),
+    "B14_describe_acquisition": ("How was the picture taken?",),
+    "B16_has_imaging_artifacts": ("Are there imaging artifacts?",),
+    "C01_describe_region": ("Describe the {}.", "Which part of the {} stands out?"),
+    "C02_describe_abnormal_region": ("Which lung is abnormal?", "Describe the abnormal lung."),
+    "C03_is_abnormal_region": ("Is the {} abnormal?", "Is there anything abnormal in the {}?"),
+    "C04_is_normal_region": ("Is the {} normal?", "Does the {} look normal?"),
+    "C07_describe_region_device": ("Describe the devices on the {} side.", "Which devices lie on the {} side?"),
+    "C08_has_region_device": ("Is there a device on the {} side?", "Does a device lie on the {} side?"),
+    "D01_describe_finding": ("What is the finding in the {}?", "Describe the finding in the {}."),
+    "D02_has_finding": ("Is there {}?", "Does the picture show {}?", "Can {} be seen?"),
+    "D03_where_is_finding": ("Where is the {}?", "In which region is the {}?"),
+    "D04_how_severe_is_finding": ("How severe is the {}?", "What is the severity of the {}?"),
+    "D05_describe_device": ("Describe the pacemaker.", "What can be said about a pacemaker?"),
+    "D06_has_device": ("Is there a pacemaker on the {} side?", "Does a pacemaker lie on the {} side?"),
+    "D07_where_is_device": ("Where is the pacemaker?", "In which region is the pacemaker?"),
+}
+STRATEGIES = {"A": "indication", "B": "abnormal", "C": "region_abnormal", "D": "finding"}
+METADATA_COLUMNS = (
+    "dicom_id", "subject_id", "study_id", "PerformedProcedureStepDescription", "ViewPosition", "Rows", "Columns",
+    "StudyDate", "StudyTime", "ProcedureCodeSequence_CodeMeaning", "ViewCodeSequence_CodeMeaning",
+    "PatientOrientationCodeSequence_CodeMeaning",
+)  # fmt: skip
+VIEW_MEANING = {"PA": "postero-anterior", "AP": "antero-posterior", "LATERAL": "lateral", "LL": "left lateral"}
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong in a study. `level` 1-3 is mild, moderate or severe; `side` is "" for central ones."""
+
+    entity: str
+    side: str
+    region: str
+    level: int
+
+
+def draw_findings(rng) -> list[Finding]:
+    """The findings of one study: at most one a lung, and heart, mediastinum, edema, fracture, pacemaker beside them."""
+    found = []
+    entities, shares = list(LUNG_FINDINGS), [share for share, _, _ in LUNG_FINDINGS.values()]
+    if rng.random() > 0.3:  # the others are normal, but for a pacemaker
+        for side in SIDES:
+            if entity := entities[rng.choice(len(entities), p=shares)]:
+                region = LUNG_FINDINGS[entity][2] or list(ZONES)[rng.integers(3)]
+                found.append(Finding(entity, side, f"{side} {region}", int(rng.integers(1, 4))))
+        if rng.random() < 0.4:
+            found.append(Finding("cardiomegaly", "", "heart", int(rng.integers(1, 4))))
+        if rng.random() < 0.25:
+            found.append(Finding("enlarged cardiomediastinum", "", "mediastinum", 2))
+        if rng.random() < 0.25:
+            found.append(Finding("edema", "", "lungs", int(rng.integers(1, 4))))
+        if rng.random() < 0.35:
+            side = SIDES[rng.integers(2)]
+            found.append(Finding("fracture", side, f"{side} mid lung zone", 2))
+    if rng.random() < 0.5:
+        side = SIDES[rng.integers(2)]
+        found.append(Finding("support devices", side, f"{side} upper lung zone", 2))
+    return found
+
+
+def chexpert_labels(found: list[Finding]) -> dict[str, bool]:
+    """The 14 labels that follow from the findings."""
+    there = {finding.entity for finding in found}
+    labels = {name: name.lower() in there for name in CHEXPERT}
+    labels["Lung Opacity"] = bool(there & {"consolidation", "pleural effusion", "edema", "atelectasis", "lung lesion"})
+    labels["Pneumonia"] = any(f.entity == "consolidation" and "upper" not in f.region for f in found)
+    labels["No Finding"] = not there - {"support devices"}
+    return labels
+
+
+def chest_picture(rng, size: int, found: list[Finding], lateral: bool = False):
+    """(rows, columns) uint8 chest X-ray with the findings painted in, and the pixel box of each finding.
+
+    Body coordinates: x from -1 to 1 (the patient's left is on the picture's right), y downwards, 0 in the middle.
+    """
+    import numpy as np
+
+    def soft(field, width=0.02):  # 1 where field > 0, with a soft edge
+        return 1 / (1 + np.exp(np.clip(-field / width, -30, 30)))
+
+    def ball(cx, cy, rx, ry=None, width=0.02):
+        ry = ry or rx
+        return soft((1 - np.sqrt(((x - cx) / rx) ** 2 + ((y - cy) / ry) ** 2)) * min(rx, ry), width)
+
+    def line(x0, y0, x1, y1, thick):  # distance to a segment
+        along = np.clip(((x - x0) * (x1 - x0) + (y - y0) * (y1 - y0)) / ((x1 - x0) ** 2 + (y1 - y0) ** 2), 0, 1)
+        return soft(thick - np.hypot(x - x0 - along * (x1 - x0), y - y0 - along * (y1 - y0)), 0.01)
+
+    def paint(mask, level):
+        nonlocal grey
+        grey = grey + mask * (level - grey)
+
+    rows, columns = (size, round(size * rng.uniform(0.84, 1.0)))
+    if rng.random() < 0.2:
+        rows, columns = columns, size
+    scale, turn = rng.uniform(0.92, 1.04), rng.uniform(-0.05, 0.05)
+    dx, dy = rng.uniform(-0.04, 0.04), rng.uniform(-0.04, 0.04)
+    half = min(rows, columns / 0.86) / 2 * scale  # pixels of one unit
+    v, u = np.mgrid[0:rows, 0:columns].astype("float32")
+    u, v = (u - columns / 2) / half - dx, (v - rows / 2) / half - dy
+    x, y = u * math.cos(turn) + v * math.sin(turn), v * math.cos(turn) - u * math.sin(turn)
+    fine, cloud = smooth_noise(rng, size, size // 6)[:rows, :columns], smooth_noise(rng, size, 9)[:rows, :columns]
+    grey = 0.05 + 0.02 * cloud
+    if lateral:
+        paint(ball(0.0, 0.1, 0.72, 1.15), 0.5 + 0.05 * cloud)
+        paint(ball(0.0, -0.1, 0.5, 0.68), 0.24 + 0.05 * cloud + 0.03 * np.sin(16 * y + 5 * x))
+        paint(0.8 * soft(y - 0.42 + 0.2 * x), 0.72)
+        paint(0.7 * ball(-0.28, 0.2, 0.3, 0.26, 0.06), 0.7)
+        paint(0.6 * soft(0.1 - abs(x - 0.5)), 0.75 + 0.06 * np.sin(24 * y))
+        return finish_picture(rng, grey, fine), []
+
+    paint(soft(0.86 - 0.05 * np.cos(3 * y) - abs(x), 0.03) * soft(y + 0.93 - 0.35 * x**2, 0.03), 0.52 + 0.05 * cloud)
+    paint(0.35 * soft(abs(x) - 0.72, 0.05), 0.7)  # chest wall
+    lungs, rims = {}, {}
+    for side, s in zip(SIDES, (1, -1), strict=True):
+        across = (s * x - 0.4) / 0.3
+        dome = (0.47 if side == "left" else 0.42) - 0.1 * np.cos(1.4 * across)
+        rims[side] = 1 - across**2 - abs((y + 0.08) / 0.66) ** 2.6  # 1 in the middle of the lung, 0 at its edge
+        lungs[side] = soft(rims[side], 0.05) * soft(dome - y)
+        paint(lungs[side], 0.24 + 0.04 * cloud)
+        vessels = np.exp(-4 * np.hypot(s * x - 0.2, y + 0.02)) * (
+            0.5 + 0.5 * np.sin(13 * np.arctan2(y, s * x - 0.12) + 7 * cloud)
+        )
+        grey = grey + 0.16 * lungs[side] * vessels
+        paint(0.5 * ball(s * 0.2, -0.03, 0.09, 0.13, 0.04), 0.62)  # hilum
+        paint(0.55 * line(s * 0.06, -0.6, s * 0.72, -0.74, 0.03), 0.75)  # clavicle
+    both = lungs["left"] + lungs["right"]
+    ribs = 0.12 * np.exp(-((np.sin(11 * (y - 0.55 * (abs(x) - 0.3) ** 2 + 0.12 * abs(x))) / 0.45) ** 2))
+    ribs = ribs * soft(0.78 - abs(x)) * soft(0.5 - y, 0.05) * soft(y + 0.8, 0.05)
+    grey = grey + ribs
+    level = {f.entity: f.level for f in found if not f.side}
+    if "edema" in level:
+        haze = (0.35, 0.7, 1.05)[level["edema"] - 1] * (0.32 + 0.1 * cloud)
+        grey = grey + both * haze * (0.75 + 0.25 * np.exp(-4 * (abs(x) - 0.25) ** 2))
+    boxes = [(0.0, 0.0, 0.0, 0.0)] * len(found)  # centre and half sides
+    for i, (entity, side, _, strength) in enumerate(found):  # these lie under the heart
+        s, pick, lung = (1 if side == "left" else -1), strength - 1, lungs.get(side)
+        if entity == "pleural effusion":
+            height = (0.18, 0.4, 0.66)[pick]
+            surface = 0.42 - height - 0.2 * (s * x - 0.3).clip(0) ** 1.5 / 0.3
+            paint(0.97 * soft(rims[side] + 0.05, 0.05) * soft(y - surface) * soft(0.46 - y, 0.05), 0.8 + 0.03 * cloud)
+            boxes[i] = (0.4 * s, 0.47 - height / 2, 0.3, height / 2)
+        elif entity == "pneumothorax":
+            shrink = (0.86, 0.69, 0.52)[pick]
+            inner = 1 - ((s * x - 0.12) / (0.57 * shrink)) ** 2 - abs((y - 0.16) / (0.92 * shrink)) ** 2.4
+            paint(lung * soft(-inner, 0.04), 0.03)
+            paint(0.7 * lung * np.exp(-((inner / 0.05) ** 2)), 0.6)  # the visceral pleura
+            boxes[i] = (0.45 * s, -0.2, 0.28, 0.5)
+    wide = (0.3 if "enlarged cardiomediastinum" in level else 0.15) * rng.uniform(0.95, 1.05)
+    paint(0.8 * soft(wide - abs(x - 0.02), 0.03) * soft(y + 0.72, 0.05), 0.68)
+    paint(0.7 * ball(0.13, -0.3, 0.1, 0.1, 0.03), 0.74)  # aortic knob
+    size_of_heart = (1.0, 1.32, 1.6, 1.9)[level.get("cardiomegaly", 0)] * rng.uniform(0.96, 1.04)
+    tilted = np.sqrt(
+        ((x - 0.1 + 0.3 * (y - 0.2)) / (0.27 * size_of_heart)) ** 2
+        + ((y - 0.24) / (0.25 * (0.6 + 0.4 * size_of_heart))) ** 2
+    )
+    paint(0.95 * soft(1 - tilted, 0.07), 0.76 + 0.02 * cloud)
+    paint(0.55 * soft(0.085 - abs(x)), 0.8 + 0.06 * np.sin(30 * y))  # spine
+    paint(0.5 * soft(0.045 - abs(x)) * soft(-0.32 - y, 0.04), 0.3)  # trachea
+    paint(0.6 * soft(y - 0.5, 0.04) * soft(0.84 - abs(x)), 0.74)  # abdomen
+    paint(0.5 * ball(0.32, 0.56, 0.12, 0.07, 0.03), 0.3)  # air in the stomach
+    for i, (entity, side, region, strength) in enumerate(found):  # these lie over the heart
+        s, pick, lung = (1 if side == "left" else -1), strength - 1, lungs.get(side)
+        cx, cy = 0.42 * s + rng.uniform(-0.04, 0.04), rng.uniform(-0.03, 0.03)
+        if entity == "consolidation":
+            cy += ZONES[region.removeprefix(f"{side} ")]
+            radius = (0.17, 0.195, 0.22)[pick]
+            paint(lung * ball(cx, cy, 1.2 * radius, radius, 0.04) * (0.9 + 0.2 * cloud), 0.84)
+            boxes[i] = (cx, cy, 1.2 * radius, radius)
+        elif entity == "lung lesion":
+            cy += ZONES[region.removeprefix(f"{side} ")]
+            radius = (0.09, 0.105, 0.12)[pick]
+            paint(ball(cx, cy, radius), 1.0)
+            boxes[i] = (cx, cy, radius, radius)
+        elif entity == "atelectasis":
+            for shift in (-0.06, 0.08):
+                cy = 0.2 + shift
+                paint(lung * line(0.2 * s, cy - 0.05, 0.64 * s, cy + 0.04, 0.03), 0.85)
+            boxes[i] = (0.42 * s, 0.22, 0.25, 0.13)
+        elif entity == "pleural other":
+            paint(0.95 * lung * soft(-0.46 - 0.03 * pick + 0.06 * np.sin(14 * x) - y), 0.82)
+            boxes[i] = (0.4 * s, -0.62, 0.24, 0.14)
+        elif entity == "fracture":
+            cx, cy = s * 0.75, rng.uniform(-0.08, 0.08)
+            paint(ball(cx, cy, 0.13), 0.1)
+            paint(line(cx - 0.14, cy - 0.08, cx + 0.01, cy - 0.04, 0.045), 1.0)
+            paint(line(cx - 0.02, cy + 0.08, cx + 0.12, cy + 0.05, 0.045), 1.0)
+            boxes[i] = (cx, cy, 0.15, 0.13)
+        elif entity == "support devices":
+            cx, cy = s * 0.6 + rng.uniform(-0.03, 0.03), -0.56 + rng.uniform(-0.03, 0.03)
+            paint(soft(0.1 - np.maximum(abs(x - cx), abs(y - cy)), 0.01), 1.05)
+            paint(line(cx - s * 0.08, cy, s * 0.1, -0.35, 0.013), 0.98)
+            paint(line(s * 0.1, -0.35, 0.05, 0.25, 0.013), 0.98)
+            boxes[i] = (cx, cy, 0.1, 0.1)
+        elif entity == "cardiomegaly":
+            boxes[i] = (0.1, 0.24, 0.27 * size_of_heart, 0.25)
+        else:
+            boxes[i] = {"edema": (0.0, -0.1, 0.7, 0.6), "enlarged cardiomediastinum": (0.0, -0.3, wide, 0.4)}.get(
+                entity, boxes[i]
+            )
+    pixels = []
+    for cx, cy, rx, ry in boxes:
+        at = [columns / 2 + (cx + dx) * half, rows / 2 + (cy + dy) * half]
+        low = [max(0.0, at[0] - rx * half), max(0.0, at[1] - ry * half)]
+        high = [min(columns - 1.0, at[0] + rx * half), min(rows - 1.0, at[1] + ry * half)]
+        pixels.append([round(float(value), 1) for value in low + high])
+    return finish_picture(rng, grey, fine), pixels
+
+
+def finish_picture(rng, grey, fine):
+    """Grain, exposure and contrast of a picture in [0, 1] -> uint8."""
+    import numpy as np
+
+    grey = grey + 0.02 * fine + 0.015 * rng.standard_normal(grey.shape, dtype=np.float32)
+    grey = np.clip(grey, 0, 1.05) ** rng.uniform(0.9, 1.1) * rng.uniform(0.86, 0.98) + rng.uniform(0, 0.03)
+    return (255 * np.clip(grey, 0, 1)).astype(np.uint8)
+
+
+def study_questions(rng, found: list[Finding], boxes: dict[str, list]) -> list[dict]:
+    """The questions about one study with their answers, as in a .qa.json. `boxes` {dicom_id: a box per finding}."""
+    questions, counts = [], {}
+
+    def about(finding: Finding | None) -> dict:  # the tags of a finding; none: of "no finding"
+        if finding is None:
+            return {"regions": [], "obs_entities": ["no finding"], "positiveness": "neg", "modifiers": [], "at": None}
+        modifiers = [["severity", SEVERITIES[finding.level]]]
+        tags = {"regions": [finding.region], "obs_entities": [finding.entity], "positiveness": "pos"}
+        return tags | {"modifiers": modifiers, "at": found.index(finding)}
+
+    def answer(answer_id: str, kind: str, text: str, tags: dict) -> dict:
+        at = tags["at"]
+        places = {} if at is None else {dicom: {"image_id": dicom, "bboxes": [box[at]]} for dicom, box in boxes.items()}
+        return {
+            "answer_id": answer_id, "answer_type": kind, "answer_level": 0, "text": text, "regions": tags["regions"],
+            "obs_entities": tags["obs_entities"], "obs_categories": ["ANATOMICAL_FINDING"], "certainty": "certain",
+            "positiveness": tags["positiveness"], "modifiers": tags["modifiers"], "localization": places,
+            "sub_answers": [], "answer_quality": {"entailment": int(rng.integers(3, 7)), "relevance": 6},
+        }  # fmt: skip
+
+    def ask(kind: str, subject: str, text: str, finding: Finding | None = None, **changed) -> None:
+        counts[kind] = counts.get(kind, 0) + 1
+        number = f"{kind}_{counts[kind]:03d}"
+        wording = WORDINGS[kind][rng.integers(len(WORDINGS[kind]))]
+        tags = about(finding) | changed
+        answers = [answer(f"{number}_A1", "main_answer", text, tags)]
+        if finding is not None and rng.random() < 0.3:
+            detail = f"It lies in the {finding.region}."
+            details = answer(f"{number}_A2", "details", detail, about(finding) | {"regions": ["chest wall"]})
+            details["sub_answers"] = [answer(f"{number}_A2.1", "details", "Nothing else of note.", about(None))]
+            answers.append(details)
+        if rng.random() < 0.1:  # stands before the main answer now and then: what counts is answer_type
+            answers.insert(0, answer(f"{number}_A0", "related_information", "No other change.", about(None)))
+        questions.append({
+            "question_id": number, "question_type": kind, "question_strategy": STRATEGIES[kind[0]],
+            "variables": {"subject": subject}, "obs_ids": [f"O{tags['at'] + 1:02d}"] if tags["at"] is not None else [],
+            "question": wording.format(subject), "answers": answers,
+            "question_quality": {"clarity": int(rng.integers(3, 7)), "completeness": int(rng.integers(3, 7))},
+        })  # fmt: skip
+
+    def some(items):
+        return items[rng.integers(len(items))] if items else None
+
+    def yes_no(kind: str, subject: str, finding: Finding | None) -> None:
+        """`positiveness` tells of the finding, also where normality is asked for: then pos goes with the answer no."""
+        yes = (finding is not None) != ("is_normal" in kind)
+        ask(kind, subject, "Yes." if yes else "No.", finding)
+
+    def phrase(entity: str, side: str, article: bool = False) -> str:
+        place = f" on the {side} side" if entity == "fracture" else f" in the {side} lung" if side else ""
+        uncounted = ("consolidation", "atelectasis", "pleural other", "cardiomegaly", "edema")
+        return ("a " if article and entity not in uncounted else "") + NAMES[entity] + place
+
+    ill = [f for f in found if f.entity != "support devices"]
+    device = next((f for f in found if f.entity == "support devices"), None)
+    in_lung = {side: next((f for f in ill if f.side == side and f.entity in LUNG_FINDINGS), None) for side in SIDES}
+    edema = next((f for f in ill if f.entity == "edema"), None)
+    ask("B01_describe_all", "", "; ".join(NAMES[f.entity] for f in ill) or "Normal.", ill[0] if ill else None)
+    ask("B16_has_imaging_artifacts", "", "No.")
+    if rng.random() < 0.1:
+        ask("B14_describe_acquisition", "", "Upright.", positiveness="neutral")
+    if not ill or rng.random() < 0.45:  # as many questions about normal studies as about others
+        yes_no("B03_is_abnormal", "", some(ill))
+        yes_no("B04_is_normal", "", some(ill))
+
+    # finding: half of the answers are yes, and half of the others name a finding of the other lung
+    there = {(f.entity, f.side) for f in ill}
+    absent = [
+        (entity, side) for entity in NAMES for side in ((*SIDES,) if entity in (*LUNG_FINDINGS, "fracture") else ("",))
+    ]
+    absent = [pair for pair in absent if pair not in there]
+    mirrored = [pair for pair in absent if pair[1] and any(e == pair[0] for e, _ in there)]
+    for kind in ("D02_has_finding",) * 4 + ("A_indication",):
+        if ill and rng.random() < (0.68 if kind[0] == "D" else 0.75):
+            finding = some(ill)
+            entity, side = finding.entity, finding.side
+        else:
+            finding, (entity, side) = None, some(mirrored if mirrored and rng.random() < 0.6 else absent)
+        if kind[0] == "D":
+            yes_no(kind, phrase(entity, side, article=True), finding)
+        else:
+            ask(kind, phrase(entity, side), NAMES[entity] if finding else "Nothing.", finding)
+    for side in SIDES:
+        mine = in_lung[side]
+        if not edema and (mine or rng.random() < 0.3):
+            ask("D01_describe_finding", f"{side} lung", NAMES[mine.entity] if mine else "Nothing.", mine)
+            ask(
+                "C01_describe_region",
+                f"{side} lung",
+                "See the region.",
+                mine,
+                **({} if mine else {"regions": [f"{side} lung"]}),
+            )
+        if mine and [f.entity for f in ill].count(mine.entity) == 1:  # else "where?" would have two answers
+            ask("D03_where_is_finding", NAMES[mine.entity], f"In the {mine.region}.", mine)
+    both = edema or all(in_lung.values())
+    if rng.random() < (0.3 if both else any(in_lung.values())):
+        which = next(f for f in (edema, *in_lung.values()) if f)
+        ask(
+            "C02_describe_abnormal_region",
+            "",
+            "See the region.",
+            which,
+            regions=["lungs" if both else f"{which.side} lung"],
+        )
+
+    # region and subcategory
+    for kind in ("C03_is_abnormal_region", "C04_is_normal_region"):
+        place = some(("left lung", "right lung", "heart", "mediastinum"))
+        hits = [
+            f for f in ill if f.region == place or (f.side and f"{f.side} lung" == place and f.entity != "fracture")
+        ]
+        hits += [edema] if edema and "lung" in place else []
+        yes_no(kind, place, some(hits))
+    for kind in (
+        "B08_describe_subcat",
+        "B09_describe_abnormal_subcat",
+        "B10_is_abnormal_subcat",
+        "B11_is_normal_subcat",
+    ):
+        hit = {name: [f for f in ill if f.entity in entities] for name, entities in SUBCATEGORIES.items()}
+        one = {name: fs for name, fs in hit.items() if len({f.entity for f in fs}) < 2}  # several: no single category
+        choice = one if kind[:3] in ("B08", "B09") else hit
+        full, empty = [name for name in choice if choice[name]], [name for name in choice if not choice[name]]
+        name = some(full if full and rng.random() < 0.75 else empty or full)
+        if kind[:3] in ("B08", "B09"):
+            if not hit[name] and rng.random() < 0.4:
+                continue  # else "no finding" would be most of the answers
+            ask(kind, name, "See the finding." if hit[name] else "Nothing.", some(hit[name]))
+        else:
+            yes_no(kind, name, some(hit[name]))
+    graded = ("pleural effusion", "pneumothorax", "cardiomegaly", "edema")
+    for finding in [f for f in ill if f.entity in graded]:
+        subject = phrase(finding.entity, finding.side)
+        ask("D04_how_severe_is_finding", subject, SEVERITIES[finding.level].capitalize() + ".", finding)
+    if rng.random() < 0.5:
+        entity, side = some([pair for pair in absent if pair[0] in graded])
+        ask("D04_how_severe_is_finding", phrase(entity, side), "There is none.", modifiers=[["severity", "none"]])
+
+    # devices
+    side = device.side if device and rng.random() < 0.85 else some(SIDES)
+    on_side = device if device and device.side == side else None
+    yes_no("B13_has_devices", "", device)
+    yes_no("C08_has_region_device", side, on_side)
+    yes_no("D06_has_device", side, on_side)
+    ask("B12_describe_device", "", "A pacemaker." if device else "None.", device)
+    ask("C07_describe_region_device", side, "A pacemaker." if on_side else "None.", on_side)
+    if rng.random() < 0.5:
+        ask("D05_describe_device", "", "It lies over the chest." if device else "There is none.", device)
+    if device:
+        ask("D07_where_is_device", "", f"Over the {device.region}.", device)
+
+    # answers without a target: a name outside the vocabulary, neither yes nor no, no severity given
+    if rng.random() < 0.3:
+        ask("D03_where_is_finding", "old scar", "At the azygos fissure.", regions=["azygos fissure"])
+        ask("D02_has_finding", "old scar", "That cannot be told.", positiveness="neutral", certainty="unknown")
+        ask("D04_how_severe_is_finding", "old scar", "Not given.", obs_entities=["scar"])
+        ask("D01_describe_finding", "old scar", "A scar.", obs_entities=["scar"], positiveness="pos")
+    return questions
+
+
+def write_gz(path: Path, rows: list) -> None:
+    """A .csv.gz whose bytes depend on the rows alone (no time, no file name inside)."""
+    with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        file.write(text.getvalue().encode())
+
+
+def write_qa(out: Path, studies: list[dict], zipped: bool) -> None:
+    """qa/p10/p10000032/s50414267.qa.json under `out`, as files or as members of qa.zip."""
+    archive = zipfile.ZipFile(out / "qa.zip", "w", zipfile.ZIP_DEFLATED) if zipped else None
+    for study in studies:
+        name = f"qa/{study['patient_id'][:3]}/{study['patient_id']}/{study['study_id']}.qa.json"
+        if archive:
+            member = zipfile.ZipInfo(name, (2025, 7, 22, 0, 0, 0))  # a fixed date: the same bytes each time
+            archive.writestr(member, json.dumps(study), zipfile.ZIP_DEFLATED)
+        else:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            (out / name).write_text(json.dumps(study))
+    if archive:
+        archive.close()
+
+
+def write_question_table(out: Path, rows: list[tuple]) -> None:
+    """metadata/question_metadata.parquet under `out`; rows are (patient, study, id, type, strategy, rating)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = ("patient_id", "study_id", "question_id")
+    names += ("question.question_type", "question.question_strategy", "question.quality.rating")
+    columns = list(zip(*rows, strict=True)) or [()] * len(names)
+    (out / "metadata").mkdir(parents=True, exist_ok=True)
+    table = pa.table({name: pa.array(column, pa.string()) for name, column in zip(names, columns, strict=True)})
+    pq.write_table(table, out / "metadata" / "question_metadata.parquet", row_group_size=len(rows) // 5 + 1)
+
+
+def write_mimic_cxr(
+    out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int, zipped: bool = False
+) -> None:
+    """The data set of guide 1. Pictures and questions of a study depend on the seed and its number alone."""
+    import numpy as np
+    from PIL import Image
+    from tqdm import tqdm
+
+    jpg, qba = out / "mimic-cxr-jpg", out / "mimic-ext-cxr-qba"
+    if jpg.exists() or qba.exists():
+        raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
+    rng = np.random.default_rng([seed, 1])
+    splits = [name for name, n in (("train", num_train), ("validate", num_val), ("test", num_test)) for _ in range(n)]
+    patients = 10_000_000 + rng.choice(10_000_000, len(splits), replace=False)
+    number_of_studies = rng.choice((1, 2, 3), len(splits), p=(0.45, 0.35, 0.2))
+    study_ids = iter((50_000_000 + rng.choice(10_000_000, number_of_studies.sum(), replace=False)).tolist())
+    cases = sorted(
+        (int(p), s, next(study_ids))
+        for p, s, n in zip(patients, splits, number_of_studies, strict=True)
+        for _ in range(n)
+    )
+    metadata, split_rows, labels, table, studies, frontal = [METADATA_COLUMNS], [], [], [], [], set()
+    for number, (patient, split, study) in enumerate(tqdm(cases, desc="studies", disable=not sys.stderr.isatty())):
+        rng = np.random.default_rng([seed, 2, number])
+        found = draw_findings(rng)
+        kind = rng.random()
+        views = ["PA"] if kind < 0.45 else ["AP"] if kind < 0.8 else ["PA", "AP"] if kind < 0.93 else []
+        if not views or rng.random() < 0.25:
+            views.append("LATERAL" if rng.random() < 0.7 else "LL")
+        folder = jpg / "files" / f"p{patient // 1_000_000}" / f"p{patient}" / f"s{study}"
+        folder.mkdir(parents=True)
+        boxes = {}
+        for view in views:
+            dicom = "-".join(f"{word:08x}" for word in rng.integers(0, 2**32, 5))
+            lateral = view in ("LATERAL", "LL")
+            picture, pixels = chest_picture(rng, image_size, found, lateral)
+            Image.fromarray(picture).save(folder / f"{dicom}.jpg", quality=92)
+            blank = rng.random()  # ViewPosition is missing at times, and what is left may tell or not
+            meaning = "" if blank < 0.02 else VIEW_MEANING[view]
+            position = "" if blank < 0.07 else view
+            metadata.append(
+                (dicom, patient, study, "CHEST (PA AND LAT)" if "PA" in views else "CHEST (PORTABLE AP)", position,
+                 *picture.shape, 21800101 + number % 28, "083015.531", "CHEST (PA AND LAT)", meaning, "Erect")
+            )  # fmt: skip
+            split_rows.append((dicom, study, patient, split))
+            if not lateral:
+                boxes[dicom] = pixels
+                if meaning:
+                    frontal.add(study)
+        truth, chances = chexpert_labels(found), rng.random(len(CHEXPERT))
+        told = [
+            "" if c < (0.02 if yes else 0.15) else -1.0 if c > 0.95 else float(yes)
+            for yes, c in zip(truth.values(), chances, strict=True)
+        ]
+        labels.append((patient, study, *told))
+        names = {"patient_id": f"p{patient}", "study_id": f"s{study}"}
+        questions = study_questions(rng, found, boxes)
+        studies.append(names | {"questions": questions})
+        grades = [GRADES[i] for i in rng.choice(len(GRADES), len(questions), p=GRADE_SHARES)]
+        for q, grade in zip(questions, grades, strict=True):
+            table.append((*names.values(), q["question_id"], q["question_type"], q["question_strategy"], grade))
+    write_gz(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", metadata)
+    write_gz(jpg / "mimic-cxr-2.0.0-split.csv.gz", [("dicom_id", "study_id", "subject_id", "split"), *split_rows])
+    write_gz(jpg / "mimic-cxr-2.0.0-chexpert.csv.gz", [("subject_id", "study_id", *CHEXPERT), *labels])
+    write_question_table(qba, table)
+    write_qa(qba, studies, zipped)
+    info = {
+        "obs_entities": [name.lower() for name in CHEXPERT],
+        "severities": SEVERITIES,
+        "question_types": list(WORDINGS),
+    }
+    (qba / "metadata" / "dataset_info.json").write_text(json.dumps(info, indent=2))
+    for letter in "BA":  # one grade or better, studies with a frontal picture only
+        good = [
+            row for row in table if row[5] and row[5] >= {"A": "4", "B": "3"}[letter] and int(row[1][1:]) in frontal
+        ]
+        wanted = {row[1:3] for row in good}
+        few = [
+            s | {"questions": [q for q in s["questions"] if (s["study_id"], q["question_id"]) in wanted]}
+            for s in studies
+        ]
+        folder = qba / "exports" / f"{letter}_frontal"
+        write_question_table(folder, good)
+        write_qa(folder, [study for study in few if study["questions"]], zipped=True)
+    write_tiny_convnext(out / "convnext_tiny", seed)
+    write_tiny_bert(out / "bert_tiny", [q["question"] for study in studies for q in study["questions"]], seed)
+    ratings = [row[5] for row in table]
+    by_grade = ", ".join(f"{str(g or 'unrated').split('_')[-1]} {ratings.count(g)}" for g in GRADES)
+    print(
+        f"{out}: {len(splits)} patients, {len(cases)} studies, {len(split_rows)} images, {len(table)} questions "
+        f"({by_grade}), convnext_tiny, bert_tiny"
+    )
+
+
+def write_tiny_convnext(path: Path, seed: int) -> None:
+    """A ConvNeXt checkpoint for 64 x 64 pixels with random weights. Layer scale starts at 1: at the usual 1e-6 the
+    blocks do nothing for the first thousands of steps."""
+    import torch
+    from transformers import ConvNextConfig, ConvNextModel
+
+    torch.manual_seed(seed)
+    config = ConvNextConfig(
+        num_channels=3, patch_size=4, num_stages=3, depths=[1, 1, 2], hidden_sizes=[24, 48, 96], image_size=64,
+        layer_scale_init_value=1.0,
+    )  # fmt: skip
+    model = ConvNextModel(config)
+    for weight in model.parameters():
+        if (
+            weight.dim() > 1
+        ):  # the usual 0.02 suits wide layers; in these narrow ones a block would pass on next to nothing
+            torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    model.save_pretrained(path)
+    image = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}
+    image |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    (path / "preprocessor_config.json").write_text(json.dumps(image, indent=2))
+
+
+def write_tiny_bert(path: Path, texts: list[str], seed: int) -> None:
+    """A BERT checkpoint with random weights and a WordPiece vocabulary of the questions."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    # every word, and the letters for words never seen; a trained vocabulary breaks ties differently in each run
+    words = sorted({word for text in set(texts) for word in re.findall(r"[a-z0-9]+|[^a-z0-9 ]", text.lower())})
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), *words]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    pieces = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    pieces.normalizer = normalizers.BertNormalizer(lowercase=True)
+    pieces.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    pieces.decoder = decoders.WordPiece()
+    pieces.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = BertTokenizerFast(tokenizer_object=pieces, model_max_length=128)
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=128, initializer_range=0.1,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
 def main(args: argparse.Namespace) -> None:
-    write_prs_med(args.out, args.num_train, args.num_val, args.num_test, args.image_size, args.seed)
+    options = {name: value for name, value in vars(args).items() if name != "task"}
+    {"prs_med": write_prs_med, "mimic_cxr": write_mimic_cxr}[args.task](**options)
 
 
 if __name__ == "__main__":

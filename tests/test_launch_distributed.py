@@ -158,7 +158,7 @@ def test_environment(tmp_path):
     ours = {
         "OMP_NUM_THREADS": "8",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
         "NCCL_DEBUG": "WARN",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,0 +1,168 @@
+"""What `sample_data.py mimic_cxr` writes, read back: the layout and the quirks of the real release."""
+
+import csv
+import gzip
+import json
+import re
+import zipfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import tree
+from PIL import Image
+
+import sample_data
+from cli_utils import InputError
+
+SIZES = {"num_train": 30, "num_val": 8, "num_test": 8, "image_size": 64, "seed": 3}
+QBA, JPG = "mimic-ext-cxr-qba", "mimic-cxr-jpg"
+
+
+def rows_of(out: Path, name: str) -> list[dict]:
+    with gzip.open(out / JPG / f"mimic-cxr-2.0.0-{name}.csv.gz", "rt", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table_of(folder: Path) -> list[dict]:
+    return pq.read_table(folder / "metadata" / "question_metadata.parquet").to_pylist()
+
+
+def keys(rows: list[dict]) -> list[tuple]:
+    return [(row["patient_id"], row["study_id"], row["question_id"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("mimic") / "folder"
+    sample_data.write_mimic_cxr(out, **SIZES)
+    return out
+
+
+@pytest.fixture(scope="module")
+def zipped(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("mimic") / "zipped"
+    sample_data.write_mimic_cxr(out, **SIZES, zipped=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def studies(folder) -> dict[str, dict]:
+    files = (json.loads(path.read_text()) | {"path": path} for path in sorted(folder.rglob("*.qa.json")))
+    return {study["study_id"]: study for study in files}
+
+
+def test_the_same_seed_writes_the_same_bytes_zipped_or_not(folder, zipped):
+    ours, theirs = tree(folder), tree(zipped)
+    qa = {name for name in ours if name.startswith(f"{QBA}/qa/")}
+    assert {name: ours[name] for name in ours.keys() - qa} == {
+        name: theirs[name] for name in theirs.keys() - {f"{QBA}/qa.zip"}
+    }
+    with zipfile.ZipFile(zipped / QBA / "qa.zip") as archive:
+        members = {f"{QBA}/{name}": archive.read(name) for name in archive.namelist()}
+    assert members == {name: (folder / name).read_bytes() for name in qa}
+
+
+def test_an_existing_data_set_is_not_touched(folder):
+    before = tree(folder)
+    with pytest.raises(InputError, match="already holds"):
+        sample_data.write_mimic_cxr(folder, **SIZES)
+    assert tree(folder) == before
+
+
+def test_pictures_and_tables_agree_and_patients_stay_in_one_split(folder):
+    metadata, split = rows_of(folder, "metadata"), {row["dicom_id"]: row for row in rows_of(folder, "split")}
+    assert len(metadata) == len(split) == len(list(folder.rglob("*.jpg")))
+    splits = defaultdict(set)
+    for row in metadata:
+        subject, study = row["subject_id"], row["study_id"]
+        assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{8}){4}", row["dicom_id"])
+        assert re.fullmatch(r"1\d{7}", subject)
+        assert re.fullmatch(r"5\d{7}", study)
+        path = folder / JPG / "files" / f"p{subject[:2]}" / f"p{subject}" / f"s{study}" / f"{row['dicom_id']}.jpg"
+        with Image.open(path) as picture:
+            assert picture.mode == "L"
+            assert (picture.height, picture.width) == (int(row["Rows"]), int(row["Columns"]))
+            assert np.asarray(picture).std() > 20
+        splits[subject].add(split[row["dicom_id"]]["split"])
+    assert all(len(names) == 1 for names in splits.values())
+    assert Counter(name for names in splits.values() for name in names) == {"train": 30, "validate": 8, "test": 8}
+    assert {row["ViewPosition"] for row in metadata} == {"PA", "AP", "LATERAL", "LL", ""}
+    views = defaultdict(set)
+    for row in metadata:
+        views[row["study_id"]].add(row["ViewPosition"])
+    assert any({"PA", "AP"} <= names for names in views.values())
+    assert any(names <= {"LATERAL", "LL"} for names in views.values())
+    assert len(views) > len(splits)  # several studies of one patient
+
+
+def test_labels_are_one_row_a_study_with_blanks_and_uncertain_ones(folder, studies):
+    labels = rows_of(folder, "chexpert")
+    assert list(labels[0]) == ["subject_id", "study_id", *sample_data.CHEXPERT]
+    assert {f"s{row['study_id']}" for row in labels} == set(studies)
+    assert {row[name] for row in labels for name in sample_data.CHEXPERT} == {"1.0", "0.0", "-1.0", ""}
+    for name in sample_data.CHEXPERT:
+        assert {"1.0", "0.0"} <= {row[name] for row in labels}, name
+
+
+def test_questions_match_their_table_and_grades_stand_there_alone(folder, studies):
+    rows = table_of(folder / QBA)
+    asked = [(s["patient_id"], s["study_id"], q["question_id"]) for s in studies.values() for q in s["questions"]]
+    assert sorted(keys(rows)) == sorted(asked)
+    assert len(set(asked)) == len(asked)
+    assert pq.ParquetFile(folder / QBA / "metadata" / "question_metadata.parquet").num_row_groups > 1
+    ratings = [row["question.quality.rating"] for row in rows]
+    assert {rating for rating in ratings if rating} == {"1_D", "2_C", "3_B", "4_A", "5_A+", "6_A++"}
+    assert 0.15 < ratings.count(None) / len(ratings) < 0.25
+    for study in studies.values():
+        assert study["path"].parts[-4:-1] == ("qa", study["patient_id"][:3], study["patient_id"])
+        assert 14 <= len(study["questions"]) <= 36
+        for question in study["questions"]:
+            assert not any("rating" in name or "grade" in name for name in question)
+            assert sum(answer["answer_type"] == "main_answer" for answer in question["answers"]) == 1
+            for answer in question["answers"]:
+                for dicom, place in answer["localization"].items():
+                    x1, y1, x2, y2 = place["bboxes"][0]
+                    assert 0 <= x1 < x2 < 64
+                    assert 0 <= y1 < y2 < 64
+                    assert len(dicom) == 44
+
+
+def test_exports_hold_their_grade_or_better(folder):
+    table = table_of(folder / QBA)
+    rows = {key: row["question.quality.rating"] for key, row in zip(keys(table), table, strict=True)}
+    exported = {}
+    for letter, lowest in (("A", "4"), ("B", "3")):
+        place = folder / QBA / "exports" / f"{letter}_frontal"
+        exported[letter] = set(keys(table_of(place)))
+        assert all((rows[key] or "") >= lowest for key in exported[letter])
+        with zipfile.ZipFile(place / "qa.zip") as archive:
+            inside = [json.loads(archive.read(name)) for name in archive.namelist()]
+        found = {(s["patient_id"], s["study_id"], q["question_id"]) for s in inside for q in s["questions"]}
+        assert found == exported[letter]
+    assert exported["A"] < exported["B"] < set(rows)
+
+
+def test_answers_follow_the_findings_and_some_have_no_target(studies):
+    main = defaultdict(list)
+    for study in studies.values():
+        for question in study["questions"]:
+            answer = next(a for a in question["answers"] if a["answer_type"] == "main_answer")
+            main[question["question_type"]].append((question["question"], answer))
+    assert set(main) == set(sample_data.WORDINGS)
+    for _, answer in main["B04_is_normal"]:  # positiveness tells of the finding, not of the answer
+        assert answer["text"] == {"pos": "No.", "neg": "Yes."}[answer["positiveness"]]
+    assert {answer["positiveness"] for _, answer in main["D02_has_finding"]} == {"pos", "neg", "neutral"}
+    for question, answer in main["D02_has_finding"]:
+        if answer["positiveness"] == "pos" and " lung" in question:
+            assert answer["regions"][0].split()[0] in question  # the side asked for is the side answered
+    severities = [
+        dict(map(tuple, answer["modifiers"])).get("severity") for _, answer in main["D04_how_severe_is_finding"]
+    ]
+    assert set(severities) == {None, "none", "mild", "moderate", "severe"}
+    assert "azygos fissure" in {answer["regions"][0] for _, answer in main["D03_where_is_finding"]}
+    for kind in ("D02_has_finding", "B03_is_abnormal", "C03_is_abnormal_region", "B13_has_devices"):
+        signs = [answer["positiveness"] for _, answer in main[kind]]
+        assert 0.3 < signs.count("pos") / len(signs) < 0.7, kind
