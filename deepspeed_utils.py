@@ -41,7 +41,24 @@ def read_deepspeed_config(path: str) -> dict:
     for name in ("fp16", "bf16", "activation_checkpointing"):
         if not isinstance(config.get(name, {}), dict):
             raise InputError(f"{path}: {name}: must be a block {{...}}; correct the file")
+    check_blocks(config, path)
     return config
+
+
+def check_blocks(config: dict, path: str) -> None:
+    """DeepSpeed's own check of its blocks, before anything is built. Raises InputError naming the key."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    blocks = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    for name, block in blocks.items():
+        try:
+            block(**config.get(name, {}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, (name, *first["loc"])))
+            raise InputError(f"{path}: {where}: {first['msg']}; correct the file") from None
 
 
 def fill_config(config: dict, path: str, micro_batch: int, accumulation: int, grad_clip: float, precision: str) -> dict:

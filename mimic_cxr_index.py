@@ -17,6 +17,7 @@ import re
 import sys
 import time
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ import torch.distributed as dist
 
 import distributed_utils as du
 from checkpoint_utils import RunLock, write_atomically
-from cli_utils import InputError
+from cli_utils import InputError, RunError
 
 VERSION = 1  # of the index files: another number is another folder
 SPLITS = ("train", "validate", "test")
@@ -114,7 +115,9 @@ def grade_rank(rating: str | None) -> int:
 def read_csv(path: Path, columns: tuple[str, ...], more: tuple[str, ...] = ()) -> dict[str, pa.Array]:
     """Columns (needed ones, and `more` where present) of a .csv.gz by name, as strings. Raises InputError."""
     if not path.is_file():
-        raise InputError(f"{path}: does not exist; check --mimic_cxr_path")
+        plain = path.with_suffix("")
+        advice = f"pack {plain.name} again (gzip)" if plain.is_file() else "check --mimic_cxr_path"
+        raise InputError(f"{path}: does not exist; {advice}")
     options = pa.csv.ConvertOptions(
         column_types=dict.fromkeys((*columns, *more), pa.string()), strings_can_be_null=True
     )
@@ -124,6 +127,8 @@ def read_csv(path: Path, columns: tuple[str, ...], more: tuple[str, ...] = ()) -
         raise InputError(f"{path}: not a readable CSV ({str(error).splitlines()[0]}); download it again") from None
     if lacking := [name for name in columns if name not in table.column_names]:
         raise InputError(f"{path}:1: no column {lacking[0]!r}; the header must hold {', '.join(columns)}")
+    if twice := [name for name in (*columns, *more) if table.column_names.count(name) > 1]:
+        raise InputError(f"{path}:1: column {twice[0]!r} is there twice; repair the header")
     return {name: table[name].combine_chunks() for name in (*columns, *more) if name in table.column_names}
 
 
@@ -132,8 +137,9 @@ def numbers(path: Path, name: str, column: pa.Array) -> np.ndarray:
     try:
         return pc.cast(column, pa.int64()).to_numpy()
     except (pa.ArrowException, ValueError):
-        row = next(i for i, v in enumerate(column.to_pylist()) if not (v or "").isdigit())
-        raise InputError(f"{path}:{row + 2}: {name} {column[row].as_py()!r} is not a number; repair the row") from None
+        texts = [text or "" for text in column.to_pylist()]
+        row = next(i for i, text in enumerate(texts) if not re.fullmatch("[0-9]{1,18}", text))
+        raise InputError(f"{path}:{row + 2}: {name} {texts[row]!r} is not a number; repair the row") from None
 
 
 def read_studies(root: Path, view: str) -> tuple[pa.Table, dict[str, int]]:
@@ -147,6 +153,11 @@ def read_studies(root: Path, view: str) -> tuple[pa.Table, dict[str, int]]:
     meaning = "ViewCodeSequence_CodeMeaning"
     columns = read_csv(path, ("dicom_id", "subject_id", "study_id", "ViewPosition"), (meaning,))
     study, subject = (numbers(path, name, columns[name]) for name in ("study_id", "subject_id"))
+    plain = pc.match_substring_regex(columns["dicom_id"].fill_null(""), "^[0-9A-Za-z][0-9A-Za-z._-]*$")
+    if not pc.all(plain).as_py() and len(plain):
+        row = plain.to_pylist().index(False)
+        name = columns["dicom_id"][row].as_py()
+        raise InputError(f"{path}:{row + 2}: dicom_id {name!r} is not a file's name; repair the row")
     views = columns["ViewPosition"].to_pylist()
     told = columns[meaning].to_pylist() if meaning in columns else [None] * len(views)
     views = [v or VIEW_OF_CODE.get((m or "").strip().lower(), "") for v, m in zip(views, told, strict=True)]
@@ -164,8 +175,9 @@ def read_studies(root: Path, view: str) -> tuple[pa.Table, dict[str, int]]:
     path = root / "mimic-cxr-2.0.0-split.csv.gz"
     columns = read_csv(path, ("dicom_id", "subject_id", "split"))
     patients, names = numbers(path, "subject_id", columns["subject_id"]), columns["split"].to_pylist()
-    if unknown := next((i for i, name in enumerate(names) if name not in SPLITS), None):
-        raise InputError(f"{path}:{unknown + 2}: split {names[unknown]!r} is not one of {', '.join(SPLITS)}")
+    if (row := next((i for i, name in enumerate(names) if name not in SPLITS), None)) is not None:
+        split = names[row] or ""
+        raise InputError(f"{path}:{row + 2}: split {split!r} is not one of {', '.join(SPLITS)}; repair the row")
     codes = np.array([SPLITS.index(name) for name in names])
     order = np.lexsort((codes, patients))
     same = (patients[order][1:] == patients[order][:-1]) & (codes[order][1:] != codes[order][:-1])
@@ -233,27 +245,39 @@ class QuestionFiles:
 
     def questions(self, subject: int, study: int) -> list[dict] | None:
         """The questions of a study; None when it has no file. Raises InputError naming the file."""
-        name = f"p{str(subject)[:2]}/p{subject}/s{study}.qa.json"
-        path = self.folder / name
         try:
             if self.zip is None:
-                with open(path, "rb") as file:
+                with open(self.place(subject, study), "rb") as file:
                     text = file.read()
-            else:
-                name = self.members.get(str(study))
-                path = f"{self.path}:{name}"
-                if name is None:
-                    return None
+            elif name := self.members.get(str(study)):
                 text = self.zip.read(name)
+            else:
+                return None
             questions = json.loads(text)["questions"]
             if not isinstance(questions, list):
                 raise TypeError("`questions` is not a list")
             return questions
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            reason = f"no key {error}" if isinstance(error, KeyError) else error
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
+            reason = f"no key {error}" if isinstance(error, KeyError) else str(error).splitlines()[0][:150]
+            path = self.place(subject, study)
             raise InputError(f"{path}: not a question file ({reason}); download it again") from None
+
+    def place(self, subject: int, study: int) -> str:
+        """Where the questions of a study are: a path, or archive:member."""
+        if self.zip is not None:
+            return f"{self.path}:{self.members.get(str(study))}"
+        return f"{self.folder}/p{str(subject)[:2]}/p{subject}/s{study}.qa.json"
 
 
 # --- the index --------------------------------------------------------------------------------------------------------
@@ -287,6 +311,11 @@ class Questions:
         self.ends = np.cumsum(counts, dtype=np.int64)
         self.maps: dict[int, pa.RecordBatch] = {}
         self.taken = 0
+        for part in dict.fromkeys(parts):  # a damaged file is found now, not in the middle of an epoch
+            map_table(self.path(part))
+
+    def path(self, part: int) -> Path:
+        return self.folder / f"part-{part:05d}-{self.split}.arrow"
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -299,7 +328,7 @@ class Questions:
         place = int(np.searchsorted(self.ends, row, side="right"))
         part = self.parts[place]
         if part not in self.maps:
-            self.maps[part] = map_table(self.folder / f"part-{part:05d}-{self.split}.arrow")
+            self.maps[part] = map_table(self.path(part))
         at = row - (int(self.ends[place - 1]) if place else 0)
         return {name: self.maps[part].column(i)[at].as_py() for i, name in enumerate(ROW.names)}
 
@@ -314,13 +343,19 @@ def map_table(path: Path) -> pa.RecordBatch:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    def write(file) -> None:
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_batch(table.combine_chunks().to_batches()[0] if len(table) else empty(table.schema))
-        file.write(sink.getvalue())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_batch(table.combine_chunks().to_batches()[0] if len(table) else empty(table.schema))
+    write(path, sink.getvalue())
 
-    write_atomically(path, write)
+
+def write(path: Path, content) -> None:
+    """Write bytes atomically. Raises RunError when they cannot be written."""
+    try:
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        advice = "free space and start again, the build goes on with what is lacking"
+        raise RunError(f"{path}: not written ({error.strerror}); {advice}") from None
 
 
 def empty(schema: pa.Schema) -> pa.RecordBatch:
@@ -350,13 +385,16 @@ def open_index(
             folder = index_folder(parent, cxr, release, grade, view)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{parent}: cannot write here ({error.strerror}); choose another --index_dir") from None
+            raise not_written(parent, error) from None
     complete, lock = False, None
     with du.agree_on_errors():
         if du.world()[0] == 0:
             complete = is_complete(folder, cxr)
             if not complete:
-                lock = RunLock(folder / ".lock", wait=120)  # of two jobs, one builds and the other waits
+                try:
+                    lock = RunLock(folder / ".lock", wait=120)  # of two jobs, one builds and the other waits
+                except OSError as error:
+                    raise not_written(folder, error) from None
                 complete = is_complete(folder, cxr)
     if not du.broadcast_object(complete):
         build(folder, cxr, release, grade, view)
@@ -376,7 +414,8 @@ def is_complete(folder: Path, cxr: Path) -> bool:
     """Whether index.json is there; parts of which missing pictures have come since are marked to be built again."""
     try:
         facts = json.loads((folder / "index.json").read_text())
-    except (OSError, ValueError):
+        facts["rows"], facts["missing"]
+    except (OSError, ValueError, KeyError, TypeError):
         return False
     if not any((cxr / name).is_file() for name in facts["missing"]):
         return True
@@ -385,6 +424,10 @@ def is_complete(folder: Path, cxr: Path) -> bool:
             file.unlink()
     (folder / "index.json").unlink()
     return False
+
+
+def not_written(folder: Path, error: OSError) -> InputError:
+    return InputError(f"{folder}: cannot write here ({error.strerror}); choose another --index_dir")
 
 
 def shared_work(name: str, count: int) -> Iterator[int]:
@@ -403,7 +446,7 @@ def stop_others(name: str) -> Iterator[None]:
     with du.agree_on_errors():
         try:
             yield
-        except InputError:
+        except (InputError, RunError):
             if dist.is_initialized():
                 dist.distributed_c10d._get_default_store().add(name, 1 << 40)
             raise
@@ -456,11 +499,11 @@ def build(folder: Path, cxr: Path, release: Path, grade: str, view: str) -> None
                 why = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common(3)) or "no studies"
                 raise InputError(f"{release}: no question is left ({why}); choose another --quality_grade or --view")
             missing = sorted(name for part in every for name in part["missing"])
-            (folder / "missing.txt").write_text("".join(f"{name}\n" for name in missing))
+            write(folder / "missing.txt", "".join(f"{name}\n" for name in missing).encode())
             facts = {"rows": [part["rows"] for part in every], "studies": counts, "ratings": dict(ratings)}
             facts |= {"left_out": dict(left_out), "classes": classes, "missing": missing}
             facts |= {"seconds": round(time.time() - begun, 1)}
-            write_atomically(folder / "index.json", lambda file: file.write(json.dumps(facts).encode()))
+            write(folder / "index.json", json.dumps(facts).encode())
             for file in graded or ():
                 file.unlink()
 
@@ -493,7 +536,7 @@ def sort_grades(folder: Path, release: Path, grade: str, turn: str) -> Counter:
             with pa.ipc.new_file(sink, GRADED) as writer:
                 for table in kept:
                     writer.write_table(table.cast(GRADED))
-            write_atomically(folder / f"grades-{group:05d}.arrow", lambda file, s=sink: file.write(s.getvalue()))
+            write(folder / f"grades-{group:05d}.arrow", sink.getvalue())
     except (OSError, pa.ArrowException, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0][:150]
         raise InputError(f"{path}: not a readable table of questions ({reason}); download it again") from None
@@ -535,7 +578,9 @@ def build_part(
         out, before, good = kept[SPLITS[split]], None, accepted.get(study, ()) if accepted is not None else None
         try:
             for question in questions:
-                name, kind = question["question_id"], question["question_type"]
+                name, kind, text = question["question_id"], question["question_type"], question["question"]
+                if not (isinstance(name, str) and isinstance(text, str) and text.strip()):
+                    raise TypeError("question and question_id must be texts")
                 if good is not None and name not in good:
                     left_out["below the grade, or unrated"] += 1
                     continue
@@ -553,15 +598,12 @@ def build_part(
                 if not before:
                     left_out["picture file missing"] += 1
                     continue
-                for column, value in zip(
-                    out.values(), (row, HEAD_NUMBER[head], target, kind, name, question["question"]), strict=True
-                ):
+                for column, value in zip(out.values(), (row, HEAD_NUMBER[head], target, kind, name, text), strict=True):
                     column.append(value)
                 if split == 0:
                     classes.setdefault(kind, [0] * len(HEADS[head]))[target] += 1
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            where = f"{'zip' if files.zip else files.folder}:s{study}.qa.json"
-            reason = f"no key {error}" if isinstance(error, KeyError) else error
+            where, reason = files.place(subject, study), f"no key {error}" if isinstance(error, KeyError) else error
             raise InputError(f"{where}: question not in the release's format ({reason}); download it again") from None
     for split, columns in kept.items():
         if columns["study"]:
@@ -570,7 +612,7 @@ def build_part(
             write_table(folder / f"part-{part:05d}-{split}.arrow", pa.Table.from_arrays(arrays, schema=ROW))
     facts = {"rows": {split: len(columns["study"]) for split, columns in kept.items()}, "left_out": dict(left_out)}
     facts |= {"classes": classes, "missing": missing}
-    write_atomically(folder / f"part-{part:05d}.json", lambda file: file.write(json.dumps(facts).encode()))
+    write(folder / f"part-{part:05d}.json", json.dumps(facts).encode())
 
 
 def picture_name(subject: int, study: int, dicom: str) -> str:

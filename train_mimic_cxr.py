@@ -113,14 +113,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
     if args.overwrite and (args.resume_from or args.eval_only):
         parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
-    if args.pretrained_weights and args.resume_from:
-        parser.error("--pretrained_weights starts a new run and --resume_from goes on with one; give one of them")
+    if args.source["pretrained_weights"] == "command line" and (args.resume_from or args.eval_only):
+        parser.error("--pretrained_weights starts a new run and excludes --resume_from and --eval_only")
+    if args.source["deepspeed_config"] == "command line" and args.use_ddp:
+        parser.error("--deepspeed_config does not go with --use_ddp; leave one of them out")
     for name in ("mimic_cxr_path", "mimic_qa_path"):
         if not Path(getattr(args, name)).is_dir():
             parser.error(f"{getattr(args, name)}: no such folder; check --{name}")
-    for name in ("pretrained_weights", "deepspeed_config"):
-        if getattr(args, name) and not Path(getattr(args, name)).is_file():
-            parser.error(f"{getattr(args, name)}: no such file; check --{name}")
+    if args.deepspeed_config and not Path(args.deepspeed_config).is_file():
+        parser.error(f"{args.deepspeed_config}: no such file; check --deepspeed_config")
     if args.debug:
         args.max_samples, args.max_steps, args.num_workers, args.log_every, args.warmup_steps = 64, 2, 0, 1, 0
         args.source |= dict.fromkeys(("num_workers", "max_samples", "max_steps"), "--debug")
@@ -181,7 +182,9 @@ class PictureCache:
 
     def __init__(self, path: Path, size: int, limit: int):
         self.size, self.limit, self.record = size, limit, size * size + 4
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if limit and hasattr(os, "pread") else None
+        self.file = None
+        with contextlib.suppress(OSError):  # a folder one may only read: go on without
+            self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if limit and hasattr(os, "pread") else None
 
     def get(self, number: int, path: str) -> np.ndarray:
         """Picture `number`, which lies at `path`. Raises what PIL raises for an unreadable one."""
@@ -318,8 +321,12 @@ class ChestModel(nn.Module):
 
 
 def load_encoder(path: str, flag: str, **options):
-    """A Hugging Face encoder in fp32. Raises InputError naming flag and reason."""
+    """A Hugging Face encoder in fp32, all of whose weights are in the file (but for a pooler, which nothing here uses).
+    Raises InputError naming flag and reason."""
     from transformers import AutoConfig, AutoModel
+
+    kind = flag.split("_")[0]
+    needs = ("num_channels",) if kind == "image" else ("hidden_size", "vocab_size")
 
     try:
         if not Path(path).exists() and path.count("/") != 1:
@@ -328,7 +335,14 @@ def load_encoder(path: str, flag: str, **options):
         for name, value in options.items():
             if hasattr(config, name):
                 setattr(config, name, value)
-        return AutoModel.from_pretrained(path, config=config, dtype=torch.float32)
+        if not all(hasattr(config, name) for name in needs):
+            raise InputError(f"{path}: a {config.model_type!r} checkpoint is no {kind} encoder; check --{flag}")
+        model, found = AutoModel.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+        if lacking := sorted(name for name in found["missing_keys"] if "pooler" not in name):
+            raise ValueError(f"{len(lacking)} weights are not in the file, such as {lacking[0]}")
+        return model
+    except InputError:
+        raise
     except Exception as error:
         if hw.out_of_memory(error):
             raise
@@ -348,12 +362,19 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> tuple[ChestModel, 
     text = load_encoder(args.text_encoder, "text_encoder", **rates)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.text_encoder)
-        tokenizer("is there an effusion?")
+        ids = tokenizer("is there a pleural effusion?", add_special_tokens=False)["input_ids"]
+        if set(ids) <= {tokenizer.unk_token_id}:
+            raise ValueError("it knows no words")
+        if len(tokenizer) > text.config.vocab_size:
+            raise ValueError(f"it has {len(tokenizer)} words and the encoder {text.config.vocab_size}")
     except Exception as error:
         reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
         raise InputError(f"{args.text_encoder}: no tokenizer ({reason}); download it again") from None
-    if not hasattr(image.config, "num_channels") or not hasattr(text.config, "hidden_size"):
-        raise InputError("--image_encoder, --text_encoder: not an image and a text encoder; check which is which")
+    longest = getattr(text.config, "max_position_embeddings", None) or math.inf
+    if args.max_question_length > longest:
+        raise InputError(
+            f"--max_question_length {args.max_question_length}: {args.text_encoder} takes {longest}; lower it"
+        )
     statistics = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     with contextlib.suppress(OSError, ValueError, KeyError):
         processor = ImageProcessingMixin.get_image_processor_dict(args.image_encoder)[0]
@@ -362,7 +383,13 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> tuple[ChestModel, 
     model = ChestModel(image, text, statistics, args)
     for part, frozen in ((image, args.freeze_image), (text, args.freeze_text)):
         part.requires_grad_(not frozen)
-    freeze_unused(model, args.image_size)
+    try:
+        freeze_unused(model, args.image_size)
+    except (RuntimeError, ValueError) as error:
+        if hw.out_of_memory(error):
+            raise
+        size = f"3 x {args.image_size} x {args.image_size}"
+        raise InputError(f"{args.image_encoder}: does not take pictures of {size}; see --image_size") from None
     if args.gradient_checkpointing:
         model.checkpoint = True
         for part in (image, text):
@@ -439,7 +466,7 @@ class TorchEngine:
         self.model, self.trained = model, optimizer.param_groups[0]["params"]
         if ranks.world_size > 1:
             ids = [ranks.device] if ranks.device.type == "cuda" else None
-            self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+            self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool):
@@ -809,23 +836,29 @@ def load_pretrained(model: ChestModel, path: str) -> None:
     from safetensors.torch import load_file
 
     try:
+        if not Path(path).is_file():
+            raise InputError(f"{path}: no such file; check --pretrained_weights")
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a safetensors file ({error}); give a run's model.safetensors") from None
-    if weights.keys() != model.state_dict().keys():
-        name = sorted(weights.keys() ^ model.state_dict().keys())[0]
-        raise InputError(f"{path}: weights of another model ({name}); give the encoders it was trained with")
+    shapes, own = ({k: v.shape for k, v in named.items()} for named in (weights, model.state_dict()))
+    if unlike := sorted(name for name in shapes.keys() | own.keys() if shapes.get(name) != own.get(name)):
+        raise InputError(f"{path}: weights of another model ({unlike[0]}); give the encoders it was trained with")
     ckpt.load_trained(model, weights)
     du.print_main(f"weights from {path}; the optimizer starts anew")
 
 
 def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step: int, args, ranks: du.Ranks) -> None:
     """--eval_only: the metrics of one split, printed and written to eval_<split>.json."""
+    folder = Path(args.output_dir)
+    with du.agree_on_errors():
+        try:
+            (folder / "figures").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --output_dir") from None
     metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
     if ranks.is_main:
         print_metrics(args.eval_split, metrics)
-        folder = Path(args.output_dir)
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
         draw_answers(data, found).savefig(folder / "figures" / f"{args.eval_split}_answers.png", dpi=110)
         draw_curves(found, index).savefig(folder / "figures" / f"{args.eval_split}_curves.png", dpi=110)
         (folder / f"eval_{args.eval_split}.json").write_text(json.dumps({**metrics, "step": step}, indent=2) + "\n")
@@ -914,7 +947,8 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
     facts = {
         "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}",
         "engine": f"{dsu.describe(config) if config else 'DDP' if ranks.world_size > 1 else 'torch'} ({why['engine']})",
-        "batch": f"{args.batch_size} per GPU ({origin['batch_size']}) x {accumulation} x {ranks.world_size} = {effective}",
+        "batch": f"{args.batch_size} per GPU ({origin['batch_size']}) x {accumulation} x {ranks.world_size}"
+        + f" = {effective}",
         "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.lr_schedule}, not scaled",
         "precision": f"{args.mixed_precision} ({why['precision']})",
         "checkpointing": f"{args.gradient_checkpointing} ({origin['gradient_checkpointing']})",

@@ -71,7 +71,7 @@ def off(a: list[tuple], b: list[tuple]) -> float:
 
 @pytest.fixture(scope="session")
 def one_process(flags, zygote, tmp_path_factory) -> list[tuple]:
-    """The training lines of 12 steps in one process: effective batch 16 as 8 x 2; 91 questions make the last step uneven."""
+    """The training lines of 12 steps in one process: effective batch 16 as 8 x 2; 91 questions: an uneven end."""
     out = tmp_path_factory.mktemp("one") / "run"
     sizes = ["--batch_size", "8", "--gradient_accumulation_steps", "2", "--max_steps", "12", "--max_samples", "91"]
     done = zygote(MIMIC, *flags("ddp", out, *sizes))
