@@ -42,7 +42,7 @@ demo-all: setup
 	$(MAKE) demo TASK=mimic_cxr
 
 test: setup-dev
-	$(BIN)/python -m pytest -q -m "not soak"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not soak"
 
 soak: setup-dev
 	$(BIN)/python -m pytest -q -s -m soak

@@ -105,6 +105,11 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, cores)
 
 
+def core_numbers() -> set[int]:
+    """The cores of usable_cores' affinity; the same set of all on systems without affinities."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def available_ram_gb(root: Path = Path("/")) -> float:
     """Memory that can be taken without swapping, GiB: the host's, or what the container's limit leaves of it."""
     free = psutil.virtual_memory().available

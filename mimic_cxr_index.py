@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import sys
 import time
@@ -53,6 +54,12 @@ HEADS = {
 HEAD_OF_CODE = dict.fromkeys(("B10", "B11", "B13", "C03", "C04", "C08", "D02", "D06"), "binary")
 HEAD_OF_CODE |= dict.fromkeys(("C01", "C02", "D03", "D07"), "region") | {"D04": "severity"}
 HEAD_OF_CODE |= dict.fromkeys(("A", "B08", "B09", "B12", "C07", "D01", "D05"), "category")
+CODE_OF_NAME = {
+    "indication": "A", "describe_subcat": "B08", "describe_abnormal_subcat": "B09", "describe_device": "B12",
+    "has_devices": "B13", "describe_region": "C01", "describe_abnormal_region": "C02", "describe_region_device": "C07",
+    "has_region_device": "C08", "describe_finding": "D01", "has_finding": "D02", "where_is_finding": "D03",
+    "how_severe_is_finding": "D04", "has_device": "D06", "where_is_device": "D07",
+}  # fmt: skip
 GRADES = ("D", "C", "B", "A", "A+", "A++")  # worst first; `4_A`, `6_A++` in the parquet file
 VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LATERAL", "LL")}
 VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
@@ -75,28 +82,44 @@ GRADED = pa.schema([("study", pa.int64()), ("id", pa.string())])
 
 
 def head_of(question_type: str) -> str | None:
-    """The answer head of a question type by its code (`D02_has_finding`), or by `is_...`; None without one."""
+    """The answer head of a question type by its code (`D02_has_finding`), by its name alone (`has_finding`, as the
+    release's own description has it), or by `is_...`; None without one."""
     code, _, name = question_type.partition("_")
-    return HEAD_OF_CODE.get(code) or ("binary" if name.startswith("is_") else None)
+    if question_type.startswith("is_") or name.startswith("is_"):
+        return "binary"
+    return HEAD_OF_CODE.get(code) or HEAD_OF_CODE.get(CODE_OF_NAME.get(question_type))
 
 
 def target_of(question: dict, head: str) -> tuple[int | None, str]:
-    """(class of the head, "") of a question's main answer, or (None, why there is none). Names must match exactly."""
-    main = next((answer for answer in question["answers"] if answer["answer_type"] == "main_answer"), None)
-    if main is None:
+    """(class of the head, "") of a question's main answers, or (None, why there is none). Names must match exactly.
+
+    yes or no: the first main answer's positiveness. The other heads: the first name of the vocabulary in a main answer
+    that is not negative, as descriptions also list what is absent ("no effusion", `obs_entities` effusion, `neg`).
+    Where all are negative, the category is "no finding", and what is not there has no location.
+    """
+    mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
+    if not mains:
         return None, "no main answer"
     if head == "binary":
-        if (sign := main.get("positiveness")) not in ("pos", "neg"):
+        if (sign := mains[0].get("positiveness")) not in ("pos", "neg"):
             return None, f"positiveness {sign!r}"
         return int((sign == "pos") != ("is_normal" in question["question_type"])), ""
-    if head == "severity":
-        names = [value for kind, value, *_ in main.get("modifiers") or () if kind == "severity"]
-    else:
-        names = main.get("regions" if head == "region" else "obs_entities") or ()
-    name = str(names[0]).strip().lower() if names else ""
-    if name not in CLASS_OF[head]:
-        return None, f"{head} {name!r} not in the vocabulary" if name else f"no {head} given"
-    return CLASS_OF[head][name], ""
+    mains.sort(key=lambda answer: answer.get("positiveness") == "neg")  # a stable sort: negative ones last
+    unknown = ""
+    for main in mains:
+        if head == "severity":
+            names = [value for kind, value, *_ in main.get("modifiers") or () if kind == "severity"]
+        else:
+            names = main.get("regions" if head == "region" else "obs_entities") or ()
+        absent = main.get("positiveness") == "neg"
+        for name in (str(name).strip().lower() for name in names):
+            if name not in CLASS_OF[head]:
+                unknown = unknown or f"{head} {name!r} not in the vocabulary"
+            elif absent and "where_is" in question["question_type"]:
+                unknown = unknown or "the finding is absent"
+            else:
+                return CLASS_OF[head]["no finding" if absent and head == "category" else name], ""
+    return None, unknown or f"no {head} given"
 
 
 CLASS_OF = {head: {name: i for i, name in enumerate(names)} for head, names in HEADS.items()}
@@ -217,13 +240,17 @@ def read_chexpert(path: Path, studies: np.ndarray) -> np.ndarray:
 
 
 def find_release(root: Path, grade: str) -> Path:
-    """The folder with metadata/question_metadata.parquet and qa/ or qa.zip: root, or the fitting one in exports/."""
-    inside = root / "exports" / f"{'A' if grade.startswith('A') else 'B'}_frontal"
-    for folder in (root, inside):
+    """The folder with metadata/question_metadata.parquet and qa/ or qa.zip: root, or one in exports/ that has the grade
+    (A_frontal holds A or better, B_frontal B or better)."""
+    inside = {"A": ("A_frontal", "B_frontal"), "B": ("B_frontal",)}.get(grade[0], ())
+    for folder in (root, *(root / "exports" / name for name in inside)):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             if not (folder / "metadata" / "question_metadata.parquet").is_file():
                 raise InputError(f"{folder}: holds no metadata/question_metadata.parquet, which has the grades; add it")
             return folder
+    if (root / "exports").is_dir():
+        holds = ", ".join(sorted(path.name for path in (root / "exports").iterdir())) or "nothing"
+        raise InputError(f"{root}/exports: holds {holds}, not grade {grade}; choose another --quality_grade")
     raise InputError(f"{root}: holds neither qa/ nor qa.zip; check --mimic_qa_path")
 
 
@@ -304,7 +331,7 @@ class Questions:
     a SLURM limit may count it to each). So the maps are dropped after every KEEP rows and made anew where needed.
     """
 
-    KEEP = 1024
+    KEEP = 512
 
     def __init__(self, folder: Path, split: str, parts: list[int], counts: list[int]):
         self.folder, self.split, self.parts = folder, split, parts
@@ -362,45 +389,49 @@ def empty(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([], schema)
 
 
-def index_folder(parent: Path, cxr: Path, release: Path, grade: str, view: str) -> Path:
+def index_folder(parent: Path, cxr: Path, release: Path, grade: str, view: str, limit: int = 0) -> Path:
     """A folder whose name tells these files and settings from others (by path, size and time of change)."""
     files = [cxr / f"mimic-cxr-2.0.0-{name}.csv.gz" for name in ("metadata", "split", "chexpert")]
     files += [release / "metadata" / "question_metadata.parquet", release / "qa.zip"]
-    facts = [VERSION, str(cxr.resolve()), str(release.resolve()), grade, view, HEADS, HEAD_OF_CODE]
+    facts = [VERSION, str(cxr.resolve()), str(release.resolve()), grade, view, limit, HEADS, HEAD_OF_CODE]
     facts += [[f.stat().st_size, f.stat().st_mtime_ns] for f in files if f.is_file()]
     return parent / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def open_index(
-    parent: Path, cxr: Path, qba: Path, grade: str = "B", view: str = "frontal", max_missing: int = 0
+    parent: Path, cxr: Path, qba: Path, grade: str = "B", view: str = "frontal", max_missing: int = 0, limit: int = 0
 ) -> Index:
     """All ranks call it: build the index of these settings in a folder of `parent`, or go on building it, or open it.
 
-    Raises InputError on all ranks for anything unreadable, and when more than max_missing pictures are not there.
+    limit: so many studies of each split only, evenly spaced (for a trial); 0: all. Raises InputError on all ranks for
+    anything unreadable, and when more than max_missing pictures are not there.
     """
     folder, release = parent, qba
     with du.agree_on_errors():
         release = find_release(qba, grade)
         try:
-            folder = index_folder(parent, cxr, release, grade, view)
+            folder = index_folder(parent, cxr, release, grade, view, limit)
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise not_written(parent, error) from None
-    complete, lock = False, None
-    with du.agree_on_errors():
-        if du.world()[0] == 0:
-            complete = is_complete(folder, cxr)
-            if not complete:
-                try:
-                    lock = RunLock(folder / ".lock", wait=120)  # of two jobs, one builds and the other waits
-                except OSError as error:
-                    raise not_written(folder, error) from None
-                complete = is_complete(folder, cxr)
-    if not du.broadcast_object(complete):
-        build(folder, cxr, release, grade, view)
+    state, lock = "", None
+    while state not in ("complete", "ours"):
+        if state == "busy":
+            time.sleep(2)
+        elif state == "waiting":
+            du.print_main(f"another run builds the index in {folder}; waiting for it")
+            state = "busy"
+        with du.agree_on_errors():
+            if du.world()[0] == 0:
+                last, (state, lock) = state, begin(folder, cxr)
+                state = "busy" if last == "busy" and state == "waiting" else state
+        state = du.broadcast_object(state)
+    if state == "ours":
+        build(folder, cxr, release, grade, view, limit)
     del lock
     index = None
     with du.agree_on_errors():
+        see(folder / "index.json")
         facts = json.loads((folder / "index.json").read_text())
         index = Index(folder, facts, map_table(folder / "studies.arrow"))
         if len(facts["missing"]) > max_missing:
@@ -408,6 +439,25 @@ def open_index(
             count = f"{len(facts['missing'])} picture files do not exist, such as {facts['missing'][0]}"
             raise InputError(f"{cxr}: {count} (all in {list_file}); download them, or allow so many by --max_missing")
     return index
+
+
+def begin(folder: Path, cxr: Path) -> tuple[str, RunLock | None]:
+    """("complete", None), ("ours" to build, the lock), or ("waiting", None): another job is building."""
+    if is_complete(folder, cxr):
+        return "complete", None
+    try:
+        lock = RunLock(folder / ".lock", wait=1)
+    except OSError as error:
+        raise not_written(folder, error) from None
+    except InputError:
+        return "waiting", None
+    return ("complete", None) if is_complete(folder, cxr) else ("ours", lock)
+
+
+def see(path: Path) -> None:
+    """Raises InputError where a file that rank 0 wrote is not to be seen: on another node with a disk of its own."""
+    if not path.exists():
+        raise InputError(f"{path}: written, but not seen on {platform.node()}; --index_dir must be shared by all nodes")
 
 
 def is_complete(folder: Path, cxr: Path) -> bool:
@@ -452,7 +502,7 @@ def stop_others(name: str) -> Iterator[None]:
             raise
 
 
-def build(folder: Path, cxr: Path, release: Path, grade: str, view: str) -> None:
+def build(folder: Path, cxr: Path, release: Path, grade: str, view: str, limit: int = 0) -> None:
     """Read both releases into `folder`, all ranks sharing the parts; index.json is written last."""
     from tqdm import tqdm
 
@@ -462,8 +512,15 @@ def build(folder: Path, cxr: Path, release: Path, grade: str, view: str) -> None
     with du.agree_on_errors():
         if du.world()[0] == 0:
             table, counts = read_studies(cxr, view)
+            if limit:
+                rows = [np.flatnonzero(table["split"].to_numpy() == split) for split in range(len(SPLITS))]
+                few = [part[np.unique(np.linspace(0, len(part) - 1, limit).astype(int))] for part in rows if len(part)]
+                table = table.take(pa.array(np.sort(np.concatenate(few)))) if few else table
             write_table(folder / "studies.arrow", table)
-    studies = map_table(folder / "studies.arrow")
+    studies = None
+    with du.agree_on_errors():
+        see(folder / "studies.arrow")
+        studies = map_table(folder / "studies.arrow")
     size = min(1024, max(8, -(-len(studies) // 32)))  # studies a part, whatever the number of ranks
     parts = -(-len(studies) // size)
     quiet = not (du.world()[0] == 0 and sys.stderr.isatty())

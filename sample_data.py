@@ -568,6 +568,12 @@ def study_questions(rng, found: list[Finding], boxes: dict[str, list]) -> list[d
         wording = WORDINGS[kind][rng.integers(len(WORDINGS[kind]))]
         tags = about(finding) | changed
         answers = [answer(f"{number}_A1", "main_answer", text, tags)]
+        if "describe" in kind and not changed and rng.random() < 0.5:  # descriptions also list what is absent
+            name, absent = some(sorted(NAMES.items())), dict(about(None))
+            if name[0] not in {f.entity for f in found}:
+                absent |= {"obs_entities": [name[0]], "regions": ["lungs"]}
+                absent = answer(f"{number}_A3", "main_answer", f"There is no {name[1]}.", absent)
+                answers = [absent, *answers] if finding else [absent]
         if finding is not None and rng.random() < 0.3:
             detail = f"It lies in the {finding.region}."
             details = answer(f"{number}_A2", "details", detail, about(finding) | {"regions": ["chest wall"]})

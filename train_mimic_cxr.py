@@ -19,6 +19,7 @@ import gc
 import json
 import math
 import os
+import platform
 import time
 import zlib
 from pathlib import Path
@@ -50,7 +51,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mimic_cxr_path", default="data/mimic-cxr-jpg", help=text)
     text = "folder with metadata/question_metadata.parquet and qa/ or qa.zip, or with exports/ that has them"
     add("--mimic_qa_path", default="data/mimic-ext-cxr-qba", help=text)
-    text = "where the index of questions is kept (3 GB for all 31 million), shared by all runs and all nodes"
+    text = (
+        "where the index of questions is kept (3 GB for all 31 million), shared by all runs and all nodes; delete it "
+    )
+    text += "after you changed files inside qa/"
     add("--index_dir", default="runs/index", help=text)
     text = "questions of this grade or better (from the parquet file); all: also unrated ones"
     add("--quality_grade", choices=GRADES, default="B", help=text)
@@ -94,7 +98,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "set batch, accumulation, workers, prefetch, precision and checkpointing from the hardware (the default)"
     add("--auto_optimize", dest="auto_optimize", action="store_true", default=True, help=text)
     add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="take them from the file and defaults")
-    add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default with 2 or more processes")
+    text = "DeepSpeed ZeRO; with --auto_optimize the default for 2 or more processes"
+    add("--use_deepspeed", action="store_true", help=text)
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
     text = "JSON with ZeRO stage and offload; default: configs/deepspeed_config.json (deepspeed_zero3.json below 6 GB)"
     add("--deepspeed_config", metavar="FILE", help=text)
@@ -105,7 +110,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
     add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
-    add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
+    text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers"
+    add("--debug", action="store_true", help=text)
     add_common_arguments(parser)
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
@@ -327,15 +333,16 @@ def load_encoder(path: str, flag: str, **options):
 
     kind = flag.split("_")[0]
     needs = ("num_channels",) if kind == "image" else ("hidden_size", "vocab_size")
+    width = ("hidden_size", "hidden_sizes")
 
     try:
-        if not Path(path).exists() and path.count("/") != 1:
+        if not Path(path).exists() and (path.count("/") > 1 or path[0] in "./~"):  # else a name on the hub
             raise OSError("no such folder")
         config = AutoConfig.from_pretrained(path)
         for name, value in options.items():
             if hasattr(config, name):
                 setattr(config, name, value)
-        if not all(hasattr(config, name) for name in needs):
+        if not all(hasattr(config, name) for name in needs) or not any(hasattr(config, name) for name in width):
             raise InputError(f"{path}: a {config.model_type!r} checkpoint is no {kind} encoder; check --{flag}")
         model, found = AutoModel.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
         if lacking := sorted(name for name in found["missing_keys"] if "pooler" not in name):
@@ -392,14 +399,20 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> tuple[ChestModel, 
         raise InputError(f"{args.image_encoder}: does not take pictures of {size}; see --image_size") from None
     if args.gradient_checkpointing:
         model.checkpoint = True
-        for part in (image, text):
-            inner = getattr(part, "encoder", part)
-            for block in getattr(inner, "stages", None) or getattr(inner, "layer", None) or ():
+        for path, part in ((args.image_encoder, image), (args.text_encoder, text)):
+            for block in blocks_of(part, path):
                 block.forward = checkpointed(block.forward)
     model.to(ranks.device)
-    if ranks.device.type == "cuda":
-        model.image.to(memory_format=torch.channels_last)
     return model, tokenizer
+
+
+def blocks_of(encoder: nn.Module, path: str) -> nn.ModuleList:
+    """The stages or layers of an encoder, the outermost. Raises InputError when it has none of the usual names."""
+    named = [(name.split("."), part) for name, part in encoder.named_modules() if isinstance(part, nn.ModuleList)]
+    known = [(len(name), part) for name, part in named if name[-1] in ("stages", "layers", "layer", "blocks", "block")]
+    if not known:
+        raise InputError(f"{path}: --gradient_checkpointing does not know its layers; use --no-gradient_checkpointing")
+    return min(known, key=lambda pair: pair[0])[1]
 
 
 def checkpointed(forward):
@@ -531,6 +544,8 @@ class DeepSpeedEngine:
 def start_engine(model: ChestModel, config: dict | None, args: argparse.Namespace, ranks: du.Ranks):
     """The engine around the model, with a fused AdamW over what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config is None and ranks.device.type == "cuda":  # DeepSpeed sends weights as flat bytes, which must be in order
+        model.image.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     if config is None:
         return TorchEngine(model, optimizer, args, ranks)
@@ -764,9 +779,11 @@ def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if ranks.device.type == "cuda":
         card = torch.cuda.get_device_properties(ranks.device)
         memory, compute = card.total_memory / 2**30, float(f"{card.major}.{card.minor}")
-    every = zip(*du.gather_objects([memory, compute, hw.usable_cores(), hw.available_ram_gb()]), strict=True)
-    machine = [min((value for value in column if value is not None), default=None) for column in every]
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+    facts = du.gather_objects([memory, compute, hw.usable_cores(), hw.available_ram_gb()])
+    machine = [min((v for v in column if v is not None), default=None) for column in zip(*facts, strict=True)]
+    # ranks that share their cores: srun may give each its own, torchrun gives all of a node the same
+    places = du.gather_objects((platform.node(), hw.core_numbers()))
+    local = max(sum(bool(node == n and cores & c) for n, c in places) for node, cores in places)
     given = args.batch_size if args.source["batch_size"] == "command line" else None
     options = {"batch_size": given, "processes_per_node": local}
     chosen = hw.settings_for(ranks.world_size, *machine, dsu.available(), **options)
@@ -785,10 +802,11 @@ def choose_engine(args: argparse.Namespace, ranks: du.Ranks) -> tuple[bool, str]
     """(whether DeepSpeed trains, why), as the guide's diagram has it."""
     if args.use_ddp:
         return False, "--use_ddp"
-    if args.use_deepspeed:
+    flag = "--use_deepspeed" if args.use_deepspeed else "--deepspeed_config"
+    if args.use_deepspeed or args.source["deepspeed_config"] == "command line":
         if not dsu.available():
-            raise InputError("--use_deepspeed: DeepSpeed is not installed; pip install deepspeed, or use --use_ddp")
-        return True, "--use_deepspeed"
+            raise InputError(f"{flag}: DeepSpeed is not installed; pip install deepspeed, or use --use_ddp")
+        return True, flag
     if ranks.world_size == 1:
         return False, "one process"
     if not args.auto_optimize:
@@ -800,7 +818,9 @@ def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]
     """(config, file name): the JSON of --deepspeed_config, or the one of configs/ for the ZeRO stage."""
     path = args.deepspeed_config or str(HERE / "configs" / f"deepspeed_{'zero3' if stage == 3 else 'config'}.json")
     config = dsu.read_deepspeed_config(path)
-    if "activation_checkpointing" in config and args.source["gradient_checkpointing"] != "command line":
+    source = args.source["gradient_checkpointing"]
+    weaker = source != "command line" if args.deepspeed_config else source == "default"  # no one named our own file
+    if "activation_checkpointing" in config and weaker:
         args.gradient_checkpointing, args.source["gradient_checkpointing"] = True, Path(path).name
     if args.compile and config["zero_optimization"]["stage"] == 3:
         raise InputError("--compile: does not go with ZeRO-3; leave it out, or use stage 1 or 2")
@@ -809,10 +829,14 @@ def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]
 
 def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
     """--auto_batch: one forward and backward pass; all ranks halve together when one has no memory."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     while True:
-        failed = False
+        failed, moments = False, []
         try:
+            moments += [torch.empty_like(parameter) for parameter in trained for _ in range(2)]  # the optimizer's
             batch = du.to_device(data.collate([data[k % len(data)] for k in range(args.batch_size)]), ranks.device)
+            longer = (0, args.max_question_length - batch["ids"].shape[1])
+            batch["ids"], batch["mask"] = F.pad(batch["ids"], longer), F.pad(batch["mask"], longer, value=1)
             batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
         except (RuntimeError, MemoryError) as error:
             if not hw.out_of_memory(error):
@@ -820,6 +844,7 @@ def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namesp
             failed = True
         model.zero_grad(set_to_none=True)
         batch = None
+        moments.clear()
         gc.collect()  # the failed pass left cycles that hold its activations
         if not du.any_rank(failed):
             return
@@ -880,13 +905,16 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if len(set(du.gather_objects(args.mixed_precision))) > 1:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
     paths = Path(args.index_dir), Path(args.mimic_cxr_path), Path(args.mimic_qa_path)
-    index = mci.open_index(*paths, args.quality_grade, args.view, args.max_missing)
+    options = args.quality_grade, args.view, args.max_missing
+    index = mci.open_index(*paths, *options, limit=64 if args.debug else 0)
     needed = args.eval_split if args.eval_only else "train"
     if not len(index.questions(SPLITS[needed])):
         raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; choose another --quality_grade")
     if ranks.is_main:
         print_table("questions left out", mci.left_out_table(index.facts))
-        print_table("questions by rating", {name: {"questions": n} for name, n in index.facts["ratings"].items()})
+        for title in ("ratings", "studies"):
+            if rows := {name: {"count": count} for name, count in index.facts[title].items()}:
+                print_table(title, rows)
     lock = None if args.eval_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     resume = args.resume_from or (str(folder / "best.pt") if args.eval_only else None)
     contents = ckpt.load_checkpoint(resume, folder, FORMAT)
@@ -1035,8 +1063,10 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed a search and a warning
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:
-        if args.use_deepspeed and ranks.world_size == 1 and not args.eval_only:  # DeepSpeed wants a group even so
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        wanted = args.use_deepspeed or args.source["deepspeed_config"] == "command line"
+        if wanted and ranks.world_size == 1 and not args.eval_only:  # DeepSpeed wants a group even so
+            backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             return run(args, ranks)
         except (RuntimeError, MemoryError) as error:

@@ -551,6 +551,8 @@ SETTINGS = {
         zero() | {"train_micro_batch_size_per_gpu": 16}, message=": train_micro_batch_size_per_gpu: 16, but the run h"),
     "DeepSpeed accumulation": deepspeed(
         zero() | {"gradient_accumulation_steps": 8}, message=": gradient_accumulation_steps: 8, but the run has 1"),
+    "DeepSpeed precision": deepspeed(
+        zero() | {"fp16": {"enabled": True}}, message=r": fp16\.enabled: true, but --mixed_precision is no; write"),
     "DeepSpeed clipping": deepspeed(zero() | {"gradient_clipping": 0.3}, message=": gradient_clipping: 0.3, but the r"),
     "DeepSpeed ZeRO key": deepspeed(zero(overlap_com=True), message=r": zero_optimization\.overlap_com: Extra inputs"),
     "DeepSpeed ZeRO type": deepspeed(zero(overlap_comm="maybe"), message=r": zero_optimization\.overlap_comm: Input s"),

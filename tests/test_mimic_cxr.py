@@ -3,7 +3,10 @@
 import csv
 import gzip
 import json
+import re
 import shutil
+import subprocess
+import threading
 import zipfile
 from pathlib import Path
 
@@ -157,6 +160,41 @@ def test_grades_select_exactly_their_questions(release, tmp_path, grade, train):
         assert sum(left.values()) + sum(map(len, found.values())) == 14  # of the studies with a picture
 
 
+def main_answers(*answers: dict) -> list[dict]:
+    return [{"answer_type": "main_answer"} | answer for answer in answers]
+
+
+def neg(**more) -> dict:
+    return {"positiveness": "neg"} | more
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "target"),
+    [
+        ("B08_describe_subcat", [neg(obs_entities=["pneumothorax"]), pos(obs_entities=["edema"])], "edema"),
+        ("B08_describe_subcat", [neg(obs_entities=["pneumothorax"]), neg(obs_entities=["edema"])], "no finding"),
+        ("B09_describe_abnormal_subcat", [pos(obs_entities=["opacity", "Consolidation"])], "consolidation"),
+        ("D01_describe_finding", [neg(obs_entities=["scar"])], None),
+        ("C01_describe_region", [neg(regions=["lungs"]), pos(regions=["left lung"])], "left lung"),
+        ("C01_describe_region", [neg(regions=["left lung"])], "left lung"),
+        ("D03_where_is_finding", [neg(regions=["lungs"])], None),
+        ("D04_how_severe_is_finding", [pos(modifiers=[["severity", "tiny"], ["severity", "mild"]])], "mild"),
+        ("has_finding", [neg(), pos()], "no"),
+        ("is_normal_region", [neg()], "yes"),
+        ("describe_all", [pos(obs_entities=["edema"])], ""),
+        ("B16_has_imaging_artifacts", [pos()], ""),
+    ],
+)
+def test_targets(kind, answers, target):
+    """What is absent is no finding and has no place; of several answers or names the first that has a class."""
+    head = mci.head_of(kind)
+    assert (head is None) == (target == "")
+    if head:
+        found, why = mci.target_of({"question_type": kind, "answers": main_answers(*answers)}, head)
+        assert (found is None) == (target is None) == bool(why)
+        assert target is None or mci.HEADS[head][found] == target
+
+
 def test_views(release, tmp_path):
     """PA before AP, of several the first dicom_id; a blank view by its code, else not used."""
     pictures = {}
@@ -204,6 +242,11 @@ def test_zip_exports_and_folders_give_one_index(release, tmp_path):
     shutil.copytree(zipped[1], exports / "A_frontal")
     assert rows_of(mci.open_index(tmp_path / "index", zipped[0], tmp_path / "qba", "B")) == reference
     assert mci.find_release(tmp_path / "qba", "A+").name == "A_frontal"
+    for grade in ("C", "all"):
+        with pytest.raises(mci.InputError, match=rf"exports: holds A_frontal, B_frontal, not grade {grade}"):
+            mci.find_release(tmp_path / "qba", grade)
+    shutil.rmtree(exports / "A_frontal")
+    assert mci.find_release(tmp_path / "qba", "A+").name == "B_frontal"  # has it, too
     assert len(list((tmp_path / "index").iterdir())) == 3  # each has a folder of its own
 
 
@@ -251,6 +294,39 @@ def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
     built.clear()
     mci.open_index(tmp_path / "broken", *paths)  # a second run starts from it at once
     assert built == []
+
+
+def test_of_two_jobs_one_waits(release, tmp_path, capsys):
+    """The folder is locked by another job that builds; when it is gone, this one builds what is lacking."""
+    folder = mci.index_folder(tmp_path, *release, "B", "frontal")
+    folder.mkdir()
+    other = [mci.RunLock(folder / ".lock", wait=0)]
+    threading.Timer(2.5, other.clear).start()
+    assert rows_of(mci.open_index(tmp_path, *release, "B"))["train"] == [Q1, Q2, Q3, Q4, Q5, OTHER]
+    assert capsys.readouterr().out.count("another run builds the index") == 1
+
+
+def test_a_trial_reads_few_studies(release, tmp_path):
+    index = mci.open_index(tmp_path, *release, "B", limit=1)
+    assert index.studies["dicom_id"].to_pylist() == ["aa", "ff", "ii"]
+    assert len(mci.open_index(tmp_path, *release, "B").studies) == 4
+
+
+def test_a_full_disk_ends_the_build_and_it_goes_on(chest, zygote, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        words = [*chest, "--debug", "--cache_gb", "0", "--output_dir", tmp_path / "run", "--index_dir"]
+        done = zygote(MIMIC, *words, disk, ranks=2)
+        assert done.code == 1
+        assert done.stderr.count("\n") == 1
+        assert re.search(r"error: \S+: not written \(No space left on device\); free space and", done.stderr)
+        shutil.copytree(disk, tmp_path / "roomy")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert zygote(MIMIC, *words, tmp_path / "roomy").code == 0
 
 
 def test_ranks_share_the_index_and_get_the_same(chest, zygote, tmp_path):
@@ -367,6 +443,49 @@ def test_checkpointing_and_freezing(chest):
     assert not any(name.startswith(("image.", "text.")) for name in grads[2])
 
 
+def test_checkpointing_finds_the_layers():
+    """Of encoders whose layers have other names; one that has none is an error."""
+    import transformers
+
+    import train_mimic_cxr as script
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+    for kind in ("ViT", "Bert", "Roberta", "SiglipVision"):
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        assert len(script.blocks_of(getattr(transformers, f"{kind}Model")(config), kind)) == 3
+    with pytest.raises(mci.InputError, match="no such: --gradient_checkpointing does not know its layers"):
+        script.blocks_of(torch.nn.Linear(2, 2), "no such")
+
+
+def test_optimizer_state_takes_the_format_of_the_weights():
+    """The fused AdamW walks through memory: state from a checkpoint must lie as channels_last weights do."""
+    import deepspeed_utils as dsu
+
+    layer = torch.nn.Conv2d(3, 8, 4).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    saved = {name: torch.randn(p.shape) for name, p in layer.named_parameters()}
+    dsu.restore_optimizer(layer, optimizer, None, {}, {"step": 3, "exp_avg": saved, "exp_avg_sq": saved})
+    state = optimizer.state[layer.weight]
+    assert state["exp_avg"].stride() == layer.weight.stride()
+    assert torch.equal(state["exp_avg_sq"], saved["weight"])
+
+
+@pytest.mark.parametrize("name", ["deepspeed_config", "deepspeed_zero3"])
+def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
+    """As they are, in bf16: offload, checkpointing, a frozen encoder; then DDP goes on from there."""
+    words = [*chest, "--mixed_precision", "bf16", "--batch_size", "4", "--max_samples", "40", "--freeze_text"]
+    words += ["--output_dir", tmp_path / "run", "--quality_grade", "all", "--log_every", "1", "--auto_batch"]
+    file = ROOT / "configs" / f"{name}.json"
+    done = zygote(MIMIC, *words, "--max_steps", "2", "--deepspeed_config", file, ranks=2)
+    assert done.code == 0, done.stderr
+    assert re.search(rf"checkpointing:? +True \({name}\.json\)", done.stdout), done.stdout
+    assert "bf16" in done.stdout
+    done = zygote(MIMIC, *words, "--max_steps", "3", "--use_ddp", "--resume_from", "auto", ranks=2)
+    assert done.code == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3]
+
+
 def test_banner_says_where_values_come_from(chest, zygote, tmp_path):
     """file < hardware < command line."""
     config = tmp_path / "my.yaml"
@@ -434,8 +553,6 @@ def test_picture_cache(tmp_path):
 @pytest.mark.parametrize("launcher", ["deepspeed", "launcher"])
 def test_guide_commands(chest, launcher, tmp_path):
     """The guide's own lines, for real: deepspeed --num_gpus=2 ... --use_deepspeed, and the launcher by itself."""
-    import subprocess
-
     words = [*chest, "--debug", "--output_dir", tmp_path / "run", "--config", ROOT / "configs" / "default_config.yaml"]
     command = ["deepspeed", "--num_gpus=2", MIMIC, *words, "--use_deepspeed"]
     if launcher == "launcher":

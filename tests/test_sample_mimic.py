@@ -121,7 +121,9 @@ def test_questions_match_their_table_and_grades_stand_there_alone(folder, studie
         assert 14 <= len(study["questions"]) <= 36
         for question in study["questions"]:
             assert not any("rating" in name or "grade" in name for name in question)
-            assert sum(answer["answer_type"] == "main_answer" for answer in question["answers"]) == 1
+            mains = [answer for answer in question["answers"] if answer["answer_type"] == "main_answer"]
+            assert len(mains) == 1 + ("describe" in question["question_type"] and mains[0]["answer_id"].endswith("A3")
+                                      and mains[-1] is not mains[0])  # fmt: skip
             for answer in question["answers"]:
                 for dicom, place in answer["localization"].items():
                     x1, y1, x2, y2 = place["bboxes"][0]
@@ -152,6 +154,8 @@ def test_answers_follow_the_findings_and_some_have_no_target(studies):
             answer = next(a for a in question["answers"] if a["answer_type"] == "main_answer")
             main[question["question_type"]].append((question["question"], answer))
     assert set(main) == set(sample_data.WORDINGS)
+    absent = [a for _, a in main["D01_describe_finding"] if a["positiveness"] == "neg"]
+    assert any(a["obs_entities"] != ["no finding"] for a in absent)  # descriptions say what is not there, too
     for _, answer in main["B04_is_normal"]:  # positiveness tells of the finding, not of the answer
         assert answer["text"] == {"pos": "No.", "neg": "Yes."}[answer["positiveness"]]
     assert {answer["positiveness"] for _, answer in main["D02_has_finding"]} == {"pos", "neg", "neutral"}
