@@ -34,7 +34,7 @@ demo-mimic_cxr:
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/default_config.yaml $(ENGINE) \
 	    --num_gpus $$processes --mimic_cxr_path $(D)/mimic-cxr-jpg --mimic_qa_path $(D)/mimic-ext-cxr-qba \
 	    --image_encoder $(D)/convnext_tiny --text_encoder $(D)/bert_tiny --image_size 64 --index_dir $(D)/index \
-	    --output_dir runs/demo/mimic_cxr --batch_size $$((64 / processes)) --gradient_accumulation_steps 1 --epochs 9 \
+	    --output_dir runs/demo/mimic_cxr --batch_size $$((64 / processes)) --gradient_accumulation_steps 1 --epochs 6 \
 	    --learning_rate 1e-3 --warmup_steps 100 --dropout 0 --chexpert_weight 1 --no-gradient_checkpointing --num_workers 0
 
 demo-all: setup
