@@ -827,6 +827,17 @@ def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]
     return config, path
 
 
+def choose_precision(config: dict | None, wanted: str, device: torch.device) -> tuple[str, str]:
+    """(precision, why): `auto` heeds what the DeepSpeed file enables or disables, where the device can."""
+    blocks = {name: (config or {}).get(name, {}) for name in ("bf16", "fp16")} if wanted == "auto" else {}
+    enabled = {name: block.pop("enabled", "auto") for name, block in blocks.items()}
+    asked = next((name for name, value in enabled.items() if value is True and device.type == "cuda"), None)
+    chosen, why = hw.choose_precision(asked or wanted, device)
+    if enabled.get(chosen) is False:
+        return "no", f"{chosen} is disabled in the DeepSpeed file"
+    return chosen, "the DeepSpeed file" if asked else why
+
+
 def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
     """--auto_batch: one forward and backward pass; all ranks halve together when one has no memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -896,10 +907,11 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     begun, folder, config, config_path = time.time(), Path(args.output_dir), None, ""
     stage = apply_hardware(args, ranks) if args.auto_optimize else 2
     with du.agree_on_errors():
-        args.mixed_precision, why_precision = hw.choose_precision(args.mixed_precision, ranks.device)
         use_deepspeed, why_engine = choose_engine(args, ranks)
         if use_deepspeed and not args.eval_only:
             config, config_path = deepspeed_settings(args, stage)
+        args.mixed_precision, why_precision = choose_precision(config, args.mixed_precision, ranks.device)
+        if config is not None:
             batch = args.batch_size, args.gradient_accumulation_steps
             dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
     if len(set(du.gather_objects(args.mixed_precision))) > 1:

@@ -552,7 +552,8 @@ SETTINGS = {
     "DeepSpeed accumulation": deepspeed(
         zero() | {"gradient_accumulation_steps": 8}, message=": gradient_accumulation_steps: 8, but the run has 1"),
     "DeepSpeed precision": deepspeed(
-        zero() | {"fp16": {"enabled": True}}, message=r": fp16\.enabled: true, but --mixed_precision is no; write"),
+        zero() | {"fp16": {"enabled": True}}, "--mixed_precision", "no",
+        message=r": fp16\.enabled: true, but --mixed_precision is no; write"),
     "DeepSpeed clipping": deepspeed(zero() | {"gradient_clipping": 0.3}, message=": gradient_clipping: 0.3, but the r"),
     "DeepSpeed ZeRO key": deepspeed(zero(overlap_com=True), message=r": zero_optimization\.overlap_com: Extra inputs"),
     "DeepSpeed ZeRO type": deepspeed(zero(overlap_comm="maybe"), message=r": zero_optimization\.overlap_comm: Input s"),

@@ -470,6 +470,17 @@ def test_optimizer_state_takes_the_format_of_the_weights():
     assert torch.equal(state["exp_avg_sq"], saved["weight"])
 
 
+def test_precision_of_the_deepspeed_file():
+    """The guide's JSON has fp16 enabled: taken where there is a GPU; a given --mixed_precision stands."""
+    import train_mimic_cxr as script
+
+    cpu, config = torch.device("cpu"), {"fp16": {"enabled": True, "loss_scale": 0}, "bf16": {"enabled": False}}
+    assert script.choose_precision(config, "auto", cpu)[0] == "no"
+    assert config == {"fp16": {"loss_scale": 0}, "bf16": {}}  # nothing left that fill_config could find wrong
+    assert script.choose_precision({"bf16": {"enabled": True}}, "no", cpu)[0] == "no"
+    assert script.choose_precision(None, "bf16", cpu)[0] == "bf16"
+
+
 @pytest.mark.parametrize("name", ["deepspeed_config", "deepspeed_zero3"])
 def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
     """As they are, in bf16: offload, checkpointing, a frozen encoder; then DDP goes on from there."""
