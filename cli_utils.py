@@ -240,4 +240,7 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
         code = main(args)
     except (InputError, RunError) as error:
         end_with(error)
+    except KeyboardInterrupt:  # before the training loop, which saves and ends by itself
+        sys.stderr.write("interrupted\n")
+        os._exit(130)
     sys.exit(code or 0)

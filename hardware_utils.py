@@ -299,7 +299,7 @@ def summary(facts: dict, settings: dict) -> list[str]:
         f"Detected: {gpus}, {facts['cpu_cores']} CPU cores, {facts['ram_available_gb']:.1f} GB RAM available",
         *(f"Note:     {note}" for note in facts["notes"]),
         f"Settings: batch {batch} x accumulation {accumulation} x {effective // (batch * accumulation)} processes ="
-        f" {effective}, {workers} loading workers, precision {precision} (train_mimic_cxr.py's defaults)",
+        f" {effective}, {workers} loading workers, precision {precision} (where no flag says otherwise)",
     ]
 
 

@@ -15,7 +15,7 @@ while (($#)); do
     --num_gpus=* | --script=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
     --num_gpus) count=${2:-} && shift $(($# > 1)) ;;
     --script) script=${2:-} && shift $(($# > 1)) ;;
-    --deepspeed | --torchrun | --debug | --dry_run) on+=" $1" ;;
+    --deepspeed | --torchrun | --debug | --dry_run | --use_deepspeed | --use_ddp) on+=" ${1/use_ddp/torchrun}" ;;
     -h | --help) sed -n '2,6s/^# //p' "$0" && exit 0 ;;
     *) words+=("$1") ;;
   esac
@@ -24,7 +24,7 @@ done
 [[ $count =~ ^(all|[1-9][0-9]*)$ ]] || fail "--num_gpus must be a whole number of at least 1, not '$count'"
 [[ -f $script ]] || script=$here/${script#"$here/"} && [[ -f $script ]] || fail "no file $script; check --script"
 [[ ${script##*/} != train_mimic_cxr.py ]] || mimic=1 # the others take none of the engine flags
-[[ $on != *deepspeed* || ($mimic && $on != *torchrun*) ]] || fail "--deepspeed: not beside --torchrun or with $script"
+[[ $on != *deepspeed* || ($mimic && $on != *torchrun*) ]] || fail "--deepspeed: not with --torchrun or another script"
 nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}} tasks=${SLURM_STEP_NUM_TASKS:-1}
 if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then # in an sbatch script: once per node
   start srun -n "$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 ${cpus:+-c "$cpus"} "${again[@]}"
@@ -46,7 +46,7 @@ if ((nodes > 1 && tasks <= nodes)); then
   where+=(--master_port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 20000))}")
 fi
 command=(torchrun --nproc_per_node="$count" "${where[@]}") # for DeepSpeed too: its own runner would orphan the workers
-if ((tasks > nodes)) || [[ $engine == python ]]; then command=(python); fi
+((tasks <= nodes)) && [[ $engine != python ]] || command=(python)
 case $mimic$engine in 1deepspeed) words+=(--use_deepspeed) ;; 1torchrun) words+=(--use_ddp) ;; esac
 [[ $on != *debug* ]] || if [[ $mimic ]]; then words+=(--debug); else words+=(--max_steps 2); fi
 [[ ${SLURM_PROCID:-0} != 0 ]] || echo "$(sed -n '/"summary": \[/,/]/s/^ *"\(.*\)",\{0,1\}$/\1/p' <<<"$facts")

@@ -254,6 +254,10 @@ def find_release(root: Path, grade: str) -> Path:
     raise InputError(f"{root}: holds neither qa/ nor qa.zip; check --mimic_qa_path")
 
 
+# what a damaged file or archive member raises, deep nesting and encryption included
+UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
+
 class QuestionFiles:
     """The JSON of each study, out of the folder qa/ or out of qa.zip, whose members have the same paths."""
 
@@ -286,17 +290,12 @@ class QuestionFiles:
             return questions
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RuntimeError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            reason = f"no key {error}" if isinstance(error, KeyError) else str(error).splitlines()[0][:150]
+        except UNREADABLE as error:
+            reason = (
+                f"no key {error}"
+                if isinstance(error, KeyError)
+                else " ".join(str(error).split())[:150] or type(error).__name__
+            )
             path = self.place(subject, study)
             raise InputError(f"{path}: not a question file ({reason}); download it again") from None
 
@@ -553,6 +552,9 @@ def build(folder: Path, cxr: Path, release: Path, grade: str, view: str, limit: 
             for kind, values in itertools.chain.from_iterable(part["classes"].items() for part in every):
                 classes[kind] = [a + b for a, b in zip(classes.get(kind, [0] * len(values)), values, strict=True)]
             if not any(part["rows"]["train"] + part["rows"]["validate"] + part["rows"]["test"] for part in every):
+                if gone := left_out["picture file missing"]:
+                    names = f"{gone} questions lack their pictures, such as {every[0]['missing'][:1]}"
+                    raise InputError(f"{cxr}: no question is left, {names}; check --mimic_cxr_path")
                 why = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common(3)) or "no studies"
                 raise InputError(f"{release}: no question is left ({why}); choose another --quality_grade or --view")
             missing = sorted(name for part in every for name in part["missing"])

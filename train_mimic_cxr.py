@@ -1,5 +1,4 @@
-"""MIMIC-CXR questions + CheXpert: a frontal chest X-ray and a question in, an answer by one of four heads out, and 14
-labels. Guide 1.
+"""MIMIC-CXR questions + CheXpert: a chest X-ray and a question in, an answer and 14 labels out (guide 1).
 
     ./launch_distributed_training.sh --config configs/default_config.yaml          # every GPU, settings found by itself
     python train_mimic_cxr.py --config configs/default_config.yaml                 # one GPU, or CPU
@@ -54,7 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = (
         "where the index of questions is kept (3 GB for all 31 million), shared by all runs and all nodes; delete it "
     )
-    text += "after you changed files inside qa/"
+    text += "after you changed pictures or files inside qa/"
     add("--index_dir", default="runs/index", help=text)
     text = "questions of this grade or better (from the parquet file); all: also unrated ones"
     add("--quality_grade", choices=GRADES, default="B", help=text)
@@ -110,7 +109,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
     add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
-    text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers"
+    text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers, where no flag says otherwise"
     add("--debug", action="store_true", help=text)
     add_common_arguments(parser)
     args = parse_arguments(parser, argv)
@@ -129,8 +128,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.deepspeed_config and not Path(args.deepspeed_config).is_file():
         parser.error(f"{args.deepspeed_config}: no such file; check --deepspeed_config")
     if args.debug:
-        args.max_samples, args.max_steps, args.num_workers, args.log_every, args.warmup_steps = 64, 2, 0, 1, 0
-        args.source |= dict.fromkeys(("num_workers", "max_samples", "max_steps"), "--debug")
+        few = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
+        for name in [name for name in few if args.source[name] != "command line"]:
+            setattr(args, name, few[name])
+            args.source[name] = "--debug"
         os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     return args
 
@@ -683,6 +684,8 @@ def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
     answers: dict[str, dict] = {}
     labels: dict[str, dict] = {}
     for name, value in metrics.items():
+        if "/" not in name:
+            continue
         metric, *which = name.split("/", 2)[1:]
         table = labels if metric.startswith("chexpert") else answers
         row = table.setdefault(which[0] if which else ("macro" if table is labels else "all"), {})
@@ -894,12 +897,13 @@ def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step:
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --output_dir") from None
     metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
     if ranks.is_main:
-        print_metrics(args.eval_split, metrics)
+        print_metrics(f"{args.eval_split}, step {step}", metrics)
         draw_answers(data, found).savefig(folder / "figures" / f"{args.eval_split}_answers.png", dpi=110)
         draw_curves(found, index).savefig(folder / "figures" / f"{args.eval_split}_curves.png", dpi=110)
         (folder / f"eval_{args.eval_split}.json").write_text(json.dumps({**metrics, "step": step}, indent=2) + "\n")
         if args.save_predictions:
             write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)
+        print(f"{len(data):,} questions; written: {folder}/eval_{args.eval_split}.json, {folder}/figures", flush=True)
 
 
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
@@ -921,7 +925,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     index = mci.open_index(*paths, *options, limit=64 if args.debug else 0)
     needed = args.eval_split if args.eval_only else "train"
     if not len(index.questions(SPLITS[needed])):
-        raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; choose another --quality_grade")
+        advice = f"see {args.mimic_cxr_path}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
+        raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; {advice}")
     if ranks.is_main:
         print_table("questions left out", mci.left_out_table(index.facts))
         for title in ("ratings", "studies"):
@@ -929,6 +934,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
                 print_table(title, rows)
     lock = None if args.eval_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     resume = args.resume_from or (str(folder / "best.pt") if args.eval_only else None)
+    if args.eval_only and not args.resume_from and not Path(resume).exists():
+        raise InputError(f"{folder}: holds no best.pt; check --output_dir, or give a checkpoint with --resume_from")
     contents = ckpt.load_checkpoint(resume, folder, FORMAT)
     if args.eval_only and contents is None:
         raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
@@ -1015,11 +1022,13 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         parts |= {"precision": args.mixed_precision, "log": log.pending(state["step"])}
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
-    drawn = -math.inf
+    drawn, best_step = -math.inf, None
 
     def report(split: str, final: bool = False) -> dict[str, float | None]:
         nonlocal drawn
         metrics, found = evaluate(model, sets[split], index, split, args, ranks)
+        if final:  # the row stands at the last step, but its weights may be older
+            metrics["best_step"] = best_step
         log.write(state["step"], state["epoch"] + 1, metrics)
         if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
             log.figure(f"{split}_answers", draw_answers(sets[split], found), state["step"])
@@ -1030,6 +1039,8 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         return metrics
 
     with contextlib.closing(log), contextlib.closing(engine), du.StopSignal() as stop:
+        if state["step"] >= total_steps:
+            du.print_main(f"nothing left to train: step {state['step']} of {total_steps}; see --epochs, --max_steps")
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
@@ -1047,13 +1058,16 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             if state["step"] >= total_steps:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
+        best_step, name = state["step"], "the last weights (there are no validation questions)"
         if state["best"] is not None:
-            dsu.put_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)["model"])
+            best = ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)
+            dsu.put_weights(model, best["model"])
+            best_step, name = best["step"], "best.pt"
         for split in ("val", "test"):
             if len(sets[split]):
                 metrics = report(split, final=True)
                 if ranks.is_main:
-                    print_metrics(f"{split}, best.pt", metrics)
+                    print_metrics(f"{split}, {name}", metrics)
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | {"seconds": round(time.time() - begun, 1)})

@@ -104,6 +104,13 @@ def train(data: Path, out: Path, processes: int = 1, *flags, launcher: list[str]
     return done
 
 
+def forked(zygote, data: Path, out: Path, processes: int, *flags):
+    """train() by the zygote: as real, but for the launcher and the seconds of importing."""
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, *flags, ranks=processes)
+    assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
 def records(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -239,3 +240,10 @@ def test_thirty_runs_in_a_row(data, tmp_path):
     for i in range(30):
         train(data, tmp_path / str(i), 2, *FLAGS, "--max_steps", "1")
     print("30 of 30 runs ended with code 0")
+
+
+def test_an_interrupt_before_the_first_step():
+    """Ctrl-C while data or models are read: exit code 130 and one line."""
+    code = "import os, signal, cli_utils; cli_utils.run_main(lambda _: os.kill(os.getpid(), signal.SIGINT), None)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -362,7 +362,8 @@ DATA = {
     "JPG empty": (pictures(lambda _: b""), [], r"\.jpg: not a JPEG file"),
     "JPG missing": (remove("mimic-cxr-jpg/files/p1[0-4]"), [], r"\d+ picture files do not exist.*missing\.txt.*--max_"),
     "too many missing": (remove("mimic-cxr-jpg/files/p1[0-4]"), ["--max_missing", "1"], r"picture files do not exist"),
-    "no files": (remove("mimic-cxr-jpg/files"), ["--max_missing", "9999"], r"no question is left.*picture file missin"),
+    "no files": (
+        remove("mimic-cxr-jpg/files"), ["--max_missing", "9999"], r"cxr-jpg: no question is left.*lack their pict"),
     "JPG truncated": (pictures(lambda b: b[: len(b) // 2]), [], r"\.jpg: not a readable picture .*truncated"),
     "JPG a header": (pictures(lambda _: CUT), [], r"\.jpg: not a readable picture \(cannot identify image file"),
     "JPG truncated in val": (
@@ -599,7 +600,7 @@ SETTINGS = {
     "other seed": (same, [*RESUME, "{run}/last.pt", "--seed", "5"], "a run with seed 0, now 5"),
     "other questions": (same, [*RESUME, "{run}/last.pt", "--max_samples", "20"], "training questions 24, now 20"),
     "other fusion": (same, [*RESUME, "{run}/last.pt", "--fusion_layers", "1"], "--resume_from: checkpoint of another"),
-    "nothing to evaluate": (same, [*NEW, "--eval_only"], r"best\.pt: no such checkpoint"),
+    "nothing to evaluate": (same, [*NEW, "--eval_only"], r"new: holds no best\.pt; check --output_dir"),
     "nothing to evaluate yet": (same, [*NEW, "--eval_only", "--resume_from", "auto"], "no checkpoint to use; give one"),
     # the index
     "index is a file": (side("index", ""), INDEX, "index: cannot write here .*choose another --index_dir"),

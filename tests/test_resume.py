@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from background import Run
-from conftest import PRS_MED, losses, torchrun, train
+from conftest import PRS_MED, forked, losses, torchrun, train
 
 # dropout on: the random state of every rank must come back too
 FLAGS = ["--batch_size", "3", "--num_epochs", "4", "--save_every", "2", "--log_every", "3", "--max_new_tokens", "3"]
@@ -21,10 +21,10 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def whole(data, zygote, tmp_path_factory):
     """The uninterrupted 2-process run."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(data, out, 2, *FLAGS)
+    forked(zygote, data, out, 2, *FLAGS)
     return out
 
 
@@ -41,7 +41,7 @@ def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = 
     return run.end()
 
 
-def test_kill_and_resume(data, whole, tmp_path):
+def test_kill_and_resume(data, zygote, whole, tmp_path):
     """One run: a worker killed, the launcher killed, SIGTERM (which loses no step), the newest checkpoint damaged."""
     out = tmp_path / "run"
     assert interrupt(data, out, "worker", 2, 0.05) != 0
@@ -56,7 +56,7 @@ def test_kill_and_resume(data, whole, tmp_path):
     content[len(content) // 2] ^= 1  # torch.load would not notice
     newest.unlink()  # not last.pt, its other name
     newest.write_bytes(content)
-    done = train(data, out, 2, *FLAGS)
+    done = forked(zygote, data, out, 2, *FLAGS)
     assert f"{newest} is damaged" in done.stderr
     assert f"(step {saved})" not in done.stdout
     assert losses(out) == losses(whole)

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SAME, losses, torchrun, train
+from conftest import SAME, forked, losses
 
 from distributed_utils import EvalBatchSampler, TrainBatchSampler, permute
 
@@ -17,10 +16,10 @@ FLAGS = [*SAME, "--gradient_accumulation_steps", "2", "--num_epochs", "2", "--sa
 
 
 @pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
+def runs(data, zygote, tmp_path_factory):
     folder = tmp_path_factory.mktemp("same")
     for processes, batch in BATCHES.items():
-        train(data, folder / str(processes), processes, *FLAGS, "--batch_size", batch)
+        forked(zygote, data, folder / str(processes), processes, *FLAGS, "--batch_size", batch)
     return folder
 
 
@@ -177,7 +176,7 @@ def test_answer_does_not_reach_the_mask(runs, data):
     assert text_a[0] != text_b[0]
 
 
-def test_fewer_rows_than_processes(runs, data, tmp_path):
+def test_fewer_rows_than_processes(runs, data, zygote, tmp_path):
     """2 training rows on 3 processes: the one without a row takes part all the same, and losses equal one process's."""
     root = tmp_path / "data"
     shutil.copytree(data, root)
@@ -187,7 +186,8 @@ def test_fewer_rows_than_processes(runs, data, tmp_path):
         train_rows = [line for line in lines if ",train," in line]
         table.write_text("".join(line for line in lines if line not in train_rows[keep:]))
     for processes in (1, 3):
-        train(root, tmp_path / str(processes), processes, *SAME, "--num_epochs", "3", "--batch_size", 12 // processes)
+        flags = [*SAME, "--num_epochs", "3", "--batch_size", 12 // processes]
+        forked(zygote, root, tmp_path / str(processes), processes, *flags)
     one, three = (np.array(losses(tmp_path / name)) for name in ("1", "3"))
     assert one.shape == three.shape == (8, 3)
     training = one[:, 1] > 1.2  # the others are Dice values, where one pixel on the border may flip
@@ -197,10 +197,10 @@ def test_fewer_rows_than_processes(runs, data, tmp_path):
     assert worst < 1e-5
 
 
-def test_resume_at_another_world_size(runs, data, tmp_path):
+def test_resume_at_another_world_size(runs, data, zygote, tmp_path):
     """A 2-process run goes on as one process from step 2: the remaining losses agree to 1e-5."""
     flags = [*FLAGS, "--batch_size", "6", "--resume_from", runs / "2" / "step_00000002.pt"]
-    train(data, tmp_path / "run", 1, *flags)
+    forked(zygote, data, tmp_path / "run", 1, *flags)
     whole = {row[0]: row[1] for row in losses(runs / "2") if row[1] > 1.2}
     rest = [row for row in losses(tmp_path / "run") if row[1] > 1.2]
     worst = max(abs(row[1] / whole[row[0]] - 1) for row in rest)
@@ -209,14 +209,13 @@ def test_resume_at_another_world_size(runs, data, tmp_path):
     assert worst < 1e-5
 
 
-def test_sets_of_one_to_ten_samples(runs, data):
+def test_sets_of_one_to_ten_samples(runs, data, zygote):
     """The same weights at 1, 2 and 3 processes, empty shards included: no hang, metrics equal to 1e-6 and to
     MONAI's."""
     results = {}
     for processes in (1, 2, 3):
-        command = [*torchrun(processes), "tests/small_sets.py", str(data), str(runs / "1" / "last.pt")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = zygote("tests/small_sets.py", data, runs / "1" / "last.pt", ranks=processes)
+        assert done.code == 0, done.stderr[-3000:]
         results[processes] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         assert len(results[processes]) == 10
     worst = max(
