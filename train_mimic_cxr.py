@@ -842,7 +842,7 @@ def choose_precision(config: dict | None, wanted: str, device: torch.device) -> 
 
 
 def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: one forward and backward pass; all ranks halve together when one has no memory."""
+    """--auto_batch: two forward and backward passes; all ranks halve together when one has no memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     while True:
         failed, moments = False, []
@@ -851,7 +851,8 @@ def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namesp
             batch = du.to_device(data.collate([data[k % len(data)] for k in range(args.batch_size)]), ranks.device)
             longer = (0, args.max_question_length - batch["ids"].shape[1])
             batch["ids"], batch["mask"] = F.pad(batch["ids"], longer), F.pad(batch["mask"], longer, value=1)
-            batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
+            for _ in range(2):  # in the second, the gradients of the first are there already
+                batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
         except (RuntimeError, MemoryError) as error:
             if not hw.out_of_memory(error):
                 raise

@@ -818,20 +818,22 @@ def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
 
 
 def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: one forward and backward pass of the longest rows; all ranks halve together when one has no
+    """--auto_batch: two forward and backward passes of the longest rows; all ranks halve together when one has no
     memory."""
     longest = sorted(range(len(data)), key=lambda i: -len(data.rows[i].question + data.rows[i].answer))
     while True:
         failed = False
         try:
             items = [data[longest[k % len(longest)]] for k in range(args.batch_size)]
-            batch_loss(model.train(), du.to_device(data.reader.collate(items), ranks.device), 1, 1, args)[0].backward()
+            batch = du.to_device(data.reader.collate(items), ranks.device)
+            for _ in range(2):  # in the second, the gradients of the first are there already
+                batch_loss(model.train(), batch, 1, 1, args)[0].backward()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             failed = True
         model.zero_grad(set_to_none=True)
-        items = None
+        items = batch = None
         gc.collect()  # the failed pass left cycles that hold its activations
         if not du.any_rank(failed):
             return
