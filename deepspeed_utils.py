@@ -73,11 +73,11 @@ def fill_config(config: dict, path: str, micro_batch: int, accumulation: int, gr
             raise InputError(f'{path}: {key}: {config[key]}, but the run has {value:g}; write "auto" there')
     if config.get("train_batch_size", "auto") != "auto":
         raise InputError(f'{path}: train_batch_size: follows from the flags; write "auto" there or remove it')
-    for key, name in (("fp16", "fp16"), ("bf16", "bf16")):
-        enabled = config.get(key, {}).get("enabled", "auto")
+    for name in ("fp16", "bf16"):
+        enabled = config.get(name, {}).get("enabled", "auto")
         if enabled != "auto" and enabled != (precision == name):
             text = f"{str(enabled).lower()}, but --mixed_precision is {precision}"
-            raise InputError(f'{path}: {key}.enabled: {text}; write "auto" there, or give --mixed_precision')
+            raise InputError(f'{path}: {name}.enabled: {text}; write "auto" there, or give --mixed_precision')
     filled = {k: v for k, v in config.items() if k not in (*OWNED, "fp16", "bf16", "activation_checkpointing")} | own
     # torch's AdamW resumes bit for bit, DeepSpeed's own does not
     filled |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 40}

@@ -96,7 +96,7 @@ def _numbers(path: Path) -> list[int]:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """CPU cores that this process may use: its affinity and its container's quota, not the host's count."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(core_numbers())
     for folder in _cgroups("cpu", root):
         v1 = _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us")
         quota = _numbers(folder / "cpu.max") or v1

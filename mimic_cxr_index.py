@@ -413,18 +413,15 @@ def open_index(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise not_written(parent, error) from None
-    state, lock = "", None
-    while state not in ("complete", "ours"):
-        if state == "busy":
-            time.sleep(2)
-        elif state == "waiting":
-            du.print_main(f"another run builds the index in {folder}; waiting for it")
-            state = "busy"
+    state, lock, told = "waiting", None, False
+    while state == "waiting":
         with du.agree_on_errors():
             if du.world()[0] == 0:
-                last, (state, lock) = state, begin(folder, cxr)
-                state = "busy" if last == "busy" and state == "waiting" else state
+                state, lock = begin(folder, cxr)
         state = du.broadcast_object(state)
+        if state == "waiting" and not told:
+            du.print_main(f"another run builds the index in {folder}; waiting for it")
+            told = True
     if state == "ours":
         build(folder, cxr, release, grade, view, limit)
     del lock
@@ -445,7 +442,7 @@ def begin(folder: Path, cxr: Path) -> tuple[str, RunLock | None]:
     if is_complete(folder, cxr):
         return "complete", None
     try:
-        lock = RunLock(folder / ".lock", wait=1)
+        lock = RunLock(folder / ".lock", wait=2)
     except OSError as error:
         raise not_written(folder, error) from None
     except InputError:
@@ -552,8 +549,8 @@ def build(folder: Path, cxr: Path, release: Path, grade: str, view: str, limit: 
             for kind, values in itertools.chain.from_iterable(part["classes"].items() for part in every):
                 classes[kind] = [a + b for a, b in zip(classes.get(kind, [0] * len(values)), values, strict=True)]
             if not any(part["rows"]["train"] + part["rows"]["validate"] + part["rows"]["test"] for part in every):
-                if gone := left_out["picture file missing"]:
-                    names = f"{gone} questions lack their pictures, such as {every[0]['missing'][:1]}"
+                if gone := next((name for part in every for name in part["missing"]), None):
+                    names = f"{left_out['picture file missing']} lack their pictures, such as {gone}"
                     raise InputError(f"{cxr}: no question is left, {names}; check --mimic_cxr_path")
                 why = ", ".join(f"{count} {reason}" for reason, count in left_out.most_common(3)) or "no studies"
                 raise InputError(f"{release}: no question is left ({why}); choose another --quality_grade or --view")

@@ -925,9 +925,10 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     options = args.quality_grade, args.view, args.max_missing
     index = mci.open_index(*paths, *options, limit=64 if args.debug else 0)
     needed = args.eval_split if args.eval_only else "train"
-    if not len(index.questions(SPLITS[needed])):
-        advice = f"see {args.mimic_cxr_path}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
-        raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; {advice}")
+    with du.agree_on_errors():
+        if not len(index.questions(SPLITS[needed])):
+            advice = f"see {args.mimic_cxr_path}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
+            raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; {advice}")
     if ranks.is_main:
         print_table("questions left out", mci.left_out_table(index.facts))
         for title in ("ratings", "studies"):
@@ -935,8 +936,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
                 print_table(title, rows)
     lock = None if args.eval_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     resume = args.resume_from or (str(folder / "best.pt") if args.eval_only else None)
-    if args.eval_only and not args.resume_from and not Path(resume).exists():
-        raise InputError(f"{folder}: holds no best.pt; check --output_dir, or give a checkpoint with --resume_from")
+    with du.agree_on_errors():
+        if args.eval_only and not args.resume_from and not Path(resume).exists():
+            raise InputError(f"{folder}: holds no best.pt; check --output_dir, or give a checkpoint with --resume_from")
     contents = ckpt.load_checkpoint(resume, folder, FORMAT)
     if args.eval_only and contents is None:
         raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
@@ -946,7 +948,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             ckpt.load_trained(model, contents["model"])
         elif args.pretrained_weights:
             load_pretrained(model, args.pretrained_weights)
-    sets = {split: QuestionData(index, split, args, tokenizer) for split in SPLITS}
+        sets = {split: QuestionData(index, split, args, tokenizer) for split in SPLITS}
     if args.eval_only:
         evaluate_only(model, sets[args.eval_split], index, contents["step"], args, ranks)
         return 0
