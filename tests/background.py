@@ -18,7 +18,12 @@ class Run:
         self.launcher = psutil.Popen([str(w) for w in command], cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
 
     def workers(self) -> list[psutil.Process]:
-        return [p for p in self.launcher.children(recursive=True) if self.script in " ".join(p.cmdline())]
+        found = []
+        for process in self.launcher.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie is one of these
+                if self.script in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def wait_for_step(self, step: int) -> None:
         """Until a checkpoint of this step or a later one exists, or the run is over."""
