@@ -209,7 +209,11 @@ class TrainBatchSampler:
             low = first + count * self.rank // self.world_size if mine else first
             for begin in range(low, low + max(1, mine), self.batch_size):
                 places = np.arange(begin, min(begin + self.batch_size, low + max(1, mine)))
-                yield permute(places, self.num_samples, self.seed, self.epoch).tolist()
+                yield self.order(places).tolist()
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """The samples at some consecutive places of the epoch, all of one step."""
+        return permute(places, self.num_samples, self.seed, self.epoch)
 
 
 class EvalBatchSampler:

@@ -4,6 +4,8 @@
     python sample_data.py prs_med OUT --num_train 40 --image_size 64 --seed 1
     python sample_data.py mimic_cxr data/demo/mimic_cxr                # 700 training patients, some 20,000 questions
     python sample_data.py mimic_cxr OUT --num_train 12 --num_val 6 --num_test 6 --image_size 96 --zip
+    python sample_data.py survival data/demo/survival                  # 600 patients with a chest CT each
+    python sample_data.py survival OUT --num_patients 60 --matrix 20 --event_rate 0.123
 
 `prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and
 skin pictures, and two tiny Hugging Face checkpoints with random weights beside it (`llava_tiny`, `sam_tiny`), so that
@@ -15,6 +17,10 @@ learn it.
 exports/) of made-up chest X-rays in which every finding can be seen and its side matters, and two tiny checkpoints
 (`convnext_tiny`, `bert_tiny`). As in the real release: views and labels are missing here and there, a fifth of the
 questions has no grade, the grades stand in the parquet file alone, and some answers have no target.
+
+`survival` writes a table of patients (dataset.csv) and made-up chest CTs (NIfTI, HU) of several voxel sizes and
+orientations, in which calcified lesions lie on the heart. Their load alone drives a Weibull hazard, so the C-index that
+the true risk reaches is known, and printed.
 """
 
 import argparse
@@ -30,6 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli_utils import InputError, run_main, whole
+from cli_utils import number as real
 
 # modality -> (bright target, dark target); both lie in every picture of that modality
 PRS_MED_TARGETS = {
@@ -71,6 +78,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cxr.add_argument(
         "--zip", dest="zipped", action="store_true", help="write qa.zip instead of the folder qa/; users read both"
     )
+    ct = tasks.add_parser("survival", help="survival from 3D CT (train_survival_distributed.py)")
+    ct.add_argument("out", type=Path, help="folder to write; must not hold a data set yet")
+    ct.add_argument("--num_patients", type=whole(20), default=600, help="patients, one CT and one row each")
+    ct.add_argument("--event_rate", type=real(0.05, 0.8), default=0.3, help="share with an event (real cohort: 0.123)")
+    ct.add_argument(
+        "--matrix", type=whole(12), default=48, help="voxels along the first axis, at the middle voxel size"
+    )
+    ct.add_argument("--risk", type=real(0), default=2.0, help="log-hazard per standard deviation of the lesion load")
+    ct.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
@@ -888,9 +904,126 @@ def write_tiny_bert(path: Path, texts: list[str], seed: int) -> None:
     tokenizer.save_pretrained(path)
 
 
+# --- survival ---------------------------------------------------------------------------------------------------------
+
+FIELD = (220.0, 180.0, 128.0)  # mm that a CT covers
+VOXELS = ((1.0, 1.0, 1.6), (0.8, 0.8, 2.0), (1.2, 1.2, 1.3))  # in units of field / matrix
+TURNS = ((1, 1, 1), (-1, -1, 1), (-1, 1, 1), (1, 1, -1))  # RAS, LPS, LAS, RAI
+
+
+def draw_lesions(rng) -> list[tuple]:
+    """[(position on the heart's surface, radius mm, HU above tissue, vessel)] of one patient, also none."""
+    burden = max(0.0, rng.normal(1.0, 0.9))
+    lesions = []
+    for _ in range(rng.poisson(3.5 * burden)):
+        up, around = rng.uniform(-0.8, 0.8), rng.uniform(0, 2 * math.pi)
+        flat = math.sqrt(1 - up * up)
+        place = (42 * flat * math.cos(around), 36 * flat * math.sin(around), 40 * up)
+        lesions.append((place, rng.uniform(4.5, 9), rng.uniform(400, 1300), ("LAD", "LCX", "RCA")[rng.integers(3)]))
+    return lesions
+
+
+def chest_ct(rng, lesions: list[tuple], matrix: int):
+    """(int16 HU, affine) of a chest: body, lungs, spine, ribs, heart, and the lesions; voxel size and axes vary."""
+    import numpy as np
+
+    voxel = FIELD[0] / matrix * np.array(VOXELS[rng.integers(len(VOXELS))])
+    axes = [
+        (np.arange(max(6, round(f / v))) - (max(6, round(f / v)) - 1) / 2) * v
+        for f, v in zip(FIELD, voxel, strict=True)
+    ]
+    x, y, z = np.meshgrid(*axes, indexing="ij")
+    size, shift = rng.uniform(0.93, 1.07), rng.uniform(-6, 6, 3)
+
+    def inside(cx, cy, cz, rx, ry, rz):
+        distance = ((x - cx) / rx) ** 2 + ((y - cy) / ry) ** 2 + ((z - cz) / rz) ** 2
+        return 1 / (1 + np.exp(np.clip(8 * (np.sqrt(distance) - 1) * min(rx, ry, rz) / voxel.max(), -30, 30)))
+
+    volume = np.full(x.shape, -1000.0)
+
+    def put(shape, value):
+        volume[:] = volume * (1 - shape) + value * shape
+
+    put(inside(0, 0, 0, 104 * size, 80 * size, 400), rng.normal(30, 8))
+    bone = rng.uniform(350, 700)
+    for side in (-1, 1):
+        put(inside(side * 52 * size, 6, 0, 40 * size, 58 * size, 90), rng.normal(-850, 25))
+        for height in range(-48, 49, 24):
+            put(inside(side * 88 * size, 10, height, 6, 30, 5), 0.8 * bone)
+    put(inside(0, -62 * size, 0, 15, 14, 400), bone)  # the spine; y runs to the front
+    centre = (8 + shift[0], 14 + shift[1], shift[2])
+    put(inside(*centre, 42, 36, 40), rng.normal(50, 6))
+    for (dx, dy, dz), radius, peak, _ in lesions:
+        away = (x - centre[0] - dx) ** 2 + (y - centre[1] - dy) ** 2 + (z - centre[2] - dz) ** 2
+        volume += peak * np.exp(-away / (0.72 * radius**2))
+    volume += rng.normal(0, 22, volume.shape)
+    turn = TURNS[rng.integers(len(TURNS))]
+    affine = np.diag([*(voxel * turn), 1.0])
+    affine[:3, 3] = [axis[0] if sign > 0 else axis[-1] for axis, sign in zip(axes, turn, strict=True)]
+    return np.clip(volume, -1024, 3071).astype(np.int16)[tuple(slice(None, None, sign) for sign in turn)], affine
+
+
+def write_survival(out: Path, num_patients: int, event_rate: float, matrix: int, risk: float, seed: int) -> None:
+    """dataset.csv, and scans/*.nii.gz. Raises InputError when the folder holds a data set."""
+    import nibabel
+    import numpy as np
+
+    from survival_metrics import concordance
+
+    if (out / "dataset.csv").exists():
+        raise InputError(f"{out}: holds a data set already; choose another folder or delete it")
+    (out / "scans").mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    lesions = [draw_lesions(rng) for _ in range(num_patients)]
+    load = np.log1p([sum(peak / 1000 * (radius / 4) ** 3 for _, radius, peak, _ in found) for found in lesions])
+    true = risk * (load - load.mean()) / max(load.std(), 1e-9)
+    draw, censored = -np.log(rng.random(num_patients)), rng.uniform(300, 2447, num_patients)
+    low, high = -5.0, 30.0  # log of the Weibull scale, by bisection: the share of events falls with it
+    for _ in range(60):
+        middle = (low + high) / 2
+        days = np.exp(middle) * (draw * np.exp(-true)) ** (1 / 1.3)
+        low, high = (middle, high) if np.mean(days <= censored) > event_rate else (low, middle)
+    event = days <= censored
+    time = np.clip(np.ceil(np.minimum(days, censored)), 34, 2447).astype(int)
+    part = np.zeros(num_patients, int)
+    for group in (np.flatnonzero(event), np.flatnonzero(~event)):
+        part[rng.permutation(group)] = np.arange(len(group)) % 5
+    header = ["case_num", "NIFTI Path", "time", "event", *(f"Fold_{k}" for k in range(1, 6)), "Age", "isFemale"]
+    header += ["AgatstonScore2D", "MassScore", "VolumeScore", "NumLesion3D", "MaxHU", "MeanHU", "LargestVolume"]
+    header += ["LAD_Agatston", "LCX_Agatston", "RCA_Agatston", "true_log_hazard"]
+    with open(out / "dataset.csv", "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(header)
+        for i, found in enumerate(lesions):
+            volume, affine = chest_ct(rng, found, matrix)
+            name = f"scans/case_{i + 1:05d}.nii.gz"
+            nibabel.save(nibabel.Nifti1Image(volume, affine), out / name)
+            sizes = [4.2 * radius**3 for _, radius, _, _ in found]
+            parts = {"LAD": 0.0, "LCX": 0.0, "RCA": 0.0}
+            for volume_mm3, (_, _, peak, vessel) in zip(sizes, found, strict=True):
+                parts[vessel] += volume_mm3 / 3 * min(4, int(peak / 100)) * rng.uniform(0.9, 1.1)
+            mass = sum(v * peak / 1000 for v, (_, _, peak, _) in zip(sizes, found, strict=True))
+            peaks = [peak for _, _, peak, _ in found]
+            row = [i + 1, name, time[i], int(event[i]), *("val" if part[i] == k else "train" for k in range(5))]
+            row += [round(rng.normal(58 + 4 * load[i], 8)), int(rng.random() < 0.45), round(sum(parts.values()), 1)]
+            row += [round(mass, 1), round(sum(sizes), 1), len(found), round(max(peaks, default=0))]
+            row += [round(sum(peaks) / max(1, len(peaks))), round(max(sizes, default=0), 1)]
+            table.writerow([*row, *(round(value, 1) for value in parts.values()), round(true[i], 6)])
+    rows = part == 0
+    print(
+        f"{out}: {num_patients} patients, {event.sum()} events ({event.mean():.1%}), follow-up {time.min()} to "
+        f"{time.max()} days; validation fold Fold_1: {rows.sum()} patients, {event[rows].sum()} events"
+    )
+    both = [
+        concordance(np.round(true[r], 6), event[r], time[r].astype(float)) for r in (rows, np.ones(num_patients, bool))
+    ]
+    shown = ["undefined" if value is None else f"{value:.4f}" for value in both]
+    print(f"C-index of the true risk: {shown[0]} in the validation fold of Fold_1, {shown[1]} in all")
+
+
 def main(args: argparse.Namespace) -> None:
     options = {name: value for name, value in vars(args).items() if name != "task"}
-    {"prs_med": write_prs_med, "mimic_cxr": write_mimic_cxr}[args.task](**options)
+    {"prs_med": write_prs_med, "mimic_cxr": write_mimic_cxr, "survival": write_survival}[args.task](**options)
 
 
 if __name__ == "__main__":

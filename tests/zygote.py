@@ -89,6 +89,14 @@ def main() -> None:
         "transformers.image_processing_base",
         "deepspeed",
         "pyarrow.parquet",
+        "monai.data",
+        "monai.networks.nets",
+        "monai.transforms",
+        "nibabel",
+        "openpyxl",
+        "torchsurv.metrics.auc",
+        "torchsurv.metrics.brier_score",
+        "torchsurv.metrics.cindex",
         "torchmetrics.functional.classification",
     ):
         importlib.import_module(name)
