@@ -251,14 +251,18 @@ def create_distributed_dataloader(
 
     Shuffled and dealt out when `train` (call `loader.batch_sampler.set_position(epoch)` before each epoch), in order
     and unpadded otherwise. Without drop_last the last step of an epoch is uneven: weight it as TrainBatchSampler.window
-    says.
+    says. A data set with a `train_sampler` of its own (one of which each rank holds a part) is dealt out by that.
+    Raises InputError for persistent workers beside one that `changes` with the epoch: they would keep its first state.
     """
     rank, world_size = world()
-    sampler = (
-        TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed, accumulation, drop_last)
-        if train
-        else EvalBatchSampler(len(dataset), batch_size, rank, world_size)
-    )
+    if not train:
+        sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
+    elif hasattr(dataset, "train_sampler"):
+        if options.get("persistent_workers") and dataset.changes:
+            raise InputError("persistent_workers: would keep the first epoch's cache for ever; leave it out")
+        sampler = dataset.train_sampler(batch_size, seed, accumulation, drop_last)
+    else:
+        sampler = TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed, accumulation, drop_last)
     options.setdefault("pin_memory", torch.cuda.is_available())
     # its own generator: a DataLoader draws from the global one at each epoch, and a resumed run would draw once more
     generator = torch.Generator().manual_seed(seed % 2**63)

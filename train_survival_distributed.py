@@ -237,9 +237,10 @@ class RiskNet(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        dtype = self.head.weight.dtype  # fp32, whatever autocast does between
         with hw.autocast(images.device, self.precision):
-            images = images.float().contiguous(memory_format=torch.channels_last_3d)
-            return self.head(self.backbone(images)).float()
+            images = images.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+            return self.head(self.backbone(images)).to(dtype)
 
 
 def build_model(args: argparse.Namespace, outputs: int, names, ranks: du.Ranks) -> RiskNet:
@@ -323,7 +324,7 @@ def cox_loss(
     if ties == "efron":
         tied = when == when[:, None]
         # of d tied events the l-th (from 0) sees only 1 - l/d of their hazard
-        before = (tied.tril(-1).sum(1) / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
+        before = (tied.tril(-1).sum(1).double() / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
         untied = (~tied).to(device, non_blocking=True)
         together = mine.expand(len(rows), -1).masked_fill(untied, -torch.inf).logsumexp(1)
         total = total + torch.log1p(-before * (together - total).exp())
@@ -422,14 +423,14 @@ def train_step(
     rank's cases among `count`; an end equal to first: a rank without a share passes one case of no weight.
     """
     low, high, count = place
-    device, world_size = next(model.parameters()).device, du.world()[1]
+    world_size = du.world()[1]
     images = [augment(batch) for batch in window]
     passed = []
     for batch in images:
         with contextlib.nullcontext() if len(images) == 1 else torch.no_grad():
             passed.append((net if len(images) == 1 else model)(batch))
     mine = torch.cat([output.detach() for output in passed])
-    outputs = torch.zeros(count, mine.shape[1], device=device)
+    outputs = mine.new_zeros(count, mine.shape[1])
     outputs[low:high] = mine[: high - low]
     outputs = du.reduce_sum(outputs).requires_grad_()
     loss = loss_of(outputs)

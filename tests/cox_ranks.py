@@ -1,6 +1,6 @@
-"""Writes the gradient of one training step for several batches (as gradients.pt), at the world size it is launched with.
+"""Writes the gradient of one training step for several batches, at the world size it is launched with.
 
-argv: output file, micro-batches per step.
+argv: output file, micro-batches per step, float32 or float64.
 """
 
 import sys
@@ -39,11 +39,12 @@ def main() -> None:
             torch.save(results, sys.argv[1])
 
 
-def gradients(args, ranks, volumes, time, event, size: int, parts: int) -> dict:
+def gradients(args, ranks, volumes, time, event, size: int, parts: int) -> tuple:
     cohort = Cohort("x", [], [], [], time, event, {}, {}, None)
     target = tsd.Target(cohort, np.arange(CASES), args)
-    model = tsd.build_model(args, 1, None, ranks)
-    torch.nn.init.normal_(model.head.weight, std=0.5, generator=torch.Generator().manual_seed(1))
+    model = tsd.build_model(args, 1, None, ranks).to(getattr(torch, sys.argv[3]))
+    with torch.no_grad():
+        model.head.weight.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(1)) / 2)
     net = tsd.wrap(model, False, ranks)
     rows = np.arange(size)
     low, high = (size * (ranks.rank + k) // ranks.world_size for k in (0, 1))
@@ -53,7 +54,7 @@ def gradients(args, ranks, volumes, time, event, size: int, parts: int) -> dict:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     place, loss_of = (low, high, size), partial(target.loss, rows=rows)
     loss, _ = tsd.train_step(net, model, window, place, loss_of, lambda batch: batch["image"], scaler)
-    return {"loss": loss, "gradient": torch.cat([p.grad.flatten() for p in model.parameters()])}
+    return loss, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 if __name__ == "__main__":

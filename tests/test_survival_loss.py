@@ -131,29 +131,29 @@ def test_memory_keeps_the_last_and_never_the_same_case_twice():
     assert again.rows.tolist() == memory.rows.tolist()
 
 
-@pytest.fixture(scope="module")
-def gradients(zygote, tmp_path_factory):
-    """{(processes, micro-batches): what cox_ranks.py wrote}."""
-    out, found = tmp_path_factory.mktemp("gradients"), {}
-    for ranks, parts in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 3), (2, 2), (3, 3)):
-        path = out / f"{ranks}_{parts}.pt"
-        done = zygote(ROOT / "tests" / "cox_ranks.py", path, parts, ranks=ranks)
+PLACES = ((2, 1), (3, 1), (4, 1), (1, 3), (2, 2), (3, 3))  # processes, micro-batches
+
+
+@pytest.mark.parametrize(("kind", "most"), [("float64", 1e-12), ("float32", 5e-6)])
+def test_gradient_at_1_to_4_processes(zygote, tmp_path, kind, most):
+    """Of every weight; also where one rank has no events, or none has, with fewer cases than ranks, in micro-batches.
+
+    In fp32 the convolutions themselves round differently for another batch size.
+    """
+    found = {}
+    for ranks, parts in ((1, 1), *(PLACES if kind == "float64" else PLACES[:3])):
+        path = tmp_path / f"{ranks}_{parts}.pt"
+        done = zygote(ROOT / "tests" / "cox_ranks.py", path, parts, kind, ranks=ranks)
         assert done.code == 0, done.stderr[-2000:]
         found[ranks, parts] = torch.load(path)
-    return found
-
-
-def test_gradient_at_1_to_4_processes(gradients):
-    """Also where one rank has no events, where none has, with fewer cases than ranks, and in micro-batches."""
-    alone = gradients[1, 1]
+    alone = found.pop((1, 1))
     assert len(alone) == 12
-    for place, found in gradients.items():
-        for name, values in found.items():
-            reference, scale = alone[name], alone[name]["gradient"].norm().clamp(min=1e-30)
-            assert float((values["loss"] - reference["loss"]).abs()) <= 1e-6 * max(1e-6, float(reference["loss"])), name
-            distance = float((values["gradient"] - reference["gradient"]).norm() / scale)
-            assert distance < 1e-6 or not reference["gradient"].any(), (place, name, distance)
-            assert values["gradient"].isfinite().all()
-    assert alone["12 mixed"]["gradient"].norm() > 1e-3
-    assert not alone["12 none"]["gradient"].any()
-    assert not alone["1 mixed"]["gradient"].any()  # a single case: its risk set is itself
+    for place, values in found.items():
+        for name, (loss, gradient) in values.items():
+            assert gradient.isfinite().all()
+            assert float(loss) == pytest.approx(float(alone[name][0]), rel=1e-6, abs=1e-12), (place, name)
+            away = float((gradient - alone[name][1]).norm())
+            assert away <= most * float(alone[name][1].norm()), (place, name, away)
+    assert alone["12 mixed"][1].norm() > 1e-3
+    assert not alone["12 none"][1].any()
+    assert not alone["1 mixed"][1].any()  # a single case: its risk set is itself
