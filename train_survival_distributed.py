@@ -261,9 +261,9 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not Path(path).is_file():
+        raise InputError(f"{path}: no such file; check --pretrained_path")
     try:
-        if not Path(path).is_file():
-            raise InputError(f"{path}: no such file; check --pretrained_path")
         if path.endswith(".safetensors"):
             weights = load_file(path)
         else:
@@ -587,10 +587,10 @@ def print_metrics(title: str, metrics: dict[str, float | None], years: list[floa
     shown = {name: "undefined" if value is None else value for name, value in metrics.items()}
     rows = {name.removeprefix("val/"): {"value": value} for name, value in shown.items() if name.count("/") == 1}
     print_table(title, {name: row for name, row in rows.items() if name != "best_step"})
-    if horizons := {
-        f"{y:g} years": {n: shown.get(f"val/{n}/{y:g}y", "-") for n in ("auc", "brier", "brier_km")} for y in years
-    }:
-        print_table(f"{title}: horizons", horizons if "val/c_index" in metrics else {})
+    if "val/c_index" in metrics:
+        names = [name for name in ("auc", "brier", "brier_km") if f"val/{name}/{years[0]:g}y" in metrics]
+        horizons = {f"{year:g} years": {name: shown[f"val/{name}/{year:g}y"] for name in names} for year in years}
+        print_table(f"{title}: horizons", horizons)
 
 
 def predictions_table(cohort: sd.Cohort, parts: list[tuple], years: list[float]) -> bytes:
@@ -703,7 +703,12 @@ def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
 def make_optimizer(model: RiskNet, args: argparse.Namespace) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=0.9, **options)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, **options)
+        for (
+            parameter
+        ) in model.parameters():  # fused SGD fails where some have a momentum and some, unfrozen later, none
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
     return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[args.optimizer](model.parameters(), **options)
 
 
@@ -929,6 +934,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
     cases = sorted((cohort.case[i], float(cohort.time[i]), bool(cohort.event[i])) for i in train)
     this_run = {"training_cases": len(train), "effective_batch_size": effective, "seed": args.seed}
+    this_run |= {"optimizer": args.optimizer, "event_balanced": args.event_balanced}
     this_run["training_data"] = hashlib.sha256(repr(cases).encode()).hexdigest()[:12]
     smart = [args.cache_rate, args.replace_rate, ranks.world_size] if args.use_smart_cache else "off"
     this_run["smart_cache"] = f"rates and processes {smart}" if args.use_smart_cache else smart
@@ -946,10 +952,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     fp16 = args.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(ranks.device.type, init_scale=2.0**14 if fp16 else 1.0)
     if contents:
-        try:
-            optimizer.load_state_dict(contents["optimizer"])
-        except (ValueError, KeyError):
-            raise InputError("--resume_from: a run with another --optimizer; give the same again") from None
+        optimizer.load_state_dict(contents["optimizer"])
         if fp16 and contents["scaler"]:
             scaler.load_state_dict(contents["scaler"])
         ckpt.restore_rng(contents["rng"])

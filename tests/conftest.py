@@ -67,7 +67,7 @@ def chest(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def scans(tmp_path_factory) -> Path:
-    """44 patients with a chest CT of 14 x 11 x 5 voxels or so, 18 with an event; 35 train in Fold_1, 9 validate."""
+    """44 patients with a chest CT of 14 x 11 x 5 voxels or so, 17 with an event; 34 train in Fold_1, 10 validate."""
     out = tmp_path_factory.mktemp("data") / "survival"
     sizes = ["--num_patients", "44", "--matrix", "14", "--event_rate", "0.4"]
     subprocess.run([sys.executable, str(ROOT / "sample_data.py"), "survival", str(out), *sizes], check=True, cwd=ROOT)
