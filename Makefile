@@ -1,4 +1,4 @@
-# make demo [TASK=prs_med|mimic_cxr]   set up, write sample data, train on every GPU or two CPU processes, print the table
+# make demo [TASK=prs_med|mimic_cxr|survival]   set up, write sample data, train on every GPU or two CPU processes, print the table
 #      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
 # make lint                  ruff, shellcheck, shfmt
@@ -37,9 +37,17 @@ demo-mimic_cxr:
 	    --output_dir runs/demo/mimic_cxr --batch_size $$((64 / processes)) --gradient_accumulation_steps 1 --epochs 6 \
 	    --learning_rate 1e-3 --warmup_steps 100 --dropout 0 --chexpert_weight 1 --no-gradient_checkpointing --num_workers 0
 
+demo-survival: D := data/demo/survival
+demo-survival:
+	$(BIN)/python sample_data.py survival $(D)
+	processes=$(PROCESSES) && \
+	$(BIN)/python train_survival_distributed.py --csv_path $(D)/dataset.csv --config configs/survival_demo.yaml \
+	    --world_size $$processes --batch_size $$((32 / processes * processes))
+
 demo-all: setup
 	$(MAKE) demo TASK=prs_med
 	$(MAKE) demo TASK=mimic_cxr
+	$(MAKE) demo TASK=survival
 
 test: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not soak"

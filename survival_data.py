@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 import distributed_utils as du
 from checkpoint_utils import write_atomically
@@ -325,8 +327,10 @@ def check_volumes(cohort: Cohort, rows: np.ndarray, cache_dir: Path, geometry: b
         return i, key, "" if key in known else examine(cohort.path[i], geometry)
 
     rank, world_size = du.world()
+    share = rows[rank::world_size].tolist()
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        mine = list(pool.map(look, rows[rank::world_size].tolist()))
+        shown = {"desc": "checking volumes", "disable": rank != 0 or not sys.stderr.isatty(), "leave": False}
+        mine = list(tqdm(pool.map(look, share), total=len(share), **shown))
     found = sorted(answer for part in du.gather_objects(mine) for answer in part)
     if bad := [(i, reason) for i, _, reason in found if reason]:
         text = "; ".join(f"row {cohort.row[i]}: {cohort.path[i]} {reason}" for i, reason in bad[1:4])

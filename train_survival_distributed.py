@@ -374,12 +374,15 @@ class CoxMemory:
         keep = np.flatnonzero(~np.isin(self.rows, rows))
         if not len(keep):
             return None
-        return self.values[torch.from_numpy(keep).to(self.values.device)], times[torch.from_numpy(self.rows[keep])]
+        return self.values[self.at(keep)], times[torch.from_numpy(self.rows[keep])]
+
+    def at(self, places: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(places).to(self.values.device, non_blocking=True)
 
     def add(self, rows: np.ndarray, values: torch.Tensor) -> None:
         values = torch.where(values.isfinite(), values, -torch.inf)  # of a step that was skipped: no part of any sum
         stays = np.flatnonzero(~np.isin(self.rows, rows))
-        kept = self.values[torch.from_numpy(stays).to(self.values.device)]
+        kept = self.values[self.at(stays)]
         self.rows = np.concatenate([self.rows[stays], rows])[-self.size :]
         self.values = torch.cat([kept, values])[-self.size :]
 
@@ -499,7 +502,7 @@ def train_one_epoch(
         scaler.update(None if args.mixed_precision == "fp16" else 1.0)
         optimizer.zero_grad(set_to_none=True)
         events = float(target.event[torch.from_numpy(rows)].sum()) if args.task == "survival" else 0.0
-        values = torch.stack([loss, loss.new_tensor(events), norm, 1.0 - norm.isfinite().float()])
+        values = torch.stack([loss, torch.full_like(loss, events), norm, 1.0 - norm.isfinite().float()])
         log.step(values if ranks.is_main else torch.zeros_like(values), count)  # the same on all ranks: one tells
         state["step"] += 1
         state["samples"] += count
@@ -981,6 +984,9 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
+    if args.use_smart_cache and (need := data.cached * data.volumes.bytes() / 2**30) > hw.available_ram_gb():
+        have = f"{hw.available_ram_gb():.1f} GB are available"
+        du.print_main(f"warning: the smart cache takes {need:.1f} GB for each process, {have}; lower --cache_rate")
     print_banner("SURVIVAL" if args.task == "survival" else "SURVIVAL: PRE-TRAINING", facts)
     if args.event_balanced and events < epoch_steps:
         least = math.ceil(len(train) / events)

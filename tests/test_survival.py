@@ -403,6 +403,26 @@ def test_a_full_disk_for_the_cache_is_no_error(flags, zygote, tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
+BIG = ["--image_size", "72", "72", "48", "--batch_size", "16", "--max_steps", "1", "--cache", "none"]
+
+
+def test_out_of_memory_names_the_flags_to_change(flags, zygote, tmp_path):
+    done = zygote(SURVIVAL, *flags(tmp_path / "run", *BIG), address_space=int(0.45 * 2**30))
+    assert done.code == 1
+    advice = r"try --batch_size 8 --gradient_accumulation_steps 2 \(the same result\), a smaller --image_size"
+    assert re.fullmatch(rf"error: out of memory at --batch_size 16 over 1 processes; {advice}.*\n", done.stderr)
+
+
+def test_auto_batch_goes_on_with_the_same_result(flags, zygote, tmp_path):
+    done = zygote(SURVIVAL, *flags(tmp_path / "run", *BIG, "--auto_batch"), address_space=int(0.45 * 2**30))
+    assert done.code == 0, done.stderr[-2000:]
+    assert "out of memory: going on with --batch_size " in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["effective_batch_size"] == 16
+    go(zygote, flags(tmp_path / "roomy", *BIG))
+    assert off(training(tmp_path / "run"), training(tmp_path / "roomy")) < 1e-5
+
+
 @pytest.mark.soak
 def test_ten_kills_with_smart_cache(flags, whole, tmp_path):
     """Ten kill -9 at random moments, of a worker, rank 0, all, the launcher; each resumed to the end."""
