@@ -230,7 +230,7 @@ def save_args(path: Path, args: argparse.Namespace) -> None:
 def end_with(error: Exception) -> None:
     """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
     if is_first_process():
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
     sys.exit(2 if isinstance(error, InputError) else 1)
 
 

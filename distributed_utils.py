@@ -255,6 +255,8 @@ def create_distributed_dataloader(
     Raises InputError for persistent workers beside one that `changes` with the epoch: they would keep its first state.
     """
     rank, world_size = world()
+    if getattr(dataset, "changes", False) and not train:
+        raise InputError("train=False: this data set is each rank's own part; make one without the cache to evaluate")
     if not train:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
     elif hasattr(dataset, "train_sampler"):

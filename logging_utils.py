@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cli_utils import InputError, RunError
+from checkpoint_utils import clear_run_folder
+from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
 
@@ -45,8 +46,10 @@ class RunLog:
         total_steps: int,
         resume: dict | None = None,
     ):
-        """names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every and
-        wandb flags are read from it. resume: what pending() gave, from a checkpoint."""
+        """Also clears the folder (all of it with --overwrite) and writes args.yaml, once nothing more can be wrong.
+
+        names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every, overwrite and wandb
+        flags are read from it. resume: what pending() gave, from a checkpoint."""
         self.folder, self.ranks, self.names = folder, ranks, names
         self.log_every, self.total_steps = args.log_every, total_steps
         self.recent: list[torch.Tensor] = []
@@ -66,12 +69,7 @@ class RunLog:
     def _open(self, args: Namespace, resume: dict | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        path = self.folder / "metrics.jsonl"
-        if path.exists():  # forget what was logged after the checkpoint; without one, all
-            os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))
-        self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-        self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
-        if args.wandb:
+        if args.wandb:  # first: nothing is deleted or written before the last thing that can be wrong
             import wandb
 
             try:
@@ -81,6 +79,13 @@ class RunLog:
             except Exception as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise InputError(f"--wandb: {reason}; log in with `wandb login` or set WANDB_MODE=offline") from None
+        clear_run_folder(self.folder, args.overwrite)
+        save_args(self.folder / "args.yaml", args)
+        path = self.folder / "metrics.jsonl"
+        if path.exists():  # forget what was logged after the checkpoint; without one, all
+            os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))
+        self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
         if sys.stderr.isatty():
             first = resume["step"] if resume else 0
             self.bar = tqdm(total=self.total_steps, initial=first, unit="step", dynamic_ncols=True)
@@ -122,7 +127,7 @@ class RunLog:
         if self.bad_in_row >= max_bad_steps:
             raise RunError(
                 f"{self.bad_in_row} steps in a row had a non-finite loss or gradient and were skipped; lower "
-                "--learning_rate, or look for bad data after the last checkpoint"
+                "the learning rate, or look for bad data after the last checkpoint"
             )
 
     def pending(self, step: int) -> dict:

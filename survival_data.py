@@ -37,13 +37,14 @@ from checkpoint_utils import write_atomically
 from cli_utils import InputError
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
-COLUMNS = {  # what we call it -> names it goes by, without case, spaces and underscores
-    "path": ("niftipath", "imagepath", "path"),
-    "time": ("time", "survivaltime"),
+COLUMNS = {  # flag without _column -> names the column goes by; case, spaces and underscores do not matter
+    "path": ("NIFTI Path", "image_path", "path"),
+    "time": ("time", "survival_time"),
     "event": ("event",),
-    "case": ("casenum", "patientid", "caseid", "case"),
+    "id": ("case_num", "patient_id", "case_id", "case"),
 }
-TRUE_RISK = "truelogh"  # start of the column that sample_data.py adds
+TRUE_RISK = "true_log_hazard"  # the column that sample_data.py adds
+BLANK = {"", "na", "nan", "n/a", "null", "none"}
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -111,8 +112,7 @@ def read_table(path: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
 def find_column(header: list[str], kind: str, given: str | None, source: str) -> int | None:
     """Place of the column that `kind` (or the name given by flag) means; None if there is none."""
-    wanted = [plain(given)] if given else COLUMNS.get(kind, (plain(kind),))
-    for name in wanted:
+    for name in map(plain, [given] if given else COLUMNS[kind]):
         places = [i for i, column in enumerate(header) if plain(column) == name]
         if len(places) > 1:
             names = " and ".join(repr(header[i]) for i in places)
@@ -145,22 +145,25 @@ def read_cohort(
     header, lines = read_table(source)
     if not lines:
         raise InputError(f"{source}: has a header and no rows; add cases")
-    given = {"path": path_column, "time": time_column, "event": event_column, "case": id_column}
+    given = {"path": path_column, "time": time_column, "event": event_column, "id": id_column}
     at = {kind: find_column(header, kind, name, source) for kind, name in given.items()}
     for kind in ("path", "time", "event") if outcome else ("path",):
         if at[kind] is None:
             text = f"no column for {kind} ({' or '.join(COLUMNS[kind])}); there are {', '.join(header)}"
             raise InputError(f"{source}: {text}; name it with --{kind}_column")
     root = os.path.abspath(data_dir or Path(source).parent)
+    real = os.path.realpath(root)
     row, case, path, time, event = [], [], [], [], []
     for number, cells in lines:
         where, name = f"{source}:{number}", cells[at["path"]].replace("\\", "/")
         if not name:
             raise InputError(f"{where}: no path in column {header[at['path']]!r}; fill it in or remove the row")
         full = os.path.normpath(os.path.join(root, name))
-        if os.path.commonpath([root, full]) != root:
+        if not name.isprintable():
+            raise InputError(f"{where}: the path {name!r} holds a control character; correct it")
+        if os.path.commonpath([root, full]) != root and os.path.commonpath([real, os.path.realpath(full)]) != real:
             raise InputError(f"{where}: {name} lies outside {root}; give the folder that holds it with --data_dir")
-        case.append(cells[at["case"]] if at["case"] is not None and cells[at["case"]] else name)
+        case.append(cells[at["id"]] if at["id"] is not None and cells[at["id"]] else name)
         if outcome:
             cell = cells[at["time"]]
             years = as_number(cell) * YEARS[time_unit]
@@ -179,19 +182,18 @@ def read_cohort(
             event.append(as_number(cell) == 1)
         row.append(number)
         path.append(full)
-    used = {place for place in at.values() if place is not None}
     folds, features, true_risk = {}, {}, None
+    reserved = {plain(name) for names in COLUMNS.values() for name in names}
     for place, name in enumerate(header):
         cells = [cells[place] for _, cells in lines]
         values = np.array([as_number(cell) for cell in cells])
-        if plain(name).startswith(TRUE_RISK):
+        folds[name] = cells  # any column may name the folds
+        if plain(name) == plain(TRUE_RISK):
             true_risk = values
-        elif place in used:
+        elif place in at.values() or plain(name) in reserved or plain(name).startswith("fold"):
             continue
-        elif np.isnan(values).all() or plain(name).startswith("fold"):
-            folds[name] = cells
-        elif all(cell == "" or math.isfinite(value) for cell, value in zip(cells, values, strict=True)):
-            folds[name], features[name] = cells, values
+        elif all(cell.lower() in BLANK or math.isfinite(v) for cell, v in zip(cells, values, strict=True)):
+            features[name] = values
     return Cohort(source, row, case, path, np.array(time), np.array(event, bool), folds, features, true_risk)
 
 
@@ -243,7 +245,7 @@ def choose_splits(cohort: Cohort, args) -> list[tuple[str, np.ndarray, np.ndarra
     """
     if args.folds:
         fold = make_folds(cohort, args.folds, args.seed)
-        chosen = args.val_fold if args.source["val_fold"] != "default" else "1"
+        chosen = args.val_fold or "1"
         labels = [str(k + 1) for k in range(args.folds)]
         if chosen not in labels:
             raise InputError(f"--val_fold {chosen}: with --folds {args.folds} it is one of 1 to {args.folds}")
@@ -255,22 +257,28 @@ def choose_splits(cohort: Cohort, args) -> list[tuple[str, np.ndarray, np.ndarra
         if name is None:
             text = f"no fold column {args.fold_column!r}"
             raise InputError(f"{cohort.source}: {text}; name it with --fold_column, or make folds with --folds 5")
-        label = np.array(cohort.folds[name])
+        label, val_fold = np.array(cohort.folds[name]), args.val_fold or "val"
         if not args.cross_validate:
-            splits = [(f"{name} {args.val_fold!r}", label == args.train_fold, label == args.val_fold)]
-        elif {args.train_fold, args.val_fold} & set(label):
+            splits = [(f"{name} {val_fold!r}", label == args.train_fold, label == val_fold)]
+        elif {args.train_fold, val_fold} & set(label):
             stem = name.rstrip("0123456789")
             sisters = [other for other in cohort.folds if other.rstrip("0123456789") == stem]
             if len(sisters) < 2:
                 raise InputError(f"{cohort.source}: {name} is one split; for --cross_validate give --folds 5")
             cells = {other: np.array(cohort.folds[other]) for other in sisters}
-            splits = [(other, cells[other] == args.train_fold, cells[other] == args.val_fold) for other in sisters]
+            splits = [(other, cells[other] == args.train_fold, cells[other] == val_fold) for other in sisters]
         else:
             labels = [text for text in dict.fromkeys(cohort.folds[name]) if text]
             splits = [(f"{name} {text!r}", (label != text) & (label != ""), label == text) for text in labels]
     splits = [(name, np.flatnonzero(train), np.flatnonzero(val)) for name, train, val in splits]
+    held: dict[int, str] = {}
     for name, train, val in splits:
         check_split(cohort, train, val, name)
+        for i in val.tolist():
+            if i in held:
+                text = f"validated in {held[i]} and in {name}, so the predictions cannot be pooled"
+                raise InputError(f"{cohort.where(i)}: {text}; give folds that do not overlap, or --folds 5")
+            held[i] = name
     return splits
 
 
@@ -481,10 +489,11 @@ class MultiGPUSurvivalDataset(Dataset):
                 warnings.filterwarnings("ignore", message="cache_num is greater or equal")
                 self.cache = SmartCacheDataset(
                     data=self.mine[start:] + self.mine[:start], transform=_loader(self), progress=False, shuffle=False,
-                    cache_num=self.cached, replace_rate=max(self.replaced, 1) / self.cached, copy_cache=False,
+                    cache_num=self.cached, replace_rate=(max(self.replaced, 1) - 0.5) / self.cached, copy_cache=False,
                     num_init_workers=self.threads, num_replace_workers=self.threads,
                 )  # fmt: skip
-            if self.replaced:
+            if self.replaced:  # half a case less than asked: MONAI rounds up what floats leave of the product
+                assert self.cache._replace_num == self.replaced
                 self.cache.start()
         self.epoch = epoch
 
@@ -494,9 +503,7 @@ class MultiGPUSurvivalDataset(Dataset):
             self.cache.shutdown()
         self.cache, self.epoch = None, -1
 
-    def close(self) -> None:
-        if self.mine is not None:
-            self.shutdown()
+    close = shutdown
 
     def load(self, row: int) -> dict:
         """One case. An unreadable volume is told in `error`: MONAI's thread would die of it and its queue wait for
@@ -505,6 +512,8 @@ class MultiGPUSurvivalDataset(Dataset):
         try:
             image = self.volumes.get(cohort.path[row])
         except Exception as reason:
+            while reason.__cause__ is not None:  # MONAI wraps what happened in the names of its transforms
+                reason = reason.__cause__
             text = str(reason).replace(cohort.path[row], "file").strip()
             text = text.splitlines()[0][:150] if text else type(reason).__name__
             image, error = torch.zeros(self.volumes.shape, dtype=torch.float16), text
@@ -513,6 +522,13 @@ class MultiGPUSurvivalDataset(Dataset):
         if len(cohort.time):
             item |= {"time": float(cohort.time[row]), "event": bool(cohort.event[row])}
         return item
+
+    def read_ahead(self) -> None:
+        """Bring this rank's share of the cases into the disk cache, by threads."""
+        rank, world_size = du.world()
+        if self.volumes.cache_dir:
+            with ThreadPoolExecutor(self.threads) as pool:
+                list(pool.map(self.load, self.rows[rank::world_size].tolist()))
 
     def __len__(self) -> int:
         """Cases of an epoch of this rank with SmartCache, of all ranks without."""

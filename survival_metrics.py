@@ -30,24 +30,29 @@ def censoring_weights(event: np.ndarray, time: np.ndarray, at) -> np.ndarray:
 
 
 def breslow_baseline(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray) -> dict:
-    """{"time", "hazard", "shift"}: S(t|x) = exp(-H(t) exp(log_hazard - shift)), H by Breslow (1974)."""
-    shift = float(np.max(log_hazard))  # so that no exponential overflows
-    times = np.unique(time[event])
+    """{"time", "log_hazard"}: event times and log of the cumulative baseline hazard after each, by Breslow (1974).
+
+    Sums of exponentials are kept as logarithms: none overflows.
+    """
+    times, events = np.unique(time[event], return_counts=True)
     order = np.argsort(-time, kind="stable")
-    total = np.concatenate([[0.0], np.cumsum(np.exp(log_hazard[order] - shift))])
+    total = np.concatenate([[-np.inf], np.logaddexp.accumulate(log_hazard[order])])
     at_risk = total[np.searchsorted(-time[order], -times, side="right")]
-    events = np.array([np.sum(event & (time == t)) for t in times], float)
-    hazard = np.cumsum(events / np.maximum(at_risk, np.finfo(float).tiny))
-    return {"time": times.tolist(), "hazard": hazard.tolist(), "shift": shift}
+    return {"time": times.tolist(), "log_hazard": np.logaddexp.accumulate(np.log(events) - at_risk).tolist()}
+
+
+def log_cumulative_hazard(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
+    """(n, len(at)): log H(t|x), -inf before the first event."""
+    steps = np.concatenate([[-np.inf], baseline["log_hazard"]])
+    return (
+        steps[np.searchsorted(baseline["time"], np.asarray(at, float), side="right")] + np.asarray(log_hazard)[:, None]
+    )
 
 
 def survival_at(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
-    """(n, len(at)): probability of no event until each time."""
-    steps = np.concatenate([[0.0], baseline["hazard"]])
-    hazard = steps[np.searchsorted(baseline["time"], np.asarray(at, float), side="right")]
-    with np.errstate(over="ignore", invalid="ignore"):
-        risk = np.exp(np.asarray(log_hazard, float) - baseline["shift"])
-        return np.exp(-np.where(hazard == 0, 0.0, hazard * risk[:, None]))
+    """(n, len(at)): S(t|x) = exp(-H(t|x)), the probability of no event until each time."""
+    with np.errstate(over="ignore"):
+        return np.exp(-np.exp(log_cumulative_hazard(baseline, log_hazard, at)))
 
 
 def concordance(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray, weight=None) -> float | None:
@@ -62,8 +67,8 @@ def concordance(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray, wei
     return float(ConcordanceIndex()(*tensors, weight=weight))
 
 
-def concordance_interval(log_hazard, event, time, level: float = 0.95) -> tuple[float | None, float | None]:
-    """Percentiles of Harrell's C over 1000 resamples of the cases (bootstrap), the same numbers each time."""
+def concordance_interval(log_hazard, event, time) -> tuple[float | None, float | None]:
+    """2.5 and 97.5 % of Harrell's C over 1000 resamples of the cases (bootstrap), the same numbers each time."""
     noise, n = np.random.default_rng(0), len(time)
     counts = noise.multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(np.float32)
     above, pairs = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
@@ -76,22 +81,24 @@ def concordance_interval(log_hazard, event, time, level: float = 0.95) -> tuple[
     values = above[pairs > 0] / pairs[pairs > 0]
     if not len(values):
         return None, None
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
 
 
 def score(
     log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray, train_event: np.ndarray, train_time: np.ndarray,
-    years: list[float], survival=None, final: bool = False,
+    years: list[float], survival=None, final: bool = False, reference=None, until: float = math.inf,
 ) -> dict[str, float | None]:  # fmt: skip
     """Metrics of one fold, named without its prefix; None where one is undefined, as at horizons beyond follow-up.
 
-    survival: function of times giving (n, len(times)), for the Brier scores; final: with the bootstrap interval.
+    survival: function of times giving (n, len(times)), for the Brier scores; reference: the same for what they are
+    compared with, if not the training fold's Kaplan-Meier curve; until: last time at which both are known; final: with
+    the bootstrap interval.
     """
     from torchsurv.metrics.auc import Auc
     from torchsurv.metrics.brier_score import BrierScore
 
-    end = min(time.max(), train_time.max())
+    end = min(time.max(), train_time.max(), until)
     weight = censoring_weights(train_event, train_time, time)
     metrics = {"c_index": concordance(log_hazard, event, time)}
     if final:
@@ -119,19 +126,20 @@ def score(
         at = torch.from_numpy(censoring_weights(train_event, train_time, times))
         return BrierScore()(torch.from_numpy(estimate), *tensors, torch.from_numpy(times), case_weight, at)
 
-    def reference(times: np.ndarray) -> np.ndarray:
+    def kaplan_meier_curve(times: np.ndarray) -> np.ndarray:
         return np.tile(kaplan_meier(train_event, train_time, times), (len(time), 1))
 
+    several, reference = len(time) > 1, reference or kaplan_meier_curve  # torchsurv fails on a single case
     for name, estimate in (("brier", survival), ("brier_km", reference)):
         for year in years:
-            inside = year < end
+            inside = year < end and several
             metrics[f"{name}/{year:g}y"] = (
                 float(brier(estimate(np.array([year])), np.array([year]))) if inside else None
             )
     first, last = time.min(), max((year for year in years if year < end), default=-math.inf)
     for name, estimate in (("ibs", survival), ("ibs_km", reference)):
         metrics[name] = None
-        if first < last:
+        if first < last and several:
             grid = np.linspace(first, last, 100)
             metrics[name] = float(torch.trapezoid(brier(estimate(grid), grid), torch.from_numpy(grid)) / (last - first))
     return metrics
@@ -209,7 +217,7 @@ def draw_survival(log_hazard, event, time, years: list[float], survival, train: 
     return figure
 
 
-def hardest_and_easiest(log_hazard, event, time, count: int = 3) -> tuple[list[int], list[int]]:
+def easiest_and_hardest(log_hazard, event, time, count: int = 3) -> tuple[list[int], list[int]]:
     """Places of the cases whose comparable pairs are most and least often in the right order."""
     before = event[:, None] & ((time[:, None] < time) | ((time[:, None] == time) & ~event))
     right = (log_hazard[:, None] > log_hazard) + 0.5 * (log_hazard[:, None] == log_hazard)

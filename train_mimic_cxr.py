@@ -31,7 +31,6 @@ from cli_utils import (
     number,
     parse_arguments,
     run_main,
-    save_args,
     value_sources,
     whole,
 )
@@ -987,9 +986,6 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
     if contents:
         engine.restore(model, contents)
         ckpt.restore_rng(contents["rng"])
-    ckpt.clear_run_folder(folder, args.overwrite)
-    if ranks.is_main:
-        save_args(folder / "args.yaml", args)
     counts = [(p.ds_numel if hasattr(p, "ds_id") else p.numel(), p.requires_grad) for p in model.parameters()]
 
     origin = args.source

@@ -27,17 +27,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import (
-    InputError,
-    Parser,
-    RunError,
-    add_common_arguments,
-    number,
-    parse_arguments,
-    run_main,
-    save_args,
-    whole,
-)
+from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main, whole
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -929,9 +919,6 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         if contents["precision"] == args.mixed_precision:
             scaler.load_state_dict(contents["scaler"])
         ckpt.restore_rng(contents["rng"])
-    ckpt.clear_run_folder(folder, args.overwrite)
-    if ranks.is_main:
-        save_args(folder / "args.yaml", args)
     trained, everything = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or more) for more in (False, True)
     )

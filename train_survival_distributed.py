@@ -21,6 +21,7 @@ import io
 import json
 import math
 import platform
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--id_column", metavar="NAME", help="the patient's column, if not case_num, patient_id, case_id or case")
     add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
     add("--train_fold", default="train", help="its value for training rows; rows with other values are left out")
-    add("--val_fold", default="val", help="its value for validation rows; with --folds: which fold, 1 to K")
+    add("--val_fold", help="its value for validation rows, left out: val; with --folds: which fold, left out: 1")
     add(
         "--folds", type=whole(0), default=0, help="make so many folds by --seed, events spread evenly; 0: --fold_column"
     )
@@ -94,6 +95,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("model").add_argument
     text = "survival: log-hazard by Cox; pretrain: the numeric columns of the table by squared error, to start from"
+    add(
+        "--feature_columns",
+        nargs="+",
+        metavar="NAME",
+        help="columns that --task pretrain learns; left out: all numeric",
+    )
     add("--task", choices=("survival", "pretrain"), default="survival", help=text)
     add("--resnet", choices=NETS, default="resnet50", help="MONAI's 3D ResNet; a smaller one on OOM")
     text = "channels of its first stage; 64 is the published net, 8 or 16 for a trial on a CPU"
@@ -106,7 +113,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
     add = parser.add_argument_group("optimisation").add_argument
-    text = "cases per step over ALL GPUs together, split evenly; must be a multiple of their number; lower it on OOM"
+    text = "cases per step over ALL GPUs together, split evenly: a multiple of their number (left out: the nearest one "
+    text += "to 24, which is another batch with 5 GPUs); lower it on OOM"
     add("--batch_size", type=whole(1), default=24, help=text)
     add(
         "--epochs",
@@ -139,6 +147,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "nccl for GPUs, gloo for CPUs; default: what fits"
     add("--backend", choices=("nccl", "gloo"), help=text)
     add_common_arguments(parser)
+    workers = next(action for action in parser._actions if action.dest == "num_workers")
+    workers.help = "data loading processes PER GPU (with SmartCache: threads); left out: up to 4 by the cores, on CPU 0"
+    workers.help += "%(default).0s"  # in place of the common default
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
     if args.max_grad_norm is not None:
@@ -147,6 +158,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.grad_clip = args.max_grad_norm
     if args.amp and args.mixed_precision == "no":
         parser.error("--amp and --mixed_precision no exclude each other")
+    args.amp = False  # said by mixed_precision, also in args.yaml
     if args.csv_path is None and not args.predict:
         parser.error("--csv_path: name the table of cases")
     if args.overwrite and (args.resume_from or args.eval_only or args.predict):
@@ -172,10 +184,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--orientation {args.orientation}: three letters, one each of R/L, A/P and S/I, such as RAS")
     if args.use_smart_cache and args.event_balanced:
         parser.error("--event_balanced draws from the whole fold and --use_smart_cache from a part; leave one out")
-    if args.cox_memory and args.task == "pretrain":
-        parser.error("--cox_memory belongs to the Cox loss; leave it out with --task pretrain")
-    if args.norm == "batch" and args.gradient_accumulation_steps > 1:
-        parser.error("--norm batch: accumulation would take its statistics from parts of the batch; use --norm group")
     args.eval_years = sorted(set(args.eval_years))
     return args
 
@@ -283,7 +291,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 def use_weights(model: RiskNet, weights: dict[str, torch.Tensor], path: str) -> None:
     """Load the backbone, and the head where its shape fits. Raises InputError when a part of the backbone does not."""
     own = model.state_dict()
-    if "backbone.fc.weight" in weights:
+    if {"backbone.fc.weight", "backbone.fc.bias"} <= weights.keys():
         weights |= {f"head.{kind}": weights[f"backbone.fc.{kind}"] for kind in ("weight", "bias")}
     head = all(n in weights and weights[n].shape == own[n].shape for n in ("head.weight", "head.bias"))
     wanted = [name for name in own if not name.startswith("head.") and "num_batches" not in name]
@@ -336,12 +344,16 @@ class Target:
 
     def __init__(self, cohort: sd.Cohort, train: np.ndarray, args: argparse.Namespace):
         self.args, self.time, self.event = args, torch.from_numpy(cohort.time), torch.from_numpy(cohort.event)
-        self.names = list(cohort.features) if args.task == "pretrain" else []
-        self.outputs = len(self.names) or 1
+        self.outputs = 1
         if args.task == "pretrain":
-            values = np.stack([cohort.features[name] for name in self.names], 1) if self.names else np.zeros((1, 0))
-            seen = values[train] if self.names else values
-            spread = [column[np.isfinite(column)] for column in seen.T]
+            self.names = list(args.feature_columns or cohort.features)
+            if unknown := [name for name in self.names if name not in cohort.features]:
+                text = f"no column {unknown[0]!r} with numbers (or blanks) alone"
+                raise InputError(
+                    f"{cohort.source}: {text}; there are {', '.join(cohort.features)}; see --feature_columns"
+                )
+            values = np.stack([cohort.features[name] for name in self.names] or [np.zeros(len(cohort))], 1)
+            spread = [column[np.isfinite(column)] for column in values[train].T]
             keep = [k for k, column in enumerate(spread) if len(column) > 1 and column.std() > 0]
             if not keep:
                 text = "no numeric column that varies in the training fold"
@@ -530,17 +542,15 @@ def dataset(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace, train
 
 
 @torch.no_grad()
-def predict(model: RiskNet, data: sd.MultiGPUSurvivalDataset, args: argparse.Namespace, ranks: du.Ranks) -> np.ndarray:
+def predict(model: RiskNet, data: sd.MultiGPUSurvivalDataset, workers: int, ranks: du.Ranks) -> np.ndarray:
     """(n, outputs) float64 of every case, in order and the same on all ranks. Raises InputError on all ranks for an
     unreadable volume, RunError when an output is not finite."""
     model.eval()
-    loader = du.create_distributed_dataloader(data, EVAL_BATCH, train=False, num_workers=args.num_workers)
-    outputs = torch.zeros(len(data), model.head.out_features, dtype=torch.float64)
-    error, at = "", 0
+    loader = du.create_distributed_dataloader(data, EVAL_BATCH, train=False, num_workers=workers)
+    outputs, error = torch.zeros(len(data), model.head.out_features, dtype=torch.float64), ""
     for places, batch in zip(loader.batch_sampler, loader, strict=True):
         error = error or next((text for text in batch["error"] if text), "")
         outputs[places] = model(batch["image"].to(ranks.device, non_blocking=True)).double().cpu()
-        at += len(places)
     with du.agree_on_errors():
         if error:
             raise InputError(error)
@@ -555,9 +565,10 @@ def evaluate(model, cohort: sd.Cohort, train: np.ndarray, val: np.ndarray, targe
 
     final: also the training fold, whose baseline hazard gives survival probabilities, and the bootstrap interval.
     """
-    found = {"val": predict(model, dataset(cohort, val, args), args, ranks)}
+    workers = args.num_workers if final or not args.use_smart_cache else 0  # no fork beside SmartCache's thread
+    found = {"val": predict(model, dataset(cohort, val, args), workers, ranks)}
     if final and args.task == "survival":
-        found["train"] = predict(model, dataset(cohort, train, args), args, ranks)
+        found["train"] = predict(model, dataset(cohort, train, args), workers, ranks)
     metrics = None
     if ranks.is_main:  # one rank computes and tells: all take the same decisions
         metrics = {"val/loss": float(target.loss(torch.from_numpy(found["val"]), val))}
@@ -617,7 +628,7 @@ def predictions_table(cohort: sd.Cohort, parts: list[tuple], years: list[float])
 def draw_cases(cohort: sd.Cohort, rows: np.ndarray, log_hazard: np.ndarray, args: argparse.Namespace):
     """A matplotlib figure: slices of the cases ordered best and worst among the validation cases."""
     volumes = dataset(cohort, rows, args).volumes
-    best, worst = sm.hardest_and_easiest(log_hazard, cohort.event[rows], cohort.time[rows])
+    best, worst = sm.easiest_and_hardest(log_hazard, cohort.event[rows], cohort.time[rows])
     images, titles = [], []
     for name, places in (("best", best), ("worst", worst)):
         for k in places:
@@ -640,9 +651,17 @@ def draw_inputs(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace):
 def write_file(path: Path, content: bytes) -> None:
     """Rank 0: put a result in place; a full disk is said, and ends nothing."""
     try:
+        path.parent.mkdir(exist_ok=True)
         ckpt.write_atomically(path, lambda file: file.write(content))
     except OSError as error:
-        du.print_main(f"warning: {path}: not written ({error.strerror})")
+        print(f"warning: {path}: not written ({error.strerror})", file=sys.stderr, flush=True)
+
+
+def save_figure(path: Path, figure) -> None:
+    """Rank 0: as write_file."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110)
+    write_file(path, content.getvalue())
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -692,6 +711,16 @@ def find_batch_size(model: RiskNet, args: argparse.Namespace, ranks: du.Ranks) -
         args.batch_size = size * ranks.world_size
         sizes = f"--batch_size {args.batch_size} --gradient_accumulation_steps {args.gradient_accumulation_steps}"
         du.print_main(f"out of memory: going on with {sizes}")
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """What does not go together, once a checkpoint has had its say. Raises InputError."""
+    if args.cox_memory and args.task == "pretrain":
+        raise InputError("--cox_memory: belongs to the Cox loss; leave it out with --task pretrain")
+    if args.norm == "batch" and args.gradient_accumulation_steps > 1:
+        raise InputError("--norm batch: accumulation would take its statistics from parts of a batch; use --norm group")
+    if args.norm == "batch" and args.auto_batch:
+        raise InputError("--norm batch: --auto_batch would change its statistics; use --norm group, or choose a batch")
 
 
 def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
@@ -750,6 +779,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT)
     if contents:
         adopt(args, contents, used or args.resume_from)
+    check_flags(args)
     table = args.predict or args.csv_path
     columns = {f"{kind}_column": getattr(args, f"{kind}_column") for kind in ("path", "time", "event", "id")}
     with du.agree_on_errors():
@@ -775,11 +805,23 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
 
 
 def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args, ranks: du.Ranks) -> int:
-    """Each fold in a folder of its own, then the metrics of all predictions together; returns the exit code."""
+    """Each fold in a folder of its own, then the metrics of all predictions together; returns the exit code.
+
+    The nets of different folds have log-hazards with different constants. Each fold's baseline hazard brings them on
+    one scale before they are compared: the log of the cumulative hazard at the last time that all folds know.
+    """
     begun = time.time()
     lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
-    if ranks.is_main:
-        save_args(folder / "args.yaml", args)
+    if args.overwrite:  # all folds at once: a killed run must find none of the old one
+        for place in (folder, *sorted(folder.glob("fold_*"))):
+            ckpt.clear_run_folder(place, True)
+            remove_results(place, ranks)
+    with du.agree_on_errors():
+        try:
+            if ranks.is_main:
+                save_args(folder / "args.yaml", args)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
     parts, scores, steps = [], [], 0
     sizes = args.batch_size, args.gradient_accumulation_steps
     for k, split in enumerate(splits, start=1):
@@ -791,20 +833,25 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
             adopt(args, contents, f"{folder}/fold_{k}")
         code, found = fit(cohort, split, folder / f"fold_{k}", contents, why, args, ranks)
         del fold_lock
-        if code:
-            return code
-        parts.append((split[0], split[2], found["val"][:, 0], found["baseline"]))
+        if code or (found["signal"] and k < len(splits)):
+            return code or found["signal"]
+        parts.append((split, found["val"][:, 0], found["baseline"]))
         scores.append(found["c_index"])
         steps += found["steps"]
     if ranks.is_main:
-        rows = np.concatenate([part[1] for part in parts])
-        log_hazard = np.concatenate([part[2] for part in parts])
+        rows, until = np.concatenate([split[2] for split, *_ in parts]), min(b["until"] for *_, b in parts)
+        scaled = [sm.log_cumulative_hazard(baseline, values, [until])[:, 0] for _, values, baseline in parts]
 
         def survival(at) -> np.ndarray:
-            return np.concatenate([sm.survival_at(baseline, values, at) for _, _, values, baseline in parts])
+            return np.concatenate([sm.survival_at(baseline, values, at) for _, values, baseline in parts])
 
-        event, when = cohort.event[rows], cohort.time[rows]
-        metrics = sm.score(log_hazard, event, when, event, when, args.eval_years, survival, final=True)
+        def reference(at) -> np.ndarray:
+            curves = [sm.kaplan_meier(cohort.event[train], cohort.time[train], at) for (_, train, _), *_ in parts]
+            return np.concatenate([np.tile(c, (len(v), 1)) for c, (_, v, _) in zip(curves, parts, strict=True)])
+
+        risk, event, when = np.concatenate(scaled), cohort.event[rows], cohort.time[rows]
+        outcome = event, when, event, when
+        metrics = sm.score(risk, *outcome, args.eval_years, survival, True, reference, until)
         metrics = {f"val/{name}": value for name, value in metrics.items()}
         if cohort.true_risk is not None and np.isfinite(cohort.true_risk[rows]).all():
             metrics["val/c_index_true"] = sm.concordance(cohort.true_risk[rows], event, when)
@@ -812,14 +859,15 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
         metrics |= {"val/c_index_mean": float(np.mean(known)), "val/c_index_sd": float(np.std(known))} if known else {}
         metrics |= {f"val/c_index/fold_{k}": value for k, value in enumerate(scores, start=1)}
         print_metrics(f"{len(splits)} folds pooled", metrics, args.eval_years)
-        write_file(folder / "predictions.csv", predictions_table(cohort, parts, args.eval_years))
-        (folder / "figures").mkdir(exist_ok=True)
-        figure = sm.draw_survival(log_hazard, event, when, args.eval_years, survival, (event, when))
-        figure.savefig(folder / "figures" / "survival.png", dpi=110)
+        table = [(name, val, values, baseline) for (name, _, val), values, baseline in parts]
+        write_file(folder / "predictions.csv", predictions_table(cohort, table, args.eval_years))
         facts = {"steps": steps, "epochs": args.epochs, "folds": len(splits), "world_size": ranks.world_size}
         facts |= {"effective_batch_size": math.prod(sizes), "precision": args.mixed_precision}
         facts |= {"seconds": round(time.time() - begun, 1)}
         write_file(folder / "summary.json", (json.dumps(metrics | facts, indent=2) + "\n").encode())
+        years = [year for year in args.eval_years if year < until]
+        figure = sm.draw_survival(risk, event, when, years, survival, (event, when))
+        save_figure(folder / "figures" / "survival.png", figure)
     du.print_main(f"pooled: {folder}/predictions.csv, {folder}/summary.json; each fold: {folder}/fold_*")
     del lock
     return 0
@@ -835,15 +883,14 @@ def load_model(contents: dict, args: argparse.Namespace, ranks: du.Ranks) -> Ris
 
 def predict_new(cohort: sd.Cohort, contents: dict, used: str, args: argparse.Namespace, ranks: du.Ranks) -> int:
     """--predict: log-hazards of new cases; S(t) where the run's baseline hazard belongs to this checkpoint."""
-    folder, baseline = Path(args.log_dir), None
+    folder = Path(args.log_dir)
     if args.task != "survival":
         raise InputError(f"{used}: a pre-trained net has no log-hazard; give a checkpoint of --task survival")
-    values = predict(load_model(contents, args, ranks), dataset(cohort, np.arange(len(cohort)), args), args, ranks)
+    model, data = load_model(contents, args, ranks), dataset(cohort, np.arange(len(cohort)), args)
+    values = predict(model, data, args.num_workers, ranks)
     with du.agree_on_errors():
         if ranks.is_main:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                kept = json.loads((Path(used).parent / "baseline.json").read_text())
-                baseline = kept if kept["checkpoint_sha256"] == ckpt.file_sha256(Path(used)) else None
+            baseline = read_baselines(Path(used).parent / "baseline.json").get(ckpt.file_sha256(Path(used)))
             if baseline is None:
                 print(f"no baseline hazard of {used}: S(t) stays blank; --eval_only with this checkpoint writes one")
             path = folder / f"predictions_{Path(args.predict).stem}.csv"
@@ -879,21 +926,46 @@ def evaluate_only(cohort: sd.Cohort, split: tuple, contents: dict, used: str, ar
             folder / "eval_val.json", (json.dumps({**metrics, "step": contents["step"]}, indent=2) + "\n").encode()
         )
         if args.task == "survival":
-            write_results(cohort, split, found, folder, Path(used), args)
+            write_results(cohort, split, found, contents, folder, Path(used), args)
             for name, figure in draw_results(cohort, split, found, args).items():
-                figure.savefig(folder / "figures" / f"{name}.png", dpi=110)
+                save_figure(folder / "figures" / f"{name}.png", figure)
         print(f"{len(split[2])} cases; written: {folder}/eval_val.json, {folder}/figures", flush=True)
     return 0
 
 
+def fingerprint(cohort: sd.Cohort, rows: np.ndarray) -> str:
+    """Names a set of cases with their outcomes, in whatever order."""
+    cases = sorted((cohort.case[i], float(cohort.time[i]), bool(cohort.event[i])) for i in rows)
+    return hashlib.sha256(repr(cases).encode()).hexdigest()[:12]
+
+
+def read_baselines(path: Path) -> dict:
+    """{sha256 of a checkpoint: its baseline hazard}; empty without a readable file."""
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        kept = None
+    return kept if isinstance(kept, dict) else {}
+
+
+def remove_results(folder: Path, ranks: du.Ranks) -> None:
+    """Rank 0: what write_results left of an old run."""
+    for name in ("predictions.csv", "baseline.json", "eval_val.json") if ranks.is_main else ():
+        (folder / name).unlink(missing_ok=True)
+
+
 def write_results(
-    cohort: sd.Cohort, split: tuple, found: dict, folder: Path, best: Path, args: argparse.Namespace
+    cohort: sd.Cohort, split: tuple, found: dict, contents: dict, folder: Path, best: Path, args: argparse.Namespace
 ) -> None:
-    """Rank 0: predictions.csv of both folds, and the checkpoint's baseline.json beside it for --predict."""
+    """Rank 0: predictions.csv of both folds; and for --predict the baseline hazard, in baseline.json beside the
+    checkpoint, under the checkpoint's sha256."""
     (_, train, val), baseline = split, found["baseline"]
-    with contextlib.suppress(OSError):
-        sums = {"checkpoint_sha256": ckpt.file_sha256(best)}
-        write_file(best.parent / "baseline.json", json.dumps(baseline | sums).encode())
+    if contents["run"]["training_data"] == fingerprint(cohort, train):
+        path = best.parent / "baseline.json"
+        kept = read_baselines(path) | {ckpt.file_sha256(best): baseline}
+        write_file(path, (json.dumps(kept) + "\n").encode())
+    else:
+        print(f"warning: {best} was trained on other cases than {cohort.source} has; some may be among those evaluated")
     parts = [(n, r, found[n][:, 0], baseline) for n, r in (("val", val), ("train", train))]
     write_file(folder / "predictions.csv", predictions_table(cohort, parts, args.eval_years))
 
@@ -904,7 +976,9 @@ def draw_results(cohort: sd.Cohort, split: tuple, found: dict, args: argparse.Na
     survival, outcome = partial(sm.survival_at, found["baseline"], values), (cohort.event[val], cohort.time[val])
     training = cohort.event[train], cohort.time[train]
     figures = {"val_survival": sm.draw_survival(values, *outcome, args.eval_years, survival, training)}
-    return figures | {"val_cases": draw_cases(cohort, val, values, args)}
+    if sm.concordance(values, *outcome) is not None:  # no case is right or wrong without a pair to compare
+        figures["val_cases"] = draw_cases(cohort, val, values, args)
+    return figures
 
 
 def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args, ranks: du.Ranks) -> tuple[int, dict]:
@@ -925,7 +999,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     size, accumulation = args.batch_size // ranks.world_size, args.gradient_accumulation_steps
     loader = du.create_distributed_dataloader(
         data, size, seed=args.seed, num_workers=0 if args.use_smart_cache else args.num_workers,
-        drop_last=args.norm == "batch", accumulation=accumulation, **({"pin_memory": True} if args.pin_memory else {}),
+        drop_last=args.norm == "batch", accumulation=accumulation,
     )  # fmt: skip
     sampler = loader.batch_sampler
     effective, epoch_steps = sampler.effective_batch_size, sampler.steps_per_epoch()
@@ -935,10 +1009,9 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         )
     total_steps = min(args.max_steps or math.inf, args.epochs * epoch_steps)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
-    cases = sorted((cohort.case[i], float(cohort.time[i]), bool(cohort.event[i])) for i in train)
     this_run = {"training_cases": len(train), "effective_batch_size": effective, "seed": args.seed}
     this_run |= {"optimizer": args.optimizer, "event_balanced": args.event_balanced}
-    this_run["training_data"] = hashlib.sha256(repr(cases).encode()).hexdigest()[:12]
+    this_run["training_data"] = fingerprint(cohort, train)
     smart = [args.cache_rate, args.replace_rate, ranks.world_size] if args.use_smart_cache else "off"
     this_run["smart_cache"] = f"rates and processes {smart}" if args.use_smart_cache else smart
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)
@@ -959,9 +1032,6 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         if fp16 and contents["scaler"]:
             scaler.load_state_dict(contents["scaler"])
         ckpt.restore_rng(contents["rng"])
-    ckpt.clear_run_folder(folder, args.overwrite)
-    if ranks.is_main:
-        save_args(folder / "args.yaml", args)
 
     origin = args.source
     events = int(cohort.event[train].sum())
@@ -978,12 +1048,16 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         + f"({int(cohort.event[val].sum())} events), {name}",
         "net": f"{args.resnet}, {sum(p.numel() for p in model.parameters()):,} parameters, {args.norm} norm, input "
         + " x ".join(map(str, args.image_size)),
-        "loss": f"Cox, {args.ties} ties" if args.task == "survival" else f"mean square of {target.outputs} features",
+        "loss": f"Cox, {args.ties} ties"
+        if args.task == "survival"
+        else f"mean square of {target.outputs} features: {', '.join(target.names)}",
         "steps": f"{total_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
+    if not contents:
+        remove_results(folder, ranks)
     if args.use_smart_cache and (need := data.cached * data.volumes.bytes() / 2**30) > hw.available_ram_gb():
         have = f"{hw.available_ram_gb():.1f} GB are available"
         du.print_main(f"warning: the smart cache takes {need:.1f} GB for each process, {have}; lower --cache_rate")
@@ -1004,6 +1078,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     net = None
+    if args.use_smart_cache:  # its evaluations have no loading processes: read the fold once, in parallel
+        dataset(cohort, val, args).read_ahead()
     with contextlib.closing(log), contextlib.closing(data), du.StopSignal() as stop:
         if state["step"] >= total_steps:
             du.print_main(f"nothing left to train: step {state['step']} of {total_steps}; see --epochs, --max_steps")
@@ -1040,18 +1116,19 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         ckpt.load_trained(model, best["model"])
         metrics, found = evaluate(model, cohort, train, val, target, args, ranks, final=True)
         log.write(state["step"], state["epoch"] + 1, metrics | {"best_step": best["step"]})
-        if ranks.is_main:
-            print_metrics("val, best.pt", metrics, args.eval_years)
-            if args.task == "survival":
-                write_results(cohort, split, found, folder, folder / "best.pt", args)
-                for title, figure in draw_results(cohort, split, found, args).items():
-                    log.figure(title, figure, state["step"])
+        ckpt.export_weights(best["model"], folder / "model.safetensors")
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | {"seconds": round(time.time() - begun, 1)})
-        ckpt.export_weights(best["model"], folder / "model.safetensors")
+        if ranks.is_main:
+            print_metrics("val, best.pt", metrics, args.eval_years)
+            if args.task == "survival":
+                write_results(cohort, split, found, best, folder, folder / "best.pt", args)
+                for title, figure in draw_results(cohort, split, found, args).items():
+                    log.figure(title, figure, state["step"])
+        signal = int(du.reduce_max([stop.code])[0])  # came too late to save: all is done, but for other folds
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
-    return 0, found | {"c_index": metrics.get("val/c_index"), "steps": state["step"]}
+    return 0, found | {"c_index": metrics.get("val/c_index"), "steps": state["step"], "signal": signal}
 
 
 def main(args: argparse.Namespace) -> int:

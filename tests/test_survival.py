@@ -210,7 +210,8 @@ def test_predict_scores_new_patients(flags, zygote, one, scans, tmp_path):
             assert float(new[f"P{case}"]["S(3y)"]) == pytest.approx(float(old[case]["S(3y)"]), abs=1e-5)
             assert new[f"P{case}"]["event"] == new[f"P{case}"]["S(9y)"] == ""
     baseline = json.loads((run / "baseline.json").read_text())
-    (run / "baseline.json").write_text(json.dumps(baseline | {"checkpoint_sha256": "0" * 64}))
+    assert len(baseline) == 1
+    (run / "baseline.json").write_text(json.dumps({"0" * 64: next(iter(baseline.values()))}))
     assert "no baseline hazard" in go(zygote, [str(word) for word in words]).stdout
     with open(run / "predictions_new.csv", newline="") as file:
         assert all(row["S(1y)"] == "" for row in csv.DictReader(file))
@@ -227,7 +228,16 @@ def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     assert {row["fold"] for row in rows} == {"fold 1", "fold 2", "fold 3"}
     event, when, risk = (np.array([float(row[c]) for row in rows]) for c in ("event", "time_years", "log_hazard"))
     summary = json.loads((out / "summary.json").read_text())
+    kept = [json.loads((out / f"fold_{k}" / "baseline.json").read_text()) for k in (1, 2, 3)]
+    baselines = {f"fold {k}": next(iter(values.values())) for k, values in enumerate(kept, start=1)}
+    last = min(baseline["until"] for baseline in baselines.values())
+    scale = {
+        name: max(h for t, h in zip(b["time"], b["log_hazard"], strict=True) if t <= last)
+        for name, b in baselines.items()
+    }
+    risk = risk + np.array([scale[row["fold"]] for row in rows])  # nets of different folds, brought on one scale
     assert summary["val/c_index"] == pytest.approx(sm.concordance(risk, event == 1, when), abs=1e-6)
+    assert summary["val/ibs_km"] is not None
     each = [json.loads((out / f"fold_{k}" / "summary.json").read_text())["val/c_index"] for k in (1, 2, 3)]
     assert summary["val/c_index_mean"] == pytest.approx(np.mean(each))
     before = summary["val/c_index"]
@@ -236,9 +246,51 @@ def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     done = go(zygote, flags(out, *more), 2)
     assert done.stdout.count("nothing left to train") == 2
     assert json.loads((out / "summary.json").read_text())["val/c_index"] == before
+    # --overwrite, ended in the first fold, leaves nothing of the old folds for a resume to find
+    ended = zygote(
+        SURVIVAL,
+        *flags(out, "--folds", "3", "--cross_validate", "--overwrite", "--lr", "1e30", "--grad_clip", "0"),
+        "--max_bad_steps",
+        "1",
+    )
+    assert ended.code == 1
+    assert not list(out.glob("fold_[23]/*.pt"))
+    assert not (out / "summary.json").exists()
     columns = tmp_path / "columns"
     done = go(zygote, flags(columns, "--cross_validate", "--max_steps", "1"))
     assert "fold 5 of 5: Fold_5" in done.stdout
+
+
+def test_a_fold_without_a_comparable_pair(flags, zygote, scans, tmp_path):
+    """One validation case, or the only event last: metrics are undefined, and the run ends well all the same."""
+    with open(scans / "dataset.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    train, val = ([row for row in rows if row[4] == name] for name in ("train", "val"))
+    alone = next(row for row in val if row[3] == "1")
+    last = [*alone[:2], "2440", *alone[3:]]
+    for name, few in (("one", [alone]), ("late", [last, *(row for row in val if row[3] == "0")])):
+        table = tmp_path / f"{name}.csv"
+        with open(table, "w", newline="") as file:
+            csv.writer(file).writerows([header, *train, *few])
+        out = tmp_path / name
+        go(zygote, flags(out, "--csv_path", table, "--data_dir", scans, "--epochs", "1"), 2)
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["val/c_index"] is None
+        assert (out / "model.safetensors").exists()
+
+
+def test_eval_only_keeps_each_checkpoints_own_baseline(flags, zygote, one, scans, tmp_path):
+    """Of another checkpoint: beside the best one's. On other training cases: none, and a warning."""
+    run = tmp_path / "run"
+    shutil.copytree(one, run)
+    before = json.loads((run / "baseline.json").read_text())
+    other = ["--eval_only", "--resume_from", run / "last.pt"]
+    go(zygote, flags(run, *other))
+    after = json.loads((run / "baseline.json").read_text())
+    assert before.items() <= after.items()
+    done = go(zygote, flags(tmp_path / "else", *other, "--fold_column", "Fold_2"))
+    assert "was trained on other cases" in done.stdout
+    assert json.loads((run / "baseline.json").read_text()) == after
 
 
 # --- weights to start from --------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 import csv
 import gzip
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nibabel
@@ -86,6 +89,7 @@ ROWS = [
     ("NIFTI Path", "", "no path in column 'NIFTI Path'"),
     ("NIFTI Path", "../../etc/x.nii", "lies outside .*; give the folder that holds it with --data_dir"),
     ("NIFTI Path", "/etc/x.nii", "lies outside"),
+    ("NIFTI Path", "scans/a\0b.nii", "holds a control character"),
     ("NIFTI Path", "scans/none.nii.gz", "none.nii.gz does not exist; replace it or remove the row"),
     ("NIFTI Path", "scans", "scans is not a readable NIfTI file"),
 ]
@@ -167,7 +171,7 @@ def test_the_table_itself(small, zygote):
     )
     fails(zygote, small, "--csv_path", small, expect=r"set: cannot be read \(Is a directory\)")
     save(small, [["case_num", "file", *lines[0][2:]], *lines[1:]])
-    fails(zygote, small, expect=r"no column for path \(niftipath or .*there are case_num, file, .*--path_column")
+    fails(zygote, small, expect=r"no column for path \(NIFTI Path or .*there are case_num, file, .*--path_column")
     fails(zygote, small, "--path_column", "scan", expect=r"no column 'scan'; .*check --path_column")
     save(small, [[*lines[0][:-1], "Time"], *lines[1:]])
     fails(zygote, small, expect=r"two columns for time \('time' and 'Time'\)")
@@ -277,8 +281,9 @@ FLAGS = [
     (["--pretrained_path", "x.pt"], 1, "--init pretrained and --pretrained_path go together"),
     (["--init", "pretrained", "--pretrained_path", "none.pth"], 1, "none.pth: no such file; check --pretrained_path"),
     (["--use_smart_cache", "--event_balanced"], 1, "--event_balanced draws from the whole fold"),
-    (["--task", "pretrain", "--cox_memory", "4"], 1, "--cox_memory belongs to the Cox loss"),
+    (["--task", "pretrain", "--cox_memory", "4"], 1, "--cox_memory: belongs to the Cox loss"),
     (["--norm", "batch", "--gradient_accumulation_steps", "2"], 1, "--norm batch: accumulation"),
+    (["--norm", "batch", "--auto_batch"], 1, "--norm batch: --auto_batch would change its statistics"),
     (["--norm", "batch"], 2, "--norm batch: statistics over several processes need GPUs"),
     (["--norm", "batch", "--batch_size", "64"], 1, "--batch_size 64: larger than the 12 cases"),
     (["--backend", "nccl"], 1, "--backend nccl: needs GPUs"),
@@ -355,6 +360,38 @@ def test_checkpoints_and_weights_of_something_else(small, zygote):
     foreign = ["--resume_from", small / "foreign.pt", "--eval_only"]
     fails(zygote, small, *foreign, expect="foreign.pt: checkpoint of prs_med/2, not of survival/1")
     fails(zygote, small, "--predict", small / "none.csv", "--eval_years", "1", expect="none.csv: cannot be read")
+
+
+def test_an_error_is_one_line_whatever_the_table_holds(small, zygote):
+    lines = table(small)
+    save(small, [["case_num", "NIFTI\nfile", *lines[0][2:]], *lines[1:]])
+    fails(zygote, small, expect=r"no column for path .*NIFTI file")
+
+
+def test_splits_that_overlap_cannot_be_pooled(small, zygote):
+    lines = table(small)
+    save(small, [[*row[:5], "Fold_2" if row is lines[0] else row[4], *row[9:]] for row in lines])
+    fails(zygote, small, "--cross_validate", expect=r"validated in Fold_1 and in Fold_2, so .* cannot be pooled")
+
+
+def test_overwrite_deletes_nothing_before_the_last_check(small, zygote, monkeypatch):
+    """wandb without an account is found wrong last of all; the old run is still there."""
+    run = small.parent / "run"
+    words = ["--csv_path", small / "dataset.csv", "--cache_dir", small.parent / "cache", *TINY, "--log_dir", run]
+    assert zygote(SURVIVAL, *words).code == 0
+    kept = {name: digest for name, digest in tree(run).items() if "wandb" not in name}
+    done = subprocess.run(
+        [sys.executable, SURVIVAL, *map(str, words), "--overwrite", "--wandb"], capture_output=True, text=True,
+        cwd=ROOT, env={**os.environ, "WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(small)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert re.search("^error: --wandb: ", done.stderr, re.MULTILINE)
+    assert {name: digest for name, digest in tree(run).items() if "wandb" not in name} == kept
+
+
+def test_pretraining_columns(small, zygote):
+    flags = ["--task", "pretrain", "--feature_columns", "Age", "Fold_2"]
+    fails(zygote, small, *flags, expect=r"no column 'Fold_2' with numbers .*there are Age, isFemale, Ag")
 
 
 def test_pretraining_without_features(small, zygote):

@@ -70,6 +70,19 @@ def test_an_epoch_begun_elsewhere_sees_the_same(scans, zygote):
         assert a["seen"][4:] == b["seen"]
 
 
+def test_monai_replaces_as_many_as_we_count():
+    """It takes ceil(cached * rate) in floats: 29 * (15 / 29) is above 15. The rate given is half a case lower."""
+    for cached in range(1, 500):
+        for replaced in {math.ceil(cached * rate) for rate in (0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 1)}:
+            assert math.ceil(cached * ((replaced - 0.5) / cached)) == replaced
+
+
+def test_a_part_cannot_be_evaluated_as_the_whole(scans):
+    dataset = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), image_size=(4, 4, 4), use_smart_cache=True)
+    with pytest.raises(InputError, match="each rank's own part"):
+        create_distributed_dataloader(dataset, batch_size=2, train=False)
+
+
 def test_persistent_workers_are_refused_and_the_reason_given(scans):
     dataset = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), image_size=(4, 4, 4), use_smart_cache=True)
     with pytest.raises(InputError, match=r"persistent_workers: would keep the first epoch's cache"):
@@ -269,6 +282,22 @@ def test_checked_volumes_are_remembered(scans, tmp_path):
     (tmp_path / "checked.json").write_text("{broken")
     sd.check_volumes(cohort, rows, tmp_path, False, 2)
     assert json.loads((tmp_path / "checked.json").read_text())["good"] == known
+
+
+def test_blanks_text_and_any_column_as_folds(tmp_path):
+    header = ["case", "path", "time", "event", "split", "Agatston", "note", "Patient ID"]
+    rows = [["1", "a.nii", "3", "1", "1", "NA", "x", "7"], ["2", "b.nii", "4", "0", "2", "2.5", "", "8"]]
+    cohort = sd.read_cohort(str(write_csv(tmp_path / "t.csv", header, rows)))
+    assert list(cohort.features) == ["split", "Agatston"]
+    assert np.isnan(cohort.features["Agatston"][0])
+    assert cohort.folds["split"] == ["1", "2"]
+
+
+def test_a_table_reached_by_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_csv(tmp_path / "real" / "t.csv", ["path", "time", "event"], [[str(tmp_path / "real" / "a.nii"), "3", "1"]])
+    assert sd.read_cohort(str(tmp_path / "link" / "t.csv")).path == [str(tmp_path / "real" / "a.nii")]
 
 
 def test_the_readmes_rule_for_a_missing_case_column(tmp_path):

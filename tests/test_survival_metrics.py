@@ -125,6 +125,6 @@ def test_what_is_undefined():
 
 def test_best_and_worst_cases():
     time, event = np.array([1.0, 2.0, 3.0, 4.0]), np.array([True, True, True, False])
-    best, worst = sm.hardest_and_easiest(np.array([5.0, 1.0, 2.0, 0.0]), event, time, 1)
+    best, worst = sm.easiest_and_hardest(np.array([5.0, 1.0, 2.0, 0.0]), event, time, 1)
     assert best[0] in (0, 3)
     assert worst[0] in (1, 2)
