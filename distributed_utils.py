@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+            time.sleep(0.1)  # lets gloo's threads have the GIL to free what they hold: at the exit they would abort
 
 
 def leave_alone(message: str) -> None:

@@ -49,7 +49,7 @@ command=(torchrun --nproc_per_node="$count" "${where[@]}") # for DeepSpeed too: 
 ((tasks <= nodes)) && [[ $engine != python ]] || command=(python)
 case $mimic$engine in 1deepspeed) words+=(--use_deepspeed) ;; 1torchrun) words+=(--use_ddp) ;; esac
 [[ $on != *debug* ]] || if [[ $mimic ]]; then words+=(--debug); else words+=(--max_steps 2); fi
-[[ ${SLURM_PROCID:-0} != 0 ]] || echo "$(sed -n '/"summary": \[/,/]/s/^ *"\(.*\)",\{0,1\}$/\1/p' <<<"$facts")
+[[ ${SLURM_PROCID:-0} != 0 ]] || echo "$(sed -n '/"summary": \[/,/]/s/^ *"\(.*\)",\{0,1\}$/\1/p' <<<"$facts" | if [[ $mimic ]]; then cat; else grep -v ^Settings; fi)
 Engine:   $engine x $((count * nodes)) by ${command[0]} (1: python; 2+: DeepSpeed, else DDP; torchrun forwards signals)"
 # The environment; what is set stays. Threads: a share of the cores (torchrun would give 1). Memory: less fragmentation.
 # NCCL: say why it failed. torchrun: 120 s to save after a SIGTERM; no stale store. Tokenizers: workers may fork.

@@ -21,11 +21,13 @@ import math
 import os
 import sys
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,9 +43,10 @@ COLUMNS = {  # flag without _column -> names the column goes by; case, spaces an
     "path": ("NIFTI Path", "image_path", "path"),
     "time": ("time", "survival_time"),
     "event": ("event",),
-    "id": ("case_num", "patient_id", "case_id", "case"),
+    "id": ("case_num", "patient_id", "case_id", "case", "subject_id", "patient", "patient_nr", "mrn"),
 }
 TRUE_RISK = "true_log_hazard"  # the column that sample_data.py adds
+HELD_OUT = {"test", "holdout", "hold-out"}  # labels of a fold column that are neither trained nor validated on
 BLANK = {"", "na", "nan", "n/a", "null", "none"}
 
 
@@ -60,7 +63,8 @@ class Cohort:
     path: list[str]
     time: np.ndarray
     event: np.ndarray
-    folds: dict[str, list[str]]  # fold column -> label of each row
+    id_name: str | None  # the patient's column
+    folds: dict[str, list[str]]  # any column -> label of each row
     features: dict[str, np.ndarray]  # numeric columns, NaN where blank
     true_risk: np.ndarray | None
 
@@ -187,24 +191,35 @@ def read_cohort(
     for place, name in enumerate(header):
         cells = [cells[place] for _, cells in lines]
         values = np.array([as_number(cell) for cell in cells])
-        folds[name] = cells  # any column may name the folds
+        folds[name] = [c.removesuffix(".0") if c.removesuffix(".0").isdigit() else c for c in cells]  # Excel's 1.0
         if plain(name) == plain(TRUE_RISK):
             true_risk = values
         elif place in at.values() or plain(name) in reserved or plain(name).startswith("fold"):
             continue
         elif all(cell.lower() in BLANK or math.isfinite(v) for cell, v in zip(cells, values, strict=True)):
             features[name] = values
-    return Cohort(source, row, case, path, np.array(time), np.array(event, bool), folds, features, true_risk)
+    id_name = header[at["id"]] if at["id"] is not None else None
+    outcomes = np.array(time), np.array(event, bool)
+    return Cohort(source, row, case, path, *outcomes, id_name, folds, features, true_risk)
+
+
+class Split(NamedTuple):
+    """Lines of the cohort to train and to validate on, and the flags that ask for just this split."""
+
+    name: str
+    train: np.ndarray
+    val: np.ndarray
+    flags: dict
 
 
 def check_split(cohort: Cohort, train: np.ndarray, val: np.ndarray, what: str) -> None:
     """InputError for an empty fold, one without events, or a case or volume in both folds (or twice in one)."""
     for name, rows in (("training", train), ("validation", val)):
         if not len(rows):
-            raise InputError(f"{cohort.source}: no rows in the {name} fold ({what}); check --train_fold, --val_fold")
+            raise InputError(f"{cohort.source}: no rows in the {name} fold of {what}; check --train_fold, --val_fold")
         if not cohort.event[rows].any():
             first, last = cohort.row[rows[0]], cohort.row[rows[-1]]
-            text = f"the {name} fold ({what}, {len(rows)} rows from {first} to {last}) has no event"
+            text = f"the {name} fold of {what} ({len(rows)} rows from {first} to {last}) has no event"
             raise InputError(f"{cohort.source}: {text}; a Cox model needs some")
     inside = set(val.tolist())
     for column, of in (("case", cohort.case), ("volume", cohort.path)):
@@ -237,48 +252,56 @@ def make_folds(cohort: Cohort, count: int, seed: int) -> np.ndarray:
     return fold[of]
 
 
-def choose_splits(cohort: Cohort, args) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """[(name, training rows, validation rows)]: one split, or with --cross_validate all of them. Raises InputError.
+def choose_splits(cohort: Cohort, args) -> list[Split]:
+    """One split, or with --cross_validate all of them. Raises InputError.
 
-    From --folds K; else from --fold_column, and for cross-validation from its sisters (Fold_1, Fold_2 ...) or, in a
-    column of three or more labels, one label after the other.
+    From --folds K; else from --fold_column: rows of --train_fold against those of --val_fold or, where no row has that
+    training label, all other labels (but `test`) against it. For cross-validation from the column's sisters (Fold_1,
+    Fold_2 ...), or one label after the other.
     """
+    splits = []
     if args.folds:
         fold = make_folds(cohort, args.folds, args.seed)
-        chosen = args.val_fold or "1"
         labels = [str(k + 1) for k in range(args.folds)]
+        chosen = args.val_fold or "1"
         if chosen not in labels:
             raise InputError(f"--val_fold {chosen}: with --folds {args.folds} it is one of 1 to {args.folds}")
-        wanted = labels if args.cross_validate else [chosen]
-        splits = [(f"fold {k}", fold != int(k) - 1, fold == int(k) - 1) for k in wanted]
+        for k in labels if args.cross_validate else [chosen]:
+            flags = {"folds": args.folds, "val_fold": k}
+            splits.append(Split(f"fold {k} of {args.folds}", fold != int(k) - 1, fold == int(k) - 1, flags))
     else:
-        columns = {plain(name): name for name in cohort.folds}
-        name = columns.get(plain(args.fold_column))
-        if name is None:
+        column = next((name for name in cohort.folds if plain(name) == plain(args.fold_column)), None)
+        if column is None:
             text = f"no fold column {args.fold_column!r}"
             raise InputError(f"{cohort.source}: {text}; name it with --fold_column, or make folds with --folds 5")
-        label, val_fold = np.array(cohort.folds[name]), args.val_fold or "val"
-        if not args.cross_validate:
-            splits = [(f"{name} {val_fold!r}", label == args.train_fold, label == val_fold)]
-        elif {args.train_fold, val_fold} & set(label):
-            stem = name.rstrip("0123456789")
-            sisters = [other for other in cohort.folds if other.rstrip("0123456789") == stem]
-            if len(sisters) < 2:
-                raise InputError(f"{cohort.source}: {name} is one split; for --cross_validate give --folds 5")
-            cells = {other: np.array(cohort.folds[other]) for other in sisters}
-            splits = [(other, cells[other] == args.train_fold, cells[other] == val_fold) for other in sisters]
-        else:
-            labels = [text for text in dict.fromkeys(cohort.folds[name]) if text]
-            splits = [(f"{name} {text!r}", (label != text) & (label != ""), label == text) for text in labels]
-    splits = [(name, np.flatnonzero(train), np.flatnonzero(val)) for name, train, val in splits]
+        val_fold, labels = args.val_fold or "val", set(cohort.folds[column])
+        columns, chosen = [column], [val_fold]
+        if args.cross_validate and {args.train_fold, val_fold} & labels:
+            stem = column.rstrip("0123456789")
+            columns = [name for name in cohort.folds if name.rstrip("0123456789") == stem]
+            if len(columns) < 2:
+                raise InputError(f"{cohort.source}: {column} is one split; for --cross_validate give --folds 5")
+        elif args.cross_validate:
+            chosen = [text for text in dict.fromkeys(cohort.folds[column]) if text and text.lower() not in HELD_OUT]
+        for name in columns:
+            label = np.array(cohort.folds[name])
+            rest = ~np.isin(np.char.lower(label), [*HELD_OUT, ""])
+            for text in chosen:
+                train = label == args.train_fold if args.train_fold in label else rest & (label != text)
+                if not (label == text).any():
+                    known = ", ".join(repr(str(value)) for value in np.unique(label)[:9])
+                    raise InputError(f"{cohort.source}: no row has {text!r} in {name} ({known}); check --val_fold")
+                flags = {"fold_column": name, "train_fold": args.train_fold, "val_fold": text, "folds": 0}
+                splits.append(Split(f"{name} {text!r}", train, label == text, flags))
+    splits = [Split(s.name, np.flatnonzero(s.train), np.flatnonzero(s.val), s.flags) for s in splits]
     held: dict[int, str] = {}
-    for name, train, val in splits:
-        check_split(cohort, train, val, name)
-        for i in val.tolist():
+    for split in splits:
+        check_split(cohort, split.train, split.val, split.name)
+        for i in split.val.tolist():
             if i in held:
-                text = f"validated in {held[i]} and in {name}, so the predictions cannot be pooled"
+                text = f"validated in {held[i]} and in {split.name}, so the predictions cannot be pooled"
                 raise InputError(f"{cohort.where(i)}: {text}; give folds that do not overlap, or --folds 5")
-            held[i] = name
+            held[i] = split.name
     return splits
 
 
@@ -300,6 +323,8 @@ def examine(path: str, geometry: bool) -> str:
         bad = int((~np.isfinite(values)).sum()) if values.dtype.kind == "f" else 0
         if bad or not np.isfinite(scaling).all():
             return f"holds {bad or values.size} values that are NaN or infinite"
+        if values.size and values.min() == values.max():
+            return "holds one value everywhere"
         if geometry and not (np.isfinite(volume.affine).all() and abs(np.linalg.det(volume.affine[:3, :3])) > 1e-9):
             return "has no usable affine, which --spacing and --orientation need"
     except FileNotFoundError:
@@ -344,7 +369,8 @@ def check_volumes(cohort: Cohort, rows: np.ndarray, cache_dir: Path, geometry: b
         text = "; ".join(f"row {cohort.row[i]}: {cohort.path[i]} {reason}" for i, reason in bad[1:4])
         more = f" (and {len(bad) - 1} more: {text}{' ...' if len(bad) > 4 else ''})" if text else ""
         i, reason = bad[0]
-        raise InputError(f"{cohort.where(i)}: {cohort.path[i]} {reason}{more}; replace it or remove the row")
+        advice = "replace it or remove the row" + (", or check --data_dir" if "does not exist" in reason else "")
+        raise InputError(f"{cohort.where(i)}: {cohort.path[i]} {reason}{more}; {advice}")
     if rank == 0 and any(key not in known for _, key, _ in found):
         good = sorted(known | {key: True for _, key, _ in found})
         with contextlib.suppress(OSError):  # a folder one may only read: checked again next time
@@ -435,7 +461,8 @@ class MultiGPUSurvivalDataset(Dataset):
                 raise InputError(f"{self.cohort.source}: no rows with {fold!r} in {fold_column}; pass another fold")
         self.rows, self.raise_errors, self.threads = rows, raise_errors, max(1, num_workers)
         self.volumes = Volumes(image_size, window, spacing, orientation, cache_dir)
-        self.cache, self.mine, self.event_balanced = None, None, event_balanced
+        self.mine = self.cache = self.epoch = None
+        self.event_balanced = event_balanced
         if use_smart_cache:
             self._plan_smart_cache(cache_rate, replace_rate, seed)
 
@@ -455,7 +482,6 @@ class MultiGPUSurvivalDataset(Dataset):
         self.mine = parts[rank]
         self.cached = max(1, int(cache_rate * (len(self.rows) // self.ranks)))  # the same on all ranks
         self.replaced = min(math.ceil(self.cached * replace_rate), len(self.mine) - self.cached)
-        self.epoch = -1
 
     @property
     def changes(self) -> bool:
@@ -477,7 +503,7 @@ class MultiGPUSurvivalDataset(Dataset):
         """Bring the cache to an epoch: the next one by MONAI's replacement, another by filling it anew."""
         if self.mine is None or epoch == self.epoch:
             return
-        if self.cache is not None and epoch == self.epoch + 1:
+        if self.epoch is not None and epoch == self.epoch + 1:
             if self.replaced:
                 self.cache.update_cache()
         elif self.cache is None or self.replaced:
@@ -495,13 +521,14 @@ class MultiGPUSurvivalDataset(Dataset):
             if self.replaced:  # half a case less than asked: MONAI rounds up what floats leave of the product
                 assert self.cache._replace_num == self.replaced
                 self.cache.start()
+                self.stop = weakref.finalize(self, self.cache.shutdown)  # at the exit too: the thread would abort it
         self.epoch = epoch
 
     def shutdown(self) -> None:
         """Stop the thread that reads replacements."""
         if self.cache is not None and self.replaced:
-            self.cache.shutdown()
-        self.cache, self.epoch = None, -1
+            self.stop()
+        self.cache = self.epoch = None
 
     close = shutdown
 

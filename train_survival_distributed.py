@@ -23,6 +23,7 @@ import math
 import platform
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ NETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"
 EVAL_BATCH = 4  # cases per forward pass of an evaluation: the same at any world size, so that results are too
 # what a checkpoint prescribes to a run that goes on from it or uses it
 FIXED = ("task", "resnet", "base_channels", "norm", "image_size", "hu_window", "spacing", "orientation")
+SPLIT = ("fold_column", "train_fold", "val_fold", "folds")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -171,6 +173,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--cross_validate has one checkpoint per fold; resume with --resume_from auto")
     if (args.init == "pretrained") != (args.pretrained_path is not None):
         parser.error("--init pretrained and --pretrained_path go together")
+    if args.folds == 1:
+        parser.error("--folds 1: there must be at least 2")
     if args.base_channels % 8:
         parser.error(f"--base_channels {args.base_channels}: must be a multiple of 8")
     if args.hu_window[0] >= args.hu_window[1]:
@@ -269,6 +273,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    path = str(Path(path) / "model.safetensors") if Path(path).is_dir() else path
     if not Path(path).is_file():
         raise InputError(f"{path}: no such file; check --pretrained_path")
     try:
@@ -472,6 +477,7 @@ def train_one_epoch(
     state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. Between log lines nothing is read
     back from the GPU. Raises InputError on all ranks for an unreadable volume of any of them.
     """
+    warnings.filterwarnings("ignore", message="Grad strides do not match")  # 1 x 1 x 1 kernels have two layouts at once
     model.train()
     if state["epoch"] < args.freeze_epochs:
         model.backbone.eval()
@@ -725,8 +731,12 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
     """Take net and input settings from a checkpoint. Raises InputError where a flag says otherwise."""
-    for name in FIXED:
-        value = contents["settings"][name]
+    if args.source["seed"] == "default":
+        args.seed = contents["run"]["seed"]
+    for name in (*FIXED, *(() if args.cross_validate else SPLIT)):
+        value = contents["settings"][name] if name in contents["settings"] else getattr(args, name)
+        if name in SPLIT and args.eval_only and args.source[name] != "default":
+            continue  # another fold, such as --val_fold test: its cases are compared with those trained on
         if args.source[name] != "default" and getattr(args, name) != value:
             raise InputError(f"{path}: a run with --{name} {value}, now {getattr(args, name)}; leave the flag out")
         setattr(args, name, value)
@@ -775,6 +785,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
         contents = ckpt.load_checkpoint(used, folder, FORMAT)
     elif not args.cross_validate:
+        with du.agree_on_errors():
+            if (folder / "fold_1").is_dir():
+                raise InputError(f"{folder}: holds a cross-validation; give its flags, or choose another --log_dir")
         lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
         contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT)
     if contents:
@@ -786,7 +799,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         cohort = sd.read_cohort(table, args.data_dir, args.time_unit, not args.predict, **columns)
         splits = [] if args.predict else sd.choose_splits(cohort, args)
     rows = (
-        np.unique(np.concatenate([np.concatenate(split[1:]) for split in splits])) if splits else np.arange(len(cohort))
+        np.unique(np.concatenate([np.concatenate(split[1:3]) for split in splits]))
+        if splits
+        else np.arange(len(cohort))
     )
     if not args.skip_data_check:
         du.print_main(f"checking {len(rows)} volumes ...")
@@ -811,6 +826,9 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
     one scale before they are compared: the log of the cumulative hazard at the last time that all folds know.
     """
     begun = time.time()
+    with du.agree_on_errors():
+        if (folder / "last.pt").exists():
+            raise InputError(f"{folder}: holds a single run; choose another --log_dir")
     lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     if args.overwrite:  # all folds at once: a killed run must find none of the old one
         for place in (folder, *sorted(folder.glob("fold_*"))):
@@ -846,7 +864,7 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
             return np.concatenate([sm.survival_at(baseline, values, at) for _, values, baseline in parts])
 
         def reference(at) -> np.ndarray:
-            curves = [sm.kaplan_meier(cohort.event[train], cohort.time[train], at) for (_, train, _), *_ in parts]
+            curves = [sm.kaplan_meier(cohort.event[train], cohort.time[train], at) for (_, train, *_), *_ in parts]
             return np.concatenate([np.tile(c, (len(v), 1)) for c, (_, v, _) in zip(curves, parts, strict=True)])
 
         risk, event, when = np.concatenate(scaled), cohort.event[rows], cohort.time[rows]
@@ -859,7 +877,7 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
         metrics |= {"val/c_index_mean": float(np.mean(known)), "val/c_index_sd": float(np.std(known))} if known else {}
         metrics |= {f"val/c_index/fold_{k}": value for k, value in enumerate(scores, start=1)}
         print_metrics(f"{len(splits)} folds pooled", metrics, args.eval_years)
-        table = [(name, val, values, baseline) for (name, _, val), values, baseline in parts]
+        table = [(name, val, values, baseline) for (name, _, val, _), values, baseline in parts]
         write_file(folder / "predictions.csv", predictions_table(cohort, table, args.eval_years))
         facts = {"steps": steps, "epochs": args.epochs, "folds": len(splits), "world_size": ranks.world_size}
         facts |= {"effective_batch_size": math.prod(sizes), "precision": args.mixed_precision}
@@ -917,9 +935,13 @@ def evaluate_only(cohort: sd.Cohort, split: tuple, contents: dict, used: str, ar
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
         target = Target(cohort, split[1], args)
     model = load_model(contents, args, ranks)
+    trained = set(contents["trained_cases"])
+    if seen := [i for i in split.val if cohort.case[i] in trained]:
+        text = f"case {cohort.case[seen[0]]} and {len(seen) - 1} more of {split.name} were trained on by {used}"
+        raise InputError(f"{cohort.where(seen[0])}: {text}; evaluate on the fold it was validated on, or on new cases")
     if target.outputs != model.head.out_features:
         raise InputError(f"{used}: a net of {model.head.out_features} outputs, the table asks {target.outputs}")
-    metrics, found = evaluate(model, cohort, *split[1:], target, args, ranks, final=True)
+    metrics, found = evaluate(model, cohort, split.train, split.val, target, args, ranks, final=True)
     if ranks.is_main:
         print_metrics(f"val, {Path(used).name}", metrics, args.eval_years)
         write_file(
@@ -959,7 +981,7 @@ def write_results(
 ) -> None:
     """Rank 0: predictions.csv of both folds; and for --predict the baseline hazard, in baseline.json beside the
     checkpoint, under the checkpoint's sha256."""
-    (_, train, val), baseline = split, found["baseline"]
+    train, val, baseline = split.train, split.val, found["baseline"]
     if contents["run"]["training_data"] == fingerprint(cohort, train):
         path = best.parent / "baseline.json"
         kept = read_baselines(path) | {ckpt.file_sha256(best): baseline}
@@ -972,7 +994,7 @@ def write_results(
 
 def draw_results(cohort: sd.Cohort, split: tuple, found: dict, args: argparse.Namespace) -> dict:
     """{name: matplotlib figure} of the validation fold."""
-    (_, train, val), values = split, found["val"][:, 0]
+    train, val, values = split.train, split.val, found["val"][:, 0]
     survival, outcome = partial(sm.survival_at, found["baseline"], values), (cohort.event[val], cohort.time[val])
     training = cohort.event[train], cohort.time[train]
     figures = {"val_survival": sm.draw_survival(values, *outcome, args.eval_years, survival, training)}
@@ -983,7 +1005,7 @@ def draw_results(cohort: sd.Cohort, split: tuple, found: dict, args: argparse.Na
 
 def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args, ranks: du.Ranks) -> tuple[int, dict]:
     """Train on one split, validate each epoch, keep checkpoints, evaluate the best; returns (exit code, results)."""
-    begun, (name, train, val) = time.time(), split
+    begun, train, val = time.time(), split.train, split.val
     with du.agree_on_errors():
         target = Target(cohort, train, args)
         data = dataset(cohort, train, args, train=True)
@@ -1045,7 +1067,11 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         + f"({origin['num_workers']})",
         "cache": describe_cache(data, len(train) + len(val), args),
         "cases": f"{len(train)} training ({events} events), {len(val)} validation "
-        + f"({int(cohort.event[val].sum())} events), {name}",
+        + f"({int(cohort.event[val].sum())} events), {split.name}, {len(cohort) - len(train) - len(val)} rows left out",
+        "patients": f"{len(set(cohort.case))} by column {cohort.id_name!r}"
+        if cohort.id_name
+        else "no column for them (--id_column): each row counts as one",
+        "follow-up": f"{cohort.time[train].min():.2f} to {cohort.time[train].max():.2f} years in the training fold",
         "net": f"{args.resnet}, {sum(p.numel() for p in model.parameters()):,} parameters, {args.norm} norm, input "
         + " x ".join(map(str, args.image_size)),
         "loss": f"Cox, {args.ties} ties"
@@ -1062,6 +1088,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         have = f"{hw.available_ram_gb():.1f} GB are available"
         du.print_main(f"warning: the smart cache takes {need:.1f} GB for each process, {have}; lower --cache_rate")
     print_banner("SURVIVAL" if args.task == "survival" else "SURVIVAL: PRE-TRAINING", facts)
+    if args.eval_years[0] >= min(cohort.time[train].max(), cohort.time[val].max()):
+        du.print_main("warning: all --eval_years lie beyond the follow-up; is --time_unit right?")
     if args.event_balanced and events < epoch_steps:
         least = math.ceil(len(train) / events)
         du.print_main(f"{events} events for {epoch_steps} steps: some have none; all have from --batch_size {least} on")
@@ -1073,8 +1101,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         state["saved"] = where
         parts = {"format": FORMAT, "model": ckpt.trained_state(model, everything=True), "state": dict(state)}
         parts |= {"run": this_run, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        parts |= {"settings": {name: getattr(args, name) for name in FIXED}, "memory": memory.state()}
-        parts |= {"log": log.pending(state["step"])}
+        parts |= {"settings": {name: getattr(args, name) for name in FIXED} | split.flags, "memory": memory.state()}
+        parts |= {"log": log.pending(state["step"]), "trained_cases": sorted({cohort.case[i] for i in train})}
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     net = None

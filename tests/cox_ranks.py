@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def gradients(args, ranks, volumes, time, event, size: int, parts: int) -> tuple:
-    cohort = Cohort("x", [], [], [], time, event, {}, {}, None)
+    cohort = Cohort("x", [], [], [], time, event, None, {}, {}, None)
     target = tsd.Target(cohort, np.arange(CASES), args)
     model = tsd.build_model(args, 1, None, ranks).to(getattr(torch, sys.argv[3]))
     with torch.no_grad():

@@ -225,11 +225,11 @@ def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     with open(out / "predictions.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len({row["case"] for row in rows}) == 44
-    assert {row["fold"] for row in rows} == {"fold 1", "fold 2", "fold 3"}
+    assert {row["fold"] for row in rows} == {f"fold {k} of 3" for k in (1, 2, 3)}
     event, when, risk = (np.array([float(row[c]) for row in rows]) for c in ("event", "time_years", "log_hazard"))
     summary = json.loads((out / "summary.json").read_text())
     kept = [json.loads((out / f"fold_{k}" / "baseline.json").read_text()) for k in (1, 2, 3)]
-    baselines = {f"fold {k}": next(iter(values.values())) for k, values in enumerate(kept, start=1)}
+    baselines = {f"fold {k} of 3": next(iter(values.values())) for k, values in enumerate(kept, start=1)}
     last = min(baseline["until"] for baseline in baselines.values())
     scale = {
         name: max(h for t, h in zip(b["time"], b["log_hazard"], strict=True) if t <= last)
@@ -288,9 +288,19 @@ def test_eval_only_keeps_each_checkpoints_own_baseline(flags, zygote, one, scans
     go(zygote, flags(run, *other))
     after = json.loads((run / "baseline.json").read_text())
     assert before.items() <= after.items()
-    done = go(zygote, flags(tmp_path / "else", *other, "--fold_column", "Fold_2"))
+    with open(scans / "dataset.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    table = tmp_path / "new.csv"
+    with open(table, "w", newline="") as file:
+        csv.writer(file).writerows([header, *([f"new {row[0]}", *row[1:]] for row in rows)])
+    done = go(zygote, flags(tmp_path / "else", *other, "--csv_path", table, "--data_dir", scans))
     assert "was trained on other cases" in done.stdout
     assert json.loads((run / "baseline.json").read_text()) == after
+    # without fold flags a fold's checkpoint is evaluated on its own fold
+    go(zygote, flags(tmp_path / "folds", "--folds", "4", "--val_fold", "2", "--max_steps", "1"))
+    before = (tmp_path / "folds" / "predictions.csv").read_text()
+    go(zygote, flags(tmp_path / "folds", "--eval_only"))
+    assert (tmp_path / "folds" / "predictions.csv").read_text() == before
 
 
 # --- weights to start from --------------------------------------------------------------------------------------------

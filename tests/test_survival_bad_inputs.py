@@ -132,11 +132,13 @@ def test_folds(small, zygote):
     lines = table(small)
     events = [[*row[:3], "0", *row[4:]] if row[4] == "val" else row for row in lines]
     save(small, events)
-    fails(zygote, small, expect=r"validation fold \(Fold_1 'val', \d rows from \d+ to 17\) has no event")
+    fails(zygote, small, expect=r"validation fold of Fold_1 'val' \(\d rows from \d+ to 17\) has no event")
     save(small, [[*row[:3], "0" if row[4] == "train" else row[3], *row[4:]] for row in lines])
-    fails(zygote, small, expect=r"training fold \(Fold_1 'val', \d+ rows .*\) has no event")
+    fails(zygote, small, expect=r"training fold of Fold_1 'val' \(\d+ rows .*\) has no event")
     save(small, lines)
-    fails(zygote, small, "--val_fold", "test", expect=r"no rows in the validation fold \(Fold_1 'test'\)")
+    fails(
+        zygote, small, "--val_fold", "test", expect=r"no row has 'test' in Fold_1 \('train', 'val'\); check --val_fold"
+    )
     fails(
         zygote,
         small,
@@ -193,6 +195,8 @@ def spoil(path: Path, kind: str) -> None:
     elif kind == "NaN":
         values[1, 2, 3] = np.nan
         nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
+    elif kind == "constant":
+        nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
     elif kind == "infinite":
         values[0] = np.inf
         nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
@@ -210,6 +214,7 @@ def spoil(path: Path, kind: str) -> None:
         ("empty", "is not a readable NIfTI file"),
         ("NaN", "holds 1 values that are NaN or infinite"),
         ("infinite", "holds 24 values that are NaN or infinite"),
+        ("constant", "holds one value everywhere"),
         ("flat", r"has 2 dimensions \(6, 6\), not three"),
         ("series", r"has 4 dimensions \(6, 6, 4, 2\), not three"),
     ],
@@ -255,7 +260,7 @@ def test_a_bad_volume_met_in_training_ends_all_ranks(small, zygote):
 def test_a_volume_without_an_affine(small, zygote):
     lines = table(small)
     path = small / lines[1][1]
-    nibabel.save(nibabel.Nifti1Image(np.zeros((6, 6, 4), np.int16), np.eye(4)), path)
+    nibabel.save(nibabel.Nifti1Image(np.arange(144, dtype=np.int16).reshape(6, 6, 4), np.eye(4)), path)
     content = bytearray(gzip.decompress(path.read_bytes()))
     content[296:312] = bytes(16)  # the second row of the affine
     path.write_bytes(gzip.compress(bytes(content)))
@@ -290,6 +295,7 @@ FLAGS = [
     (["--mixed_precision", "fp16"], 1, "--mixed_precision fp16: needs a GPU"),
     (["--amp", "--mixed_precision", "no"], 1, "--amp and --mixed_precision no exclude each other"),
     (["--max_grad_norm", "2", "--grad_clip", "1.5"], 1, "--max_grad_norm and --grad_clip are the same thing"),
+    (["--folds", "1"], 1, "--folds 1: there must be at least 2"),
     (["--eval_years", "0"], 1, "--eval_years: must be a number above 0"),
     (["--eval_only"], 1, "best.pt: no such checkpoint; check --resume_from"),
     (["--predict", "new.csv"], 1, "best.pt: no such checkpoint; check --resume_from"),
@@ -330,6 +336,17 @@ def test_checkpoints_and_weights_of_something_else(small, zygote):
     assert zygote(SURVIVAL, *words).code == 0
     fails(zygote, small, expect="run: holds a run already; go on with --resume_from auto, or --overwrite it")
     again = ["--resume_from", "auto"]
+    fails(zygote, small, *again, "--cross_validate", expect="run: holds a single run; choose another --log_dir")
+    fails(
+        zygote, small, *again, "--val_fold", "train", expect="a run with --val_fold val, now train; leave the flag out"
+    )
+    trained = ["--eval_only", "--fold_column", "Fold_2"]
+    fails(
+        zygote,
+        small,
+        *trained,
+        expect=r"case \d+ and \d+ more of Fold_2 'val' were trained on by .*best.pt; evaluate on",
+    )
     fails(zygote, small, *again, "--batch_size", "6", expect="a run with effective batch size 4, now 6")
     fails(zygote, small, *again, "--seed", "1", expect="a run with seed 0, now 1")
     fails(
@@ -371,7 +388,12 @@ def test_an_error_is_one_line_whatever_the_table_holds(small, zygote):
 def test_splits_that_overlap_cannot_be_pooled(small, zygote):
     lines = table(small)
     save(small, [[*row[:5], "Fold_2" if row is lines[0] else row[4], *row[9:]] for row in lines])
-    fails(zygote, small, "--cross_validate", expect=r"validated in Fold_1 and in Fold_2, so .* cannot be pooled")
+    fails(
+        zygote,
+        small,
+        "--cross_validate",
+        expect=r"validated in Fold_1 .val. and in Fold_2 .val., so .* cannot be pooled",
+    )
 
 
 def test_overwrite_deletes_nothing_before_the_last_check(small, zygote, monkeypatch):

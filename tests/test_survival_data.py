@@ -4,8 +4,11 @@ import csv
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import nibabel
 import numpy as np
@@ -89,6 +92,19 @@ def test_persistent_workers_are_refused_and_the_reason_given(scans):
         create_distributed_dataloader(dataset, batch_size=2, num_workers=1, persistent_workers=True)
     plain = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), image_size=(4, 4, 4))
     create_distributed_dataloader(plain, batch_size=2, num_workers=1, persistent_workers=True)
+
+
+def test_the_guides_own_loop_ends_without_shutdown(scans, tmp_path):
+    """As a script, where the interpreter's end would meet a thread that still reads."""
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from distributed_utils import create_distributed_dataloader
+from survival_data import MultiGPUSurvivalDataset
+dataset = MultiGPUSurvivalDataset({str(scans / "dataset.csv")!r}, use_smart_cache=True, image_size=(96, 96, 64))
+print(len([batch for batch in create_distributed_dataloader(dataset, batch_size=8)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr[-1000:]
 
 
 def test_the_guides_own_loop(scans):
@@ -291,6 +307,22 @@ def test_blanks_text_and_any_column_as_folds(tmp_path):
     assert list(cohort.features) == ["split", "Agatston"]
     assert np.isnan(cohort.features["Agatston"][0])
     assert cohort.folds["split"] == ["1", "2"]
+
+
+def test_labels_of_a_fold_column(scans):
+    """One label against all others, but never trained on what is held out; Excel's 1.0 is 1."""
+    cohort = sd.read_cohort(str(scans / "dataset.csv"))
+    cohort.folds["Fold_1"] = ["Test" if i % 11 == 0 else str(i % 3) for i in range(44)]
+    words = {"folds": 0, "fold_column": "fold 1", "train_fold": "train", "seed": 0}
+    one = sd.choose_splits(cohort, SimpleNamespace(**words, val_fold="2", cross_validate=False))[0]
+    assert one.val.tolist() == [i for i in range(44) if i % 3 == 2 and i % 11]
+    assert one.train.tolist() == [i for i in range(44) if i % 3 != 2 and i % 11]
+    splits = sd.choose_splits(cohort, SimpleNamespace(**words, val_fold=None, cross_validate=True))
+    assert [split.flags["val_fold"] for split in splits] == ["1", "2", "0"]
+    for split in splits:
+        again = sd.choose_splits(cohort, SimpleNamespace(**words | split.flags, cross_validate=False))[0]
+        assert again.val.tolist() == split.val.tolist()
+        assert again.train.tolist() == split.train.tolist()
 
 
 def test_a_table_reached_by_a_link(tmp_path):
