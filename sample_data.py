@@ -991,7 +991,8 @@ def write_survival(out: Path, num_patients: int, event_rate: float, matrix: int,
     header = ["case_num", "NIFTI Path", "time", "event", *(f"Fold_{k}" for k in range(1, 6)), "Age", "isFemale"]
     header += ["AgatstonScore2D", "MassScore", "VolumeScore", "NumLesion3D", "MaxHU", "MeanHU", "LargestVolume"]
     header += ["LAD_Agatston", "LCX_Agatston", "RCA_Agatston", "true_log_hazard"]
-    with open(out / "dataset.csv", "w", newline="", encoding="utf-8") as file:
+    unfinished = out / ".dataset.csv.tmp"  # a table that is there is whole
+    with open(unfinished, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(header)
         for i, found in enumerate(lesions):
@@ -1009,6 +1010,7 @@ def write_survival(out: Path, num_patients: int, event_rate: float, matrix: int,
             row += [round(mass, 1), round(sum(sizes), 1), len(found), round(max(peaks, default=0))]
             row += [round(sum(peaks) / max(1, len(peaks))), round(max(sizes, default=0), 1)]
             table.writerow([*row, *(round(value, 1) for value in parts.values()), round(true[i], 6)])
+    unfinished.replace(out / "dataset.csv")
     rows = part == 0
     print(
         f"{out}: {num_patients} patients, {event.sum()} events ({event.mean():.1%}), follow-up {time.min()} to "

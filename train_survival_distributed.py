@@ -501,16 +501,14 @@ def train_one_epoch(
             save()
             return code
         factor = du.schedule(state["step"], total_steps, args.warmup_steps, args.scheduler)
-        rate = (
-            args.lr * factor if state["step"] < args.warmup_steps else args.eta_min + (args.lr - args.eta_min) * factor
-        )
+        least = args.eta_min if state["step"] >= args.warmup_steps else 0.0
+        rate = least + (args.lr - least) * factor
         for group in optimizer.param_groups:
             group["lr"] = rate
         extra = memory.others(rows, target.time) if args.cox_memory else None
         place = low, low + mine, count
-        loss, outputs = train_step(
-            net, model, window, place, partial(target.loss, rows=rows, extra=extra), augment, scaler
-        )
+        loss_of = partial(target.loss, rows=rows, extra=extra)
+        loss, outputs = train_step(net, model, window, place, loss_of, augment, scaler)
         if args.cox_memory:
             memory.add(rows, outputs[:, 0])
         scaler.unscale_(optimizer)
@@ -746,9 +744,8 @@ def make_optimizer(model: RiskNet, args: argparse.Namespace) -> torch.optim.Opti
     options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, **options)
-        for (
-            parameter
-        ) in model.parameters():  # fused SGD fails where some have a momentum and some, unfrozen later, none
+        # fused SGD fails where some have a momentum and others, unfrozen later, none
+        for parameter in model.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[args.optimizer](model.parameters(), **options)
@@ -798,11 +795,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     with du.agree_on_errors():
         cohort = sd.read_cohort(table, args.data_dir, args.time_unit, not args.predict, **columns)
         splits = [] if args.predict else sd.choose_splits(cohort, args)
-    rows = (
-        np.unique(np.concatenate([np.concatenate(split[1:3]) for split in splits]))
-        if splits
-        else np.arange(len(cohort))
-    )
+    parts = [part for split in splits for part in (split.train, split.val)] or [np.arange(len(cohort))]
+    rows = np.unique(np.concatenate(parts))
     if not args.skip_data_check:
         du.print_main(f"checking {len(rows)} volumes ...")
         sd.check_volumes(cohort, rows, Path(args.cache_dir), bool(args.spacing or args.orientation), cores)
@@ -844,7 +838,7 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
     sizes = args.batch_size, args.gradient_accumulation_steps
     for k, split in enumerate(splits, start=1):
         args.batch_size, args.gradient_accumulation_steps = sizes
-        du.print_main(f"fold {k} of {len(splits)}: {split[0]}")
+        du.print_main(f"fold {k} of {len(splits)}: {split.name}")
         fold_lock = ckpt.lock_run_folder(folder / f"fold_{k}", bool(args.resume_from) or args.overwrite)
         contents = ckpt.load_checkpoint(args.resume_from, folder / f"fold_{k}", FORMAT)
         if contents:
@@ -857,7 +851,7 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
         scores.append(found["c_index"])
         steps += found["steps"]
     if ranks.is_main:
-        rows, until = np.concatenate([split[2] for split, *_ in parts]), min(b["until"] for *_, b in parts)
+        rows, until = np.concatenate([split.val for split, *_ in parts]), min(b["until"] for *_, b in parts)
         scaled = [sm.log_cumulative_hazard(baseline, values, [until])[:, 0] for _, values, baseline in parts]
 
         def survival(at) -> np.ndarray:
@@ -933,7 +927,7 @@ def evaluate_only(cohort: sd.Cohort, split: tuple, contents: dict, used: str, ar
             (folder / "figures").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
-        target = Target(cohort, split[1], args)
+        target = Target(cohort, split.train, args)
     model = load_model(contents, args, ranks)
     trained = set(contents["trained_cases"])
     if seen := [i for i in split.val if cohort.case[i] in trained]:
@@ -951,7 +945,7 @@ def evaluate_only(cohort: sd.Cohort, split: tuple, contents: dict, used: str, ar
             write_results(cohort, split, found, contents, folder, Path(used), args)
             for name, figure in draw_results(cohort, split, found, args).items():
                 save_figure(folder / "figures" / f"{name}.png", figure)
-        print(f"{len(split[2])} cases; written: {folder}/eval_val.json, {folder}/figures", flush=True)
+        print(f"{len(split.val)} cases; written: {folder}/eval_val.json, {folder}/figures", flush=True)
     return 0
 
 
