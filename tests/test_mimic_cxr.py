@@ -542,14 +542,13 @@ def test_outputs_of_a_run(chest, zygote, tmp_path):
 
 
 def test_out_of_memory(chest, zygote, tmp_path):
-    """Of a really limited memory: one message with the values to try, and --auto_batch tries them. (pyarrow takes 1 GB
-    of address space at its start.)"""
+    """Of a really limited memory: one message with the values to try, and --auto_batch tries them."""
     words = [*chest, "--image_size", "256", "--max_steps", "1", "--max_samples", "64"]
     words += ["--batch_size", "64", "--cache_gb", "0", "--output_dir"]
-    done = zygote(MIMIC, *words, tmp_path / "a", address_space=1_600_000_000)
+    done = zygote(MIMIC, *words, tmp_path / "a", address_space=600_000_000)
     assert done.code == 1
     assert re.fullmatch(r"error: out of memory at --batch_size 64; try --batch_size 32 --grad\S+ 2 .*\n", done.stderr)
-    done = zygote(MIMIC, *words, tmp_path / "b", "--auto_batch", address_space=1_600_000_000)
+    done = zygote(MIMIC, *words, tmp_path / "b", "--auto_batch", address_space=600_000_000)
     assert done.code == 0, done.stderr
     assert "going on with --batch_size 32 --gradient_accumulation_steps 2" in done.stdout
     assert json.loads((tmp_path / "b" / "summary.json").read_text())["effective_batch_size"] == 64

@@ -465,24 +465,36 @@ def test_a_full_disk_for_the_cache_is_no_error(flags, zygote, tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-BIG = ["--image_size", "72", "72", "48", "--batch_size", "16", "--max_steps", "1", "--cache", "none"]
-
-
 def test_out_of_memory_names_the_flags_to_change(flags, zygote, tmp_path):
-    done = zygote(SURVIVAL, *flags(tmp_path / "run", *BIG), address_space=int(0.45 * 2**30))
+    """Of a really limited memory: the volumes of a step do not fit."""
+    big = ["--image_size", "256", "256", "128", "--batch_size", "16", "--max_steps", "1", "--cache", "none"]
+    done = zygote(SURVIVAL, *flags(tmp_path / "run", *big), address_space=int(0.4 * 2**30))
     assert done.code == 1
     advice = r"try --batch_size 8 --gradient_accumulation_steps 2 \(the same result\), a smaller --image_size"
     assert re.fullmatch(rf"error: out of memory at --batch_size 16 over 1 processes; {advice}.*\n", done.stderr)
 
 
-def test_auto_batch_goes_on_with_the_same_result(flags, zygote, tmp_path):
-    done = zygote(SURVIVAL, *flags(tmp_path / "run", *BIG, "--auto_batch"), address_space=int(0.45 * 2**30))
-    assert done.code == 0, done.stderr[-2000:]
-    assert "out of memory: going on with --batch_size " in done.stdout
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["effective_batch_size"] == 16
-    go(zygote, flags(tmp_path / "roomy", *BIG))
-    assert off(training(tmp_path / "run"), training(tmp_path / "roomy")) < 1e-5
+def test_auto_batch_halves_until_it_fits():
+    """By a net that takes 3 cases at most, as oneDNN at times dies of a real lack of memory; see the curves above for
+    accumulation's equal result."""
+    import train_survival_distributed as tsd
+
+    class Small(torch.nn.Module):
+        def __init__(self, most: int):
+            super().__init__()
+            self.head, self.most = torch.nn.Linear(1, 1), most
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            if len(images) > self.most:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+            return self.head(images.flatten(1).mean(1, keepdim=True))
+
+    ranks = tsd.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
+    args = tsd.parse_args(["--csv_path", "x", "--batch_size", "24", "--image_size", "8", "8", "8"])
+    tsd.find_batch_size(Small(3), args, ranks)
+    assert (args.batch_size, args.gradient_accumulation_steps) == (3, 8)
+    with pytest.raises(tsd.RunError, match="out of memory at one case per GPU"):
+        tsd.find_batch_size(Small(0), args, ranks)
 
 
 @pytest.mark.soak

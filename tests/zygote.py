@@ -5,6 +5,7 @@ Reads one JSON object a line ({"argv", "cwd", "address_space", "ranks"}) and ans
 "stderr", "seconds"}). With ranks > 1 it is the launcher of so many processes.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -81,6 +82,8 @@ def become(request: dict) -> int:
 def main() -> None:
     import importlib
 
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # its own allocator reserves GiB of address space at times
+
     for name in (
         "torch.utils.tensorboard",
         "peft",
@@ -111,6 +114,8 @@ def main() -> None:
         "SamVisionModel",
     ):
         getattr(transformers, name)
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through in each fork
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
