@@ -347,9 +347,9 @@ def check_volumes(cohort: Cohort, rows: np.ndarray, cache_dir: Path, geometry: b
     What was found good is remembered in cache_dir/checked.json; only new and changed files are read again.
     """
     memory = Path(cache_dir) / "checked.json"
-    known: dict[str, bool] = {}
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        known = dict.fromkeys(json.loads(memory.read_text()).get("good", []), True)
+    known: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+        known = set(json.loads(memory.read_text()).get("good", []))
     known = du.broadcast_object(known)
     kind = "|affine" if geometry else ""
 
@@ -371,8 +371,8 @@ def check_volumes(cohort: Cohort, rows: np.ndarray, cache_dir: Path, geometry: b
         i, reason = bad[0]
         advice = "replace it or remove the row" + (", or check --data_dir" if "does not exist" in reason else "")
         raise InputError(f"{cohort.where(i)}: {cohort.path[i]} {reason}{more}; {advice}")
-    if rank == 0 and any(key not in known for _, key, _ in found):
-        good = sorted(known | {key: True for _, key, _ in found})
+    if rank == 0 and (new := {key for _, key, _ in found} - known):
+        good = sorted(known | new)
         with contextlib.suppress(OSError):  # a folder one may only read: checked again next time
             memory.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(memory, lambda file: file.write(json.dumps({"good": good}).encode()))
