@@ -58,9 +58,7 @@ def become(request: dict) -> int:
         import ctypes
         import resource
 
-        libc = ctypes.CDLL(
-            None
-        )  # large blocks go back to the system when freed: what is free does not depend on chance
+        libc = ctypes.CDLL(None)  # large blocks go back to the system when freed: no chance in what is free
         libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
         libc.mallopt(-8, 2)  # M_ARENA_MAX
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
