@@ -158,12 +158,12 @@ def test_auto_batch(data, tmp_path, zygote):
         "--max_steps",
         "1",
         "--image_size",
-        "256",
+        "192",
         "--batch_size",
         "32",
     ]
     out = tmp_path / "run"
-    done = zygote(PRS_MED, *flags, "--auto_batch", "--checkpoint_dir", out, address_space=2_000_000_000)
+    done = zygote(PRS_MED, *flags, "--auto_batch", "--checkpoint_dir", out, address_space=700_000_000)
     assert done.code == 0, done.stderr[-2000:]
     sizes = re.findall(r"going on with --batch_size (\d+) --gradient_accumulation_steps (\d+)", done.stdout)
     assert sizes
