@@ -9,7 +9,6 @@ import subprocess
 import threading
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -551,34 +550,16 @@ def test_out_of_memory(chest, zygote, tmp_path):
     assert re.fullmatch(r"error: out of memory at --batch_size 64; try --batch_size 32 --grad\S+ 2 .*\n", done.stderr)
 
 
-@pytest.mark.parametrize("most", [20, 0])
-def test_auto_batch_halves_until_it_fits(most, monkeypatch):
-    """By a loss that takes 20 questions at most (oneDNN, once really refused memory, goes on failing)."""
-    import distributed_utils as du
-    import train_mimic_cxr as script
-    from cli_utils import RunError
-
-    class Questions(list):
-        def collate(self, rows: list) -> dict:
-            return {"ids": torch.ones(len(rows), 5, dtype=torch.long), "mask": torch.ones(len(rows), 5)}
-
-    def loss(model: torch.nn.Module, batch: dict, counts: list, args: SimpleNamespace) -> tuple:
-        if len(batch["ids"]) > most:
-            raise RuntimeError("could not create a primitive")
-        assert batch["ids"].shape[1] == 12  # the longest question there can be
-        return (model.weight.sum(),)
-
-    monkeypatch.setattr(script, "batch_loss", loss)
-    args = SimpleNamespace(batch_size=64, gradient_accumulation_steps=3, max_question_length=12)
-    ranks = du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    model = torch.nn.Linear(2, 2)
-    if most:
-        script.find_batch_size(model, Questions(range(100)), args, ranks)
-        assert (args.batch_size, args.gradient_accumulation_steps) == (16, 12)
-        assert model.weight.grad is None
-    else:
-        with pytest.raises(RunError, match="out of memory at --batch_size 1; pass --gradient_checkpointing"):
-            script.find_batch_size(model, Questions(range(100)), args, ranks)
+def test_auto_batch(chest, zygote, tmp_path):
+    """Halves until it fits, trains to the end, and the effective batch stays."""
+    words = [MIMIC, *chest, "--max_steps", "1", "--max_samples", "64", "--batch_size", "64", "--auto_batch"]
+    done = zygote(ROOT / "tests" / "little_memory.py", 20, *words, "--output_dir", tmp_path / "run")
+    assert done.code == 0, done.stderr
+    assert re.findall(r"going on with (.*)", done.stdout) == [
+        "--batch_size 32 --gradient_accumulation_steps 2",
+        "--batch_size 16 --gradient_accumulation_steps 4",
+    ]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["effective_batch_size"] == 64
 
 
 def test_picture_cache(tmp_path):

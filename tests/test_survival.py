@@ -474,27 +474,17 @@ def test_out_of_memory_names_the_flags_to_change(flags, zygote, tmp_path):
     assert re.fullmatch(rf"error: out of memory at --batch_size 16 over 1 processes; {advice}.*\n", done.stderr)
 
 
-def test_auto_batch_halves_until_it_fits():
-    """By a net that takes 3 cases at most, as oneDNN at times dies of a real lack of memory; see the curves above for
-    accumulation's equal result."""
-    import train_survival_distributed as tsd
-
-    class Small(torch.nn.Module):
-        def __init__(self, most: int):
-            super().__init__()
-            self.head, self.most = torch.nn.Linear(1, 1), most
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            if len(images) > self.most:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-            return self.head(images.flatten(1).mean(1, keepdim=True))
-
-    ranks = tsd.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    args = tsd.parse_args(["--csv_path", "x", "--batch_size", "24", "--image_size", "8", "8", "8"])
-    tsd.find_batch_size(Small(3), args, ranks)
-    assert (args.batch_size, args.gradient_accumulation_steps) == (3, 8)
-    with pytest.raises(tsd.RunError, match="out of memory at one case per GPU"):
-        tsd.find_batch_size(Small(0), args, ranks)
+def test_auto_batch(flags, zygote, tmp_path):
+    """Halves until it fits, trains to the end, and the effective batch stays; see the curves above for the result."""
+    little = ROOT / "tests" / "little_memory.py"
+    words = ["--batch_size", "24", "--max_steps", "1", "--auto_batch"]
+    done = zygote(little, 6, SURVIVAL, *flags(tmp_path / "a", *words))
+    assert done.code == 0, done.stderr
+    assert "going on with --batch_size 6 --gradient_accumulation_steps 4" in done.stdout
+    assert json.loads((tmp_path / "a" / "summary.json").read_text())["effective_batch_size"] == 24
+    done = zygote(little, 0, SURVIVAL, *flags(tmp_path / "b", *words))
+    assert done.code == 1
+    assert re.fullmatch(r"error: out of memory at one case per GPU.*\n", done.stderr)
 
 
 @pytest.mark.soak
