@@ -1,11 +1,11 @@
-# make demo [TASK=prs_med|mimic_cxr|survival]   set up, write sample data, train on every GPU or two CPU processes, print the table
+# make demo [TASK=prs_med|mimic_cxr|survival|cascade]  set up, write sample data, train on every GPU or two CPU processes, print the table
 #      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
 # make lint                  ruff, shellcheck, shfmt
 PYTHON ?= python3
 TASK ?= prs_med
 BIN := .venv/bin
-SHELL_FILES := run_multi_gpu_train.sh launch_distributed_training.sh configs/slurm/mimic_cxr.sbatch .ci/run
+SHELL_FILES := run_multi_gpu_train.sh launch_distributed_training.sh train_4gpu.sh configs/slurm/mimic_cxr.sbatch .ci/run
 PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 .PHONY: demo demo-all test soak lint setup setup-dev
@@ -44,10 +44,22 @@ demo-survival:
 	$(BIN)/python train_survival_distributed.py --csv_path $(D)/dataset.csv --config configs/survival_demo.yaml \
 	    --world_size $$processes --batch_size $$((32 / processes * processes))
 
+demo-cascade: D := data/demo/cascade
+demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json --checkpoint_dir runs/demo/cascade
+demo-cascade:
+	$(BIN)/python sample_data.py cascade $(D)
+	processes=$(PROCESSES) && export PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 && \
+	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
+	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
+	    $(T) --stage 1 && \
+	torchrun --standalone --nproc_per_node=$$processes $(T) --resume_from auto
+	$(BIN)/python $(T) --eval_only --check_conditioning
+
 demo-all: setup
 	$(MAKE) demo TASK=prs_med
 	$(MAKE) demo TASK=mimic_cxr
 	$(MAKE) demo TASK=survival
+	$(MAKE) demo TASK=cascade
 
 test: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not soak"

@@ -183,23 +183,24 @@ def _save(folder: Path, path: Path, contents: dict, keep_last: int) -> None:
             old.unlink()
 
 
-def mark_best(folder: Path, step: int) -> str:
+def mark_best(folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)) -> str:
     """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`; returns its sha256."""
     path = folder / f"step_{step:08d}.pt"
     with agree_on_errors():
         if world()[0] == 0:
             try:
-                _link(path, folder / "best.pt")
+                for name in names:
+                    _link(path, folder / name)
                 manifest = read_manifest(folder)
-                _write_manifest(folder, {**manifest, "best.pt": manifest[path.name]})
+                _write_manifest(folder, manifest | dict.fromkeys(names, manifest[path.name]))
             except OSError as error:
-                raise _not_written(folder / "best.pt", error) from None
-    return best_sha256(folder)
+                raise _not_written(folder / names[0], error) from None
+    return best_sha256(folder, names[0])
 
 
-def best_sha256(folder: Path) -> str | None:
+def best_sha256(folder: Path, name: str = "best.pt") -> str | None:
     """The manifest's sha256 of best.pt, on all ranks; None without one."""
-    return broadcast_object(read_manifest(folder).get("best.pt") if world()[0] == 0 else None)
+    return broadcast_object(read_manifest(folder).get(name) if world()[0] == 0 else None)
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
@@ -326,7 +327,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock
 def clear_run_folder(folder: Path, overwrite: bool) -> None:
     """Rank 0, once nothing can be wrong: delete what a killed save left, and with `overwrite` the old run."""
     if world()[0] == 0:
-        for pattern in (".*.tmp", *((*RUN_FILES, "step_*.pt") if overwrite else ())):
+        for pattern in (".*.tmp", *((*RUN_FILES, "step_*.pt", "*_best.pt") if overwrite else ())):
             for path in folder.glob(pattern):
                 path.unlink()
         for name in ("logs", "figures") if overwrite else ():

@@ -8,6 +8,7 @@ import difflib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -124,13 +125,18 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 
+def without_comments(text: str) -> str:
+    """JSON without the // comments outside its strings; lines and columns stay where they are."""
+    return re.sub(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*', lambda found: found[1] or "", text)
+
+
 def read_config(path: str) -> dict:
-    """A YAML (JSON is a part of it) mapping. Raises InputError naming file and line."""
+    """A YAML or JSON (with // comments) mapping. Raises InputError naming file and line."""
     import yaml
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        values = json.loads(without_comments(text)) if path.endswith(".json") else yaml.safe_load(text)
     except OSError as error:
         raise InputError(f"{path}: cannot read the config ({error.strerror}); check --config") from None
     except json.JSONDecodeError as error:
@@ -158,6 +164,8 @@ def check_config_value(path: str, action: argparse.Action, value):
         if not isinstance(value, bool):
             raise wrong(f"must be true or false, not {value!r}")
         return value
+    if action.metavar == "JSON" and not isinstance(value, str):
+        value = json.dumps(value)
     many = action.nargs in ("+", "*") or isinstance(action.nargs, int)
     if many != isinstance(value, list) or (isinstance(action.nargs, int) and len(value) != action.nargs):
         raise wrong(f"must be {'a list' if many else 'a single value'}, not {value!r}")
@@ -181,9 +189,30 @@ def check_config_value(path: str, action: argparse.Action, value):
     return checked if many else checked[0]
 
 
-def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
+def flatten_sections(path: str, values: dict, sections: dict[str, dict[str, str]]) -> dict:
+    """{flag: value} of a config whose keys may stand in sections, {section: {key: flag}}. Raises InputError."""
+    flat: dict = {}
+    for name, value in values.items():
+        inside = {name: value}
+        if name in sections:
+            if not isinstance(value, dict):
+                raise InputError(f"{path}: {name}: must be a section of keys, not {value!r}; correct the file")
+            if unknown := [key for key in value if key not in sections[name]]:
+                near = difflib.get_close_matches(str(unknown[0]), sections[name], n=1)
+                text = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sections[name])}"
+                raise InputError(f"{path}: unknown key {unknown[0]!r} in {name}{text}")
+            inside = {sections[name][key]: item for key, item in value.items()}
+        if twice := [key for key in inside if key in flat]:
+            raise InputError(f"{path}: {twice[0]} is given twice; remove one")
+        flat |= inside
+    return flat
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, argv: list[str] | None = None, sections: dict[str, dict[str, str]] | None = None
+) -> argparse.Namespace:
     """Parse with the precedence defaults < --config file < command line. Mistakes end the process with one line and
-    code 2."""
+    code 2. sections: see flatten_sections."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config")
     try:
@@ -193,9 +222,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = No
     if path:
         actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
         try:
-            for key, value in read_config(path).items():
+            for key, value in flatten_sections(path, read_config(path), sections or {}).items():
                 if key not in actions or key in ("config", "local_rank"):
-                    near = difflib.get_close_matches(str(key), actions, n=1)
+                    near = difflib.get_close_matches(str(key), [*actions, *(sections or {})], n=1)
                     raise InputError(
                         f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
                     )
@@ -206,10 +235,12 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = No
     return parser.parse_args(argv)
 
 
-def value_sources(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None) -> dict[str, str]:
+def value_sources(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None, sections: dict | None = None
+) -> dict[str, str]:
     """{name: "command line", the --config file's name, or "default"} of every argument, for a banner."""
     words = [word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
-    in_file = read_config(args.config) if args.config else {}
+    in_file = flatten_sections(args.config, read_config(args.config), sections or {}) if args.config else {}
     sources = {}
     for action in parser._actions:
         if any(text in words for text in action.option_strings):

@@ -80,7 +80,8 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     if world_size > 1:
         if launcher != "srun":
             die_with_parent()
-        backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        both = device.type == "cuda" and dist.is_nccl_available()  # Windows has no NCCL
+        backend = backend or ("cpu:gloo,cuda:nccl" if both else "gloo")
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), rank=rank, world_size=world_size)
     try:
         with agree_on_errors():

@@ -57,6 +57,7 @@ class RunLog:
         self.bad_in_row = resume["bad_in_row"] if resume else 0
         self.restart_clock()
         self.warned = False
+        self.context: dict[str, int] = {}  # more for each line beside step and epoch, such as the stage
         self.last: dict[str, float] = {}
         self.writer = self.wandb = self.jsonl = self.bar = None
         with agree_on_errors():
@@ -171,13 +172,13 @@ class RunLog:
             return
 
         def write():
-            self.jsonl.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
+            self.jsonl.write(json.dumps({"step": step, "epoch": epoch, **self.context, **values}) + "\n")
             self.jsonl.flush()
             for name, value in values.items():
                 if value is not None:
                     self.writer.add_scalar(name, value, step)
             if self.wandb:
-                self.wandb.log({**values, "epoch": epoch}, step=step)
+                self.wandb.log({**values, **self.context, "epoch": epoch}, step=step)
 
         self._guard(write)
 

@@ -6,6 +6,8 @@
     python sample_data.py mimic_cxr OUT --num_train 12 --num_val 6 --num_test 6 --image_size 96 --zip
     python sample_data.py survival data/demo/survival                  # 600 patients with a chest CT each
     python sample_data.py survival OUT --num_patients 60 --matrix 20 --event_rate 0.123
+    python sample_data.py cascade data/demo/cascade                    # 120 patients with a CT and two X-rays each
+    python sample_data.py cascade OUT --num_patients 20 --matrix 24
 
 `prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and
 skin pictures, and two tiny Hugging Face checkpoints with random weights beside it (`llava_tiny`, `sam_tiny`), so that
@@ -21,6 +23,11 @@ questions has no grade, the grades stand in the parquet file alone, and some ans
 `survival` writes a table of patients (dataset.csv) and made-up chest CTs (NIfTI, HU) of several voxel sizes and
 orientations, in which calcified lesions lie on the heart. Their load alone drives a Weibull hazard, so the C-index that
 the true risk reaches is known, and printed.
+
+`cascade` writes the drr_patient_data layout: made-up torsos (body, lungs, spine, ribs, heart, nodules; NIfTI, HU) of
+several voxel sizes and orientations, and their frontal and lateral X-rays, rendered by the projector that the training
+uses (drr_projector.py). No two have the same size, posture, heart, diaphragm or nodules, and all of that can be seen in
+the X-rays.
 """
 
 import argparse
@@ -87,6 +94,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     ct.add_argument("--risk", type=real(0), default=2.0, help="log-hazard per standard deviation of the lesion load")
     ct.add_argument("--seed", type=int, default=0)
+    xray = tasks.add_parser("cascade", help="X-ray to CT (train_accelerate.py)")
+    xray.add_argument("out", type=Path, help="folder to write; must not hold a data set yet")
+    xray.add_argument("--num_patients", type=whole(3), default=120, help="patients, one CT and two X-rays each")
+    xray.add_argument("--matrix", type=whole(12), default=72, help="voxels along the first axis")
+    xray.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
@@ -1023,9 +1035,85 @@ def write_survival(out: Path, num_patients: int, event_rate: float, matrix: int,
     print(f"C-index of the true risk: {shown[0]} in the validation fold of Fold_1, {shown[1]} in all")
 
 
+# --- cascade ----------------------------------------------------------------------------------------------------------
+
+TORSO = (380.0, 300.0, 340.0)  # mm that a CT covers: right, front, up
+TORSO_VOXELS = ((1.0, 1.0, 1.0), (0.9, 0.9, 1.3), (1.1, 1.1, 0.9))  # in units of field / matrix
+TORSO_AXES = ((0, 1, 2), (0, 1, 2), (2, 1, 0))  # order in which the file has x, y, z
+
+
+def torso_ct(rng, matrix: int):
+    """(int16 HU, affine) of a torso; what makes a patient is drawn anew for each, voxel size and axes vary."""
+    import numpy as np
+
+    field = np.array(TORSO) * rng.uniform(0.95, 1.05)
+    voxel = field[0] / matrix * np.array(TORSO_VOXELS[rng.integers(len(TORSO_VOXELS))])
+    counts = [max(8, round(f / v)) for f, v in zip(field, voxel, strict=True)]
+    axes = [(np.arange(n) - (n - 1) / 2) * v for n, v in zip(counts, voxel, strict=True)]
+    x, y, z = np.meshgrid(*axes, indexing="ij")
+    wide, deep, tall = rng.uniform(0.75, 1.12), rng.uniform(0.75, 1.15), rng.uniform(0.9, 1.1)
+    lean, forward, bend, raised = rng.uniform([-32, -26, -18, -45], [32, 26, 18, 45])
+    x = x - lean - bend * np.cos(np.pi * z / field[2])  # the patient stands beside the middle, spine curved
+    y = y - forward
+
+    def inside(cx, cy, cz, rx, ry, rz):
+        distance = ((x - cx) / rx) ** 2 + ((y - cy) / ry) ** 2 + ((z - cz) / rz) ** 2
+        return 1 / (1 + np.exp(np.clip(6 * (np.sqrt(distance) - 1) * min(rx, ry, rz) / voxel.max(), -30, 30)))
+
+    volume = np.full(x.shape, -1000.0)
+
+    def put(shape, value):
+        volume[:] = volume * (1 - shape) + value * shape
+
+    fat = rng.uniform(8, 28)
+    put(inside(0, 0, 0, 150 * wide, 105 * deep, 900), rng.normal(-95, 8))
+    put(inside(0, 0, 0, 150 * wide - fat, 105 * deep - fat, 900), rng.normal(45, 8))
+    for side, high in ((-1, raised + rng.uniform(-12, 12)), (1, raised + rng.uniform(-12, 12))):
+        breath = rng.uniform(0.85, 1.12)
+        lung = inside(side * 66 * wide, 4, 28 + high, 52 * wide * breath, 74 * deep, 110 * tall * breath)
+        put(lung * (1 / (1 + np.exp(-(z - high + 62) / 4))), rng.normal(-830, 25))  # on the diaphragm's dome
+        for height in range(-96, 133, 38):
+            arc = inside(side * 118 * wide, 8, height * tall + raised, 9, 62 * deep, 8)
+            put(arc, 0.75 * rng.uniform(450, 650))
+    heart = (-26 * wide + rng.uniform(-10, 10), 26 * deep, -18 + raised + rng.uniform(-10, 10))
+    put(inside(*heart, rng.uniform(44, 66), rng.uniform(40, 54), rng.uniform(46, 62)), rng.normal(55, 6))
+    bone = rng.uniform(450, 750)
+    put(inside(0, -66 * deep, 0, 19, 18, 900), bone)
+    put(inside(0, -92 * deep, 0, 6, 12, 900), 0.8 * bone)
+    for _ in range(rng.poisson(1.5)):
+        side = rng.choice([-1, 1])
+        at = side * rng.uniform(45, 90) * wide, rng.uniform(-35, 35) * deep, raised + rng.uniform(-40, 90)
+        put(inside(*at, *[rng.uniform(9, 22)] * 3), rng.normal(60, 20))
+    volume += rng.normal(0, 12, volume.shape)
+    turn, order = TURNS[rng.integers(len(TURNS))], TORSO_AXES[rng.integers(len(TORSO_AXES))]
+    affine = np.diag([*(voxel * turn), 1.0])
+    affine[:3, 3] = [axis[0] if sign > 0 else axis[-1] for axis, sign in zip(axes, turn, strict=True)]
+    volume = np.clip(volume, -1024, 3071).astype(np.int16)[tuple(slice(None, None, sign) for sign in turn)]
+    return volume.transpose(order), affine[:, [*order, 3]]
+
+
+def write_cascade(out: Path, num_patients: int, matrix: int, seed: int) -> None:
+    """<id>/<id>.nii.gz and its two X-rays. Raises InputError when the folder holds something."""
+    import nibabel
+    import numpy as np
+
+    from xray_ct_data import make_drrs
+
+    if out.is_dir() and any(out.iterdir()):
+        raise InputError(f"{out}: holds something already; choose another folder or delete it")
+    rng = np.random.default_rng(seed)
+    for i in range(num_patients):
+        name = f"patient_{i + 1:04d}"
+        (out / name).mkdir(parents=True)
+        volume, affine = torso_ct(rng, matrix)
+        nibabel.save(nibabel.Nifti1Image(volume, affine), out / name / f"{name}.nii.gz")
+    print(f"{out}: {num_patients} patients, {make_drrs(out)} X-rays")
+
+
 def main(args: argparse.Namespace) -> None:
     options = {name: value for name, value in vars(args).items() if name != "task"}
-    {"prs_med": write_prs_med, "mimic_cxr": write_mimic_cxr, "survival": write_survival}[args.task](**options)
+    writers = {"prs_med": write_prs_med, "mimic_cxr": write_mimic_cxr, "survival": write_survival}
+    (writers | {"cascade": write_cascade})[args.task](**options)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ MultiGPUSurvivalDataset can be used in any training loop:
 
 import contextlib
 import csv
-import hashlib
 import json
 import math
 import os
 import sys
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +35,7 @@ from tqdm import tqdm
 import distributed_utils as du
 from checkpoint_utils import write_atomically
 from cli_utils import InputError
+from disk_cache import DiskCache, identity
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
 COLUMNS = {  # flag without _column -> names the column goes by; case, spaces and underscores do not matter
@@ -335,12 +334,6 @@ def examine(path: str, geometry: bool) -> str:
     return ""
 
 
-def identity(path: str) -> str:
-    """Path, size and time of change: another value, another file."""
-    facts = os.stat(path)
-    return f"{path}|{facts.st_size}|{facts.st_mtime_ns}"
-
-
 def check_volumes(cohort: Cohort, rows: np.ndarray, cache_dir: Path, geometry: bool, threads: int) -> None:
     """All ranks: read each volume once, in parallel, and raise InputError for those that cannot be used.
 
@@ -398,35 +391,22 @@ class Volumes:
         steps.append(Resize(image_size, mode="area"))
         self.read, self.shape = Compose(steps), (1, *image_size)
         self.settings = f"{tuple(image_size)}|{tuple(window)}|{spacing}|{orientation}|1"
-        self.cache_dir = Path(cache_dir) if cache_dir else None
+        self.cache = DiskCache(cache_dir, ".f16")
 
     def bytes(self) -> int:
         return 2 * math.prod(self.shape)
 
     def get(self, path: str) -> torch.Tensor:
         """Raises what MONAI raises for an unreadable file, ValueError for values that are not finite."""
-        kept = None
-        if self.cache_dir:
-            kept = self.cache_dir / (hashlib.sha256(f"{identity(path)}|{self.settings}".encode()).hexdigest() + ".f16")
-            with contextlib.suppress(OSError):
-                data = kept.read_bytes()
-                if len(data) == self.bytes() + 4 and zlib.crc32(data[:-4]).to_bytes(4, "little") == data[-4:]:
-                    return torch.frombuffer(bytearray(data[:-4]), dtype=torch.float16).view(self.shape)
+        key = f"{identity(path)}|{self.settings}" if self.cache.folder else ""
+        if data := self.cache.get(key, self.bytes()):
+            return torch.frombuffer(bytearray(data), dtype=torch.float16).view(self.shape)
         volume = self.read(path).as_tensor().to(torch.float16).contiguous()
         if tuple(volume.shape) != self.shape:
             raise ValueError(f"has {len(volume.shape) - 1} dimensions and channels {volume.shape[0]}, not one volume")
         if not volume.isfinite().all():
             raise ValueError("holds values that are NaN or infinite")
-        if kept:
-            data = volume.numpy().tobytes()
-            with contextlib.suppress(OSError):  # the disk is full, or read-only: go on without
-                self.cache_dir.mkdir(parents=True, exist_ok=True)
-                temporary = kept.with_name(f".{kept.name}.{du.world()[0]}.{os.getpid()}")
-                try:
-                    temporary.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
-                    os.replace(temporary, kept)
-                finally:
-                    temporary.unlink(missing_ok=True)
+        self.cache.put(key, volume.numpy().tobytes())
         return volume
 
 
@@ -553,7 +533,7 @@ class MultiGPUSurvivalDataset(Dataset):
     def read_ahead(self) -> None:
         """Bring this rank's share of the cases into the disk cache, by threads."""
         rank, world_size = du.world()
-        if self.volumes.cache_dir:
+        if self.volumes.cache.folder:
             with ThreadPoolExecutor(self.threads) as pool:
                 list(pool.map(self.load, self.rows[rank::world_size].tolist()))
 

@@ -74,6 +74,46 @@ def scans(tmp_path_factory) -> Path:
     return out
 
 
+# two stages, 8^3 and 16^3, of a net as small as can be; 11 training, 1 validation and 1 test patients of 13
+SMALL_STAGES = [
+    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
+    {"name": "stage2", "volume_size": [16, 16, 16], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
+]
+
+
+@pytest.fixture(scope="session")
+def torsos(tmp_path_factory) -> Path:
+    """13 patients with a CT of 16 x 13 x 14 voxels or so and two X-rays each."""
+    out = tmp_path_factory.mktemp("data") / "cascade"
+    words = ["cascade", str(out), "--num_patients", "13", "--matrix", "16"]
+    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True, cwd=ROOT)
+    return out
+
+
+@pytest.fixture(scope="session")
+def cascade(torsos, tmp_path_factory):
+    """flags(out, *more): the arguments of a small run of train_accelerate.py that logs every step: 2 stages of 2 epochs
+    of 3 steps with batch 4."""
+    cache = tmp_path_factory.mktemp("cache")
+    words = [
+        "--stage_configs",
+        json.dumps(SMALL_STAGES),
+        "--img_size",
+        "32",
+        "--encoder_dim",
+        "16",
+        "--batch_size",
+        "4",
+    ]
+    words += ["--num_timesteps", "20", "--ddim_steps", "2", "--num_epochs_per_stage", "2", "--learning_rate", "1e-3"]
+    words += ["--log_every", "1", "--num_workers", "0", "--cache_dir", str(cache), "--dataset_path", str(torsos)]
+
+    def make(out: Path, *more) -> list[str]:
+        return [*words, "--checkpoint_dir", str(out), *map(str, more)]
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def zygote():
     """run(script, *flags, address_space=bytes, ranks=n) -> code, stdout, stderr, seconds: see zygote.py."""

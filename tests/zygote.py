@@ -84,6 +84,9 @@ def main() -> None:
 
     for name in (
         "torch.utils.tensorboard",
+        "accelerate",
+        "monai.metrics",
+        "monai.networks.schedulers",
         "peft",
         "contourpy",
         "matplotlib.figure",

@@ -1,0 +1,53 @@
+"""Bytes kept on disk under a key, each file with a checksum: what is slow to decode is decoded once.
+
+Ranks and runs may share a folder. A torn or damaged file is as good as none, and so is a full or read-only disk.
+"""
+
+import contextlib
+import hashlib
+import os
+import zlib
+from pathlib import Path
+
+from distributed_utils import world
+
+
+def identity(path: str | Path) -> str:
+    """Path, size and time of change: another value, another file. Raises OSError."""
+    facts = os.stat(path)
+    return f"{path}|{facts.st_size}|{facts.st_mtime_ns}"
+
+
+class DiskCache:
+    """get(key) -> bytes or None; put(key, data). Without a folder it keeps nothing."""
+
+    def __init__(self, folder: str | Path | None, suffix: str):
+        self.folder, self.suffix = Path(folder) if folder else None, suffix
+
+    def path(self, key: str) -> Path:
+        return self.folder / (hashlib.sha256(key.encode()).hexdigest() + self.suffix)
+
+    def get(self, key: str, size: int | None = None) -> bytes | None:
+        """What was put there, if it is whole (and of `size` bytes, where that is known)."""
+        if self.folder is None:
+            return None
+        with contextlib.suppress(OSError):
+            data = self.path(key).read_bytes()
+            fits = len(data) >= 4 if size is None else len(data) == size + 4
+            if fits and zlib.crc32(memoryview(data)[:-4]).to_bytes(4, "little") == data[-4:]:
+                return data[:-4]
+        return None
+
+    def put(self, key: str, data: bytes) -> None:
+        """Ranks that write the same key write the same bytes."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.path(key)
+            temporary = path.with_name(f".{path.name}.{world()[0]}.{os.getpid()}")
+            try:
+                temporary.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
