@@ -28,6 +28,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from cli_utils import (
@@ -44,7 +45,6 @@ from cli_utils import (
 
 FORMAT = "cascade/1"
 LOSSES = ["loss", "diffusion_loss", "physics_loss", "grad_norm", "skipped"]
-EVAL_BATCH = 4  # patients per forward pass of an evaluation: the same at any world size, so that results are too
 LOSS_DRAWS = 4  # noise levels at which each validation patient's loss is taken
 PREVIOUS_NOISE = 0.1  # noise on the previous stage's volume: up to this in training
 PREVIOUS_NOISE_SAMPLING = 0.02  # and this much in sampling, which hides what the previous stage got wrong
@@ -138,6 +138,11 @@ def stage_list(text: str) -> list[dict]:
                 raise wrong(f"{what}: the name {full['name']!r} is taken")
         checked.append(full)
     return checked
+
+
+def eval_batch(size: list[int]) -> int:
+    """Patients per forward pass of an evaluation: the same at any world size, so that results are too."""
+    return max(1, min(4, 2 * 128**3 // math.prod(size)))
 
 
 def halvings(size: list[int], token_grid: int) -> int:
@@ -251,6 +256,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import cascade_metrics as cm
 import checkpoint_utils as ckpt
 import distributed_utils as du
 import drr_projector as drr
@@ -294,22 +300,6 @@ def noise_like(shape: tuple[int, ...], device: torch.device, *key: int) -> torch
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
-def projection_error(
-    volume: torch.Tensor, extent: torch.Tensor, xrays: torch.Tensor, greys: list[tuple[float, float, float]]
-) -> torch.Tensor:
-    """(B, views) mean square difference, in grey values of -1..1, between a volume's projections and the X-rays.
-
-    volume (B, 1, X, Y, Z); extent (B, 3) mm; xrays (B, views, H, W); greys: the set's (a, b, r) with grey = a * line
-    integral + b, so that both sides are in the X-ray's units.
-    """
-    spacing = extent / torch.tensor(volume.shape[2:], device=volume.device)
-    errors = []
-    for k, (view, (a, b, _)) in enumerate(zip(drr.VIEWS, greys, strict=False)):
-        shadow = a * drr.project(volume, spacing, view) + b
-        errors.append((shadow - drr.resize(xrays[:, k : k + 1], shadow.shape[-2:])).square().mean((1, 2, 3)))
-    return torch.stack(errors, 1)
-
-
 def predict(
     net: nn.Module, scheduler, noisy: torch.Tensor, timestep: torch.Tensor, xrays: torch.Tensor, previous, args
 ):
@@ -346,7 +336,7 @@ def sample_losses(
     output, clean = predict(net, scheduler, noisy, timestep, batch["seen"], previous, args)
     target = scheduler.get_velocity(volume, noise, timestep) if args.v_parameterization else noise
     diffusion = (output - target).square().mean((1, 2, 3, 4))
-    physics = projection_error(clean, batch["extent"], batch["xrays"], greys).mean(1)
+    physics = cm.projection_error(clean, batch["extent"], batch["xrays"], greys).mean(1)
     return diffusion, scheduler.alphas_cumprod.to(volume.device)[timestep] * physics
 
 
@@ -438,6 +428,7 @@ def train_one_epoch(
     (last step of the run, steps of this stage). Between log lines nothing is read back from the GPU. Raises
     InputError on all ranks for a file that any of them cannot use.
     """
+    warnings.filterwarnings("ignore", message="Grad strides do not match")  # 1 x 1 x 1 kernels have two layouts at once
     net.train()
     stage, sampler = args.stage_configs[k], loader.batch_sampler
     batches, size, epoch = iter(loader), sampler.batch_size, state["epoch"]
@@ -469,7 +460,7 @@ def train_one_epoch(
                 # DDP takes the mean over ranks, these are parts of a sum; a rank without a share has weight 0
                 diffusion, physics = ((part.sum() * (bool(mine) / count)) for part in losses)
                 loss = diffusion + stage["physics_weight"] * physics
-                accelerator.backward(scaler.scale(loss * ranks.world_size))
+                scaler.scale(loss * ranks.world_size).backward()
             totals += torch.stack([loss, diffusion, physics]).detach()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip or math.inf)
@@ -496,7 +487,7 @@ def train_one_epoch(
 def eval_batches(data: xd.XrayCtDataset, args, k: int, ranks: du.Ranks):
     """(places in data, prepared batch) of this rank's share. Raises InputError (of this rank) for a bad file."""
     workers = 0 if data.kept is not None else args.num_workers
-    loader = du.create_distributed_dataloader(data, EVAL_BATCH, train=False, num_workers=workers)
+    loader = du.create_distributed_dataloader(data, eval_batch(data.size), train=False, num_workers=workers)
     for places, batch in zip(loader.batch_sampler, loader, strict=True):
         if error := next((text for text in batch["error"] if text), ""):
             raise InputError(error)
@@ -567,24 +558,9 @@ def mean_volume(data: xd.XrayCtDataset, ranks: du.Ranks) -> torch.Tensor:
     return (du.reduce_sum(total) / len(data)).float()[None, None]
 
 
-def measure(volume: torch.Tensor, batch: dict, greys) -> torch.Tensor:
-    """(B, 3 + views) float64: PSNR (dB, range -1..1), SSIM, MAE (HU), and each view's projection error: the root mean
-    square of the difference to the X-ray, in line integrals."""
-    from monai.metrics import PSNRMetric, SSIMMetric
-
-    true = batch["volume"]
-    window = min(7, *(n - 1 + n % 2 for n in true.shape[2:]))
-    ssim = SSIMMetric(spatial_dims=3, data_range=2.0, kernel_type="uniform", win_size=window)
-    columns = [PSNRMetric(max_val=2.0)(volume, true)[:, 0], ssim(volume, true)[:, 0]]
-    columns.append((volume - true).abs().mean((1, 2, 3, 4)) * ((drr.HU_MAX - drr.HU_MIN) / 2))
-    errors = projection_error(volume, batch["extent"], batch["xrays"], greys).sqrt()
-    columns += [errors[:, v] / abs(greys[v][0]) for v in range(errors.shape[1])]
-    return torch.stack([column.double().cpu() for column in columns], 1)
-
-
 @torch.no_grad()
 def evaluate(
-    split: str, nets: list[StageNet], data: xd.XrayCtDataset, train: xd.XrayCtDataset, accelerator, scheduler, greys,
+    split: str, nets: list[StageNet], data: xd.XrayCtDataset, mean: torch.Tensor, accelerator, scheduler, greys,
     args, ranks: du.Ranks, others: list[int] | None = None,
 ) -> tuple[dict[str, float], dict]:  # fmt: skip
     """(metrics, {"volumes", "batch"} of the first patient for a figure) of the whole cascade up to the last of `nets`.
@@ -596,14 +572,14 @@ def evaluate(
     names = ["psnr", "ssim", "mae_hu", *(f"projection_error_{view}" for view in views)]
     kinds = ["", "_mean_volume", "_backprojection"]
     table = torch.zeros(len(data), len(kinds) * len(names) + 2, dtype=torch.float64)
-    mean, shown = mean_volume(train, ranks).to(ranks.device), {}
+    mean, shown = mean.to(ranks.device), {}
     with du.agree_on_errors():
         for places, batch in eval_batches(data, args, k, ranks):
             volumes = sample_cascade(nets, batch["xrays"], batch["index"], accelerator, scheduler, args)
             integrals = [(batch["xrays"][:, v : v + 1] - b) / a for v, (a, b, _) in enumerate(greys)]
             spacing = batch["extent"] / torch.tensor(data.size, device=ranks.device)
             back = drr.back_project(integrals, spacing, data.size)
-            rows = [measure(v, batch, greys) for v in (volumes[-1], mean.expand_as(back), back)]
+            rows = [cm.measure(v, batch, greys) for v in (volumes[-1], mean.expand_as(back), back)]
             extra = torch.zeros(len(places), 2, dtype=torch.float64)
             if others is not None:
                 swapped = xd.grey(torch.stack([data.decoded.xrays(data.patients[others[p]]) for p in places]))
@@ -612,7 +588,7 @@ def evaluate(
                     if zeroed and k == 0:
                         continue
                     found = sample_cascade(nets, pictures, batch["index"], accelerator, scheduler, args, zeroed)
-                    extra[:, c] = measure(found[-1], batch, greys)[:, 0]
+                    extra[:, c] = cm.measure(found[-1], batch, greys)[:, 0]
             table[places] = torch.cat([*rows, extra], 1)
             if 0 in places:
                 shown = {"volumes": [volume[:1] for volume in volumes], "batch": batch, "back": back[:1]}
@@ -626,73 +602,7 @@ def evaluate(
     return metrics, shown
 
 
-def print_metrics(title: str, split: str, metrics: dict[str, float]) -> None:
-    """Rank 0: the scores of the cascade beside those of the two baselines."""
-    rows: dict[str, dict[str, float]] = {}
-    for kind, name in (("", "cascade"), ("_mean_volume", "mean volume"), ("_backprojection", "back-projection")):
-        cells = {}
-        for column in ("psnr", "ssim", "mae_hu", "projection_error_pa", "projection_error_lat"):
-            if f"{split}/{column}{kind}" in metrics:
-                cells[column.replace("projection_error", "projection")] = metrics[f"{split}/{column}{kind}"]
-        rows[name] = cells
-    for name, text in (("other_patient", "X-rays of another patient"), ("previous_zeroed", "stage before zeroed")):
-        if f"{split}/psnr_{name}" in metrics:
-            rows[text] = {"psnr": metrics[f"{split}/psnr_{name}"]}
-    print_table(title, rows)
-
-
 # --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def middle_slices(volume: torch.Tensor) -> list[np.ndarray]:
-    """Axial, coronal and sagittal slices through the middle of (X, Y, Z), as one looks at them (front up, head up)."""
-    volume = volume.float().cpu()
-    x, y, z = (n // 2 for n in volume.shape)
-    axial = volume[:, :, z].transpose(0, 1).flip(0, 1)
-    return [axial.numpy(), drr.as_picture(volume[:, y]).numpy(), drr.as_picture(volume[x]).numpy()]
-
-
-def draw_rows(rows: list[tuple[str, list[np.ndarray]]], limits: tuple[float, float] | None = (-1.0, 0.0)):
-    """A matplotlib figure: one row of pictures per name."""
-    from matplotlib.figure import Figure
-
-    columns = max(len(pictures) for _, pictures in rows)
-    figure = Figure(figsize=(2.2 * columns + 1, 2.3 * len(rows)))
-    axes = figure.subplots(len(rows), columns, squeeze=False)
-    for line, (name, pictures) in zip(axes, rows, strict=True):
-        line[0].set_ylabel(name, fontsize=9)
-        for place, cell in enumerate(line):
-            cell.set_xticks([])
-            cell.set_yticks([])
-            if place < len(pictures):
-                low, high = limits or (None, None)
-                picture = pictures[place]
-                xray = name.startswith("X-ray") or place >= 3
-                cell.imshow(
-                    picture, cmap="gray", vmin=None if xray else low, vmax=None if xray else high, aspect="auto"
-                )
-            else:
-                cell.axis("off")
-    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.01, top=0.99, wspace=0.03, hspace=0.05)
-    return figure
-
-
-def draw_result(shown: dict, args) -> object:
-    """True and sampled volume of one patient, of every stage, and the projections of each beside the X-rays."""
-    batch, views = shown["batch"], drr.VIEWS[: args.num_views]
-    extent, true = batch["extent"][:1], batch["volume"][:1]
-
-    def row(volume: torch.Tensor) -> list[np.ndarray]:
-        spacing = extent / torch.tensor(volume.shape[2:], device=volume.device)
-        shadows = [drr.project(volume, spacing, view)[0, 0].cpu().numpy() for view in views]
-        return middle_slices(volume[0, 0]) + shadows
-
-    rows = [("true CT, its DRRs", row(true))]
-    for stage, volume in reversed(list(zip(args.stage_configs, shown["volumes"], strict=False))):
-        rows.append((f"sampled, {stage['name']}", row(volume)))
-    rows.append(("back-projection", row(shown["back"])))
-    rows.append(("X-rays", [picture.cpu().numpy() for picture in batch["xrays"][0]]))
-    return draw_rows(rows)
 
 
 def draw_inputs(k: int, data: xd.XrayCtDataset, scheduler, args, ranks: du.Ranks):
@@ -705,12 +615,12 @@ def draw_inputs(k: int, data: xd.XrayCtDataset, scheduler, args, ranks: du.Ranks
     rows = []
     for i, index in enumerate(batch["index"]):
         name = data.patients[index].id
-        rows.append((f"{name}: CT", middle_slices(batch["volume"][i, 0])))
-        rows.append((f"noisy, t = {int(timestep[i])}", middle_slices(noisy[i, 0])))
+        rows.append((f"{name}: CT", cm.middle_slices(batch["volume"][i, 0])))
+        rows.append((f"noisy, t = {int(timestep[i])}", cm.middle_slices(noisy[i, 0])))
         if previous:
-            rows.append((f"stage before, noise {float(previous[1][i]):.2f}", middle_slices(previous[0][i, 0])))
+            rows.append((f"stage before, noise {float(previous[1][i]):.2f}", cm.middle_slices(previous[0][i, 0])))
         rows.append(("X-rays", [picture.cpu().numpy() for picture in batch["seen"][i]]))
-    return draw_rows(rows)
+    return cm.draw_rows(rows)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -922,7 +832,7 @@ def sample_new(contents: dict, args: argparse.Namespace, accelerator, ranks: du.
         args.stage_configs[len(nets) - 1]["volume_size"],
     )
     with du.agree_on_errors(), torch.no_grad():
-        for places in du.EvalBatchSampler(len(patients), EVAL_BATCH, ranks.rank, ranks.world_size):
+        for places in du.EvalBatchSampler(len(patients), eval_batch(size), ranks.rank, ranks.world_size):
             xrays = xd.grey(torch.stack([decoded.xrays(patients[p]) for p in places])).to(ranks.device)
             keys = [int(hashlib.sha256(patients[p].id.encode()).hexdigest()[:12], 16) for p in places]
             volumes = sample_cascade(nets, xrays, keys, accelerator, scheduler, args)
@@ -956,18 +866,18 @@ def evaluate_only(contents: dict, used: str, args: argparse.Namespace, accelerat
     data = Data(args, [size], ranks)
     data.greys = contents["greys"]
     others = others_of(data, "test") if args.check_conditioning else None
-    test, train = data.set("test", size), data.set("train", size)
+    test, mean = data.set("test", size), mean_volume(data.set("train", size), ranks)
     options = accelerator, make_scheduler(args), data.greys, args, ranks, others
-    metrics, shown = evaluate("test", nets, test, train, *options)
+    metrics, shown = evaluate("test", nets, test, mean, *options)
     if ranks.is_main:
-        print_metrics(f"test, {Path(used).name}", "test", metrics)
+        cm.print_metrics(f"test, {Path(used).name}", "test", metrics)
         folder = Path(args.checkpoint_dir)
         text = json.dumps({**metrics, "step": contents["step"], "stage": len(nets)}, indent=2) + "\n"
         try:
             (folder / "figures").mkdir(parents=True, exist_ok=True)
             ckpt.write_atomically(folder / "eval_test.json", lambda file: file.write(text.encode()))
             if shown:
-                draw_result(shown, args).savefig(folder / "figures" / "eval_test.png", dpi=110)
+                cm.draw_result(shown, args).savefig(folder / "figures" / "eval_test.png", dpi=110)
         except OSError as error:
             print(f"warning: {folder}: not written ({error.strerror})", file=sys.stderr, flush=True)
         print(f"{len(test)} patients; written: {folder}/eval_test.json, {folder}/figures/eval_test.png", flush=True)
@@ -1022,6 +932,8 @@ def fit_stage(
     sampler = loader.batch_sampler
     stage_steps = sampler.steps_per_epoch() * stage["num_epochs"]
     log.context = {"stage": k + 1}
+    if ranks.device.type == "cuda":  # of this stage, not of those measured or trained before
+        torch.cuda.reset_peak_memory_stats(ranks.device)
 
     def save() -> None:
         where = [state["step"], state["epoch"]]
@@ -1207,11 +1119,12 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             earlier.append(net)
             contents, size, name = None, stages[k]["volume_size"], stages[k]["name"]
             options = accelerator, make_scheduler(args), data.greys, args, ranks
-            metrics, shown = evaluate("val", earlier, data.set("val", size), data.set("train", size), *options)
+            mean = mean_volume(data.set("train", size), ranks)
+            metrics, shown = evaluate("val", earlier, data.set("val", size), mean, *options)
             log.write(state["step"], state["epoch"] + 1, metrics)
             if ranks.is_main:
-                print_metrics(f"val, {name}", "val", metrics)
-                log.figure(f"{name}_val", draw_result(shown, args), state["step"])
+                cm.print_metrics(f"val, {name}", "val", metrics)
+                log.figure(f"{name}_val", cm.draw_result(shown, args), state["step"])
             if "train/samples_per_s" in log.last:
                 speed[f"train/samples_per_s_per_gpu/{name}"] = log.last["train/samples_per_s"] / world_size
                 speed[f"train/peak_memory_gb/{name}"] = log.last["train/peak_memory_gb"]
@@ -1219,8 +1132,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
                 break
             begin_stage(state, k + 1)
         others = others_of(data, "test") if args.check_conditioning else None
-        train, test = data.set("train", size), data.set("test", size)
-        metrics, shown = evaluate("test", earlier, test, train, *options, others)
+        metrics, shown = evaluate("test", earlier, data.set("test", size), mean, *options, others)
         log.write(state["step"], state["epoch"] + 1, metrics | {"best_step": best_step})
         weights = {
             f"{stage['name']}.{key}": value
@@ -1232,9 +1144,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         facts |= {"effective_batch_size": effective[len(earlier) - 1], "precision": args.mixed_precision}
         log.finish(facts | speed | {"seconds": round(time.time() - begun, 1)})
         if ranks.is_main:
-            print_metrics("test", "test", metrics)
+            cm.print_metrics("test", "test", metrics)
             print_speed(stages, speed, ranks)
-            log.figure("test", draw_result(shown, args), state["step"])
+            log.figure("test", cm.draw_result(shown, args), state["step"])
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
     del lock
     return 0

@@ -186,7 +186,7 @@ def read_picture(path: Path, size: int, flip_vertical: bool, flip_horizontal: bo
     if grey.dtype.kind == "f" and low >= -1 and high <= 1:
         values = values if low >= 0 else (values + 1) / 2
     elif low >= 0 and high <= 65535:
-        values = values / (255 if high <= 255 and grey.dtype != np.uint16 else 65535)
+        values = values / (255 if high <= 255 else 65535)
     else:
         raise InputError(f"{path}: grey values from {low:g} to {high:g}; give 8 or 16 bits, or 0..1")
     if not flip_vertical:  # stored with the feet up, as the volume's z runs
@@ -281,7 +281,7 @@ class Decoded:
 
     def key(self, path: Path, what) -> str:
         try:
-            return f"{identity(path)}|{what}|1" if self.cache.folder else ""
+            return f"{identity(path)}|{what}|2" if self.cache.folder else ""
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); check --dataset_path") from None
 
@@ -320,24 +320,24 @@ class Decoded:
         return torch.frombuffer(buffer, dtype=torch.int16, offset=12).view(*size), extent
 
     def picture(self, path: Path, view: str) -> torch.Tensor:
-        """uint16 (img_size, img_size), grey values 0..65535 (torch has few operations for them: convert to float)."""
+        """int16 (img_size, img_size), grey values 0..1 as -32768..32767: see grey()."""
         flips = self.flips[0], self.flips[1 + drr.VIEWS.index(view)]
         key, shape = self.key(path, (self.img_size, flips)), (self.img_size, self.img_size)
         data = self.cache.get(key, 2 * math.prod(shape))
         if data is None:
             grey = read_picture(path, self.img_size, *flips)
-            data = (grey * 65535).round().numpy().astype(np.uint16).tobytes()
+            data = ((grey * 65535).round() - 32768).to(torch.int16).numpy().tobytes()
             self.cache.put(key, data)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint16).view(shape)
+        return torch.frombuffer(bytearray(data), dtype=torch.int16).view(shape)
 
     def xrays(self, patient: Patient) -> torch.Tensor:
-        """uint16 (views, img_size, img_size)."""
+        """int16 (views, img_size, img_size)."""
         return torch.stack([self.picture(p, v) for p, v in zip(patient.xrays, drr.VIEWS, strict=False)])
 
 
 def grey(xrays: torch.Tensor) -> torch.Tensor:
-    """uint16 pictures -> float32 -1..1."""
-    return xrays.to(torch.int32).float() / 32767.5 - 1
+    """Pictures as Decoded keeps them -> float32 -1..1."""
+    return (xrays.float() + 0.5) / 32767.5
 
 
 def look(patient: Patient, decoded: Decoded, sizes: list) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
@@ -447,7 +447,7 @@ def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np
 
 
 class XrayCtDataset(Dataset):
-    """Some patients on one stage's grid: volume int16 HU (X, Y, Z), extent (3,) mm, xrays uint16 (views, H, W), index
+    """Some patients on one stage's grid: volume int16 HU (X, Y, Z), extent (3,) mm, xrays int16 (views, H, W), index
     (place in `patients`), error ("" or what is wrong, for a loop that ends all ranks together).
 
     in_memory keeps what was decoded in this process. No augmentation here: see augment.
@@ -476,7 +476,7 @@ class XrayCtDataset(Dataset):
         except InputError as reason:
             error = str(reason)
             volume, extent = torch.zeros(self.size, dtype=torch.int16), torch.ones(3)
-            xrays = torch.zeros(len(patient.xrays), *2 * (self.decoded.img_size,), dtype=torch.uint16)
+            xrays = torch.zeros(len(patient.xrays), *2 * (self.decoded.img_size,), dtype=torch.int16)
         item = {"volume": volume, "extent": extent, "xrays": xrays, "index": place, "error": error}
         if self.kept is not None and not error:
             self.kept[k] = item

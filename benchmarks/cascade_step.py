@@ -184,7 +184,7 @@ def real_size(ranks, seconds: float) -> None:
                 if compiled:
                     net.compile()
                 item = {"volume": torch.zeros(count, *size, dtype=torch.int16).pin_memory(),
-                        "xrays": torch.zeros(count, 2, args.img_size, args.img_size, dtype=torch.uint16).pin_memory(),
+                        "xrays": torch.zeros(count, 2, args.img_size, args.img_size, dtype=torch.int16).pin_memory(),
                         "extent": torch.full((count, 3), 300.0).pin_memory(), "index": torch.arange(count)}  # fmt: skip
                 bare_loop(net, ema, optimizer, [item] * 3, k, scheduler, greys, args, device, 3)
                 torch.cuda.synchronize()

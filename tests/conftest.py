@@ -116,18 +116,20 @@ def cascade(torsos, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def zygote():
-    """run(script, *flags, address_space=bytes, ranks=n) -> code, stdout, stderr, seconds: see zygote.py."""
+    """run(script, *flags, address_space=bytes, ranks=n, NAME=value of the environment ...) -> code, stdout, stderr,
+    seconds: see zygote.py."""
     server = subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert any("ready" in line for line in server.stdout)  # deepspeed has a word to say first
 
-    def run(*argv, address_space: int = 0, ranks: int = 1):
+    def run(*argv, address_space: int = 0, ranks: int = 1, **environment):
         request = {
             "argv": [str(word) for word in argv],
             "cwd": str(ROOT),
             "address_space": address_space,
             "ranks": ranks,
+            "environment": environment,
         }
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()

@@ -82,7 +82,12 @@ def one_process(flags, zygote, tmp_path_factory) -> list[tuple]:
 SHARED = ["--batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "12", "--max_samples", "91"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", *CONFIGS])
+SLOW = [pytest.mark.soak]
+
+
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(n, marks=SLOW if n in ("zero1", "zero2_offload") else []) for n in CONFIGS)]
+)
 def test_every_engine_gives_one_curve(flags, zygote, one_process, engine, tmp_path):
     done = zygote(MIMIC, *flags(engine, tmp_path / "run", *SHARED), ranks=2)
     assert done.code == 0, done.stderr
@@ -95,6 +100,7 @@ def test_every_engine_gives_one_curve(flags, zygote, one_process, engine, tmp_pa
     }
 
 
+@pytest.mark.soak
 def test_three_processes(flags, zygote, one_process, tmp_path):
     """16 does not divide by 3: 2 x 3 x 3 = 18 against one process with 18; a rank without a share counts nothing."""
     for ranks, batch in ((1, 6), (3, 2)):
@@ -132,6 +138,7 @@ def test_a_checkpoint_goes_on_under_any_engine(flags, zygote, one_process, tmp_p
     assert off(training(run), one_process) < 1e-5
 
 
+@pytest.mark.soak
 def test_exported_weights_start_another_engine_anew(flags, zygote, tmp_path):
     """--pretrained_weights: the same first loss as resuming has, and a word that the optimizer starts anew."""
     run = tmp_path / "ddp"
@@ -152,7 +159,7 @@ RESUME = ["--batch_size", "4", "--gradient_accumulation_steps", "2", "--save_eve
 RESUME += ["--max_samples", "91", "--max_steps", "14", "--dropout", "0.1", "--log_every", "3"]
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero2"])
+@pytest.fixture(scope="module", params=[pytest.param("ddp", marks=SLOW), "zero2"])
 def whole(request, flags, zygote, tmp_path_factory):
     """(engine, folder) of an uninterrupted 2-process run."""
     out = tmp_path_factory.mktemp("whole") / "run"
@@ -196,7 +203,7 @@ def test_ten_kills(flags, zygote, whole, tmp_path):
         assert same
 
 
-@pytest.mark.parametrize("engine", ["--deepspeed", "--torchrun"])
+@pytest.mark.parametrize("engine", ["--deepspeed", pytest.param("--torchrun", marks=SLOW)])
 def test_signals_to_the_launcher_reach_every_worker(flags, engine, tmp_path):
     """SIGTERM to launch_distributed_training.sh: saved at the step reached, no process left behind."""
     out = tmp_path / "run"

@@ -582,7 +582,7 @@ def test_picture_cache(tmp_path):
         cache.get(2, str(tmp_path / "a.jpg"))
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "launcher"])
+@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.soak), "launcher"])
 def test_guide_commands(chest, launcher, tmp_path):
     """The guide's own lines, for real: deepspeed --num_gpus=2 ... --use_deepspeed, and the launcher by itself."""
     words = [*chest, "--debug", "--output_dir", tmp_path / "run", "--config", ROOT / "configs" / "default_config.yaml"]

@@ -101,30 +101,29 @@ def test_other_settings_at_two_processes(flags, zygote, tmp_path, more):
     assert rates[0] == rates[1]
 
 
-def test_guide_commands_end_in_the_same_curve(flags, zygote, tmp_path):
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(n, marks=pytest.mark.soak) for n in ("launcher", "nodes"))])
+def test_guide_commands_end_in_the_same_curve(flags, zygote, tmp_path, name):
     """Quick start, basic, and the multi-node recipe by two agents of torch.distributed.launch, all for real."""
     reference = tmp_path / "reference"
     go(zygote, flags(reference, "--epochs", "1"), 2)
     plain = [sys.executable, SURVIVAL, *flags(tmp_path / "plain", "--epochs", "1", "--world_size", "2")]
     launcher = [ROOT / "launch_distributed_training.sh", "--script", "train_survival_distributed.py", "--num_gpus", "2"]
     launcher += flags(tmp_path / "launcher", "--epochs", "1", "--amp")
-    commands = [[plain], [launcher], []]
+    commands: dict[str, list] = {"plain": [plain], "launcher": [launcher], "nodes": []}
     agent = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=1", "--nnodes=2"]
     agent += ["--master_addr=127.0.0.1", "--master_port=12355"]
     for node in (0, 1):
-        commands[2].append([*agent, f"--node_rank={node}", SURVIVAL, *flags(tmp_path / "nodes", "--epochs", "1")])
-    for together in commands:
-        running = [
-            subprocess.Popen(
-                [str(w) for w in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            for command in together
-        ]
-        for process in running:
-            text, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, text[-3000:]
-    for name in ("plain", "launcher", "nodes"):
-        assert curve(tmp_path / name) == curve(reference)
+        commands["nodes"].append([*agent, f"--node_rank={node}", SURVIVAL, *flags(tmp_path / "nodes", "--epochs", "1")])
+    running = [
+        subprocess.Popen(
+            [str(w) for w in command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for command in commands[name]
+    ]
+    for process in running:
+        text, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, text[-3000:]
+    assert curve(tmp_path / name) == curve(reference)
 
 
 # --- what a run leaves behind -----------------------------------------------------------------------------------------
@@ -327,7 +326,7 @@ def test_pretraining_then_survival(flags, zygote, tmp_path):
     assert "the head is kept" in go(zygote, flags(third, *again)).stdout
 
 
-@pytest.mark.parametrize("net", ["resnet10", "resnet18", "resnet50"])
+@pytest.mark.parametrize("net", ["resnet10", pytest.param("resnet18", marks=pytest.mark.soak), "resnet50"])
 def test_medicalnet_weights(flags, zygote, tmp_path, net):
     """Names and shapes as in MedicalNet's files: type A shortcuts below resnet50, `module.`, no head, batch norm."""
     from monai.networks import nets

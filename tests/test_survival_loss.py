@@ -134,7 +134,7 @@ def test_memory_keeps_the_last_and_never_the_same_case_twice():
 PLACES = ((2, 1), (3, 1), (4, 1), (1, 3), (2, 2), (3, 3))  # processes, micro-batches
 
 
-@pytest.mark.parametrize(("kind", "most"), [("float64", 1e-12), ("float32", 5e-6)])
+@pytest.mark.parametrize(("kind", "most"), [pytest.param("float64", 1e-12, marks=pytest.mark.soak), ("float32", 5e-6)])
 def test_gradient_at_1_to_4_processes(zygote, tmp_path, kind, most):
     """Of every weight; also where one rank has no events, or none has, with fewer cases than ranks, in micro-batches.
 

@@ -1,8 +1,8 @@
 """Runs scripts in forks of one process that has the heavy libraries imported: a real run of the script's main guard in
 0.3 s.
 
-Reads one JSON object a line ({"argv", "cwd", "address_space", "ranks"}) and answers with one ({"code", "stdout",
-"stderr", "seconds"}). With ranks > 1 it is the launcher of so many processes.
+Reads one JSON object a line ({"argv", "cwd", "address_space", "ranks", "environment"}) and answers with one ({"code",
+"stdout", "stderr", "seconds"}). With ranks > 1 it is the launcher of so many processes.
 """
 
 import gc
@@ -53,6 +53,7 @@ def free_port() -> int:
 
 def become(request: dict) -> int:
     os.chdir(request["cwd"])
+    os.environ |= request.get("environment", {})
     sys.argv = request["argv"]
     if request.get("address_space"):
         import ctypes
