@@ -15,7 +15,7 @@ def projection_error(
     volume (B, 1, X, Y, Z); extent (B, 3) mm; xrays (B, views, H, W); greys: the set's (a, b, r) with grey = a * line
     integral + b, so that both sides are in the X-ray's units.
     """
-    spacing = extent / torch.tensor(volume.shape[2:], device=volume.device)
+    spacing = drr.spacing_of(extent, volume.shape[2:])
     errors = []
     for k, (view, (a, b, _)) in enumerate(zip(drr.VIEWS, greys, strict=False)):
         shadow = a * drr.project(volume, spacing, view) + b
@@ -61,44 +61,59 @@ def middle_slices(volume: torch.Tensor) -> list[np.ndarray]:
     return [axial.numpy(), drr.as_picture(volume[:, y]).numpy(), drr.as_picture(volume[x]).numpy()]
 
 
-def draw_rows(rows: list[tuple[str, list[np.ndarray]]], limits: tuple[float, float] | None = (-1.0, 0.0)):
-    """A matplotlib figure: one row of pictures per name."""
+COLUMNS = ("axial", "coronal", "sagittal", "pa", "lat")
+
+
+def draw_rows(rows: list[tuple[str, list]]):
+    """A matplotlib figure: one row of pictures per name, the columns as in COLUMNS; None leaves a place free. Slices
+    are shown from -1000 to 1000 HU, projections of one column on the scale of its first."""
     from matplotlib.figure import Figure
 
     columns = max(len(pictures) for _, pictures in rows)
-    figure = Figure(figsize=(2.2 * columns + 1, 2.3 * len(rows)))
+    figure = Figure(figsize=(2.2 * columns + 1, 2.3 * len(rows) + 0.3))
     axes = figure.subplots(len(rows), columns, squeeze=False)
+    scales: list = [(-1.0, 0.0)] * 3 + [None] * 2
     for line, (name, pictures) in zip(axes, rows, strict=True):
         line[0].set_ylabel(name, fontsize=9)
         for place, cell in enumerate(line):
             cell.set_xticks([])
             cell.set_yticks([])
-            if place < len(pictures):
-                low, high = limits or (None, None)
-                picture = pictures[place]
-                xray = name.startswith("X-ray") or place >= 3
-                cell.imshow(
-                    picture, cmap="gray", vmin=None if xray else low, vmax=None if xray else high, aspect="auto"
-                )
-            else:
-                cell.axis("off")
-    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.01, top=0.99, wspace=0.03, hspace=0.05)
+            picture = pictures[place] if place < len(pictures) else None
+            if line is axes[0]:
+                cell.set_title(COLUMNS[place], fontsize=9)
+            if picture is None:
+                for side in cell.spines.values():
+                    side.set_visible(False)
+                continue
+            xray = name.startswith("X-ray")  # grey values, on their own scale
+            if scales[place] is None:
+                scales[place] = float(picture.min()), float(picture.max())
+            low, high = (-1.0, 1.0) if xray else scales[place]
+            high = high if not xray else float(picture.max())
+            cell.imshow(picture, cmap="gray", vmin=low, vmax=high, aspect="auto")
+    figure.subplots_adjust(
+        left=0.08, right=0.99, bottom=0.01, top=1 - 0.3 / (2.3 * len(rows) + 0.3), wspace=0.03, hspace=0.05
+    )
     return figure
 
 
-def draw_result(shown: dict, args) -> object:
-    """True and sampled volume of one patient, of every stage, and the projections of each beside the X-rays."""
+def xray_row(pictures: torch.Tensor) -> tuple[str, list]:
+    """The X-rays (views, H, W) under the columns of their views."""
+    return "X-rays", [None, None, None, *(picture.cpu().numpy() for picture in pictures)]
+
+
+def draw_result(shown: dict, args):
+    """True and sampled volume of one patient, of every stage, and the projections of each above the X-rays."""
     batch, views = shown["batch"], drr.VIEWS[: args.num_views]
     extent, true = batch["extent"][:1], batch["volume"][:1]
 
     def row(volume: torch.Tensor) -> list[np.ndarray]:
-        spacing = extent / torch.tensor(volume.shape[2:], device=volume.device)
+        spacing = drr.spacing_of(extent, volume.shape[2:])
         shadows = [drr.project(volume, spacing, view)[0, 0].cpu().numpy() for view in views]
         return middle_slices(volume[0, 0]) + shadows
 
     rows = [("true CT, its DRRs", row(true))]
     for stage, volume in reversed(list(zip(args.stage_configs, shown["volumes"], strict=False))):
         rows.append((f"sampled, {stage['name']}", row(volume)))
-    rows.append(("back-projection", row(shown["back"])))
-    rows.append(("X-rays", [picture.cpu().numpy() for picture in batch["xrays"][0]]))
-    return draw_rows(rows)
+    rows += [("mean volume", row(shown["mean"])), ("back-projection", row(shown["back"]))]
+    return draw_rows([*rows, xray_row(batch["xrays"][0])])

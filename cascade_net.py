@@ -32,9 +32,9 @@ class XrayEncoder(nn.Module):
         layers: list[nn.Module] = []
         before = 1
         for channels in (dim // 8, dim // 4, dim):
-            layers += [nn.Conv2d(before, channels, 3, 2, 1), nn.GroupNorm(groups(channels), channels), nn.SiLU()]
+            layers += [nn.Conv2d(before, channels, 3, 2, 1), Norm(channels), nn.SiLU()]
             before = channels
-        self.layers = nn.Sequential(*layers, nn.Conv2d(dim, dim, 3, 1, 1), nn.GroupNorm(groups(dim), dim), nn.SiLU())
+        self.layers = nn.Sequential(*layers, nn.Conv2d(dim, dim, 3, 1, 1), Norm(dim), nn.SiLU())
         self.view = nn.Parameter(0.02 * torch.randn(views, dim))
 
     def forward(self, xrays: torch.Tensor) -> torch.Tensor:
@@ -76,23 +76,33 @@ class Block(nn.Module):
         return x + shifts[8] * self.mlp(adapted(2))
 
 
+class Norm(nn.GroupNorm):
+    """GroupNorm in the precision of its input: autocast would raise it to fp32, at full resolution most of the
+    memory. Sums are in fp32 all the same."""
+
+    def __init__(self, channels: int):
+        super().__init__(groups(channels), channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
 class ConvBlock(nn.Module):
     """Two 3^3 convolutions with a shortcut; the condition shifts and scales between them."""
 
-    def __init__(self, before: int, channels: int, condition: int):
+    def __init__(self, channels: int, condition: int):
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups(before), before), nn.Conv3d(before, channels, 3, 1, 1)
-        self.norm2, self.conv2 = nn.GroupNorm(groups(channels), channels), nn.Conv3d(channels, channels, 3, 1, 1)
+        self.norm1, self.conv1 = Norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
+        self.norm2, self.conv2 = Norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
         self.modulation = nn.Linear(condition, 2 * channels)
-        self.shortcut = nn.Conv3d(before, channels, 1) if before != channels else nn.Identity()
         nn.init.zeros_(self.conv2.weight)
         nn.init.zeros_(self.conv2.bias)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
         shift, scale = self.modulation(F.silu(condition))[:, :, None, None, None].chunk(2, 1)
         h = self.conv1(F.silu(self.norm1(x)))
-        h = self.conv2(F.silu(self.norm2(h) * (1 + scale) + shift))
-        return self.shortcut(x) + h
+        return x + self.conv2(F.silu(self.norm2(h) * (1 + scale) + shift))
 
 
 class StageNet(nn.Module):
@@ -109,7 +119,7 @@ class StageNet(nn.Module):
         self.size, self.views, self.first = tuple(stage["volume_size"]), args.num_views, first
         self.checkpointing = args.gradient_checkpointing
         dim = stage["voxel_dim"]
-        widths = [min(dim, max(8, dim // 16) * 2**k) for k in range(halvings + 1)]
+        widths = [min(dim, max(8, dim // 32) * 2**k) for k in range(halvings + 1)]
         self.grid = tuple(n // 2**halvings for n in self.size)
         self.encoder = XrayEncoder(args.num_views, args.encoder_dim)
         self.picture_grid = min(16, args.img_size // 8)
@@ -120,14 +130,14 @@ class StageNet(nn.Module):
             self.noise = nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.whole_picture = nn.Linear(dim, dim)
         self.stem = nn.Conv3d(1 + (not first) + args.num_views, widths[0], 3, 1, 1)
-        self.down_blocks = nn.ModuleList(ConvBlock(w, w, dim) for w in widths[1:-1])
+        self.down_blocks = nn.ModuleList(ConvBlock(w, dim) for w in widths[1:-1])
         self.shrink = nn.ModuleList(nn.Conv3d(a, b, 2, 2) for a, b in pairwise(widths))
         self.enter = nn.Linear(widths[-1], dim)
         self.position = nn.Parameter(0.02 * torch.randn(1, math.prod(self.grid), dim))
         self.blocks = nn.ModuleList(Block(dim, stage["num_heads"]) for _ in range(stage["vit_depth"]))
         self.leave = nn.Linear(dim, widths[-1])
         self.grow = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, 2) for a, b in pairwise(widths))
-        self.up_blocks = nn.ModuleList(ConvBlock(2 * w, w, dim) for w in widths[:-1])
+        self.up_blocks = nn.ModuleList(ConvBlock(w, dim) for w in widths[:-1])
         self.last = nn.Sequential(
             nn.GroupNorm(groups(widths[0]), widths[0]), nn.SiLU(), nn.Conv3d(widths[0], 1, 3, 1, 1)
         )
@@ -170,5 +180,5 @@ class StageNet(nn.Module):
             x = self.part(block, x, tokens, condition)
         x = self.leave(x).transpose(1, 2).unflatten(2, self.grid)
         for grow, block in zip(reversed(self.grow), reversed(self.up_blocks), strict=True):
-            x = self.part(block, torch.cat([grow(x), skips.pop()], 1), condition)
+            x = self.part(block, grow(x) + skips.pop(), condition)
         return self.last(x).float()

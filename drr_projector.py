@@ -41,6 +41,11 @@ def attenuation(volume: torch.Tensor) -> torch.Tensor:
     return MU_WATER * (1 + to_hu(volume) / 1000)
 
 
+def spacing_of(extent: torch.Tensor, size) -> torch.Tensor:
+    """(B, 3) mm per voxel of a field of view (B, 3) in mm on a grid."""
+    return torch.stack([extent[:, axis] / count for axis, count in enumerate(size)], 1)
+
+
 def as_picture(plane: torch.Tensor) -> torch.Tensor:
     """(..., across, Z) in the order of the volume's indices -> (..., rows, columns) as one looks at it."""
     return plane.transpose(-1, -2).flip(-1, -2)

@@ -58,6 +58,7 @@ class RunLog:
         self.restart_clock()
         self.warned = False
         self.context: dict[str, int] = {}  # more for each line beside step and epoch, such as the stage
+        self.curves: list[str] | None = None  # which metrics finish() draws beside the loss; None: all of val/
         self.last: dict[str, float] = {}
         self.writer = self.wandb = self.jsonl = self.bar = None
         with agree_on_errors():
@@ -155,7 +156,8 @@ class RunLog:
         if self.bar:
             self.bar.set_postfix_str(text)
         else:
-            where = f"epoch {epoch} step {step}/{self.total_steps}"
+            context = "".join(f"{name} {value} " for name, value in self.context.items())
+            where = f"{context}epoch {epoch} step {step}/{self.total_steps}"
             print_main(f"{where} | {text} | lr {lr:.2e} | {memory:.2f} GB | {tqdm.format_interval(left)} left")
         self.restart_clock()
 
@@ -204,7 +206,7 @@ class RunLog:
         if self.ranks.is_main:
             text = json.dumps({**self.last, **values}, indent=2) + "\n"
             self._guard(lambda: (self.folder / "summary.json").write_text(text, encoding="utf-8"))
-            self.figure("curves", plot_curves(self.folder / "metrics.jsonl"), values["steps"])
+            self.figure("curves", plot_curves(self.folder / "metrics.jsonl", self.curves), values["steps"])
 
     def close(self) -> None:
         for resource in (self.bar, self.writer, self.jsonl):
@@ -235,17 +237,19 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     print("\n".join(lines), flush=True)
 
 
-def plot_curves(metrics: Path):
-    """A matplotlib figure of the losses and validation metrics in a metrics.jsonl."""
+def plot_curves(metrics: Path, chosen: list[str] | None = None):
+    """A matplotlib figure of the losses and validation metrics (or those chosen) in a metrics.jsonl."""
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    names = [n for n in dict.fromkeys(n for r in records for n in r) if n.startswith("val/") and n.count("/") == 1]
+    names = chosen or [
+        n for n in dict.fromkeys(n for r in records for n in r) if n.startswith("val/") and n.count("/") == 1
+    ]
     figure = Figure(figsize=(10, 4))
     figure.subplots_adjust(left=0.06, right=0.98, bottom=0.13, top=0.97)
     left, right = figure.subplots(1, 2)
-    for axes, chosen in ((left, ["train/loss"]), (right, names)):
-        for name in chosen:
+    for axes, drawn in ((left, ["train/loss"]), (right, names)):
+        for name in drawn:
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)

@@ -170,7 +170,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--augmentation", action=yes_no, default=True, help=text)
     text = "keep decoded patients in the memory of EACH process (sets --num_workers 0): 35 MB a patient at 256^3"
     add("--cache_in_memory", action=yes_no, default=False, help=text)
-    add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk; shared, may be deleted")
+    text = "decoded patients on disk, 38 MB each at the guide's sizes; shared by all ranks and runs, may be deleted"
+    add("--cache_dir", default="runs/cache/cascade", help=text)
     text = "do not compare each X-ray with its CT's projection before training"
     add("--skip_alignment_check", action="store_true", help=text)
     text = "render missing pa and lat pictures of every CT below DIR, and end"
@@ -181,7 +182,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
     add("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
     text = "list of stages, each {name, volume_size, voxel_dim, vit_depth, num_heads, batch_size, num_epochs, "
-    text += "physics_weight, token_grid}; usually in --config; left out: the guide's three, 64^3 128^3 256^3"
+    text += (
+        "physics_weight, token_grid (most tokens along an axis, 16; lower it on OOM)}; usually in --config; left out: "
+    )
+    text += "the guide's three, 64^3 128^3 256^3"
     add("--stage_configs", type=stage_list, metavar="JSON", help=text)
     text = "diffusion steps of training"
     add("--num_timesteps", type=whole(10), default=1000, help=text)
@@ -233,12 +237,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --sample")
     if args.eval_only and args.sample:
         parser.error("--eval_only and --sample exclude each other")
-    if args.stage is not None:
-        names = [stage["name"] for stage in args.stage_configs]
-        if args.stage not in names and args.stage not in map(str, range(1, len(names) + 1)):
-            parser.error(f"--stage {args.stage}: there are 1 to {len(names)} ({', '.join(names)})")
-        args.stage = names.index(args.stage) + 1 if args.stage in names else int(args.stage)
-        args.stage = str(args.stage)
+    if args.stage and (args.eval_only or args.sample):
+        parser.error("--stage is for training; name the stage's checkpoint with --resume_from")
     for stage in args.stage_configs:
         for key, flag in OPTIONAL.items():
             if stage[key] is None or args.source[flag] == "command line":
@@ -292,6 +292,12 @@ def make_scheduler(args: argparse.Namespace):
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def on_device(values: list, device: torch.device) -> torch.Tensor:
+    """A few numbers on the device, without waiting for it."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def noise_like(shape: tuple[int, ...], device: torch.device, *key: int) -> torch.Tensor:
@@ -360,7 +366,7 @@ def noised_previous(volume: torch.Tensor, k: int, levels: list[float], keys: lis
         return None
     low = drr.resize(volume, args.stage_configs[k - 1]["volume_size"])
     grain = torch.stack([noise_like(low.shape[1:], low.device, *key) for key in keys])
-    level = torch.tensor(levels, device=low.device)
+    level = on_device(levels, low.device)
     return low + level[:, None, None, None, None] * grain, level
 
 
@@ -374,7 +380,7 @@ def training_draw(batch: dict, k: int, epoch: int, args) -> tuple:
         levels.append(float(draw.uniform(0, PREVIOUS_NOISE)))
         noise.append(noise_like(volume.shape[1:], volume.device, *key, 1))
         keys.append((*key, 2))
-    timestep = torch.tensor(times, device=volume.device)
+    timestep = on_device(times, volume.device)
     return timestep, torch.stack(noise), noised_previous(volume, k, levels, keys, args)
 
 
@@ -391,9 +397,12 @@ def make_accelerator(args: argparse.Namespace, ranks: du.Ranks):
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
-    if ranks.world_size > 1:  # srun sets names of its own
-        places = {"RANK": ranks.rank, "LOCAL_RANK": ranks.local_rank, "WORLD_SIZE": ranks.world_size}
+    if ranks.world_size > 1:  # srun sets names of its own, and may show each task one GPU only
+        local = ranks.device.index if ranks.device.type == "cuda" else ranks.local_rank
+        places = {"RANK": ranks.rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks.world_size}
         os.environ |= {name: str(value) for name, value in places.items()}
+    else:  # torchrun with one process: Accelerate would open a process group of its own
+        os.environ.pop("LOCAL_RANK", None)
     for name in list(os.environ):  # the precision is decided here, once
         if name.startswith(("ACCELERATE_DYNAMO", "ACCELERATE_MIXED", "ACCELERATE_GRADIENT")):
             del os.environ[name]
@@ -504,7 +513,7 @@ def validation_loss(k: int, ema: Ema, accelerator, scheduler, data, greys, args,
                 keys = [(args.seed, 2, k, draw, index) for index in batch["index"]]
                 # noise levels spread evenly over the draws and the patients
                 shares = [(draw + place * 0.618034 % 1) / LOSS_DRAWS for place in places]
-                timestep = torch.tensor([int(share * args.num_timesteps) for share in shares], device=ranks.device)
+                timestep = on_device([int(share * args.num_timesteps) for share in shares], ranks.device)
                 shape, device = batch["volume"].shape[1:], ranks.device
                 noise = torch.stack([noise_like(shape, device, *key, 1) for key in keys])
                 levels = [PREVIOUS_NOISE_SAMPLING] * len(keys)
@@ -561,12 +570,13 @@ def mean_volume(data: xd.XrayCtDataset, ranks: du.Ranks) -> torch.Tensor:
 @torch.no_grad()
 def evaluate(
     split: str, nets: list[StageNet], data: xd.XrayCtDataset, mean: torch.Tensor, accelerator, scheduler, greys,
-    args, ranks: du.Ranks, others: list[int] | None = None,
-) -> tuple[dict[str, float], dict]:  # fmt: skip
+    args, ranks: du.Ranks, others: list[int] | None = None, stop: du.StopSignal | None = None,
+) -> tuple[dict[str, float] | None, dict]:  # fmt: skip
     """(metrics, {"volumes", "batch"} of the first patient for a figure) of the whole cascade up to the last of `nets`.
 
     Each patient once, however many ranks there are; all ranks return the same metrics. others: for
-    --check_conditioning, whose X-rays to give to each patient in a second pass.
+    --check_conditioning, whose X-rays to give to each patient in a second pass. stop: on a signal to any rank all
+    leave, with None for the metrics.
     """
     k, views = len(nets) - 1, drr.VIEWS[: args.num_views]
     names = ["psnr", "ssim", "mae_hu", *(f"projection_error_{view}" for view in views)]
@@ -575,9 +585,11 @@ def evaluate(
     mean, shown = mean.to(ranks.device), {}
     with du.agree_on_errors():
         for places, batch in eval_batches(data, args, k, ranks):
+            if stop and stop.code:
+                break
             volumes = sample_cascade(nets, batch["xrays"], batch["index"], accelerator, scheduler, args)
             integrals = [(batch["xrays"][:, v : v + 1] - b) / a for v, (a, b, _) in enumerate(greys)]
-            spacing = batch["extent"] / torch.tensor(data.size, device=ranks.device)
+            spacing = drr.spacing_of(batch["extent"], data.size)
             back = drr.back_project(integrals, spacing, data.size)
             rows = [cm.measure(v, batch, greys) for v in (volumes[-1], mean.expand_as(back), back)]
             extra = torch.zeros(len(places), 2, dtype=torch.float64)
@@ -591,7 +603,9 @@ def evaluate(
                     extra[:, c] = cm.measure(found[-1], batch, greys)[:, 0]
             table[places] = torch.cat([*rows, extra], 1)
             if 0 in places:
-                shown = {"volumes": [volume[:1] for volume in volumes], "batch": batch, "back": back[:1]}
+                shown = {"volumes": [volume[:1] for volume in volumes], "batch": batch, "back": back[:1], "mean": mean}
+    if stop and du.any_rank(bool(stop.code)):
+        return None, {}
     means = du.reduce_sum(table).mean(0).tolist()
     metrics = {f"{split}/{name}{kind}": means[len(names) * i + j]
                for i, kind in enumerate(kinds) for j, name in enumerate(names)}  # fmt: skip
@@ -619,7 +633,7 @@ def draw_inputs(k: int, data: xd.XrayCtDataset, scheduler, args, ranks: du.Ranks
         rows.append((f"noisy, t = {int(timestep[i])}", cm.middle_slices(noisy[i, 0])))
         if previous:
             rows.append((f"stage before, noise {float(previous[1][i]):.2f}", cm.middle_slices(previous[0][i, 0])))
-        rows.append(("X-rays", [picture.cpu().numpy() for picture in batch["seen"][i]]))
+        rows.append(cm.xray_row(batch["seen"][i]))
     return cm.draw_rows(rows)
 
 
@@ -640,17 +654,36 @@ def choose_precision(args: argparse.Namespace, ranks: du.Ranks) -> str:
     return f"{source}" if why == "as asked" else why
 
 
+def keep_precision(args: argparse.Namespace, contents: dict, why: str, ranks: du.Ranks) -> str:
+    """A run goes on in the precision it was begun in, unless another one is asked for; returns why."""
+    before = contents["settings"]["mixed_precision"]
+    if before == args.mixed_precision:
+        return why
+    if args.source["mixed_precision"] == "default" and not why.endswith("accelerate launch"):
+        with contextlib.suppress(InputError):  # what this device cannot do
+            args.mixed_precision, _ = hw.choose_precision(before, ranks.device)
+            return "as the run was begun"
+    du.print_main(
+        f"warning: begun in {before}, going on in {args.mixed_precision}: the numbers will not be quite the same"
+    )
+    return why
+
+
 def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
     """Take what a checkpoint prescribes. Raises InputError where a flag or the config says otherwise."""
     settings, reached = contents["settings"], contents["state"]["stage"]
     if args.source["seed"] == "default":
         args.seed = contents["run"]["seed"]
     for name in (*FIXED, *FIXED_DATA):
+        if args.sample and name.startswith("flip") and args.source[name] != "default":
+            continue  # how the new pictures lie, not those of the training
         if args.source[name] != "default" and getattr(args, name) != settings[name]:
             raise InputError(f"{path}: a run with --{name} {settings[name]}, now {getattr(args, name)}; leave it out")
         setattr(args, name, settings[name])
     if args.num_timesteps % args.ddim_steps:
-        raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the {args.num_timesteps} steps of {path}")
+        if args.source["ddim_steps"] != "default":
+            raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the {args.num_timesteps} steps of {path}")
+        args.ddim_steps = next(n for n in range(args.ddim_steps, 0, -1) if args.num_timesteps % n == 0)
     if args.source["stage_configs"] == "default":
         given = {key: flag for key, flag in OPTIONAL.items() if args.source[flag] == "command line"}
         args.stage_configs = settings["stage_configs"]
@@ -741,14 +774,16 @@ def plan_stages(first: int, greys, args: argparse.Namespace, ranks: du.Ranks) ->
         size = stage["volume_size"]
         guide = GUIDE_MEMORY_GB.get(size[0]) if len(set(size)) == 1 else None
         table.append({"volume": "x".join(map(str, size)), "batch/GPU": stage["batch_size"], "parameters": count or "-",
-                      "memory GB": round(memory, 2) if memory else "-", "guide GB": guide or "-"})  # fmt: skip
+                      "memory GB": f"{memory:.2f}" if memory else "-", "guide GB": guide or "-"})  # fmt: skip
     return table
 
 
 def out_of_memory_advice(stage: dict, args: argparse.Namespace) -> str:
     size, accumulation = hw.split_batch(stage["batch_size"], stage["accumulation_steps"])
     advice = "--gradient_checkpointing" if not args.gradient_checkpointing else "a smaller voxel_dim or token_grid"
-    smaller = f"try --batch_size {size} --gradient_accumulation_steps {accumulation} (the same result), "
+    smaller = (
+        f"try batch_size {size} and accumulation_steps {accumulation} for this stage in --config (the same result), "
+    )
     smaller = smaller if stage["batch_size"] > 1 else "try "
     text = f"out of memory in {stage['name']} at batch_size {stage['batch_size']} per GPU; {smaller}{advice}"
     return text + ("" if args.auto_batch else ", or --auto_batch, which tries by itself")
@@ -764,7 +799,8 @@ class Data:
             self.split = xd.split_patients(self.patients, args.split_seed, args.split_files)
         chosen = sorted(place for places in self.split.values() for place in places)
         self.decoded = make_decoder(args)
-        share = max(1, hw.usable_cores() // du.gather_objects(platform.node()).count(platform.node()))
+        local = du.gather_objects(platform.node()).count(platform.node())
+        share = max(1, min(hw.usable_cores(), int(hw.available_ram_gb() / 3)) // local)  # 3 GB for a large CT
         du.print_main(f"reading {len(chosen)} patients ...")
         shown = xd.read_all([self.patients[i] for i in chosen], self.decoded, sizes, share)
         integrals, pictures, extents = shown
@@ -778,8 +814,8 @@ class Data:
             if any(not abs(a) > 1e-6 for a, *_ in self.greys):
                 raise InputError("--dataset_path: the X-rays have nothing to do with the CTs; see --make_drrs")
         self.in_memory = args.cache_in_memory
-        names = sorted(self.patients[i].id for i in self.split["train"])
-        self.fingerprint = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+        self.ids = {name: sorted(self.patients[i].id for i in places) for name, places in self.split.items()}
+        self.fingerprint = hashlib.sha256(json.dumps(self.ids, sort_keys=True).encode()).hexdigest()[:12]
         self.made: dict = {}
 
     def set(self, split: str, size: list[int]) -> xd.XrayCtDataset:
@@ -865,6 +901,9 @@ def evaluate_only(contents: dict, used: str, args: argparse.Namespace, accelerat
     size = args.stage_configs[len(nets) - 1]["volume_size"]
     data = Data(args, [size], ranks)
     data.greys = contents["greys"]
+    if seen := sorted(set(data.ids["test"]) & set(contents["trained_patients"])):
+        text = f"{used} was trained on {seen[0]} and {len(seen) - 1} more of the {len(data.ids['test'])} test patients"
+        raise InputError(f"--dataset_path: {text}; give the run's data and its --split_files or --split_seed")
     others = others_of(data, "test") if args.check_conditioning else None
     test, mean = data.set("test", size), mean_volume(data.set("train", size), ranks)
     options = accelerator, make_scheduler(args), data.greys, args, ranks, others
@@ -932,6 +971,8 @@ def fit_stage(
     sampler = loader.batch_sampler
     stage_steps = sampler.steps_per_epoch() * stage["num_epochs"]
     log.context = {"stage": k + 1}
+    for name in ("train/samples_per_s", "train/peak_memory_gb"):  # of the stage before
+        log.last.pop(name, None)
     if ranks.device.type == "cuda":  # of this stage, not of those measured or trained before
         torch.cuda.reset_peak_memory_stats(ranks.device)
 
@@ -942,7 +983,7 @@ def fit_stage(
         state["saved"] = where
         parts = {"format": FORMAT, "net": ckpt.trained_state(net), "ema": ckpt.trained_state(ema.net, everything=True)}
         parts |= {"earlier": [ckpt.trained_state(n, everything=True) for n in earlier], "state": dict(state)}
-        parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if fp16 else {}}
         ckpt.save_checkpoint(folder, parts | save_parts(k, log.pending(state["step"])), state["step"], args.keep_last)
 
     if state["stage_step"] == 0 and ranks.is_main:
@@ -985,7 +1026,11 @@ def choose_stages(contents: dict | None, args: argparse.Namespace) -> tuple[int,
 
     Raises InputError when the stages before are not there.
     """
-    wanted = int(args.stage) - 1 if args.stage else None
+    names, wanted = [stage["name"] for stage in args.stage_configs], None
+    if args.stage:
+        if args.stage not in (*names, *map(str, range(1, len(names) + 1))):
+            raise InputError(f"--stage {args.stage}: there are 1 to {len(names)} ({', '.join(names)})")
+        wanted = names.index(args.stage) if args.stage in names else int(args.stage) - 1
     last = len(args.stage_configs) - 1 if wanted is None else wanted
     if contents is None:
         if wanted:
@@ -994,8 +1039,9 @@ def choose_stages(contents: dict | None, args: argparse.Namespace) -> tuple[int,
         return 0, last, True
     reached = contents["state"]["stage"]
     if wanted is not None and not reached <= wanted <= reached + 1:
-        names = f"the checkpoint is at stage {reached + 1}"
-        raise InputError(f"--stage {args.stage}: {names}; go on with --stage {reached + 1} or {reached + 2}")
+        more = f" or {reached + 2}" if reached + 1 < len(names) else ""
+        text = f"the checkpoint is at stage {reached + 1}"
+        raise InputError(f"--stage {args.stage}: {text}; go on with --stage {reached + 1}{more}")
     if wanted == reached + 1 and Path(args.resume_from).is_file():  # the user's choice of weights for the stage before
         return wanted, last, True
     return reached, last, False
@@ -1013,12 +1059,12 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
     if args.source["num_workers"] == "default" and ranks.device.type == "cpu":
         args.num_workers = 0
-    accelerator = make_accelerator(args, ranks)
     if args.eval_only or args.sample:
         used = str(folder / "best.pt") if args.resume_from in (None, "auto") else args.resume_from
         used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
         contents = ckpt.load_checkpoint(used, folder, FORMAT)
         adopt(args, contents, used)
+        accelerator = make_accelerator(args, ranks)
         if args.sample:
             return sample_new(contents, args, accelerator, ranks)
         return evaluate_only(contents, used, args, accelerator, ranks)
@@ -1028,6 +1074,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     state: dict = {"step": 0}
     if contents:
         adopt(args, contents, args.resume_from)
+        why = keep_precision(args, contents, why, ranks)
+    accelerator = make_accelerator(args, ranks)
     first, last, anew = choose_stages(contents, args)
     stages = args.stage_configs
     data = Data(args, [stage["volume_size"] for stage in stages[: last + 1]], ranks)
@@ -1050,6 +1098,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     elif ckpt.best_sha256(folder, f"{stages[first]['name']}_best.pt") != state["best_sha256"]:
         state["best"] = None  # another folder, or gone back to an older checkpoint
     planned = [stage_steps(k, data, args, world_size) for k in range(last + 1)]
+    planned[first] = max(planned[first], state["stage_step"])  # begun with more epochs than are asked for now
     if last > first and args.stage and state["stage_step"] < planned[first]:
         text = (
             f"{stages[first]['name']} has done {state['stage_step']} of {planned[first]} steps; leave out --stage, or "
@@ -1089,6 +1138,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, resume_log)
+    log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
     print_banner("X-RAY TO CT CASCADE", facts)
     if ranks.is_main:
         print_table("stages", {stage["name"]: row for stage, row in zip(stages, table, strict=True)})
@@ -1101,8 +1151,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
 
     def save_parts(k: int, pending: dict) -> dict:
         parts = {"run": this_run | {"effective_batch_size": effective[k]}, "log": pending, "greys": data.greys}
-        settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA)} | {"stage_configs": stages}
-        return parts | {"settings": settings, "extent": data.extent}
+        settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, "mixed_precision")}
+        settings["stage_configs"] = stages
+        return parts | {"settings": settings, "extent": data.extent, "trained_patients": data.ids["train"]}
 
     speed: dict[str, float] = {}
     with contextlib.closing(log), du.StopSignal() as stop:
@@ -1112,15 +1163,15 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             tools = accelerator, args, ranks, log, stop
             code, net, best_step = fit_stage(k, earlier, contents, data, state, last_step, save_parts, *tools)
             gc.collect()
-            code = code or int(du.reduce_max([stop.code])[0])
             if code:
-                du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
-                return code
+                return stopped(code, state)
             earlier.append(net)
             contents, size, name = None, stages[k]["volume_size"], stages[k]["name"]
             options = accelerator, make_scheduler(args), data.greys, args, ranks
             mean = mean_volume(data.set("train", size), ranks)
-            metrics, shown = evaluate("val", earlier, data.set("val", size), mean, *options)
+            metrics, shown = evaluate("val", earlier, data.set("val", size), mean, *options, stop=stop)
+            if metrics is None:
+                return stopped(int(du.reduce_max([stop.code])[0]), state)
             log.write(state["step"], state["epoch"] + 1, metrics)
             if ranks.is_main:
                 cm.print_metrics(f"val, {name}", "val", metrics)
@@ -1132,7 +1183,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
                 break
             begin_stage(state, k + 1)
         others = others_of(data, "test") if args.check_conditioning else None
-        metrics, shown = evaluate("test", earlier, data.set("test", size), mean, *options, others)
+        metrics, shown = evaluate("test", earlier, data.set("test", size), mean, *options, others, stop)
+        if metrics is None:
+            return stopped(int(du.reduce_max([stop.code])[0]), state)
         log.write(state["step"], state["epoch"] + 1, metrics | {"best_step": best_step})
         weights = {
             f"{stage['name']}.{key}": value
@@ -1144,12 +1197,17 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         facts |= {"effective_batch_size": effective[len(earlier) - 1], "precision": args.mixed_precision}
         log.finish(facts | speed | {"seconds": round(time.time() - begun, 1)})
         if ranks.is_main:
-            cm.print_metrics("test", "test", metrics)
+            cm.print_metrics(f"test, {stages[len(earlier) - 1]['name']}", "test", metrics)
             print_speed(stages, speed, ranks)
             log.figure("test", cm.draw_result(shown, args), state["step"])
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
     del lock
     return 0
+
+
+def stopped(code: int, state: dict) -> int:
+    du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+    return code
 
 
 def print_speed(stages: list[dict], speed: dict[str, float], ranks: du.Ranks) -> None:
@@ -1160,9 +1218,13 @@ def print_speed(stages: list[dict], speed: dict[str, float], ranks: du.Ranks) ->
         total = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
     for name in [stage["name"] for stage in stages]:
         if f"train/samples_per_s_per_gpu/{name}" in speed:
-            used = speed[f"train/peak_memory_gb/{name}"]
-            row = {"samples/s/GPU": round(speed[f"train/samples_per_s_per_gpu/{name}"], 2), "aim": f"> {GUIDE_RATE}"}
-            row |= {"memory GB": round(used, 2), "share": f"{used / total:.0%}" if total else "-", "aim ": "70-80%"}
+            used, rate = speed[f"train/peak_memory_gb/{name}"], speed[f"train/samples_per_s_per_gpu/{name}"]
+            row = {"samples/s/GPU": f"{rate:.2f}", "guide's aim": f"> {GUIDE_RATE}"}
+            row |= {
+                "memory GB": f"{used:.2f}",
+                "share": f"{used / total:.0%}" if total else "-",
+                "share's aim": "70-80%",
+            }
             rows[name] = row
     if rows:
         print_table("speed", rows)
@@ -1176,8 +1238,10 @@ def main(args: argparse.Namespace) -> int:
         except (RuntimeError, MemoryError) as error:
             if not hw.out_of_memory(error):
                 raise
-            du.leave_alone("out of memory; try --gradient_checkpointing, or halve --batch_size and double "
-                           "--gradient_accumulation_steps (the same result)")  # fmt: skip
+            advice = (
+                "try --gradient_checkpointing, or halve the stage's batch_size and double its accumulation_steps in "
+            )
+            du.leave_alone(f"out of memory; {advice}--config (the same result), or --auto_batch")
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def view_of(name: str) -> str:
     return next((view for view, names in NAMES.items() if stem.endswith(names)), "")
 
 
-def list_patients(root: Path) -> dict[str, list[Path]]:
+def list_patients(root: Path, flag: str = "--dataset_path") -> dict[str, list[Path]]:
     """{id: its files} of a data folder, sorted. Raises InputError."""
     if not root.is_dir():
-        raise InputError(f"{root}: no such folder; check --dataset_path")
+        raise InputError(f"{root}: no such folder; check {flag}")
     found: dict[str, list[Path]] = {}
     try:
         for entry in sorted(root.iterdir()):
@@ -71,7 +71,7 @@ def list_patients(root: Path) -> dict[str, list[Path]]:
             elif kind := ending(entry.name, CT_ENDINGS):
                 found.setdefault(entry.name[: -len(kind)], []).append(entry)
     except OSError as error:
-        raise InputError(f"{root}: cannot be read ({error.strerror}); check --dataset_path") from None
+        raise InputError(f"{root}: cannot be read ({error.strerror}); check {flag}") from None
     return found
 
 
@@ -97,7 +97,8 @@ def find_picture(name: str, files: list[Path], view: str) -> Path | None:
 def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
     """Every patient of a data folder with all files that are needed. Raises InputError naming what is missing."""
     patients = []
-    for name, files in list_patients(root).items():
+    flag = "--dataset_path" if need_ct else "--sample"
+    for name, files in list_patients(root, flag).items():
         ct = find_ct(name, files)
         if ct is None and need_ct:
             text = f"no CT ({name}.nii.gz) beside {files[0].name}"
@@ -112,7 +113,7 @@ def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Pati
             xrays.append(picture)
         patients.append(Patient(name, ct, tuple(xrays)))
     if not patients:
-        raise InputError(f"{root}: holds no patients (<id>/<id>.nii.gz); check --dataset_path")
+        raise InputError(f"{root}: holds no patients (<id>/<id>.nii.gz); check {flag}")
     return patients
 
 
@@ -130,8 +131,10 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
             image = nibabel.load(path)
             if len(image.shape) != 3:
                 raise InputError(f"{path}: has {len(image.shape)} dimensions {image.shape}, not three; replace it")
+            if image.get_data_dtype().kind not in "fiu":
+                raise InputError(f"{path}: holds {image.get_data_dtype()}, not numbers; replace it")
             image = nibabel.as_closest_canonical(image)
-            hu, affine = np.asarray(image.dataobj), image.affine
+            hu, affine = np.asarray(image.dataobj, dtype=np.float32), image.affine
     except InputError:
         raise
     except Exception as error:  # nibabel, zlib and numpy each have their own
@@ -143,7 +146,7 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise InputError(f"{path}: holds {hu.dtype}, not numbers; replace it")
     if min(hu.shape) < 4:
         raise InputError(f"{path}: only {' x '.join(map(str, hu.shape))} voxels; a volume is needed")
-    hu = hu.astype(np.float32, copy=False)
+    hu = np.array(hu, np.float32, order="C")
     if not np.isfinite(hu).all():
         raise InputError(f"{path}: {int((~np.isfinite(hu)).sum())} voxels are NaN or infinite; replace it")
     if hu.min() == hu.max():
@@ -200,18 +203,22 @@ def make_drrs(root: Path) -> int:
     """All ranks: render the missing pa and lat pictures of every CT below root; returns how many. Raises InputError."""
     from PIL import Image
 
-    patients = list(list_patients(root).items())
-    if not patients:
-        raise InputError(f"{root}: holds no CT (<id>/<id>.nii.gz); check --make_drrs")
     rank, world_size = du.world()
     jobs, written = [], 0
-    for name, files in patients:
-        missing = [view for view in drr.VIEWS if find_picture(name, files, view) is None]
-        ct = find_ct(name, files)
-        if missing and ct is None:
-            raise InputError(f"{files[0].parent}: no CT ({name}.nii.gz) to render the {missing[0]} picture from")
-        if missing:
-            jobs.append((name, ct, missing))
+    with du.agree_on_errors():
+        if rank == 0:  # one rank looks: another might find pictures that are being written
+            patients = list_patients(root, "--make_drrs")
+            if not patients:
+                raise InputError(f"{root}: holds no CT (<id>/<id>.nii.gz); check --make_drrs")
+            for name, files in patients.items():
+                missing = [view for view in drr.VIEWS if find_picture(name, files, view) is None]
+                ct = find_ct(name, files)
+                if missing and ct is None:
+                    text = f"no CT ({name}.nii.gz) to render the {missing[0]} picture from"
+                    raise InputError(f"{files[0].parent}: {text}; add it, or move the files elsewhere")
+                if missing:
+                    jobs.append((name, ct, missing))
+    jobs = du.broadcast_object(jobs)
     with du.agree_on_errors():
         shown = {"desc": "rendering", "disable": rank != 0 or not sys.stderr.isatty(), "leave": False}
         for name, ct, missing in tqdm(jobs[rank::world_size], **shown):
@@ -288,31 +295,37 @@ class Decoded:
     def volume(self, path: Path, size: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(int16 HU (X, Y, Z) clipped, field of view in mm (3,) float32) on a stage's grid."""
         data = self.cache.get(self.key(path, tuple(size)), 12 + 2 * math.prod(size))
-        return self._unpack(data, size) if data else self.read(path, [size])[0][0]
+        if data is None:
+            hu, affine = read_ct(path)
+            extent = (np.sqrt((affine[:3, :3] ** 2).sum(0)) * hu.shape).astype(np.float32)
+            data = self._grid(path, torch.from_numpy(hu).clamp_(drr.HU_MIN, drr.HU_MAX), extent, size)
+        return self._unpack(data, size)
 
-    def read(self, path: Path, sizes: list) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], np.ndarray]:
-        """([volume on each grid], line integrals of both views (2, CHECK_SIZE, CHECK_SIZE) float32 at the file's own
-        resolution); what is not kept yet is, and the file is read once at most."""
-        found = [self.cache.get(self.key(path, tuple(size)), 12 + 2 * math.prod(size)) for size in sizes]
+    def survey(self, path: Path, sizes: list) -> tuple[np.ndarray, np.ndarray]:
+        """(field of view in mm (3,), line integrals of both views at the file's own resolution (2, CHECK_SIZE,
+        CHECK_SIZE)), float32; reads the file once, and only if a grid or these are not kept yet."""
         shape = (len(drr.VIEWS), CHECK_SIZE, CHECK_SIZE)
-        shadows = self.cache.get(self.key(path, "shadows"), 4 * math.prod(shape))
-        if not (all(found) and shadows):
+        data = self.cache.get(self.key(path, "survey"), 12 + 4 * math.prod(shape))
+        missing = [size for size in sizes if not self.cache.has(self.key(path, tuple(size)), 12 + 2 * math.prod(size))]
+        if data is None or (missing and self.cache.folder):
             hu, affine = read_ct(path)
             spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
             extent = (spacing * hu.shape).astype(np.float32)
-            clipped = torch.from_numpy(hu).clamp(drr.HU_MIN, drr.HU_MAX)
-            for k, size in enumerate(sizes):
-                if not found[k]:
-                    grid = drr.resize(clipped, size).round().to(torch.int16).contiguous().numpy()
-                    found[k] = extent.tobytes() + grid.tobytes()
-                    self.cache.put(self.key(path, tuple(size)), found[k])
-            if not shadows:
-                volume, mm = drr.normalise(clipped)[None, None], torch.from_numpy(spacing).float()[None]
-                parts = [drr.resize(drr.project(volume, mm, view), shape[1:])[0, 0] for view in drr.VIEWS]
-                shadows = torch.stack(parts).contiguous().numpy().tobytes()
-                self.cache.put(self.key(path, "shadows"), shadows)
-        volumes = [self._unpack(data, size) for data, size in zip(found, sizes, strict=True)]
-        return volumes, np.frombuffer(shadows, np.float32).reshape(shape)
+            clipped = torch.from_numpy(hu).clamp_(drr.HU_MIN, drr.HU_MAX)
+            for size in missing if self.cache.folder else ():
+                self._grid(path, clipped, extent, size)
+            mm = torch.from_numpy(spacing).float()[None]
+            volume = drr.normalise(clipped)[None, None]
+            parts = [drr.resize(drr.project(volume, mm, view), shape[1:])[0, 0] for view in drr.VIEWS]
+            data = extent.tobytes() + torch.stack(parts).contiguous().numpy().tobytes()
+            self.cache.put(self.key(path, "survey"), data)
+        return np.frombuffer(data, np.float32, 3), np.frombuffer(data, np.float32, offset=12).reshape(shape)
+
+    def _grid(self, path: Path, clipped: torch.Tensor, extent: np.ndarray, size) -> bytes:
+        grid = drr.resize(clipped, size).round().to(torch.int16).contiguous().numpy()
+        data = extent.tobytes() + grid.tobytes()
+        self.cache.put(self.key(path, tuple(size)), data)
+        return data
 
     def _unpack(self, data: bytes, size) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = bytearray(data)
@@ -345,9 +358,9 @@ def look(patient: Patient, decoded: Decoded, sizes: list) -> tuple[np.ndarray, n
     CHECK_SIZE, CHECK_SIZE)."""
     shape = (len(patient.xrays), CHECK_SIZE, CHECK_SIZE)
     try:
-        volumes, integrals = decoded.read(patient.ct, sizes)
+        extent, integrals = decoded.survey(patient.ct, sizes)
         pictures = drr.resize(grey(decoded.xrays(patient))[None], shape[1:])[0]
-        return integrals[: shape[0]], pictures.numpy(), volumes[0][1].numpy(), ""
+        return integrals[: shape[0]], pictures.numpy(), extent, ""
     except InputError as error:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(3, np.float32), str(error)
 

@@ -85,10 +85,10 @@ def one(cascade, zygote, tmp_path_factory) -> Path:
     [
         (2, ["--batch_size", "3"]),
         (3, ["--batch_size", "2", "--cache_in_memory"]),
-        (1, ["--batch_size", "3", "--gradient_accumulation_steps", "2"]),
+        (1, ["--batch_size", "3", "--gradient_accumulation_steps", "2", "--num_workers", "2"]),
         (2, ["--batch_size", "1", "--gradient_accumulation_steps", "3", "--gradient_checkpointing"]),
     ],
-    ids=["2x3", "3x2-in-memory", "1x3x2", "2x1x3-checkpointing"],
+    ids=["2x3", "3x2-in-memory", "1x3x2-workers", "2x1x3-checkpointing"],
 )
 def test_same_curve_and_metrics(cascade, zygote, one, tmp_path, ranks, more):
     """An uneven last step, 1 validation and 1 test patient, of which one rank at most has any."""
@@ -142,17 +142,40 @@ def test_precision_of_accelerate_launch(cascade, zygote, tmp_path):
 
 
 def test_gradients_are_those_of_one_process(cascade, zygote, tmp_path):
-    """Plain gradient steps keep the gradients in the weights: after 3 of them 1, 2 and 3 processes agree."""
-    weights = []
-    for ranks, batch in ((1, 6), (2, 3), (3, 2)):
+    """Five steps, as the first reach few layers (outputs and gates begin at zero): AdamW's averaged gradients agree."""
+    moments = []
+    for ranks, batch in ((1, 4), (2, 2)):
         out = tmp_path / str(ranks)
-        words = cascade(out, "--batch_size", batch, "--ema_decay", "0", "--max_steps", "1", "--stage", "1")
+        words = cascade(out, "--batch_size", batch, "--max_steps", "5", "--stage", "1", "--learning_rate", "1e-4")
         go(zygote, words, ranks)
-        weights.append(torch.load(out / "last.pt", weights_only=True)["optimizer"]["state"])
-    for other in weights[1:]:  # after one step AdamW's first moment is a tenth of the gradient
-        for key, value in weights[0].items():
-            scale = float(value["exp_avg"].abs().max()) + 1e-8
-            assert float((other[key]["exp_avg"] - value["exp_avg"]).abs().max()) < 1e-5 * scale + 1e-9
+        moments.append(torch.load(out / "last.pt", weights_only=True)["optimizer"]["state"])
+    moved = 0
+    for key, value in moments[0].items():
+        scale = float(value["exp_avg"].abs().max())
+        moved += scale > 1e-12
+        assert float((moments[1][key]["exp_avg"] - value["exp_avg"]).abs().max()) < 1e-3 * scale + 1e-9
+    assert moved > 0.9 * len(moments[0])
+
+
+def test_averaged_weights(cascade, zygote, tmp_path):
+    """`ema` of each checkpoint is the running mean of the nets of all steps, with the decay's warm-up."""
+    out = tmp_path / "run"
+    words = cascade(
+        out, "--stage", "1", "--save_every", "1", "--keep_last", "20", "--ema_decay", "0.3", "--max_steps", "5"
+    )
+    go(zygote, words)
+    steps = [torch.load(out / f"step_{k:08d}.pt", weights_only=True) for k in range(1, 6)]
+    expected = None
+    for n, step in enumerate(steps, start=1):
+        net = step["net"]
+        decay = min(0.3, (1 + n) / (10 + n))
+        if expected is not None:
+            expected = {name: decay * value + (1 - decay) * net[name] for name, value in expected.items()}
+            for name, value in expected.items():
+                assert torch.allclose(step["ema"][name], value, atol=1e-6), (n, name)
+        else:
+            expected = step["ema"]
+    assert any(not torch.equal(value, steps[-1]["net"][name]) for name, value in steps[-1]["ema"].items())
 
 
 # --- killed, stopped, gone on -----------------------------------------------------------------------------------------
@@ -257,23 +280,69 @@ def test_stages_one_at_a_time(cascade, zygote, one, tmp_path):
     assert (done.code, "stage1 has done 1 of 4 steps" in done.stderr) == (2, True)
 
 
+def test_going_on_with_fewer_epochs_cuts_no_later_stage(cascade, zygote, tmp_path):
+    """Stage 1 was begun with more epochs than are asked for now: it ends where it is, stage 2 is whole."""
+    out = tmp_path / "run"
+    go(zygote, cascade(out, "--num_epochs_per_stage", "4", "--max_steps", "9"))
+    go(zygote, cascade(out, "--num_epochs_per_stage", "2", "--resume_from", "auto"))
+    steps = [(line["stage"], line["step"]) for line in lines(out) if "train/loss" in line]
+    assert steps == [(1, k) for k in range(1, 10)] + [(2, k) for k in range(10, 16)]
+
+
+def test_what_the_checkpoint_knows(cascade, torsos, zygote, one, tmp_path):
+    """No test patient was trained on; the precision stays; --stage counts the checkpoint's own stages."""
+    names = sorted(path.name for path in torsos.iterdir())
+    files = [tmp_path / f"{k}.txt" for k in range(3)]
+    for path, part in zip(files, (names[4:], names[:2], names[2:4]), strict=True):
+        path.write_text("\n".join(part))
+    done = zygote(
+        CASCADE, *cascade(tmp_path / "x", "--eval_only", "--resume_from", one / "last.pt", "--split_files", *files)
+    )
+    assert done.code == 2
+    assert re.search(
+        r"error: --dataset_path: .*last.pt was trained on patient_\d+ and \d more of the 2 test pat", done.stderr
+    )
+    run = tmp_path / "run"
+    go(zygote, cascade(run, "--batch_size", "6", "--mixed_precision", "bf16", "--max_steps", "2"))
+    done = go(zygote, cascade(run, "--batch_size", "6", "--resume_from", "auto", "--max_steps", "3"))
+    assert "precision      bf16 (as the run was begun)" in done.stdout
+    done = go(
+        zygote,
+        cascade(run, "--batch_size", "6", "--resume_from", "auto", "--max_steps", "4", "--mixed_precision", "no"),
+    )
+    assert "warning: begun in bf16, going on in no" in done.stdout
+    few = ["--dataset_path", torsos, "--checkpoint_dir", run, "--resume_from", "auto", "--stage", "3"]
+    done = zygote(CASCADE, *map(str, few))
+    assert (done.code, "error: --stage 3: there are 1 to 2 (stage1, stage2)" in done.stderr) == (2, True)
+
+
+@pytest.mark.soak
+def test_compiled(cascade, one, tmp_path):
+    """--compile on two processes: the same curve."""
+    out = tmp_path / "run"
+    words = cascade(out, "--batch_size", "3", "--compile", "--check_conditioning")
+    done = subprocess.run([*torchrun(2), CASCADE, *words], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert off(curve(out), curve(one)) < 1e-4
+
+
 def test_plateau_halves_the_rate(cascade, zygote, tmp_path):
     """As torch's ReduceLROnPlateau: half after 6 epochs without a lower loss; also across a resume."""
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     out = tmp_path / "run"
-    flags = ["--batch_size", "11", "--num_epochs_per_stage", "16", "--stage", "1", "--learning_rate", "0.3"]
+    flags = ["--batch_size", "11", "--num_epochs_per_stage", "16", "--stage", "1", "--learning_rate", "1e-6"]
     go(zygote, cascade(out, *flags, "--max_steps", "9"))
     go(zygote, cascade(out, *flags, "--resume_from", "auto"))
     rates = [line["train/lr"] for line in lines(out) if "train/lr" in line]
     losses = [line["val/loss"] for line in lines(out) if "val/loss" in line]
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-6)
     scheduler, expected = ReduceLROnPlateau(optimizer, factor=0.5, patience=5), []
     for loss in losses:
         expected.append(optimizer.param_groups[0]["lr"])
         scheduler.step(loss)
     assert rates == expected
-    assert min(rates) < 0.3
+    assert min(rates) < 1e-6
 
 
 def test_a_net_that_diverges_is_stopped_together(cascade, zygote, torsos, tmp_path):
@@ -291,7 +360,10 @@ def test_out_of_memory(cascade, zygote, one, tmp_path):
     out = tmp_path / "run"
     done = zygote(little, "6", CASCADE, *cascade(out, "--batch_size", "6"))
     assert done.code == 1
-    assert "error: out of memory in stage1 at batch_size 6 per GPU; try --batch_size 3 " in done.stderr
+    assert (
+        "error: out of memory in stage1 at batch_size 6 per GPU; try batch_size 3 and accumulation_steps 2"
+        in done.stderr
+    )
     assert not out.exists() or not any(out.glob("*.pt"))
     done = zygote(little, "8", CASCADE, *cascade(out, "--batch_size", "6", "--auto_batch", "--check_conditioning"))
     assert done.code == 0, done.stderr[-2000:]
@@ -482,19 +554,27 @@ def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
     assert right.max() < 3e-3
     assert (wrong[:, 0] > 20 * right[:, 0]).all()  # a move along x shows in the frontal view,
     assert (wrong[:, 1] < 2 * right[:, 1] + 1e-4).all()  # and not in the lateral one, whose rays run along x
-    scheduler, losses = ta.make_scheduler(args), []
+    scheduler = ta.make_scheduler(args)
     for time_ in (2, 17):
-        times = torch.full((4,), time_)
-        torch.manual_seed(0)
-        net = lambda x, *_: 0 * x + 5  # noqa: E731 - the same error of the clean volume, in units of its uncertainty
-        losses.append(ta.sample_losses(net, scheduler, batch, times, torch.randn_like(batch["volume"]), None, args,
-                                       data.greys))  # fmt: skip
-    alphas = scheduler.alphas_cumprod
-    clean = [ta.predict(lambda x, *_: 0 * x + 5, scheduler, batch["volume"], torch.full((4,), t), None, None, args)[1]
-             for t in (2, 17)]  # fmt: skip
-    assert all(torch.isfinite(part).all() for pair in losses for part in pair)
-    assert alphas[2] > 10 * alphas[17]
-    assert clean[0].shape == batch["volume"].shape
+        times, noise = torch.full((4,), time_), torch.randn_like(batch["volume"])
+        net = lambda x, *_: torch.ones_like(x)  # noqa: E731
+        _, physics = ta.sample_losses(net, scheduler, batch, times, noise, None, args, data.greys)
+        noisy = scheduler.add_noise(batch["volume"], noise, times)
+        _, clean = ta.predict(net, scheduler, noisy, times, batch["xrays"], None, args)
+        error = ta.cm.projection_error(clean, batch["extent"], batch["xrays"], data.greys).mean(1)
+        assert torch.allclose(physics, scheduler.alphas_cumprod[time_] * error)
+    assert scheduler.alphas_cumprod[2] > 10 * scheduler.alphas_cumprod[17]
+
+
+def test_gradient_checkpointing_keeps_less(torsos):
+    greys = [(0.2, -1.0, 1.0)] * 2
+    kept = []
+    for more in ([], ["--gradient_checkpointing"]):
+        ta, args = small_args(torsos, "--batch_size", "4", *more)
+        import distributed_utils as du
+
+        kept.append(ta.measure_stage(1, greys, args, du.Ranks(0, 0, 1, torch.device("cpu"), "python"))[0])
+    assert kept[1] < 0.6 * kept[0]
 
 
 def test_augmentation(torsos):
@@ -529,7 +609,7 @@ def test_augmentation(torsos):
 
 
 def test_config_keys_have_an_effect(cascade, zygote, torsos, one, tmp_path):
-    """The guide's nested JSON with // comments; each key arrives, also v_parameterization, augmentation and EMA."""
+    """The guide's nested JSON with // comments; each key arrives."""
     first = second_loss(one)
     sections = {
         "xray_config": {"img_size": 32, "num_views": 2, "encoder_dim": 16},

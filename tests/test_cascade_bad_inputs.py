@@ -289,6 +289,8 @@ FLAGS = [
     (["--stage_configs", stages(name="stage1")], r"stage 2: the name 'stage1' is taken"),
     (["--stage_configs", stages(name="../x")], r"stage 2: name '../x' must be of letters"),
     (["--stage", "3"], r"--stage 3: there are 1 to 2 \(stage1, stage2\)"),
+    (["--stage", "1", "--eval_only"], r"--stage is for training; name the stage's checkpoint with --resume_from"),
+    (["--make_drrs", "nowhere"], r"nowhere: no such folder; check --make_drrs"),
     (["--ddim_steps", "3"], r"--ddim_steps 3: must divide --num_timesteps 20; nearest 2"),
     (["--num_views", "3"], r"invalid choice: '?3'?"),
     (["--img_size", "100"], r"--img_size 100: must be a multiple of 8"),
