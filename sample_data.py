@@ -6,7 +6,7 @@
     python sample_data.py mimic_cxr OUT --num_train 12 --num_val 6 --num_test 6 --image_size 96 --zip
     python sample_data.py survival data/demo/survival                  # 600 patients with a chest CT each
     python sample_data.py survival OUT --num_patients 60 --matrix 20 --event_rate 0.123
-    python sample_data.py cascade data/demo/cascade                    # 120 patients with a CT and two X-rays each
+    python sample_data.py cascade data/demo/cascade                    # 100 patients with a CT and two X-rays each
     python sample_data.py cascade OUT --num_patients 20 --matrix 24
 
 `prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and
@@ -96,7 +96,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     ct.add_argument("--seed", type=int, default=0)
     xray = tasks.add_parser("cascade", help="X-ray to CT (train_accelerate.py)")
     xray.add_argument("out", type=Path, help="folder to write; must not hold a data set yet")
-    xray.add_argument("--num_patients", type=whole(3), default=120, help="patients, one CT and two X-rays each")
+    xray.add_argument("--num_patients", type=whole(3), default=100, help="patients, one CT and two X-rays each")
     xray.add_argument("--matrix", type=whole(12), default=72, help="voxels along the first axis")
     xray.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)

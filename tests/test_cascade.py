@@ -331,18 +331,18 @@ def test_plateau_halves_the_rate(cascade, zygote, tmp_path):
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     out = tmp_path / "run"
-    flags = ["--batch_size", "11", "--num_epochs_per_stage", "16", "--stage", "1", "--learning_rate", "1e-6"]
+    flags = ["--batch_size", "11", "--num_epochs_per_stage", "16", "--stage", "1", "--learning_rate", "1e-7"]
     go(zygote, cascade(out, *flags, "--max_steps", "9"))
     go(zygote, cascade(out, *flags, "--resume_from", "auto"))
     rates = [line["train/lr"] for line in lines(out) if "train/lr" in line]
     losses = [line["val/loss"] for line in lines(out) if "val/loss" in line]
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-6)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-7)
     scheduler, expected = ReduceLROnPlateau(optimizer, factor=0.5, patience=5), []
     for loss in losses:
         expected.append(optimizer.param_groups[0]["lr"])
         scheduler.step(loss)
     assert rates == expected
-    assert min(rates) < 1e-6
+    assert min(rates) < 1e-7
 
 
 def test_a_net_that_diverges_is_stopped_together(cascade, zygote, torsos, tmp_path):
