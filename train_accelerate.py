@@ -79,7 +79,15 @@ OPTIONAL = {
 STAGES = [
     {"name": "stage1", "volume_size": [64, 64, 64], "voxel_dim": 256, "vit_depth": 4, "num_heads": 4, "batch_size": 16},
     {"name": "stage2", "volume_size": [128] * 3, "voxel_dim": 384, "vit_depth": 6, "num_heads": 6, "batch_size": 8},
-    {"name": "stage3", "volume_size": [256] * 3, "voxel_dim": 512, "vit_depth": 8, "num_heads": 8, "batch_size": 4},
+    {
+        "name": "stage3",
+        "volume_size": [256] * 3,
+        "voxel_dim": 512,
+        "vit_depth": 8,
+        "num_heads": 8,
+        "batch_size": 2,
+        "accumulation_steps": 2,
+    },
 ]
 
 

@@ -75,6 +75,7 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     loader = ta.du.create_distributed_dataloader(train, stage["batch_size"], drop_last=False)
     state: dict = {"step": 0}
     ta.begin_stage(state, k)
+    Path(args.checkpoint_dir).mkdir()
     log = ta.RunLog(Path(args.checkpoint_dir), ranks, ta.LOSSES, args, 10**9)
     log.context = {"stage": 2}
     times: dict[str, list[float]] = {"bare": [], "script": []}
