@@ -312,7 +312,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock
     with agree_on_errors():
         if world()[0] == 0:
             if any((folder / name).exists() for name in RUN_FILES) and not may_exist:
-                text = "holds a run already; go on with --resume_from auto, --overwrite it, or choose another folder"
+                text = "holds a run already; go on with --resume_from auto, or --overwrite it, or choose another folder"
                 raise InputError(f"{folder}: {text}")
             try:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -102,26 +102,29 @@ def test_same_curve_and_metrics(cascade, zygote, one, tmp_path, ranks, more):
     assert (a["world_size"], a["effective_batch_size"], a["stages"]) == (ranks, 6, 2)
 
 
-@pytest.fixture(scope="module")
-def by_torchrun(cascade, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("torchrun") / "run"
-    words = cascade(out, "--batch_size", "3", "--num_epochs_per_stage", "1")
-    done = subprocess.run([*torchrun(2), CASCADE, *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
+@pytest.mark.soak
+def test_torchrun_gives_the_very_same_curve(cascade, zygote, tmp_path):
+    """(In the quick suite the runs that are killed are torchrun's.)"""
+    words = ["--batch_size", "3", "--num_epochs_per_stage", "1"]
+    go(zygote, cascade(tmp_path / "bare", *words), 2)
+    command = [*torchrun(2), CASCADE, *cascade(tmp_path / "run", *words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torchrun, world size 2" in done.stdout
-    return out
+    assert curve(tmp_path / "run") == curve(tmp_path / "bare")
 
 
-def test_accelerate_launch_gives_the_very_same_curve(cascade, by_torchrun, tmp_path):
-    """By the guide's command (fp16 is for GPUs: on CPU it is fp32, and says so), through train_4gpu.sh."""
-    out = tmp_path / "run"
+def test_accelerate_launch_gives_the_very_same_curve(cascade, zygote, tmp_path):
+    """By train_4gpu.sh, for real: the curve of two processes that no launcher started."""
+    out, bare = tmp_path / "run", tmp_path / "bare"
+    go(zygote, cascade(bare, "--batch_size", "3", "--num_epochs_per_stage", "1"), 2)
     words = cascade(out, "--batch_size", "3", "--num_epochs_per_stage", "1")
     command = ["bash", "train_4gpu.sh", "--method", "accelerate", "--cpu", "--num_gpus", "2", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 CPU processes by accelerate: accelerate launch" in done.stdout
     assert "accelerate, world size 2" in done.stdout
-    assert curve(out) == curve(by_torchrun)
+    assert curve(out) == curve(bare)
 
 
 def test_precision_of_accelerate_launch(cascade, zygote, tmp_path):
@@ -633,7 +636,6 @@ def test_config_keys_have_an_effect(cascade, zygote, torsos, one, tmp_path):
     assert loss("training", "mixed_precision", "bf16") != first
     assert loss("training", "accumulation_steps", 2) != first  # 12 a step: all 11
     assert loss("training", "physics_weight", 0.0) < first
-    assert loss("training", "learning_rate", 2e-3) != first
     assert loss("data", "augmentation", False) != first
     assert loss("xray_config", "num_views", 1) != first
     assert loss("training", "gradient_checkpointing", True) == pytest.approx(first, rel=1e-6)
@@ -667,7 +669,7 @@ def test_overfits_one_volume(torsos, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         ema.update(net, step + 1)
-        kept.append(float(diffusion.mean()))
+        kept.append(float(diffusion.detach().mean()))
     volume = ta.sample_cascade([ema.net], batch["xrays"][:1], [0], ta.make_accelerator(args, ranks), scheduler, args)[0]
     psnr = float(10 * torch.log10(4 / (volume - batch["volume"][:1]).square().mean()))
     print(

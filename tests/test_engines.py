@@ -86,7 +86,11 @@ SLOW = [pytest.mark.soak]
 
 
 @pytest.mark.parametrize(
-    "engine", ["ddp", *(pytest.param(n, marks=SLOW if n in ("zero1", "zero2_offload") else []) for n in CONFIGS)]
+    "engine",
+    [
+        "ddp",
+        *(pytest.param(n, marks=SLOW if n in ("zero1", "zero2_offload", "zero3_offload") else []) for n in CONFIGS),
+    ],
 )
 def test_every_engine_gives_one_curve(flags, zygote, one_process, engine, tmp_path):
     done = zygote(MIMIC, *flags(engine, tmp_path / "run", *SHARED), ranks=2)

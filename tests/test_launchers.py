@@ -57,6 +57,7 @@ def test_same_curve(data, tmp_path, torchrun_curve, launcher, monkeypatch):
     assert json.loads((out / "summary.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.soak
 def test_two_nodes_on_one_machine(data, tmp_path, torchrun_curve):
     """The guide's two-node command: two agents of one process each, told apart by --node_rank."""
     port, out = free_port(), tmp_path / "run"

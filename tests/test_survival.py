@@ -435,6 +435,7 @@ def test_resume_at_another_world_size(flags, zygote, one, tmp_path):
     assert off(training(out), training(alone)) < 1e-5
 
 
+@pytest.mark.soak
 def test_signal_exit_codes_in_one_process(flags, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, SURVIVAL, *flags(out, "--epochs", "500", "--save_every", "1")]
