@@ -21,7 +21,7 @@ def identity(path: str | Path) -> str:
 
 
 class DiskCache:
-    """get(key) -> bytes or None; put(key, data). Without a folder it keeps nothing."""
+    """get(key, size) -> bytes or None; put(key, data). Without a folder it keeps nothing."""
 
     def __init__(self, folder: str | Path | None, suffix: str):
         self.folder, self.suffix, self.warned = Path(folder) if folder else None, suffix, False
@@ -29,14 +29,13 @@ class DiskCache:
     def path(self, key: str) -> Path:
         return self.folder / (hashlib.sha256(key.encode()).hexdigest() + self.suffix)
 
-    def get(self, key: str, size: int | None = None) -> bytes | None:
-        """What was put there, if it is whole (and of `size` bytes, where that is known)."""
+    def get(self, key: str, size: int) -> bytes | None:
+        """What was put there, if it is whole and of `size` bytes."""
         if self.folder is None:
             return None
         with contextlib.suppress(OSError):
             data = self.path(key).read_bytes()
-            fits = len(data) >= 4 if size is None else len(data) == size + 4
-            if fits and zlib.crc32(memoryview(data)[:-4]).to_bytes(4, "little") == data[-4:]:
+            if len(data) == size + 4 and zlib.crc32(memoryview(data)[:-4]).to_bytes(4, "little") == data[-4:]:
                 return data[:-4]
         return None
 

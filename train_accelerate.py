@@ -813,9 +813,8 @@ class Data:
         shown = xd.read_all([self.patients[i] for i in chosen], self.decoded, sizes, share)
         integrals, pictures, extents = shown
         with du.agree_on_errors():
-            self.aligned = None
             if not args.skip_alignment_check:
-                self.aligned = xd.check_alignment([self.patients[i] for i in chosen], integrals, pictures)
+                xd.check_alignment([self.patients[i] for i in chosen], integrals, pictures)
             train = np.isin(chosen, self.split["train"])
             self.greys = xd.fit_greys(integrals[train], pictures[train])
             self.extent = extents[train].mean(0).tolist()

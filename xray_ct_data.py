@@ -403,8 +403,8 @@ def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return b @ a.T
 
 
-def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np.ndarray) -> list[float]:
-    """Whether each X-ray is one of its own CT, as one looks at him: [median correlation] per view. Raises InputError
+def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np.ndarray) -> None:
+    """Whether each X-ray is one of its own CT, as one looks at the patient. Raises InputError
     naming those that are not.
 
     A picture must look like its CT's projection (|r| >= 0.5), and more so than like the other view's. With 5 patients
@@ -453,7 +453,6 @@ def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np
             more = f" ({len(wrong)} patients: {names})" if len(wrong) > 1 else ""
             text = f"not a {view} picture of {patients[i].ct} (correlation {own[i]:.2f}){wrong[i]}{more}"
             raise InputError(f"{patients[i].xrays[k]}: {text}; put the right one there, or --skip_alignment_check")
-    return [float(np.median(np.diag(raw[view, view]))) for view in views]
 
 
 # --- the data set -----------------------------------------------------------------------------------------------------

@@ -84,7 +84,8 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
             loader.batch_sampler.set_position(0)
             begun = time.perf_counter()
             bare_loop(nets[0], emas[0], optimizers[0], loader, k, scheduler, greys, args, device, steps)
-            ta.hw.peak_memory_gb(device) if device.type == "cpu" else torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             times["bare"].append(time.perf_counter() - begun)
             loader.batch_sampler.set_position(0)
             state |= {"samples": 0, "stage_step": 0}
