@@ -81,8 +81,8 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that mean the same in every script (DESIGN: command line)."""
+def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] | None = None) -> None:
+    """The flags that mean the same in every script (DESIGN: command line). also: {flag: a guide's name for it}."""
     add = parser.add_argument_group("run").add_argument
     add("--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it")
     add("--seed", type=int, default=0, help="initial weights, sample order, augmentation and dropout")
@@ -123,6 +123,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     text = "with plain `python`: start so many processes (one per GPU) through torchrun; launchers set it by themselves"
     add("--world_size", type=whole(1), help=text)
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    for name, other in (also or {}).items():
+        parser._option_string_actions[f"--{other}"] = action = parser._option_string_actions[f"--{name}"]
+        action.option_strings.append(f"--{other}")
 
 
 def without_comments(text: str) -> str:
@@ -221,15 +224,22 @@ def parse_arguments(
         path = None  # `--config` without a value: the full parser words the error
     if path:
         actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+        for action in list(actions.values()):  # a flag's other name
+            actions |= {text[2:]: action for text in action.option_strings if action.nargs != 0 and "-" not in text[2:]}
+        given: dict[str, str] = {}
         try:
             for key, value in flatten_sections(path, read_config(path), sections or {}).items():
-                if key not in actions or key in ("config", "local_rank"):
+                if key not in actions or actions[key].dest in ("config", "local_rank"):
                     near = difflib.get_close_matches(str(key), [*actions, *(sections or {})], n=1)
                     raise InputError(
                         f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
                     )
-                parser.set_defaults(**{key: check_config_value(path, actions[key], value)})
-                actions[key].required = False
+                action = actions[key]
+                if action.dest in given:
+                    raise InputError(f"{path}: {key} means the same as {given[action.dest]}; remove one")
+                given[action.dest] = key
+                parser.set_defaults(**{action.dest: check_config_value(path, action, value)})
+                action.required = False
         except InputError as error:
             end_with(error)
     return parser.parse_args(argv)
@@ -243,10 +253,12 @@ def value_sources(
     in_file = flatten_sections(args.config, read_config(args.config), sections or {}) if args.config else {}
     sources = {}
     for action in parser._actions:
+        names = action.dest, *(text[2:] for text in action.option_strings)
         if any(text in words for text in action.option_strings):
             sources[action.dest] = "command line"
         else:
-            sources.setdefault(action.dest, Path(args.config).name if action.dest in in_file else "default")
+            named = any(name in in_file for name in names)
+            sources.setdefault(action.dest, Path(args.config).name if named else "default")
     return sources
 
 

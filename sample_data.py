@@ -8,6 +8,8 @@
     python sample_data.py survival OUT --num_patients 60 --matrix 20 --event_rate 0.123
     python sample_data.py cascade data/demo/cascade                    # 100 patients with a CT and two X-rays each
     python sample_data.py cascade OUT --num_patients 20 --matrix 24
+    python sample_data.py compressed_ad data/demo/compressed_ad        # 81 goals x 100 streams x 1000 steps, 10 seconds
+    python sample_data.py compressed_ad OUT --source ppo --steps 1040  # by stable-baselines3, as published; hours
 
 `prs_med` writes the MMRS / PosMed layout (annotations/*.csv, {split}_images, {split}_masks) of made-up brain, lung and
 skin pictures, and two tiny Hugging Face checkpoints with random weights beside it (`llava_tiny`, `sam_tiny`), so that
@@ -28,6 +30,10 @@ the true risk reaches is known, and printed.
 several voxel sizes and orientations, and their frontal and lateral X-rays, rendered by the projector that the training
 uses (drr_projector.py). No two have the same size, posture, heart, diaphragm or nodules, and all of that can be seen in
 the X-rays.
+
+`compressed_ad` writes learning histories of Darkroom (datasets/history_darkroom_<SOURCE>_alg-seed<SEED>.hdf5): for each
+of the 81 goals what a learner did from its first step on. `tabular`: each stream learns alone, by TD(0) on a table of
+state values with a bonus for rare states and less and less chance. `ppo`: the streams of a goal train one net together.
 """
 
 import argparse
@@ -99,6 +105,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     xray.add_argument("--num_patients", type=whole(3), default=100, help="patients, one CT and two X-rays each")
     xray.add_argument("--matrix", type=whole(12), default=72, help="voxels along the first axis")
     xray.add_argument("--seed", type=int, default=0)
+    histories = tasks.add_parser("compressed_ad", help="learning histories for in-context RL (train.py)")
+    histories.add_argument("out", type=Path, help="folder to write; its datasets/ must not hold the file yet")
+    text = "who learns: tabular TD, all at once; ppo of stable-baselines3 (requirements-dev.txt), about a minute a goal"
+    histories.add_argument("--source", choices=("tabular", "ppo"), default="tabular", help=text)
+    histories.add_argument("--streams", type=whole(1), default=100, help="histories of each goal")
+    histories.add_argument("--steps", type=whole(20), default=1000, help="steps of each history; 20 make an episode")
+    histories.add_argument("--seed", type=int, default=42)
     return parser.parse_args(argv)
 
 
@@ -1110,10 +1123,164 @@ def write_cascade(out: Path, num_patients: int, matrix: int, seed: int) -> None:
     print(f"{out}: {num_patients} patients, {make_drrs(out)} X-rays")
 
 
+# --- compressed_ad ----------------------------------------------------------------------------------------------------
+
+TD_RATE, TD_DISCOUNT, TD_BONUS = 0.5, 0.9, 0.5  # the bonus falls with the root of a cell's visits
+TD_CHANCE = (0.1, 0.02)  # share of random actions, at the first step and at the last
+
+
+def tabular_histories(goals, streams: int, steps: int, seed: int):
+    """(states, actions, next states) (steps, len(goals) * streams) uint8 cells of learners that each know one goal's
+    rewards only by having met them. After each episode the values are backed up along it, from its end."""
+    import numpy as np
+    from tqdm import tqdm
+
+    from darkroom import ACTIONS, CELLS, HORIZON, NEXT, START
+
+    rng, count = np.random.default_rng(seed), len(goals) * streams
+    goal, every = np.repeat(np.asarray(goals), streams), np.arange(count)
+    values, visits = np.zeros((2, count, CELLS), np.float32)
+    states, actions, after = np.empty((3, steps, count), np.uint8)
+    state = np.full(count, START)
+    for t in tqdm(range(steps), desc="tabular", unit="step", disable=not sys.stderr.isatty()):
+        around = every[:, None], NEXT[state]
+        score = values[around] + TD_BONUS / np.sqrt(1 + visits[around])
+        chosen = (score + 0.01 * rng.random((count, ACTIONS), np.float32)).argmax(1)
+        chance = TD_CHANCE[0] + (TD_CHANCE[1] - TD_CHANCE[0]) * t / steps
+        chosen = np.where(rng.random(count) < chance, rng.integers(0, ACTIONS, count), chosen)
+        states[t], actions[t], state = state, chosen, NEXT[state, chosen]
+        after[t] = state
+        visits[every, state] += 1
+        if (t + 1) % HORIZON == 0:
+            for k in range(t, t - HORIZON, -1):
+                cell = after[k]
+                ahead = values[every[:, None], NEXT[cell]].max(1)
+                values[every, cell] += TD_RATE * ((cell == goal) + TD_DISCOUNT * ahead - values[every, cell])
+            state = np.full(count, START)
+    return states, actions, after
+
+
+def ppo_history(goal: int, streams: int, steps: int, seed: int):
+    """The same for one goal by PPO as published (n_steps 80, batch 40, 20 epochs, 3e-4), one net for all streams."""
+    import gymnasium
+    import numpy as np
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.vec_env import VecEnv
+
+    from darkroom import ACTIONS, GRID, HORIZON, NEXT, PLACES, START
+
+    torch.set_num_threads(1)
+
+    class Darkroom(VecEnv):
+        """All streams of one goal, in NumPy."""
+
+        def __init__(self):
+            space = gymnasium.spaces.Box(0, GRID - 1, (2,), np.float32)
+            super().__init__(streams, space, gymnasium.spaces.Discrete(ACTIONS))
+            self.log: list = []
+
+        def reset(self):
+            self.time, self.state = 0, np.full(streams, START)
+            return PLACES[self.state].astype(np.float32)
+
+        def step_async(self, actions):
+            self.actions = actions
+
+        def step_wait(self):
+            after = NEXT[self.state, self.actions]
+            self.log.append((self.state, self.actions, after))
+            self.time, self.state = self.time + 1, after
+            done, info = self.time % HORIZON == 0, [{} for _ in range(streams)]
+            if done:
+                last = PLACES[after].astype(np.float32)
+                info = [{"terminal_observation": last[k], "TimeLimit.truncated": True} for k in range(streams)]
+                self.state = np.full(streams, START)
+            observed = PLACES[self.state].astype(np.float32)
+            return observed, (after == goal).astype(np.float32), np.full(streams, done), info
+
+        def close(self):
+            pass
+
+        def env_is_wrapped(self, wrapper_class, indices=None):
+            return [False] * streams
+
+        def env_method(self, method_name, *args, indices=None, **kwargs):
+            raise NotImplementedError(method_name)
+
+        def get_attr(self, attr_name, indices=None):
+            return [getattr(self, attr_name, None)] * streams
+
+        def set_attr(self, attr_name, value, indices=None):
+            raise NotImplementedError(attr_name)
+
+    room = Darkroom()
+    options = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4, "seed": seed + goal}
+    PPO("MlpPolicy", room, device="cpu", **options).learn(steps * streams)  # in whole rollouts of 80 steps
+    return tuple(np.stack(column)[:steps].astype(np.uint8) for column in zip(*room.log, strict=True))
+
+
+def write_compressed_ad(out: Path, source: str, streams: int, steps: int, seed: int) -> None:
+    """datasets/history_darkroom_*.hdf5, and the learning curve on the screen. Raises InputError when it is there."""
+    import h5py
+    import numpy as np
+
+    from darkroom import CELLS, HORIZON, PLACES, optimal_return, random_return
+
+    name = {"tabular": "TD", "ppo": "PPO"}[source]
+    path = out / "datasets" / f"history_darkroom_{name}_alg-seed{seed}.hdf5"
+    if path.exists():
+        raise InputError(f"{path}: is there already; choose another folder or delete it")
+    if source == "tabular":
+        parts = [part.reshape(steps, CELLS, streams) for part in tabular_histories(range(CELLS), streams, steps, seed)]
+    else:
+        parts = [np.stack(columns, 1) for columns in zip(*ppo_histories(streams, steps, seed), strict=True)]
+    rewards = parts[2] == np.arange(CELLS)[:, None]
+    ends = np.broadcast_to((np.arange(steps) + 1)[:, None] % HORIZON == 0, (steps, streams))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    with h5py.File(unfinished, "w") as file:
+        for goal in range(CELLS):
+            group = file.create_group(str(goal))  # contiguous, so that it can be mapped
+            for field, cells in (("states", parts[0]), ("next_states", parts[2])):
+                group[field] = PLACES[cells[:, goal]].astype(np.int8)
+            group["actions"], group["dones"] = parts[1][:, goal].astype(np.int8), ends
+            group["rewards"] = rewards[:, goal].astype(np.float32)
+    unfinished.replace(path)
+    whole = steps // HORIZON
+    curve = rewards[: whole * HORIZON].reshape(whole, HORIZON, -1).sum(1).mean(1)
+    shown = sorted({k for k in (1, 2, 5, 10, 20, 50, 100) if k < whole} | {whole})
+    print(f"{path}: {CELLS} goals x {streams} streams x {steps} steps, by {source}")
+    trivial = (
+        f"random policy {random_return(range(CELLS)).mean():.2f}, optimum {optimal_return(range(CELLS)).mean():.2f}"
+    )
+    print(f"return in episode {', '.join(f'{k}: {curve[k - 1]:.2f}' for k in shown)}; {trivial}")
+    if whole > 1 and curve[-max(1, whole // 10) :].mean() <= curve[0]:
+        print("warning: the source has not learned anything yet; give more --steps", file=sys.stderr)
+
+
+def ppo_histories(streams: int, steps: int, seed: int) -> list:
+    """ppo_history of every goal, one process per core."""
+    import functools
+    import importlib.util
+    import multiprocessing
+
+    from tqdm import tqdm
+
+    from darkroom import CELLS
+    from hardware_utils import usable_cores
+
+    if importlib.util.find_spec("stable_baselines3") is None:
+        raise InputError("--source ppo: needs stable-baselines3; pip install -r requirements-dev.txt")
+    work = functools.partial(ppo_history, streams=streams, steps=steps, seed=seed)
+    with multiprocessing.get_context("spawn").Pool(min(usable_cores(), CELLS)) as pool:
+        return list(tqdm(pool.imap(work, range(CELLS)), total=CELLS, desc="ppo", unit="goal"))
+
+
 def main(args: argparse.Namespace) -> None:
     options = {name: value for name, value in vars(args).items() if name != "task"}
     writers = {"prs_med": write_prs_med, "mimic_cxr": write_mimic_cxr, "survival": write_survival}
-    (writers | {"cascade": write_cascade})[args.task](**options)
+    (writers | {"cascade": write_cascade, "compressed_ad": write_compressed_ad})[args.task](**options)
 
 
 if __name__ == "__main__":

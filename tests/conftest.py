@@ -115,6 +115,42 @@ def cascade(torsos, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def rooms(tmp_path_factory) -> Path:
+    """Learning histories of Darkroom: 3 streams of 200 steps for each goal."""
+    out = tmp_path_factory.mktemp("data") / "compressed_ad"
+    words = ["compressed_ad", str(out), "--streams", "3", "--steps", "200"]
+    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True, cwd=ROOT)
+    return out
+
+
+@pytest.fixture(scope="session")
+def in_context(rooms):
+    """flags(out, *more): the arguments of a small run of train.py that logs every step: 8 steps of 12 segments with
+    contexts of 20 transitions and up to 3 compressions, an evaluation after 4 and after 8."""
+    words = [
+        "--data",
+        str(rooms),
+        "--tf_n_embd",
+        "16",
+        "--tf_n_layer",
+        "2",
+        "--tf_n_head",
+        "2",
+        "--encoder_n_layer",
+        "1",
+    ]
+    words += ["--tf_dim_feedforward", "32", "--n_transit", "20", "--train_batch_size", "12", "--lr", "1e-2"]
+    words += ["--train_timesteps", "8", "--num_warmup_steps", "2", "--log_every", "1", "--eval_interval", "4"]
+    words += ["--val_episodes", "2", "--eval_episodes", "4", "--eval_seeds", "2", "--test_batch_size", "16"]
+
+    def make(out: Path, *more, latents: int = 4) -> list[str]:
+        small = ["--n_latent", str(latents)] if latents else ["--model", "ad"]
+        return [*words, *small, "--output_dir", str(out), *map(str, more)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def zygote():
     """run(script, *flags, address_space=bytes, ranks=n, NAME=value of the environment ...) -> code, stdout, stderr,
     seconds: see zygote.py."""

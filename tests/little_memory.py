@@ -1,4 +1,4 @@
-"""little_memory.py N SCRIPT FLAGS...: runs the script on a machine whose convolutions have memory for N samples.
+"""little_memory.py N SCRIPT FLAGS...: runs it where convolutions (train.py: embeddings) have memory for N samples.
 
 A real lack of memory is no test of what comes after: oneDNN, once refused memory, fails or dies for the rest of the
 process.
@@ -13,7 +13,7 @@ from torch import nn
 
 def main() -> None:
     most = int(sys.argv[1])
-    for kind in (nn.Conv2d, nn.Conv3d):
+    for kind in (nn.Embedding,) if sys.argv[2].endswith("train.py") else (nn.Conv2d, nn.Conv3d):
 
         def forward(self, images: torch.Tensor, real=kind.forward) -> torch.Tensor:
             if len(images) > most:

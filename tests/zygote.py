@@ -86,6 +86,7 @@ def main() -> None:
     for name in (
         "torch.utils.tensorboard",
         "accelerate",
+        "h5py",
         "monai.metrics",
         "monai.networks.schedulers",
         "peft",
