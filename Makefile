@@ -1,4 +1,4 @@
-# make demo [TASK=prs_med|mimic_cxr|survival|cascade]  set up, write sample data, train on every GPU or two CPU processes, print the table
+# make demo [TASK=prs_med|mimic_cxr|survival|cascade|compressed_ad]  set up, write sample data, train, print the table
 #      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
 # make lint                  ruff, shellcheck, shfmt
@@ -55,11 +55,20 @@ demo-cascade:
 	torchrun --standalone --nproc_per_node=$$processes $(T) --resume_from auto
 	$(BIN)/python $(T) --eval_only --check_conditioning
 
+demo-compressed_ad: D := data/demo/compressed_ad
+demo-compressed_ad: T := train.py --data $(D) --config configs/compressed_ad_demo.yaml
+demo-compressed_ad: R := runs/demo/compressed_ad
+demo-compressed_ad:
+	$(BIN)/python sample_data.py compressed_ad $(D)
+	$(BIN)/python $(T) --output_dir $(R)/ad --model ad --train_timesteps 5600
+	$(BIN)/python $(T) --output_dir $(R) --ad_run $(R)/ad
+
 demo-all: setup
 	$(MAKE) demo TASK=prs_med
 	$(MAKE) demo TASK=mimic_cxr
 	$(MAKE) demo TASK=survival
 	$(MAKE) demo TASK=cascade
+	$(MAKE) demo TASK=compressed_ad
 
 test: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not soak"

@@ -97,8 +97,10 @@ class Histories:
         import h5py
 
         if not self.path.is_file():
-            text = "no such file; give --data, or make histories with `python sample_data.py compressed_ad FOLDER`"
-            raise InputError(f"{self.path}: {text}")
+            others = sorted(path.name for path in self.path.parent.glob("*.hdf5"))
+            text = "make histories with `python sample_data.py compressed_ad FOLDER`, then give --data FOLDER"
+            text = f"beside it lies {others[0]}; give that with --data" if others else text
+            raise InputError(f"{self.path}: no such file; {text}")
         try:
             with h5py.File(self.path) as file:
                 for goal in range(CELLS):

@@ -116,8 +116,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.output_dir = args.output_dir or f"runs/{args.model}"
-    if args.model == "ad" and args.n_latent:
-        parser.error("--n_latent: --model ad does not compress; leave it out, or give --model compressed_ad")
+    if args.model == "ad":
+        if args.n_latent and args.source["n_latent"] == "command line":
+            parser.error("--n_latent: --model ad does not compress; leave it out, or give --model compressed_ad")
+        args.n_latent = 0  # so that a config of the other serves both
     if args.model == "compressed_ad" and not args.n_latent:
         parser.error("--n_latent 0: compression needs at least 1; give --model ad to go without")
     if args.tf_n_embd % args.tf_n_head:
