@@ -63,7 +63,7 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
 
 
 class Histories:
-    """The histories of every goal, decoded in memory (7 bytes a step), or mapped and decoded where they are needed.
+    """The histories of every goal, decoded in memory (8 bytes a step), or mapped and decoded where they are needed.
 
     `steps` and `streams`: of each goal, the least that one of them has."""
 
@@ -81,14 +81,17 @@ class Histories:
         shapes = {raw["actions"].shape for raw in self.raw.values()}
         self.steps, self.streams = min(steps for steps, _ in shapes), min(streams for _, streams in shapes)
         if in_memory:
-            self.cells = np.empty((CELLS, self.streams, self.steps, 3), np.uint8)
+            self.cells = np.zeros((CELLS, self.streams, self.steps, 4), np.uint8)  # 4: gathered as one 32-bit word
             self.rewards = np.empty((CELLS, self.streams, self.steps), np.float32)
             for goal in range(CELLS):
                 raw, where = self.raw.pop(goal), (slice(0, self.steps), slice(0, self.streams))
-                self.cells[goal] = decode(raw, where).swapaxes(0, 1)
+                self.cells[goal, :, :, :3] = decode(raw, where).swapaxes(0, 1)
                 self.rewards[goal] = raw["rewards"][where].T
-        parts = (self.take(np.array([goal]), np.array([0]), np.arange(self.steps)[None]) for goal in range(CELLS))
-        self.digest = hashlib.sha256(b"".join(cells.tobytes() for cells, _ in parts)).hexdigest()[:12]
+        digest, steps = hashlib.sha256(), np.arange(self.steps)[None].repeat(self.streams, 0)
+        for goal in range(CELLS):
+            cells, rewards = self.take(np.full(self.streams, goal), np.arange(self.streams), steps)
+            digest.update(cells.tobytes() + rewards.tobytes())
+        self.digest = digest.hexdigest()[:12]
 
     def _wrong(self, goal: int | str, text: str) -> InputError:
         return InputError(f"{self.path}: group '{goal}': {text}; correct or make the histories anew")
@@ -178,8 +181,10 @@ class Histories:
     def take(self, goals: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For B histories and steps (B, ...): cells (B, ..., 3) uint8 and rewards (B, ...) float32."""
         if self.in_memory:
-            places = tuple(of.reshape(-1, *[1] * (steps.ndim - 1)) for of in (goals, streams))
-            return self.cells[*places, steps], self.rewards[*places, steps]
+            first = (goals * self.streams + streams) * self.steps
+            flat = first.reshape(-1, *[1] * (steps.ndim - 1)) + steps
+            words = np.take(self.cells.view(np.uint32).ravel(), flat)
+            return words[..., None].view(np.uint8)[..., :3], np.take(self.rewards.ravel(), flat)
         cells, rewards = np.empty((*steps.shape, 3), np.uint8), np.empty(steps.shape, np.float32)
         for k, (goal, stream) in enumerate(zip(goals.tolist(), streams.tolist(), strict=True)):
             first, last = steps[k].min(), steps[k].max() + 1

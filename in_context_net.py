@@ -100,7 +100,8 @@ class InContextNet(nn.Module):
         if self.n_latent:
             latents = None
             # DDP wants a gradient, if of zeros, for the encoder also where no sample of a rank has a block
-            for block, count in enumerate([max(1, batch["compressed"][0]), *batch["compressed"][1:]]):
+            counts = batch["compressed"] or [0]
+            for block, count in enumerate([max(1, counts[0]), *counts[1:]]):
                 if count == 0:
                     break
                 old = None if latents is None else latents[:count]

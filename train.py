@@ -172,6 +172,8 @@ class Data:
         with du.agree_on_errors():
             path = find_histories(args.data)
         self.histories = dr.Histories(path, args.cache_in_memory)
+        if args.n_transit > (steps := self.histories.steps):
+            raise InputError(f"--n_transit {args.n_transit}: more than the {steps} steps of the histories; lower it")
         self.train_goals, self.unseen = dr.split_goals(args.split_seed)
         depth = args.max_compression_depth if args.n_latent else 0
         self.train = dr.SegmentDataset(self.histories, self.train_goals, args.n_transit, depth, args.seed)
@@ -505,8 +507,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         why = choose_precision(args, ranks)
     if len(set(du.gather_objects(args.mixed_precision))) > 1:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
-    if args.source["num_workers"] == "default" and (args.cache_in_memory or ranks.device.type == "cpu"):
-        args.num_workers = 0  # what is decoded already is taken faster than it is passed on
+    if args.source["num_workers"] == "default" and ranks.device.type == "cpu":
+        args.num_workers = 0
     if args.eval_only:
         return evaluate_only(args, ranks)
     lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)

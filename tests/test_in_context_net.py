@@ -204,10 +204,12 @@ def test_every_weight_learns():
     """Also where no sample has anything to compress, as DDP waits for every gradient; the encoder's are 0 then."""
     net = small_net(4, 12).float()
     cells, rewards = made_up(4, 48)
-    for depth in (3, 0):
+    for depth in (3, 0, -1):
         net.zero_grad()
-        batch = batch_of(cells, rewards.float(), depth, 12, 12)
-        F.cross_entropy(net(batch).flatten(0, 1), batch["cells"][:, 3, :, 1].long().flatten()).backward()
+        batch = batch_of(cells, rewards.float(), max(0, depth), 12, 12)
+        if depth == -1:  # --max_compression_depth 0
+            batch |= {"cells": batch["cells"][:, 3:], "rewards": batch["rewards"][:, 3:], "compressed": []}
+        F.cross_entropy(net(batch).flatten(0, 1), batch["cells"][:, -1, :, 1].long().flatten()).backward()
         for name, parameter in net.named_parameters():
             assert parameter.grad is not None, name
             compresses = "encoder" in name or name == "latents"
