@@ -19,6 +19,10 @@ def make_accelerator(args: argparse.Namespace, ranks: du.Ranks):
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
+    accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if accumulation not in ("1", "auto", str(args.gradient_accumulation_steps)):
+        text = f"give --gradient_accumulation_steps {accumulation} to the script, after its name"
+        raise InputError(f"accelerate launch --gradient_accumulation_steps {accumulation}: not read; {text}")
     if ranks.world_size > 1:  # srun sets names of its own, and may show each task one GPU only
         local = ranks.device.index if ranks.device.type == "cuda" else ranks.local_rank
         places = {"RANK": ranks.rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks.world_size}

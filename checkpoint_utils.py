@@ -35,8 +35,13 @@ def write_atomically(path: Path, write) -> str:
             os.fsync(raw.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        cause = error
+        while isinstance(cause, RuntimeError):  # torch.save, when it cannot end a file that the disk had no room for
+            cause = cause.__context__
+        if isinstance(cause, OSError):
+            raise cause from None
         raise
     return file.sha256.hexdigest()
 
@@ -276,7 +281,7 @@ def check_same_run(contents: dict, now: dict) -> None:
     """InputError when a checkpoint cannot be gone on with exactly; contents["run"] holds what `now` must equal."""
     for name, value in now.items():
         if contents["run"][name] != value:
-            hint = "keep the product of --batch_size, --gradient_accumulation_steps and the number of processes"
+            hint = "keep the product of batch size, --gradient_accumulation_steps and the number of processes"
             was = f"{name.replace('_', ' ')} {contents['run'][name]}, now {value}"
             raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
 
@@ -328,7 +333,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock
 def clear_run_folder(folder: Path, overwrite: bool) -> None:
     """Rank 0, once nothing can be wrong: delete what a killed save left, and with `overwrite` the old run."""
     if world()[0] == 0:
-        for pattern in (".*.tmp", *((*RUN_FILES, "step_*.pt", "*_best.pt") if overwrite else ())):
+        for pattern in (".*.tmp", *((*RUN_FILES, "step_*.pt", "*_best.pt", "eval_*.json") if overwrite else ())):
             for path in folder.glob(pattern):
                 path.unlink()
         for name in ("logs", "figures") if overwrite else ():

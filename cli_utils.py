@@ -61,11 +61,18 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return parse
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Defaults in the help, where there is one."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """ArgumentParser that reports a mistake as one line, from one process, with exit code 2."""
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
         parsed, extra = self.parse_known_args(args, namespace)
@@ -85,8 +92,10 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     """The flags that mean the same in every script (DESIGN: command line). also: {flag: a guide's name for it}."""
     add = parser.add_argument_group("run").add_argument
     add("--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it")
-    add("--seed", type=int, default=0, help="initial weights, sample order, augmentation and dropout")
-    add("--max_steps", type=whole(0), default=0, help="stop after so many optimizer steps in all; 0: the epochs decide")
+    add("--seed", type=int, default=0, help="initial weights, sample order, and all else that is drawn")
+    add(
+        "--max_steps", type=whole(0), default=0, help="stop after so many optimizer steps in all; 0: the whole training"
+    )
     text = "auto: go on from the output folder's newest intact checkpoint, or start; PATH: a checkpoint or run folder"
     add("--resume_from", metavar="auto|PATH", help=text)
     add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
@@ -95,9 +104,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     add = parser.add_argument_group("speed and memory").add_argument
     text = "auto: bf16 on GPUs that have it, fp16 on older ones, no (fp32) on CPU"
     add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
-    text = "batches per GPU summed into one step; on OOM double it and halve --batch_size, the result stays the same"
+    text = "batches per GPU summed into one step; on OOM double it and halve the batch size, the result stays the same"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
-    text = "while the largest batch does not fit, halve --batch_size and double --gradient_accumulation_steps"
+    text = "while the largest batch does not fit, halve the batch size and double --gradient_accumulation_steps"
     add("--auto_batch", action="store_true", help=text)
     add(
         "--num_workers", type=whole(0), default=4, help="data loading processes PER GPU; 0: the training process itself"
@@ -108,7 +117,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
     text = "stop after so many steps in a row with a non-finite loss or gradient (each is skipped)"
     add("--max_bad_steps", type=whole(1), default=10, help=text)
-    text = "optimizer steps between checkpoints, besides those at epoch ends; 0: only those"
+    text = "optimizer steps between checkpoints, besides those at epoch ends or evaluations; 0: only those"
     add("--save_every", type=whole(0), default=500, help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
     text = "seconds after which ranks give up on one that is dead or stuck and end the job"

@@ -78,8 +78,10 @@ class Histories:
             for goal in range(rank, CELLS, world_size):
                 self.repaired += self._check(goal)
         self.repaired = int(reduce_sum([self.repaired])[0])
-        shapes = {raw["actions"].shape for raw in self.raw.values()}
-        self.steps, self.streams = min(steps for steps, _ in shapes), min(streams for _, streams in shapes)
+        shapes = {goal: raw["actions"].shape for goal, raw in self.raw.items()}
+        self.shortest = min(shapes, key=lambda goal: shapes[goal][0])
+        self.steps, self.longest = shapes[self.shortest][0], max(steps for steps, _ in shapes.values())
+        self.streams = min(streams for _, streams in shapes.values())
         if in_memory:
             self.cells = np.zeros((CELLS, self.streams, self.steps, 4), np.uint8)  # 4: gathered as one 32-bit word
             self.rewards = np.empty((CELLS, self.streams, self.steps), np.float32)
@@ -114,8 +116,8 @@ class Histories:
                         raise self._wrong(goal, f"has no {lacking[0]!r}")
                     self.raw[goal] = {name: self._array(goal, group[name]) for name in FIELDS}
         except OSError as error:
-            reason = str(error).splitlines()[0][:100]
-            raise InputError(f"{self.path}: not a readable HDF5 file ({reason}); make the histories anew") from None
+            kind = "truncated HDF5 file" if "truncated" in str(error) else "not a readable HDF5 file"
+            raise InputError(f"{self.path}: {kind} of {self.path.stat().st_size} bytes; get or make it anew") from None
 
     def _array(self, goal: int, data) -> np.ndarray:
         name = data.name.split("/")[-1]
@@ -196,7 +198,7 @@ class Histories:
         """(episodes, goals): the source algorithm's own return per episode, mean over the streams."""
         whole, curves = self.steps // HORIZON * HORIZON, []
         for goal in goals:
-            rewards = self.rewards[goal].T if self.in_memory else self.raw[goal]["rewards"]
+            rewards = self.rewards[goal].T if self.in_memory else self.raw[goal]["rewards"][:, : self.streams]
             curves.append(np.asarray(rewards[:whole], float).reshape(-1, HORIZON, rewards.shape[1]).sum(1).mean(1))
         return np.stack(curves, 1)
 

@@ -22,9 +22,8 @@ def last_episodes(episodes: int) -> int:
 def return_metrics(split: str, returns: np.ndarray, goals: list[int]) -> dict[str, float]:
     """The returns (goals, seeds, episodes) in a few numbers; the last tenth of the episodes counts as the end."""
     mean, low, high = interval(returns[:, :, -last_episodes(returns.shape[2]) :].mean(2))
-    first = interval(returns[:, :, 0])
     return {
-        f"{split}/return_first": first[0],
+        f"{split}/return_first": float(returns[:, :, 0].mean()),
         f"{split}/return_last": mean,
         f"{split}/return_last_low": low,
         f"{split}/return_last_high": high,
@@ -92,7 +91,9 @@ def draw_paths(paths: np.ndarray, returns: np.ndarray, goals: list[int]):
             axes[row].plot(*divmod(goal, dr.GRID)[::-1], "*", color="tab:red", markersize=10)
             axes[row].plot(*divmod(dr.START, dr.GRID)[::-1], "s", color="k", markersize=3)
             axes[row].set(xlim=(-0.6, dr.GRID - 0.4), ylim=(dr.GRID - 0.4, -0.6), xticks=[], yticks=[], aspect="equal")
-            axes[row].set_title(f"{place}: {returns[k, 0, episode]:.0f}", fontsize="small")
+            axes[row].set_title(f"{place} episode: {returns[k, 0, episode]:.0f}", fontsize="small")
+    text = "unseen goals (star) from the start (square): an agent's first episode and its last, return above; i is down"
+    figure.suptitle(text, fontsize="medium")
     return figure
 
 
@@ -103,7 +104,7 @@ def draw_accuracy(by_place: np.ndarray):
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for depth, values in enumerate(by_place):
-        axes.plot(values, linewidth=1, label=f"{depth} compressions")
+        axes.plot(values, linewidth=1, label=f"after {depth} compressions")
     axes.set(xlabel="transitions in the context", ylabel="accuracy", title="next action on unseen goals' histories")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -127,8 +128,11 @@ def draw_inputs(segments: dr.SegmentDataset):
         axes.plot(at, np.full(len(at), -0.7), "|", color="tab:red", label="reward")
         for block in range(1, depth + 1):
             axes.axvline(block * segments.n_transit, color="k", linewidth=0.8)
-        text = f"sample {int(batch['sample'][k])}: {depth} blocks to compress, then a context of {length}"
+        text = (
+            f"sample {int(batch['sample'][k])}: context of {length} transitions, blocks to compress before it: {depth}"
+        )
         axes.set(ylim=(-1.5, dr.GRID), title=text)
         axes.title.set_fontsize("small")
         axes.legend(fontsize="x-small", loc="upper right", ncols=3)
+    figure.supxlabel("transition: cell (i, j) that it led to", fontsize="small")
     return figure

@@ -56,7 +56,7 @@ class RunLog:
         self.rows: list[list[float]] = [list(row) for row in resume["rows"]] if resume else []
         self.bad_in_row = resume["bad_in_row"] if resume else 0
         self.restart_clock()
-        self.warned = False
+        self.warned, self.written = False, 0  # written: bytes of metrics.jsonl that are on the disk
         self.context: dict[str, int] = {}  # more for each line beside step and epoch, such as the stage
         self.curves: list[str] | None = None  # which metrics finish() draws beside the loss; None: all of val/
         self.last: dict[str, float] = {}
@@ -87,6 +87,7 @@ class RunLog:
         if path.exists():  # forget what was logged after the checkpoint; without one, all
             os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self.written = self.jsonl.tell()
         self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
         if sys.stderr.isatty():
             first = resume["step"] if resume else 0
@@ -135,8 +136,7 @@ class RunLog:
     def pending(self, step: int) -> dict:
         """All ranks: for the checkpoint of `step`: the interval begun, and how far metrics.jsonl belongs to it."""
         self.collect()
-        size = self.jsonl.tell() if self.jsonl else 0
-        return {"rows": self.rows, "bad_in_row": self.bad_in_row, "bytes": size, "step": step}
+        return {"rows": self.rows, "bad_in_row": self.bad_in_row, "bytes": self.written, "step": step}
 
     def write_interval(self, step: int, epoch: int, lr: float) -> None:
         """All ranks, every log_every steps: means over the interval's finite values, throughput, data wait, memory."""
@@ -176,6 +176,7 @@ class RunLog:
         def write():
             self.jsonl.write(json.dumps({"step": step, "epoch": epoch, **self.context, **values}) + "\n")
             self.jsonl.flush()
+            self.written = self.jsonl.tell()
             for name, value in values.items():
                 if value is not None:
                     self.writer.add_scalar(name, value, step)

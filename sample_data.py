@@ -48,7 +48,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, run_main, whole
+from cli_utils import InputError, RunError, run_main, whole
 from cli_utils import number as real
 
 # modality -> (bright target, dark target); both lie in every picture of that modality
@@ -1225,6 +1225,7 @@ def write_compressed_ad(out: Path, source: str, streams: int, steps: int, seed: 
     import h5py
     import numpy as np
 
+    from checkpoint_utils import write_atomically
     from darkroom import CELLS, HORIZON, PLACES, optimal_return, random_return
 
     name = {"tabular": "TD", "ppo": "PPO"}[source]
@@ -1237,16 +1238,19 @@ def write_compressed_ad(out: Path, source: str, streams: int, steps: int, seed: 
         parts = [np.stack(columns, 1) for columns in zip(*ppo_histories(streams, steps, seed), strict=True)]
     rewards = parts[2] == np.arange(CELLS)[:, None]
     ends = np.broadcast_to((np.arange(steps) + 1)[:, None] % HORIZON == 0, (steps, streams))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    with h5py.File(unfinished, "w") as file:
+    memory = io.BytesIO()  # on a full disk the HDF5 library dies
+    with h5py.File(memory, "w") as file:
         for goal in range(CELLS):
             group = file.create_group(str(goal))  # contiguous, so that it can be mapped
             for field, cells in (("states", parts[0]), ("next_states", parts[2])):
                 group[field] = PLACES[cells[:, goal]].astype(np.int8)
             group["actions"], group["dones"] = parts[1][:, goal].astype(np.int8), ends
             group["rewards"] = rewards[:, goal].astype(np.float32)
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(memory.getbuffer()))
+    except OSError as error:
+        raise RunError(f"{path}: not written ({error.strerror}); make room") from None
     whole = steps // HORIZON
     curve = rewards[: whole * HORIZON].reshape(whole, HORIZON, -1).sum(1).mean(1)
     shown = sorted({k for k in (1, 2, 5, 10, 20, 50, 100) if k < whole} | {whole})

@@ -36,7 +36,6 @@ from cli_utils import (
 
 FORMAT = "compressed_ad/1"
 LOSSES = ["loss", "accuracy", "grad_norm", "skipped"]
-LR_BATCH = 128  # the effective batch that --lr is meant for: the guide's, on one GPU
 VAL_SEEDS = 5  # agents per goal in the evaluations during training
 EVAL_STREAMS = 20  # histories of each unseen goal on which the action accuracy is taken
 # what --model stands for where flag and config are silent: the published settings
@@ -58,6 +57,15 @@ FIXED = (
     "n_transit",
 )
 FIXED_DATA = ("max_compression_depth", "split_seed")
+# what a run that goes on takes from its checkpoint, unless it is told otherwise
+KEPT = ("data", "lr", "lr_scaling", "train_timesteps", "num_warmup_steps", "weight_decay")
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """What --model stands for, where flag and config are silent."""
+    for name, value in (MODELS[args.model] | {"output_dir": f"runs/{args.model}"}).items():
+        if args.source[name] == "default":
+            setattr(args, name, value)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,9 +82,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "compressed_ad, or ad: the same without compression; each with its published settings where these say"
     add("--model", choices=tuple(MODELS), default="compressed_ad", help=text + " `left out`")
 
-    def by_model(name: str, kind, text: str) -> None:
+    def by_model(name: str, kind, text: str, *other: str) -> None:
         a, b = (MODELS[model][name] for model in MODELS)
-        add(f"--{name}", type=kind, help=f"{text}; left out: {a:g}, for --model ad {b:g}")
+        add(f"--{name}", *other, type=kind, help=f"{text}; left out: {a:g}, for --model ad {b:g}")
 
     by_model("tf_n_embd", whole(8), "width of the transformer; lower it on OOM")
     by_model("tf_n_layer", whole(1), "layers of the decoder")
@@ -90,11 +98,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("optimisation").add_argument
     text = "segments per step and GPU; on OOM halve it and double --gradient_accumulation_steps (the same result)"
-    by_model("train_batch_size", whole(1), text)
-    by_model("train_timesteps", whole(1), "optimizer steps of the run, and of the cosine schedule")
+    by_model("train_batch_size", whole(1), text, "--batch_size")
+    text = "optimizer steps of the run and of the cosine schedule; --max_steps stops earlier, with the same schedule"
+    by_model("train_timesteps", whole(1), text)
     by_model("lr", number(0, above=True), "learning rate at its height")
-    text = f"sqrt: the rate grows with the root of the effective batch, from --lr at {LR_BATCH}; linear; none"
-    add("--lr_scaling", choices=("none", "sqrt", "linear"), default="none", help=text)
+    text = "sqrt: the rate grows with the root of the effective batch, from --lr at the published one, 128 (ad: 512)"
+    add("--lr_scaling", choices=("none", "sqrt", "linear"), default="none", help=text + "; linear")
     by_model("num_warmup_steps", whole(0), "optimizer steps of linear warm-up")
     add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
 
@@ -109,13 +118,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ad_run", metavar="DIR", help=text)
     names = {"log_every": "summary_interval", "save_every": "ckpt_interval", "grad_clip": "grad_clip_norm"}
     add_common_arguments(parser, names)
-    parser.set_defaults(log_every=100, save_every=1000)
+    parser.set_defaults(log_every=100, save_every=1000, wandb_project="compressed-ad")
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
-    for name, value in MODELS[args.model].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.output_dir = args.output_dir or f"runs/{args.model}"
+    fill_in(args)
     if args.model == "ad":
         if args.n_latent and args.source["n_latent"] == "command line":
             parser.error("--n_latent: --model ad does not compress; leave it out, or give --model compressed_ad")
@@ -124,9 +130,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--n_latent 0: compression needs at least 1; give --model ad to go without")
     if args.tf_n_embd % args.tf_n_head:
         parser.error(f"--tf_n_head {args.tf_n_head}: must divide --tf_n_embd {args.tf_n_embd}")
-    if args.num_warmup_steps >= args.train_timesteps:
-        text = f"--num_warmup_steps {args.num_warmup_steps}: must be below --train_timesteps {args.train_timesteps}"
-        parser.error(text)
+    if args.model == "ad" and args.ad_run:
+        parser.error("--ad_run: stands beside a run of --model compressed_ad, this one is of --model ad; leave it out")
     if args.overwrite and (args.resume_from or args.eval_only):
         parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
     return args
@@ -147,7 +152,7 @@ import distributed_utils as du
 import hardware_utils as hw
 import in_context_report as report
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
-from in_context_net import GRID, Agents, InContextNet
+from in_context_net import GRID, Agents, InContextNet, Layer
 from logging_utils import RunLog, print_banner
 
 # --- data and net -----------------------------------------------------------------------------------------------------
@@ -157,9 +162,10 @@ def find_histories(path: str) -> Path:
     """The HDF5 file that --data means. Raises InputError."""
     if not Path(path).is_dir():
         return Path(path)
-    found = sorted([*Path(path).glob("*.hdf5"), *Path(path).glob("datasets/*.hdf5")])
+    patterns = [f"{folder}*.{ending}" for folder in ("", "datasets/") for ending in ("hdf5", "h5")]
+    found = sorted(file for pattern in patterns for file in Path(path).glob(pattern))
     if len(found) != 1:
-        text = f"holds {len(found)} .hdf5 files" if found else "holds no .hdf5 file"
+        text = f"holds {len(found)} HDF5 files" if found else "holds no .hdf5 or .h5 file"
         raise InputError(f"{path}: {text}, also not in datasets/; name the file with --data")
     return found[0]
 
@@ -177,7 +183,7 @@ class Data:
         self.train_goals, self.unseen = dr.split_goals(args.split_seed)
         depth = args.max_compression_depth if args.n_latent else 0
         self.train = dr.SegmentDataset(self.histories, self.train_goals, args.n_transit, depth, args.seed)
-        facts = [path.name, self.histories.steps, self.histories.streams, self.train_goals, self.histories.digest]
+        facts = [self.histories.steps, self.histories.streams, self.train_goals, self.histories.digest]
         self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
@@ -209,8 +215,8 @@ def train_steps(
 ) -> int:  # fmt: skip
     """Train from state's position to step `until` or the end of the epoch; returns the exit code of a stop signal.
 
-    state: `step`, `epoch` and `samples` (of this epoch, all ranks), kept up to date. Between log lines nothing is read
-    back from the GPU.
+    state: `step`, `epoch` and `samples` (of this epoch, all ranks), kept up to date. Nothing is read back from the
+    GPU but every --log_every steps, or --max_bad_steps if these are fewer.
     """
     net.train()
     sampler = loader.batch_sampler
@@ -251,7 +257,7 @@ def train_steps(
         facts = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: one tells
         log.step(torch.cat([totals, facts if ranks.is_main else torch.zeros_like(facts)]), count)
         log.check(state["step"], args.max_bad_steps)
-        if state["step"] % args.log_every == 0:
+        if state["step"] % args.log_every == 0 or state["step"] == args.train_timesteps:
             log.write_interval(state["step"], state["epoch"] + 1, rate)
         if args.save_every and state["step"] % args.save_every == 0 and state["step"] < until:
             save()
@@ -289,6 +295,8 @@ def act_in_context(
         for episode in tqdm(range(episodes), desc="in context", unit="episode", disable=quiet, leave=False):
             if stop and stop.code:
                 break
+            if ranks.is_main and quiet and episode and episode % 100 == 0:
+                print(f"agents {first + 1} to {first + len(chosen)}: episode {episode}/{episodes}", flush=True)
             uniform = np.stack([rng.random((dr.HORIZON, dr.ACTIONS)) for rng in chance], 1)
             gumbel = torch.from_numpy(-np.log(-np.log(np.maximum(uniform, 1e-300)))).to(device)
             cell, total = torch.full_like(goal, dr.START), torch.zeros(len(chosen), dtype=torch.float64, device=device)
@@ -313,7 +321,9 @@ def act_in_context(
 
 
 @torch.no_grad()
-def action_accuracy(net: InContextNet, data: Data, accelerator, args, ranks: du.Ranks) -> tuple[dict, np.ndarray]:
+def action_accuracy(
+    split: str, net: InContextNet, data: Data, accelerator, args, ranks: du.Ranks
+) -> tuple[dict, np.ndarray]:
     """Loss and accuracy of the next action on unseen goals' histories; the accuracy (depth + 1, n_transit) by place.
 
     The same segments at each call: of each goal's first histories one of every depth, its end spread over the history.
@@ -339,54 +349,59 @@ def action_accuracy(net: InContextNet, data: Data, accelerator, args, ranks: du.
     table = du.reduce_sum(table)
     loss, right, number = table.sum((0, 2)).tolist()
     by_place = (table[:, 1] / table[:, 2].clamp(min=1)).masked_fill(table[:, 2] == 0, math.nan)
-    return {"test/loss": loss / number, "test/accuracy": right / number}, by_place.numpy()
+    return {f"{split}/loss": loss / number, f"{split}/accuracy": right / number}, by_place.numpy()
 
 
 def evaluate_briefly(net: InContextNet, data: Data, accelerator, args, ranks: du.Ranks, stop) -> dict | None:
-    """In training: `val/` of 8 training goals, which choose best.pt, and `test/` of the unseen, to look at."""
+    """In training: `val/` of 8 training goals, which choose best.pt, and `unseen/` of the test's, to look at."""
     watched = data.train_goals[: len(data.unseen)]
     seeds = min(VAL_SEEDS, args.eval_seeds)
     returns, _ = act_in_context(net, watched + data.unseen, seeds, args.val_episodes, args, ranks, stop)
     if returns is None:
         return None
-    metrics, _ = action_accuracy(net, data, accelerator, args, ranks)
+    metrics, _ = action_accuracy("unseen", net, data, accelerator, args, ranks)
     metrics |= report.return_metrics("val", returns[: len(watched)], watched)
-    return metrics | report.return_metrics("test", returns[len(watched) :], data.unseen)
+    return metrics | report.return_metrics("unseen", returns[len(watched) :], data.unseen)
 
 
-def read_baseline(folder: str | None, unseen: list[int]) -> dict | None:
-    """eval_test.json of a --model ad run. Raises InputError when it is not there or of other goals."""
-    if folder is None:
+def read_baseline(args: argparse.Namespace) -> dict | None:
+    """eval_test.json of the --model ad run that is to stand beside this one. Raises InputError when it cannot."""
+    if args.ad_run is None:
         return None
-    path = Path(folder) / "eval_test.json"
+    path, goals = Path(args.ad_run) / "eval_test.json", dr.split_goals(args.split_seed)[1]
     try:
         found = json.loads(path.read_text())
-        if found["model"] != "ad" or len(found["return_by_episode"]["mean"]) < 1:
-            raise InputError(f"{path}: of --model {found['model']}; give --ad_run a run of --model ad")
+        model, episodes = found["model"], len(found["return_by_episode"]["mean"])
+        complete = {"test/return_first", "test/return_last", "goals"} <= found.keys()
     except OSError as error:
         raise InputError(f"{path}: not read ({error.strerror}); --ad_run wants the folder of a finished run") from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"{path}: not an evaluation of train.py; --ad_run wants the folder of a finished run"
-        ) from None
-    if found["goals"] != [list(divmod(goal, GRID)) for goal in unseen]:
+    except (ValueError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise InputError(f"{path}: not an evaluation of train.py; --ad_run wants the folder of a finished run")
+    if model != "ad":
+        raise InputError(f"{path}: of --model {model}; give --ad_run a run of --model ad")
+    if found["goals"] != [list(divmod(goal, GRID)) for goal in goals]:
         raise InputError(f"{path}: of other goals; give a run with the same --split_seed")
+    if episodes != args.eval_episodes:
+        text = f"evaluate it anew: --eval_only --resume_from {args.ad_run} --eval_episodes {args.eval_episodes}"
+        raise InputError(f"{path}: of {episodes} episodes, this run has --eval_episodes {args.eval_episodes}; {text}")
     return found
 
 
 def final_test(
-    net: InContextNet, name: str, data: Data, step: int, accelerator, args, ranks: du.Ranks, stop=None
-) -> tuple[dict | None, dict]:
+    net: InContextNet, name: str, data: Data, step: int, baseline: dict | None, accelerator, args, ranks: du.Ranks,
+    stop=None,
+) -> tuple[dict | None, dict]:  # fmt: skip
     """The full evaluation on the unseen goals; (metrics, figures by name), and rank 0 writes and prints it."""
     returns, paths = act_in_context(net, data.unseen, args.eval_seeds, args.eval_episodes, args, ranks, stop)
     if returns is None:
         return None, {}
-    metrics, by_place = action_accuracy(net, data, accelerator, args, ranks)
+    metrics, by_place = action_accuracy("test", net, data, accelerator, args, ranks)
     metrics |= report.return_metrics("test", returns, data.unseen)
     source = data.histories.learning_curve(data.unseen).mean(1)
     metrics |= {"test/return_source_first": float(source[0]),
                 "test/return_source_last": float(source[-report.last_episodes(len(source)) :].mean())}  # fmt: skip
-    baseline = read_baseline(args.ad_run, data.unseen)
     if baseline:
         metrics |= {f"test/return_ad_{part}": baseline[f"test/return_{part}"] for part in ("first", "last")}
     if not ranks.is_main:
@@ -396,14 +411,17 @@ def final_test(
     facts = {"model": args.model, "step": step, "goals": [list(divmod(goal, GRID)) for goal in data.unseen]}
     by_goal = returns[:, :, -report.last_episodes(args.eval_episodes) :].mean((1, 2)).tolist()
     facts |= {"return_last_by_goal": by_goal, "return_by_episode": curve}
+    facts |= {"eval_episodes": args.eval_episodes, "eval_seeds": args.eval_seeds, "data": str(data.histories.path)}
     folder = Path(args.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**metrics, **facts}, indent=2) + "\n"
-        ckpt.write_atomically(folder / "eval_test.json", lambda file: file.write(text.encode()))
+        ckpt.write_atomically(folder / f"eval_{name}.json", lambda file: file.write(text.encode()))
     except OSError as error:
         print(f"warning: {folder}: not written ({error.strerror})", file=sys.stderr, flush=True)
-    report.print_returns(name, metrics, curve, source, baseline, by_goal, data.unseen)
+    report.print_returns(
+        "test, best.pt" if name == "test" else name, metrics, curve, source, baseline, by_goal, data.unseen
+    )
     figures = {"returns": report.draw_returns(curve, metrics, source, baseline, args.model)}
     figures |= {
         "trajectories": report.draw_paths(paths, returns, data.unseen),
@@ -418,10 +436,20 @@ def final_test(
 def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
     """Take what a checkpoint prescribes. Raises InputError where a flag or the config says otherwise."""
     settings = contents["settings"]
+    if args.source["model"] == "default" and args.model != settings["model"]:
+        args.model, folder = settings["model"], args.output_dir
+        fill_in(args)
+        args.output_dir = folder
     for name in (*FIXED, *FIXED_DATA):
         if args.source[name] != "default" and getattr(args, name) != settings[name]:
             raise InputError(f"{path}: a run with --{name} {settings[name]}, now {getattr(args, name)}; leave it out")
         setattr(args, name, settings[name])
+    for name in KEPT:
+        before, now = settings[name], getattr(args, name)
+        if args.source[name] == "default":
+            setattr(args, name, before)
+        elif before != now and name != "data" and not args.eval_only:
+            du.print_main(f"warning: begun with --{name} {before}, going on with {now}: another run from here on")
     if args.source["seed"] == "default":
         args.seed = contents["run"]["seed"]
 
@@ -483,19 +511,29 @@ def evaluate_only(args: argparse.Namespace, ranks: du.Ranks) -> int:
     used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
     contents = ckpt.load_checkpoint(used, folder, FORMAT)
     adopt(args, contents, used)
+    if args.source["output_dir"] == "default":  # beside the checkpoint, not in another model's run
+        folder = Path(used).parent
+        args.output_dir = str(folder)
     accelerator = make_accelerator(args, ranks)
     with du.agree_on_errors():
-        read_baseline(args.ad_run, dr.split_goals(args.split_seed)[1])
+        baseline = read_baseline(args)
     print_start(args, accelerator, ranks)
     data, net = Data(args), build_net(args, ranks.device)
     with du.agree_on_errors():
         ckpt.load_trained(net, contents["net"])
-    _, figures = final_test(net, f"test, {Path(used).name}", data, contents["step"], accelerator, args, ranks)
-    with contextlib.suppress(OSError):
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
-        for name, figure in figures.items():
-            figure.savefig(folder / "figures" / f"{name}.png", dpi=110)
-    du.print_main(f"written: {folder}/eval_test.json, {folder}/figures")
+    stem = Path(used).stem  # of another checkpoint than the best: beside the run's own test, not in its place
+    name = "test" if stem == "best" else stem
+    _, figures = final_test(net, name, data, contents["step"], baseline, accelerator, args, ranks)
+    if ranks.is_main:
+        try:
+            (folder / "figures").mkdir(parents=True, exist_ok=True)
+            for kind, figure in figures.items():
+                figure.savefig(
+                    folder / "figures" / (f"{kind}.png" if name == "test" else f"{name}_{kind}.png"), dpi=110
+                )
+            print(f"written: {folder}/eval_{name}.json, {folder}/figures", flush=True)
+        except OSError as error:
+            print(f"warning: {folder}/figures: not written ({error.strerror})", file=sys.stderr, flush=True)
     accelerator.free_memory()
     return 0
 
@@ -516,8 +554,11 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if contents:
         adopt(args, contents, args.resume_from)
         why = keep_precision(args, contents, why, ranks)
+    if args.num_warmup_steps >= args.train_timesteps:
+        text = f"--num_warmup_steps {args.num_warmup_steps} ({args.source['num_warmup_steps']}): must be below"
+        raise InputError(f"{text} --train_timesteps {args.train_timesteps}")
     with du.agree_on_errors():
-        read_baseline(args.ad_run, dr.split_goals(args.split_seed)[1])
+        baseline = read_baseline(args)
     accelerator = make_accelerator(args, ranks)
     data, net = Data(args), build_net(args, ranks.device)
     if args.auto_batch:
@@ -542,18 +583,22 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         with du.agree_on_errors():
             ckpt.load_trained(net, contents["net"])
         optimizer.load_state_dict(contents["optimizer"])
+        for group in optimizer.param_groups:
+            group["weight_decay"] = args.weight_decay
         if fp16 and contents["scaler"]:
             scaler.load_state_dict(contents["scaler"])
         ckpt.restore_rng(contents["rng"])
     last_step = min(args.max_steps or math.inf, args.train_timesteps)
-    base_rate = du.scale_learning_rate(args.lr, effective / LR_BATCH, args.lr_scaling)
+    published = MODELS[args.model]["train_batch_size"]
+    base_rate = du.scale_learning_rate(args.lr, effective / published, args.lr_scaling)
     train = data.train
     depths = ", ".join(f"{n} of depth {depth}" for depth, n in enumerate(train.depths()))
     facts = {
         "launcher": f"{ranks.launcher}, world size {world_size}, {ranks.device}, by Accelerate",
         "batch": f"{args.train_batch_size} per GPU x {args.gradient_accumulation_steps} accumulation x {world_size} "
         f"= {effective}",
-        "learning rate": f"{args.lr:g} -> {base_rate:g} (--lr_scaling {args.lr_scaling}), {args.num_warmup_steps} "
+        "learning rate": f"{args.lr:g} -> {base_rate:g} (--lr_scaling {args.lr_scaling}, published batch {published}), "
+        f"{args.num_warmup_steps} "
         "warm-up steps, then cosine",
         "precision": f"{args.mixed_precision} ({why})",
         "model": f"{args.model}, {sum(p.numel() for p in net.parameters())} parameters, context {args.n_transit}, "
@@ -567,9 +612,12 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents["log"] if contents else None)
-    log.curves = [f"{split}/return_{part}" for split in ("val", "test") for part in ("first", "last")]
+    log.curves = [f"{split}/return_{part}" for split in ("val", "unseen") for part in ("first", "last")]
     print_start(args, accelerator, ranks)
     print_banner("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", facts)
+    if (longest := data.histories.longest) > data.histories.steps:
+        text = f"{data.histories.steps} steps of each history are used, as goal {data.histories.shortest} has no more"
+        du.print_main(f"warning: {args.data}: {text}; others have up to {longest}")
     if data.histories.repaired:
         text = "steps end an episode with the next one's start as next state; taken is where the action led"
         du.print_main(f"histories: {data.histories.repaired} {text}")
@@ -583,12 +631,14 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         state["saved"] = state["step"]
         parts = {"format": FORMAT, "net": ckpt.trained_state(net), "optimizer": optimizer.state_dict()}
         parts |= {"scaler": scaler.state_dict() if fp16 else {}, "state": dict(state), "run": this_run}
-        settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, "mixed_precision")}
+        settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, *KEPT, "mixed_precision")}
         parts |= {"settings": settings, "log": log.pending(state["step"])}
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
-    if args.compile:
-        net.compile()
+    if args.compile:  # layer by layer: how many samples have a first, second ... block differs from step to step
+        for layer in net.modules():
+            if isinstance(layer, Layer):
+                layer.compile(dynamic=True)
     wrapped = accelerator.prepare_model(net)
     tools = wrapped, net, accelerator, optimizer, scaler, loader
     with contextlib.closing(log), du.StopSignal() as stop:
@@ -597,17 +647,22 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         if state["step"] >= last_step:
             du.print_main(f"nothing left to train: step {state['step']} of {last_step}; see --train_timesteps")
         while True:
-            due = state["step"] >= last_step or (args.eval_interval and state["step"] % args.eval_interval == 0)
-            if state["step"] and due:  # also after a resume from here: the evaluation may have been cut short
+            planned = state["step"] >= args.train_timesteps
+            planned |= bool(args.eval_interval) and state["step"] % args.eval_interval == 0
+            # also after a resume from here, as the evaluation may have been cut short
+            if state["step"] and (planned or state["step"] >= last_step):
                 save()
                 metrics = evaluate_briefly(net, data, accelerator, args, ranks, stop)
                 if metrics is None:
                     return stopped(stop, state)
-                log.write(state["step"], state["epoch"] + 1, metrics)
+                log.write(state["step"], passes(state), metrics)
                 du.print_main(f"step {state['step']}: {brief(metrics)}")
-                if state["best"] is None or metrics["val/return_last"] >= state["best"]:
-                    state["best"] = metrics["val/return_last"]
+                found = du.broadcast_object(metrics["val/return_last"])
+                if planned and (state["best"] is None or found >= state["best"]):
+                    state["best"] = found
                     state["best_sha256"] = ckpt.mark_best(folder, state["step"])
+                elif state["best"] is None:  # --max_steps before the first evaluation: chosen for now alone
+                    ckpt.mark_best(folder, state["step"])
             if state["step"] >= last_step:
                 break
             until = last_step
@@ -622,12 +677,13 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         best = ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)
         ckpt.load_trained(net, best["net"])
         trained = time.time() - begun
-        metrics, figures = final_test(net, "test, best.pt", data, best["step"], accelerator, args, ranks, stop)
+        options = baseline, accelerator, args, ranks, stop
+        metrics, figures = final_test(net, "test", data, best["step"], *options)
         if metrics is None:
             return stopped(stop, state)
-        log.write(state["step"], state["epoch"] + 1, metrics | {"best_step": best["step"]})
+        log.write(state["step"], passes(state), metrics | {"best_step": best["step"]})
         ckpt.export_weights(ckpt.trained_state(net), folder / "model.safetensors")
-        facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": world_size}
+        facts = {"steps": state["step"], "epochs": passes(state), "world_size": world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | {"train_seconds": round(trained, 1), "seconds": round(time.time() - begun, 1)})
         for name, figure in figures.items():
@@ -639,11 +695,16 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     return 0
 
 
+def passes(state: dict) -> int:
+    """Epochs that were begun."""
+    return max(1, state["epoch"] + (state["samples"] > 0))
+
+
 def brief(metrics: dict) -> str:
     """One line of an evaluation in training."""
     parts = [f"{name} {metrics[f'{split}/return_first']:.2f} -> {metrics[f'{split}/return_last']:.2f}"
-             for split, name in (("val", "return on 8 training goals"), ("test", "on 8 unseen goals"))]  # fmt: skip
-    return ", ".join(parts) + f", action accuracy {metrics['test/accuracy']:.4f}"
+             for split, name in (("val", "return on 8 training goals"), ("unseen", "on 8 unseen goals"))]  # fmt: skip
+    return ", ".join(parts) + f" (action accuracy {metrics['unseen/accuracy']:.3f}, loss {metrics['unseen/loss']:.3f})"
 
 
 def stopped(stop: du.StopSignal, state: dict) -> int:

@@ -141,7 +141,7 @@ def in_context(rooms):
     ]
     words += ["--tf_dim_feedforward", "32", "--n_transit", "20", "--train_batch_size", "12", "--lr", "1e-2"]
     words += ["--train_timesteps", "8", "--num_warmup_steps", "2", "--log_every", "1", "--eval_interval", "4"]
-    words += ["--val_episodes", "2", "--eval_episodes", "4", "--eval_seeds", "2", "--test_batch_size", "16"]
+    words += ["--val_episodes", "2", "--eval_episodes", "3", "--eval_seeds", "2", "--test_batch_size", "16"]
 
     def make(out: Path, *more, latents: int = 4) -> list[str]:
         small = ["--n_latent", str(latents)] if latents else ["--model", "ad"]

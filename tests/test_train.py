@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +18,7 @@ from conftest import ROOT, torchrun
 TRAIN = str(ROOT / "train.py")
 TRAINED = ("train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/skipped")
 EVALUATED = ("val/return_first", "val/return_last", "test/return_first", "test/return_last", "test/return_last_low",
-             "test/loss", "test/accuracy", "test/return_source_last")  # fmt: skip
+             "test/loss", "test/accuracy", "unseen/return_last", "unseen/loss", "best_step")  # fmt: skip
 
 
 def lines(out: Path) -> list[dict]:
@@ -179,7 +180,7 @@ def test_rates_follow_the_effective_batch_and_nothing_else(in_context, zygote, o
         ("one", 1, ["--train_batch_size", "12"]),
         ("two", 2, ["--train_batch_size", "12"]),
         ("accumulated", 1, ["--train_batch_size", "12", "--gradient_accumulation_steps", "2"]),
-        ("linear", 1, ["--train_batch_size", "24", "--lr_scaling", "linear"]),
+        ("linear", 1, ["--batch_size", "24", "--lr_scaling", "linear"]),
     ):
         words = in_context(tmp_path / name, "--lr_scaling", "sqrt", "--max_steps", "2", "--eval_seeds", "1", *more)
         done = go(zygote, words, ranks)
@@ -207,7 +208,7 @@ def test_gradient_is_that_of_all_actions_of_all_ranks(in_context, zygote, tmp_pa
     (losses.sum() / actions).backward()
     norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
     line = lines(out)[0]
-    assert line["train/loss"] == pytest.approx(float(losses.sum() / actions), rel=1e-5)
+    assert line["train/loss"] == pytest.approx(float(losses.detach().sum() / actions), rel=1e-5)
     assert line["train/accuracy"] == pytest.approx(float(right.sum() / actions), rel=1e-5)
     assert line["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
@@ -277,8 +278,127 @@ def test_resume_at_another_world_size(in_context, zygote, one, tmp_path):
     assert off(training(out), training(one)) < 1e-5
 
 
+def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path):
+    """--max_steps ends with an evaluation that the unbroken run has not: it chooses nothing, and leaves no line."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    words = ["--train_timesteps", "12", "--eval_interval", "2", "--seed", "2", "--eval_seeds", "1"]
+    go(zygote, in_context(whole, *words))
+    for until in (1, 3, 7, 0):
+        done = go(zygote, in_context(out, *words, "--max_steps", until, "--resume_from", "auto"))
+        assert "test, best.pt" in done.stdout
+    assert [row for row in curve(out) if "test/return_last" not in row[2]] == curve(whole)[:-1]
+    assert curve(out)[-1] == curve(whole)[-1]
+    evaluated = {row[0]: row[2]["val/return_last"] for row in curve(whole) if "val/return_last" in row[2]}
+    assert list(evaluated) == [2, 4, 6, 8, 10, 12]
+    best = max(evaluated, key=lambda step: (evaluated[step], step))  # of equals the last
+    assert curve(whole)[-1][2]["best_step"] == best
+    assert torch.load(whole / "best.pt", weights_only=True)["step"] == best
+
+
+def test_unseen_goals_choose_nothing(in_context, one):
+    """best.pt is chosen by the returns on training goals, the brief evaluations and the test are of the right goals."""
+    import darkroom as dr
+
+    train, unseen = dr.split_goals()
+    for line in lines(one):
+        if "val/return_last" in line:
+            assert line["val/return_optimal"] == pytest.approx(dr.optimal_return(train[:8]).mean())
+            assert line["unseen/return_optimal"] == pytest.approx(dr.optimal_return(unseen).mean())
+            assert "test/return_last" not in line
+    assert lines(one)[-1]["test/return_random"] == pytest.approx(dr.random_return(unseen).mean())
+    assert dr.optimal_return(train[:8]).mean() != dr.optimal_return(unseen).mean()
+
+
+def test_what_a_run_goes_on_with(in_context, zygote, rooms, tmp_path):
+    """Model, schedule and data are the checkpoint's where no flag says otherwise; what differs is said."""
+    out = tmp_path / "run"
+    words = ["--weight_decay", "0.5", "--lr_scaling", "sqrt", "--train_batch_size", "12", "--eval_seeds", "1"]
+    go(zygote, in_context(out, *words, "--max_steps", "2", latents=0))
+    rate = training(out)[1][2]["train/lr"]
+    assert rate == pytest.approx(1e-2 * (12 / 512) ** 0.5)  # AD's own batch is 512
+    few = ["--output_dir", str(out), "--resume_from", "auto", "--batch_size", "12", "--val_episodes", "2"]
+    few += ["--eval_episodes", "3", "--eval_seeds", "1", "--log_every", "1"]
+    go(zygote, [*few, "--max_steps", "3"])
+    assert training(out)[2][2]["train/lr"] == pytest.approx(rate)  # the cosine's top
+    contents = torch.load(out / "last.pt", weights_only=True)
+    assert contents["settings"]["model"] == "ad"
+    assert contents["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+    done = go(zygote, [*few, "--weight_decay", "0.1"])
+    assert "warning: begun with --weight_decay 0.5, going on with 0.1: another run from here on" in done.stdout
+    contents = torch.load(out / "last.pt", weights_only=True)
+    assert (contents["step"], contents["optimizer"]["param_groups"][0]["weight_decay"]) == (8, 0.1)
+    # the file's name is not what counts
+    other = tmp_path / "renamed.h5"
+    shutil.copy(next(rooms.glob("datasets/*.hdf5")), other)
+    assert "nothing left to train" in go(zygote, [*few, "--data", str(other)]).stdout
+
+
+def test_epochs_are_counted_as_they_begin(in_context, zygote, tmp_path):
+    """2190 samples in steps of 1095: two steps an epoch."""
+    out = tmp_path / "run"
+    words = ["--train_batch_size", "1095", "--train_timesteps", "3", "--log_every", "2", "--eval_interval", "2"]
+    go(zygote, in_context(out, *words, "--eval_seeds", "1", "--num_warmup_steps", "0"))
+    found = [(line["step"], line["epoch"], "train/loss" in line) for line in lines(out)]
+    assert found == [(2, 1, True), (2, 1, False), (3, 2, True), (3, 2, False), (3, 2, False)]
+    assert json.loads((out / "summary.json").read_text())["epochs"] == 2
+
+
+def test_nothing_to_compress_is_no_hang(in_context, zygote, tmp_path):
+    """--max_compression_depth 0 on two ranks: DDP has its gradients."""
+    words = ["--max_compression_depth", "0", "--train_batch_size", "6", "--max_steps", "2", "--eval_seeds", "1"]
+    go(zygote, in_context(tmp_path / "run", *words), 2)
+    assert len(training(tmp_path / "run")) == 2
+
+
+def test_full_disk(in_context, zygote, rooms, tmp_path):
+    """One line, and the checkpoint before is intact, on disks of several sizes; histories that do not fit, likewise."""
+    for kilobytes in (300, 700, 1100):
+        disk = tmp_path / f"{kilobytes}"
+        disk.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", disk]).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        try:
+            out = disk / "run"
+            words = in_context(out, "--save_every", "1", "--keep_last", "99", "--eval_interval", "0")
+            done = go(zygote, words, code=1)
+            errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1
+            assert re.search(r"not written \(No space left on device\), the checkpoint before is intact", errors[0])
+            assert "Traceback" not in done.stderr
+            if (out / "manifest.sha256").exists():
+                subprocess.run(["sha256sum", "--check", "--quiet", "manifest.sha256"], cwd=out, check=True)
+            done = zygote(str(ROOT / "sample_data.py"), "compressed_ad", disk / "data", "--streams", "9")
+            assert done.code == 1
+            assert re.fullmatch(r"error: .*TD_alg-seed42.hdf5: not written \(.*\); make room\n", done.stderr)
+            assert not list((disk / "data").rglob("*.*"))
+        finally:
+            subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_fills_at_any_byte_is_an_os_error(tmp_path, monkeypatch):
+    """torch.save turns some of them into a RuntimeError of its own."""
+    import errno
+
+    import checkpoint_utils as ckpt
+
+    written = ckpt._HashingFile.write
+    contents, room = {"a": torch.zeros(3000), "b": torch.zeros(100)}, 0
+
+    def write(self, data) -> int:
+        if self.raw.tell() + len(data) > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(self, data)
+
+    monkeypatch.setattr(ckpt._HashingFile, "write", write)
+    while room < 14000:
+        room += 250
+        with pytest.raises(OSError, match="No space left"):
+            ckpt.write_atomically(tmp_path / "x.pt", lambda file: torch.save(contents, file))
+        assert not list(tmp_path.iterdir())
+
+
 def test_signal_while_agents_act(in_context, zygote, one, tmp_path):
-    """SIGTERM in a long evaluation ends it at once; the run goes on with that evaluation."""
+    """SIGTERM in a long evaluation ends it at once; the run goes on with that evaluation, and ends as if unbroken."""
     out = tmp_path / "run"
     words = in_context(out, "--resume_from", "auto", "--val_episodes", "5000")
     run = Run(["python", TRAIN, *words], TRAIN, out)
@@ -333,6 +453,27 @@ def test_evaluation_is_exact_at_any_world_size(in_context, zygote, one, tmp_path
             assert other[name] == (pytest.approx(value, rel=1e-6) if name == "test/loss" else value), name
     assert len(found[0]["return_by_episode"]["mean"]) == 30
     assert found[0]["goals"] == [[4, 2], [5, 6], [6, 8], [7, 2], [3, 6], [0, 5], [5, 8], [5, 4]]
+
+
+def test_eval_only_writes_where_it_belongs(in_context, zygote, tmp_path):
+    """Beside the checkpoint, whatever model it is of; what is not best.pt does not replace the run's own test."""
+    ad = tmp_path / "ad"
+    go(zygote, in_context(ad, "--max_steps", "2", latents=0))
+    before = (ad / "eval_test.json").read_text()
+    few = ["--eval_episodes", "2", "--eval_seeds", "1"]
+    go(zygote, ["--eval_only", "--resume_from", str(ad / "last.pt"), *few])
+    assert (ad / "eval_test.json").read_text() == before
+    found = json.loads((ad / "eval_last.json").read_text())
+    assert (found["model"], found["step"], found["eval_episodes"]) == ("ad", 2, 2)
+    assert (ad / "figures" / "last_returns.png").exists()
+    go(zygote, ["--eval_only", "--resume_from", str(ad), *few])
+    assert json.loads((ad / "eval_test.json").read_text())["eval_episodes"] == 2
+    go(
+        zygote,
+        in_context(ad, "--overwrite", "--lr", "1e30", "--max_bad_steps", "1", "--grad_clip", "0", latents=0),
+        code=1,
+    )
+    assert not list(ad.glob("eval_*.json"))  # of the run that was overwritten
 
 
 def test_eval_only_repeats_the_test(in_context, zygote, one, tmp_path):
@@ -412,7 +553,7 @@ def test_action_accuracy_against_a_loop(in_context, one):
     ranks = train.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
     args.mixed_precision = "no"
     data, accelerator = train.Data(args), train.make_accelerator(args, ranks)
-    metrics, by_place = train.action_accuracy(net, data, accelerator, args, ranks)
+    metrics, by_place = train.action_accuracy("test", net, data, accelerator, args, ranks)
     segments = train.dr.SegmentDataset(data.histories, data.unseen, 20, 3, 0)
     loss, right, number, places = 0.0, 0, 0, np.zeros((4, 20, 2))
     for depth in range(4):

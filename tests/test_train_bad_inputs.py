@@ -136,9 +136,16 @@ def test_bad_files(in_context, rooms, zygote, tmp_path):
     whole = next(rooms.glob("datasets/*.hdf5")).read_bytes()
     (tmp_path / "empty").mkdir()
     path.write_bytes(whole[: len(whole) // 2])
-    fails(zygote, in_context(out, "--data", path), tmp_path, r"history.hdf5: not a readable HDF5 file \(")
+    fails(
+        zygote,
+        in_context(out, "--data", path),
+        tmp_path,
+        r"history.hdf5: truncated HDF5 file of \d+ bytes; get or make",
+    )
     path.write_text("states,actions\n")
-    fails(zygote, in_context(out, "--data", path), tmp_path, r"history.hdf5: not a readable HDF5 file \(")
+    fails(
+        zygote, in_context(out, "--data", path), tmp_path, r"history.hdf5: not a readable HDF5 file of 15 bytes; get or"
+    )
     fails(
         zygote,
         in_context(out, "--data", tmp_path / "none.hdf5"),
@@ -150,10 +157,13 @@ def test_bad_files(in_context, rooms, zygote, tmp_path):
         zygote, in_context(out, "--data", other), tmp_path, r"x.hdf5: no such file; make histories with `python sample"
     )
     fails(
-        zygote, in_context(out, "--data", tmp_path / "empty"), tmp_path, r"empty: holds no .hdf5 file, also not in data"
+        zygote,
+        in_context(out, "--data", tmp_path / "empty"),
+        tmp_path,
+        r"empty: holds no .hdf5 or .h5 file, also not in",
     )
     shutil.copy(path, tmp_path / "second.hdf5")
-    fails(zygote, in_context(out, "--data", tmp_path), tmp_path, r"holds 2 .hdf5 files, .*name the file with --data")
+    fails(zygote, in_context(out, "--data", tmp_path), tmp_path, r"holds 2 HDF5 files, .*name the file with --data")
     with h5py.File(next(rooms.glob("datasets/*.hdf5"))) as file, h5py.File(path, "w") as packed:
         for goal in file:
             for name, values in file[goal].items():
@@ -200,8 +210,8 @@ FLAGS = [
     (["--n_latent", "0"], r"--n_latent 0: compression needs at least 1; give --model ad to go without"),
     (["--model", "ad"], r"--n_latent: --model ad does not compress; leave it out"),
     (["--model", "dt"], r"argument --model: invalid choice: '?dt'?"),
-    (["--num_warmup_steps", "8"], r"--num_warmup_steps 8: must be below --train_timesteps 8"),
-    (["--train_batch_size", "0"], r"--train_batch_size: must be a whole number of at least 1, not '0'"),
+    (["--num_warmup_steps", "8"], r"--num_warmup_steps 8 \(command line\): must be below --train_timesteps 8"),
+    (["--train_batch_size", "0"], r"--train_batch_size/--batch_size: must be a whole number of at least 1, not '0'"),
     (["--n_transit", "1"], r"--n_transit: must be a whole number of at least 2"),
     (["--lr", "-1"], r"argument --lr: must be a number above 0, not '-1'"),
     (["--lr_scaling", "cube"], r"argument --lr_scaling: invalid choice"),
@@ -209,6 +219,7 @@ FLAGS = [
     (["--mixed_precision", "fp16"], r"--mixed_precision fp16: needs a GPU"),
     (["--resume_from", "none.pt"], r"none.pt: no such checkpoint"),
     (["--eval_only"], r"run/best.pt: no such checkpoint"),
+    (["--ad_run", "somewhere", "--model", "ad", "--n_latent", "0"], r"--ad_run: stands beside a run of --model compr"),
     (["--overwrite", "--resume_from", "auto"], r"--overwrite starts afresh and excludes --resume_from"),
     (["--ad_run", "nowhere"], r"nowhere/eval_test.json: not read \(No such file or directory\); --ad_run wants"),
     (["--config", "none.yaml"], r"none.yaml: cannot read the config"),
@@ -271,15 +282,45 @@ def test_checkpoint_of_another_run(in_context, rooms, zygote, tmp_path):
     text = json.loads((run / "eval_test.json").read_text())
     (run / "eval_test.json").write_text(json.dumps(text | {"model": "ad", "goals": [[0, 0]]}))
     fails(zygote, in_context(tmp_path / "run", "--ad_run", run), tmp_path, r"of other goals; give a run with the same")
+    text |= {"model": "ad", "return_by_episode": {"mean": [0.0]}}
+    (run / "eval_test.json").write_text(json.dumps(text))
+    fails(
+        zygote,
+        in_context(tmp_path / "run", "--ad_run", run),
+        tmp_path,
+        r"of 1 episodes, this run has --eval_episodes 3",
+    )
     (run / "eval_test.json").write_text("[1]")
     fails(
-        zygote, in_context(tmp_path / "run", "--ad_run", run), tmp_path, r"not an evaluation of train.py; --ad_run wants"
+        zygote,
+        in_context(tmp_path / "run", "--ad_run", run),
+        tmp_path,
+        r"not an evaluation of train.py; --ad_run wants",
     )
+
+
+def test_one_short_goal(in_context, rooms, zygote, tmp_path):
+    """What it cuts from the others is said; and what the source reached is the same from the file and from memory."""
+    path = tmp_path / "history.hdf5"
+    shutil.copy(next(rooms.glob("datasets/*.hdf5")), path)
+    with h5py.File(path, "r+") as file:
+        for name in ("states", "next_states", "actions", "rewards", "dones"):
+            write(file, 7, name, file["7"][name][:100])
+            write(file, 38, name, np.concatenate([file["38"][name][()], file["38"][name][:, :1]], 1))
+    found = []
+    for k, more in enumerate(([], ["--no-cache_in_memory"])):
+        done = zygote(TRAIN, *in_context(tmp_path / f"{k}", "--data", path, "--max_steps", "1", *more))
+        assert done.code == 0, done.stderr[-2000:]
+        assert "100 steps of each history are used, as goal 7 has no more; others have up to 200" in done.stdout
+        found.append(json.loads((tmp_path / f"{k}" / "eval_test.json").read_text()))
+    assert found[0] == found[1]
 
 
 def test_accelerate_config_of_another_kind(in_context, zygote, tmp_path):
     message = r"accelerate config: DEEPSPEED is not supported here; choose multi-GPU"
     fails(zygote, in_context(tmp_path / "run"), tmp_path, message, ACCELERATE_USE_DEEPSPEED="true")
+    message = r"accelerate launch --gradient_accumulation_steps 4: not read; give --gradient_accumulation_steps 4 to"
+    fails(zygote, in_context(tmp_path / "run"), tmp_path, message, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
 
 
 def test_sample_data_overwrites_nothing(rooms, zygote):
