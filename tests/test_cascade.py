@@ -114,6 +114,7 @@ def test_torchrun_gives_the_very_same_curve(cascade, zygote, tmp_path):
     assert curve(tmp_path / "run") == curve(tmp_path / "bare")
 
 
+@pytest.mark.soak
 def test_accelerate_launch_gives_the_very_same_curve(cascade, zygote, tmp_path):
     """By train_4gpu.sh, for real: the curve of two processes that no launcher started."""
     out, bare = tmp_path / "run", tmp_path / "bare"
@@ -183,9 +184,9 @@ def test_averaged_weights(cascade, zygote, tmp_path):
 
 # --- killed, stopped, gone on -----------------------------------------------------------------------------------------
 
-KILLED = ["--batch_size", "2", "--save_every", "2", "--resume_from", "auto", "--num_epochs_per_stage", "3"]
+KILLED = ["--batch_size", "2", "--save_every", "2", "--resume_from", "auto", "--num_epochs_per_stage", "2"]
 KILLED += ["--warmup_steps", "3"]
-STAGE_STEPS = 9  # 11 patients, 4 a step
+STAGE_STEPS = 6  # 11 patients, 4 a step
 
 
 @pytest.fixture(scope="module")

@@ -259,6 +259,7 @@ def test_nodes_without_slurm(tmp_path):
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_sigterm_saves_and_leaves_no_process(data, tmp_path):
     out, log = tmp_path / "run", tmp_path / "log"
     words = ["--script", "train_prs_med.py", "--num_gpus", "2", "--data_root", data, "--checkpoint_dir", out, *SAME]

@@ -481,7 +481,7 @@ def test_precision_of_the_deepspeed_file():
     assert script.choose_precision(None, "bf16", cpu)[0] == "bf16"
 
 
-@pytest.mark.parametrize("name", ["deepspeed_config", "deepspeed_zero3"])
+@pytest.mark.parametrize("name", ["deepspeed_config", pytest.param("deepspeed_zero3", marks=pytest.mark.soak)])
 def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
     """As they are, in bf16: offload, checkpointing, a frozen encoder; then DDP goes on from there."""
     words = [*chest, "--mixed_precision", "bf16", "--batch_size", "4", "--max_samples", "40", "--freeze_text"]
@@ -582,7 +582,8 @@ def test_picture_cache(tmp_path):
         cache.get(2, str(tmp_path / "a.jpg"))
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.soak), "launcher"])
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["deepspeed", "launcher"])
 def test_guide_commands(chest, launcher, tmp_path):
     """The guide's own lines, for real: deepspeed --num_gpus=2 ... --use_deepspeed, and the launcher by itself."""
     words = [*chest, "--debug", "--output_dir", tmp_path / "run", "--config", ROOT / "configs" / "default_config.yaml"]

@@ -42,10 +42,9 @@ def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = 
 
 
 def test_kill_and_resume(data, zygote, whole, tmp_path):
-    """One run: a worker killed, the launcher killed, SIGTERM (which loses no step), the newest checkpoint damaged."""
+    """One run: a worker killed, SIGTERM to the launcher (which loses no step), the newest checkpoint damaged."""
     out = tmp_path / "run"
-    assert interrupt(data, out, "worker", 2, 0.05) != 0
-    interrupt(data, out, "launcher", 6, 0.1)
+    assert interrupt(data, out, "worker", 4, 0.05) != 0
     assert list(out.glob("step_*.pt"))
     interrupt(data, out, "launcher", 8, 0.0, signal.SIGTERM)
     log = (tmp_path / "run.log").read_text()
@@ -65,16 +64,18 @@ def test_kill_and_resume(data, zygote, whole, tmp_path):
     assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
-def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path):
-    """SIGTERM: 143; SIGINT: 130; the checkpoint is of the very step reached."""
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        out = tmp_path / str(code)
-        run = start(data, out, 1, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
-        run.wait_for_step(2)
-        run.kill("launcher", number)
-        assert run.end() == code
-        logged = [record["step"] for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
-        assert torch.load(out / "last.pt", weights_only=True)["step"] == logged[-1]
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak), (signal.SIGINT, 130)]
+)
+def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path, number, code):
+    """SIGTERM: 143 (in the quick suite train.py's); SIGINT: 130; the checkpoint is of the very step reached."""
+    out = tmp_path / str(code)
+    run = start(data, out, 1, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
+    run.wait_for_step(2)
+    run.kill("launcher", number)
+    assert run.end() == code
+    logged = [record["step"] for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
+    assert torch.load(out / "last.pt", weights_only=True)["step"] == logged[-1]
 
 
 def test_checkpoints_of_a_run(whole):

@@ -440,7 +440,7 @@ def test_evaluation_is_exact_at_any_world_size(in_context, zygote, one, tmp_path
     for ranks, batch in ((1, 256), (1, 3), (2, 5), (3, 256)):
         out = tmp_path / f"{ranks}x{batch}"
         words = in_context(out, "--eval_only", "--resume_from", one / "best.pt", "--test_batch_size", batch)
-        done = go(zygote, [*words, "--eval_episodes", "30"], ranks)
+        done = go(zygote, [*words, "--eval_episodes", "12"], ranks)
         found.append(json.loads((out / "eval_test.json").read_text()))
         assert {path.name for path in (out / "figures").iterdir()} == {
             "returns.png",
@@ -451,7 +451,7 @@ def test_evaluation_is_exact_at_any_world_size(in_context, zygote, one, tmp_path
     for other in found[1:]:
         for name, value in found[0].items():
             assert other[name] == (pytest.approx(value, rel=1e-6) if name == "test/loss" else value), name
-    assert len(found[0]["return_by_episode"]["mean"]) == 30
+    assert len(found[0]["return_by_episode"]["mean"]) == 12
     assert found[0]["goals"] == [[4, 2], [5, 6], [6, 8], [7, 2], [3, 6], [0, 5], [5, 8], [5, 4]]
 
 
@@ -673,7 +673,7 @@ def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
     first = third_loss("same")
     assert first == training(one)[2][2]["train/loss"]
     assert {path.name for path in (tmp_path / "same").glob("step_*")} == {"step_00000002.pt", "step_00000003.pt"}
-    changes = {"lr": 2e-2, "num_warmup_steps": 1, "grad_clip_norm": 0.1, "mixed_precision": "bf16", "weight_decay": 1.0}
+    changes = {"lr": 2e-2, "num_warmup_steps": 1, "grad_clip_norm": 0.1, "weight_decay": 1.0}
     for name, value in changes.items():
         assert third_loss(name, **{name: value}) != first, name
     go(zygote, [*config("often", {"eval_interval": 1, "summary_interval": 3}), "--max_steps", "3"])
