@@ -676,7 +676,9 @@ def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
     changes = {"lr": 2e-2, "num_warmup_steps": 1, "grad_clip_norm": 0.1, "weight_decay": 1.0}
     for name, value in changes.items():
         assert third_loss(name, **{name: value}) != first, name
-    go(zygote, [*config("often", {"eval_interval": 1, "summary_interval": 3}), "--max_steps", "3"])
+    often = {"eval_interval": 1, "summary_interval": 3, "mixed_precision": "bf16"}
+    go(zygote, [*config("often", often), "--max_steps", "3"])
+    assert json.loads((tmp_path / "often" / "summary.json").read_text())["precision"] == "bf16"
     assert [row[0] for row in curve(tmp_path / "often") if "val/return_last" in row[2]] == [1, 2, 3]
     assert [row[0] for row in training(tmp_path / "often")] == [3]
 
