@@ -60,7 +60,7 @@ demo-compressed_ad: T := train.py --data $(D) --config configs/compressed_ad_dem
 demo-compressed_ad: R := runs/demo/compressed_ad
 demo-compressed_ad:
 	$(BIN)/python sample_data.py compressed_ad $(D)
-	$(BIN)/python $(T) --output_dir $(R)/ad --model ad --train_timesteps 5600
+	$(BIN)/python $(T) --output_dir $(R)/ad --model ad --train_timesteps 4700
 	$(BIN)/python $(T) --output_dir $(R) --ad_run $(R)/ad
 
 demo-all: setup

@@ -442,7 +442,8 @@ def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
         args.output_dir = folder
     for name in (*FIXED, *FIXED_DATA):
         if args.source[name] != "default" and getattr(args, name) != settings[name]:
-            raise InputError(f"{path}: a run with --{name} {settings[name]}, now {getattr(args, name)}; leave it out")
+            text = f"a run with --{name} {settings[name]}, now {getattr(args, name)}; leave it out"
+            raise InputError(f"--resume_from {path}: {text}")
         setattr(args, name, settings[name])
     for name in KEPT:
         before, now = settings[name], getattr(args, name)

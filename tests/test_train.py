@@ -343,6 +343,20 @@ def test_epochs_are_counted_as_they_begin(in_context, zygote, tmp_path):
     assert json.loads((out / "summary.json").read_text())["epochs"] == 2
 
 
+def test_uneven_last_step_and_a_resume_at_the_epoch_s_end(in_context, zygote, tmp_path):
+    """2190 samples in steps of 400: the sixth of an epoch has 190. Stopped there, and in it, the rest is the same."""
+    words = ["--train_timesteps", "8", "--eval_interval", "0", "--eval_seeds", "1", "--save_every", "1"]
+    for name, ranks, batch in (("one", 1, 400), ("two", 2, 200)):
+        go(zygote, in_context(tmp_path / name, *words, "--train_batch_size", batch), ranks)
+    assert off(curve(tmp_path / "two"), curve(tmp_path / "one")) < 1e-5
+    assert [row[1] for row in training(tmp_path / "one")] == [1] * 6 + [2] * 2
+    out = tmp_path / "again"
+    for until in (5, 6, 0):
+        more = ["--train_batch_size", "200", "--max_steps", until, "--resume_from", "auto"]
+        go(zygote, in_context(out, *words, *more), 2)
+    assert training(out) == training(tmp_path / "two")
+
+
 def test_nothing_to_compress_is_no_hang(in_context, zygote, tmp_path):
     """--max_compression_depth 0 on two ranks: DDP has its gradients."""
     words = ["--max_compression_depth", "0", "--train_batch_size", "6", "--max_steps", "2", "--eval_seeds", "1"]
