@@ -291,7 +291,7 @@ def act_in_context(
         chosen = list(mine[first : first + args.test_batch_size])
         chance = [np.random.default_rng([args.seed % 2**63, 5, *agents[c]]) for c in chosen]
         goal = torch.tensor([agents[c][0] for c in chosen], device=device)
-        acting = Agents(actor, len(chosen), dr.HORIZON)
+        acting = Agents(actor, len(chosen), forget=max(1, min(dr.HORIZON, net.n_transit // 2)))
         for episode in tqdm(range(episodes), desc="in context", unit="episode", disable=quiet, leave=False):
             if stop and stop.code:
                 break
