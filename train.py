@@ -322,16 +322,16 @@ def act_in_context(
 
 @torch.no_grad()
 def action_accuracy(
-    split: str, net: InContextNet, data: Data, accelerator, args, ranks: du.Ranks
+    split: str, goals: list[int], net: InContextNet, data: Data, accelerator, args, ranks: du.Ranks
 ) -> tuple[dict, np.ndarray]:
-    """Loss and accuracy of the next action on unseen goals' histories; the accuracy (depth + 1, n_transit) by place.
+    """Loss and accuracy of the next action on some goals' histories; the accuracy (depth + 1, n_transit) by place.
 
     The same segments at each call: of each goal's first histories one of every depth, its end spread over the history.
     """
     net.eval()
     train, streams = data.train, min(EVAL_STREAMS, data.histories.streams)
-    segments = dr.SegmentDataset(data.histories, data.unseen, args.n_transit, train.max_depth, 0)
-    history = np.concatenate([np.arange(streams) + k * data.histories.streams for k in range(len(data.unseen))])
+    segments = dr.SegmentDataset(data.histories, goals, args.n_transit, train.max_depth, 0)
+    history = np.concatenate([np.arange(streams) + k * data.histories.streams for k in range(len(goals))])
     depths = segments.max_depth + 1
     table = torch.zeros(depths, 3, args.n_transit, dtype=torch.float64)  # loss, right, number
     for places in du.EvalBatchSampler(len(history) * depths, args.test_batch_size, ranks.rank, ranks.world_size):
@@ -353,13 +353,15 @@ def action_accuracy(
 
 
 def evaluate_briefly(net: InContextNet, data: Data, accelerator, args, ranks: du.Ranks, stop) -> dict | None:
-    """In training: `val/` of 8 training goals, which choose best.pt, and `unseen/` of the test's, to look at."""
+    """In training: `val/` of 8 training goals, whose loss chooses best.pt, and `unseen/` of the test's, to look at."""
     watched = data.train_goals[: len(data.unseen)]
     seeds = min(VAL_SEEDS, args.eval_seeds)
     returns, _ = act_in_context(net, watched + data.unseen, seeds, args.val_episodes, args, ranks, stop)
     if returns is None:
         return None
-    metrics, _ = action_accuracy("unseen", net, data, accelerator, args, ranks)
+    metrics = {}
+    for split, goals in (("val", watched), ("unseen", data.unseen)):
+        metrics |= action_accuracy(split, goals, net, data, accelerator, args, ranks)[0]
     metrics |= report.return_metrics("val", returns[: len(watched)], watched)
     return metrics | report.return_metrics("unseen", returns[len(watched) :], data.unseen)
 
@@ -397,7 +399,7 @@ def final_test(
     returns, paths = act_in_context(net, data.unseen, args.eval_seeds, args.eval_episodes, args, ranks, stop)
     if returns is None:
         return None, {}
-    metrics, by_place = action_accuracy("test", net, data, accelerator, args, ranks)
+    metrics, by_place = action_accuracy("test", data.unseen, net, data, accelerator, args, ranks)
     metrics |= report.return_metrics("test", returns, data.unseen)
     source = data.histories.learning_curve(data.unseen).mean(1)
     metrics |= {"test/return_source_first": float(source[0]),
@@ -658,8 +660,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
                     return stopped(stop, state)
                 log.write(state["step"], passes(state), metrics)
                 du.print_main(f"step {state['step']}: {brief(metrics)}")
-                found = du.broadcast_object(metrics["val/return_last"])
-                if planned and (state["best"] is None or found >= state["best"]):
+                found = du.broadcast_object(metrics["val/loss"])
+                if planned and (state["best"] is None or found <= state["best"]):
                     state["best"] = found
                     state["best_sha256"] = ckpt.mark_best(folder, state["step"])
                 elif state["best"] is None:  # --max_steps before the first evaluation: chosen for now alone

@@ -18,7 +18,7 @@ from conftest import ROOT, torchrun
 TRAIN = str(ROOT / "train.py")
 TRAINED = ("train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/skipped")
 EVALUATED = ("val/return_first", "val/return_last", "test/return_first", "test/return_last", "test/return_last_low",
-             "test/loss", "test/accuracy", "unseen/return_last", "unseen/loss", "best_step")  # fmt: skip
+             "test/loss", "test/accuracy", "unseen/return_last", "unseen/loss", "val/loss", "best_step")  # fmt: skip
 
 
 def lines(out: Path) -> list[dict]:
@@ -288,15 +288,15 @@ def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path)
         assert "test, best.pt" in done.stdout
     assert [row for row in curve(out) if "test/return_last" not in row[2]] == curve(whole)[:-1]
     assert curve(out)[-1] == curve(whole)[-1]
-    evaluated = {row[0]: row[2]["val/return_last"] for row in curve(whole) if "val/return_last" in row[2]}
+    evaluated = {row[0]: row[2]["val/loss"] for row in curve(whole) if "val/loss" in row[2]}
     assert list(evaluated) == [2, 4, 6, 8, 10, 12]
-    best = max(evaluated, key=lambda step: (evaluated[step], step))  # of equals the last
+    best = min(evaluated, key=evaluated.get)
     assert curve(whole)[-1][2]["best_step"] == best
     assert torch.load(whole / "best.pt", weights_only=True)["step"] == best
 
 
 def test_unseen_goals_choose_nothing(in_context, one):
-    """best.pt is chosen by the returns on training goals, the brief evaluations and the test are of the right goals."""
+    """best.pt is chosen by the loss on training goals, the brief evaluations and the test are of the right goals."""
     import darkroom as dr
 
     train, unseen = dr.split_goals()
@@ -307,6 +307,17 @@ def test_unseen_goals_choose_nothing(in_context, one):
             assert "test/return_last" not in line
     assert lines(one)[-1]["test/return_random"] == pytest.approx(dr.random_return(unseen).mean())
     assert dr.optimal_return(train[:8]).mean() != dr.optimal_return(unseen).mean()
+    import train as script
+
+    args = script.parse_args(in_context(one))
+    net, args.mixed_precision = script.build_net(args, torch.device("cpu")), "no"
+    net.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
+    ranks = script.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
+    tools = net, script.Data(args), script.make_accelerator(args, ranks), args, ranks
+    best = next(line for line in lines(one) if "val/loss" in line and line["step"] == lines(one)[-1]["best_step"])
+    for split, goals in (("val", train[:8]), ("unseen", unseen)):
+        found = script.action_accuracy(split, goals, *tools)[0]
+        assert found == pytest.approx({name: best[name] for name in found}, rel=1e-5)
 
 
 def test_what_a_run_goes_on_with(in_context, zygote, rooms, tmp_path):
@@ -567,7 +578,7 @@ def test_action_accuracy_against_a_loop(in_context, one):
     ranks = train.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
     args.mixed_precision = "no"
     data, accelerator = train.Data(args), train.make_accelerator(args, ranks)
-    metrics, by_place = train.action_accuracy("test", net, data, accelerator, args, ranks)
+    metrics, by_place = train.action_accuracy("test", data.unseen, net, data, accelerator, args, ranks)
     segments = train.dr.SegmentDataset(data.histories, data.unseen, 20, 3, 0)
     loss, right, number, places = 0.0, 0, 0, np.zeros((4, 20, 2))
     for depth in range(4):
