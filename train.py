@@ -488,13 +488,9 @@ def find_batch_size(net: InContextNet, args: argparse.Namespace, ranks: du.Ranks
         if size == 1:
             raise RunError("out of memory at --train_batch_size 1; pass a smaller --n_transit or --tf_n_embd")
         args.train_batch_size, args.gradient_accumulation_steps = hw.split_batch(size, args.gradient_accumulation_steps)
-        du.print_main(f"out of memory: going on with {batch_flags(args)}")
-
-
-def batch_flags(args: argparse.Namespace) -> str:
-    return (
-        f"--train_batch_size {args.train_batch_size} --gradient_accumulation_steps {args.gradient_accumulation_steps}"
-    )
+        size, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+        now = f"--train_batch_size {size} --gradient_accumulation_steps {accumulation}"
+        du.print_main(f"out of memory: going on with {now}")
 
 
 def print_start(args: argparse.Namespace, accelerator, ranks: du.Ranks) -> None:
