@@ -1,13 +1,13 @@
 """Checkpoints that survive a kill at any moment: atomic save, checked load, exact resume, retention, export of weights.
 
-A run folder holds `step_00000120.pt` files, hard links `last.pt` and `best.pt` to two of them, and `manifest.sha256`
-(`sha256sum -c manifest.sha256` checks them all). A file counts only once it is in the manifest.
+A run folder holds `step_00000120.pt` files, hard links `last.pt` and `best.pt` to two of them, and a manifest. A
+checkpoint counts once it is in the manifest, and nothing in a run folder is deleted or cut before the manifest says so.
 """
 
-import hashlib
 import os
 import random
-import shutil
+import re
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -17,82 +17,25 @@ import torch
 
 from cli_utils import InputError, RunError
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
-
-MANIFEST = "manifest.sha256"
-
-
-def write_atomically(path: Path, write) -> str:
-    """Call `write(file)` on a temporary file, flush it to the disk, then put it in place of `path`; returns its sha256.
-
-    A crash or a full disk (OSError) leaves the old file as it was and no part of the new one.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as raw:
-            file = _HashingFile(raw)
-            write(file)
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        cause = error
-        while isinstance(cause, RuntimeError):  # torch.save, when it cannot end a file that the disk had no room for
-            cause = cause.__context__
-        if isinstance(cause, OSError):
-            raise cause from None
-        raise
-    return file.sha256.hexdigest()
-
-
-class _HashingFile:
-    """A write-only file that keeps the sha256 of what passes through it."""
-
-    def __init__(self, raw):
-        self.raw, self.sha256 = raw, hashlib.sha256()
-
-    def write(self, data) -> int:
-        self.sha256.update(data)
-        return self.raw.write(data)
-
-    def flush(self) -> None:
-        self.raw.flush()
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, replacing what it was, atomically; a copy where there are no links."""
-    temporary = target.with_name(f".{target.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
-
-
-def read_manifest(folder: Path) -> dict[str, str]:
-    """{file name: sha256} in the order of saving; empty without a readable manifest."""
-    try:
-        lines = (folder / MANIFEST).read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return {}
-    return {line[66:]: line[:64] for line in lines if len(line) > 66}
-
-
-def _write_manifest(folder: Path, manifest: dict[str, str]) -> None:
-    text = "".join(f"{digest}  {name}\n" for name, digest in manifest.items())
-    write_atomically(folder / MANIFEST, lambda file: file.write(text.encode()))
-
+from manifest_utils import (
+    MANIFEST,
+    RESULT_FILES,
+    Manifest,
+    delete_obsolete,
+    file_is,
+    file_sha256,
+    find_damage,
+    identify,
+    is_checkpoint_name,
+    link,
+    misnamed,
+    read_manifest,
+    read_seal,
+    recover_manifest,
+    write_atomically,
+    write_checkpoint,
+    write_manifest,
+)
 
 # --- state of the random generators -----------------------------------------------------------------------------------
 
@@ -149,17 +92,18 @@ def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
     model.load_state_dict(weights, strict=False)
 
 
-def save_checkpoint(folder: Path, contents: dict, step: int, keep_last: int) -> Path:
+def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int) -> Path:
     """All ranks call it; rank 0 writes `step_<step>.pt` with every rank's random state and `last.pt`, drops old ones.
 
-    contents: dicts, lists, tensors, numbers and strings only. Raises RunError on all ranks when rank 0 cannot write.
+    contents: dicts, lists, tensors, numbers and strings only. Raises RunError on all ranks when rank 0 cannot write, or
+    when the run folder was taken away.
     """
-    path = folder / f"step_{step:08d}.pt"
+    path = run_folder / f"step_{step:08d}.pt"
     rng = gather_objects(get_rng_state())
     with agree_on_errors():
         if world()[0] == 0:
             try:
-                _save(folder, path, {**contents, "step": step, "rng": rng}, keep_last)
+                _save(run_folder, path, {**contents, "step": step, "rng": rng}, keep_last)
             except OSError as error:
                 raise _not_written(path, error) from None
     return path
@@ -170,42 +114,61 @@ def _not_written(path: Path, error: OSError) -> RunError:
     return RunError(f"{path}: {reason}; make room, then go on with --resume_from auto")
 
 
-def _save(folder: Path, path: Path, contents: dict, keep_last: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = read_manifest(folder)
-    digest = write_atomically(path, lambda file: torch.save(contents, file))
-    manifest.pop(path.name, None)
-    manifest = {**manifest, path.name: digest}
-    _write_manifest(folder, manifest)  # from here on the new file counts
-    _link(path, folder / "last.pt")
-    steps = [name for name in manifest if name.startswith("step_")]
-    for name in steps[:-keep_last]:
-        del manifest[name]
-    manifest["last.pt"] = digest
-    _write_manifest(folder, manifest)
-    for old in folder.glob("step_*.pt"):
-        if old.name not in manifest:
-            old.unlink()
+def _manifest_of_this_run(run_folder: Path, run_id: str | None) -> Manifest:
+    """The manifest to enter a checkpoint into. Raises RunError when the folder is gone or another run has it.
+
+    run_id: what begin_run gave, None for a caller that has no log.
+    """
+    if not run_folder.is_dir():
+        if run_id is not None:
+            raise RunError(f"{run_folder}: was removed while the run was writing there; start again")
+        run_folder.mkdir(parents=True)
+    manifest = read_manifest(run_folder) or recover_manifest(run_folder)
+    if run_id is not None and manifest.run_id not in ("", run_id):
+        raise RunError(f"{run_folder}: was taken over by another run while this one was writing there; start again")
+    manifest.run_id = run_id or manifest.run_id or secrets.token_hex(8)
+    return manifest
 
 
-def mark_best(folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)) -> str:
+def _save(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None:
+    manifest = _manifest_of_this_run(run_folder, contents.get("log", {}).get("run_id"))
+    digest = write_checkpoint(path, contents | {"run_id": manifest.run_id})
+
+    # from the manifest on, the new file counts and the oldest ones do not
+    manifest.checkpoints.pop(path.name, None)
+    manifest.checkpoints |= {path.name: digest, "last.pt": digest}
+    outdated = [name for name in manifest.obsolete if name not in manifest.checkpoints and is_checkpoint_name(name)]
+    manifest.obsolete = [name for name in outdated if (run_folder / name).exists()]
+    for name in manifest.steps()[:-keep_last]:
+        del manifest.checkpoints[name]
+        manifest.obsolete.append(name)
+    write_manifest(run_folder, manifest)
+    link(path, run_folder / "last.pt")
+    delete_obsolete(run_folder, manifest)
+
+
+def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)) -> str:
     """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`; returns its sha256."""
-    path = folder / f"step_{step:08d}.pt"
+    path = run_folder / f"step_{step:08d}.pt"
     with agree_on_errors():
         if world()[0] == 0:
+            manifest = read_manifest(run_folder)
+            if manifest is None or path.name not in manifest.checkpoints:
+                raise RunError(f"{path}: was removed while the run was writing there; start again")
+            manifest.checkpoints |= dict.fromkeys(names, manifest.checkpoints[path.name])
             try:
+                write_manifest(run_folder, manifest)
                 for name in names:
-                    _link(path, folder / name)
-                manifest = read_manifest(folder)
-                _write_manifest(folder, manifest | dict.fromkeys(names, manifest[path.name]))
+                    link(path, run_folder / name)
             except OSError as error:
-                raise _not_written(folder / names[0], error) from None
-    return best_sha256(folder, names[0])
+                raise _not_written(run_folder / names[0], error) from None
+    return best_sha256(run_folder, names[0])
 
 
-def best_sha256(folder: Path, name: str = "best.pt") -> str | None:
+def best_sha256(run_folder: Path, name: str = "best.pt") -> str | None:
     """The manifest's sha256 of best.pt, on all ranks; None without one."""
-    return broadcast_object(read_manifest(folder).get(name) if world()[0] == 0 else None)
+    manifest = read_manifest(run_folder) if world()[0] == 0 else None
+    return broadcast_object(manifest.checkpoints.get(name) if manifest else None)
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
@@ -224,57 +187,142 @@ def export_weights(state_dict: dict, path: Path) -> None:
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class _Part(dict):
+    """A dict of a checkpoint. A key that is not there is an InputError: another version of the script wrote it."""
+
+    path: Path
+
+    def __missing__(self, key):
+        raise InputError(
+            f"{self.path}: lacks {key!r}, so another version of this script wrote it; resume with that version, or "
+            "start afresh with --overwrite"
+        )
 
 
-def find_newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint of a run folder; those that do not match the manifest are named and passed over."""
-    for name, digest in reversed(list(read_manifest(folder).items())):
-        path = folder / name
-        if name.startswith("step_") and path.exists():
-            if file_sha256(path) == digest:
-                return path
-            print_main(
-                f"warning: {path} is damaged (its sha256 is not the manifest's); trying the one before", file=sys.stderr
-            )
+class Checkpoint(_Part):
+    """What a checkpoint file holds, on the CPU; `path` is the file that was read."""
+
+    def __init__(self, contents: dict, path: Path):
+        super().__init__(contents)
+        self.path = path
+        for key, value in contents.items():
+            if type(value) is dict:
+                self[key] = _Part(value)
+                self[key].path = path
+
+    def plain(self) -> dict:
+        """The same as dicts that torch.save writes without naming a class."""
+        return {key: dict(value) if isinstance(value, _Part) else value for key, value in self.items()}
+
+
+def find_newest(run_folder: Path) -> Path | None:
+    """The newest intact checkpoint of a run folder, None in one without any; damaged ones are named and passed over.
+
+    Without a readable manifest the checkpoints are checked by what is in them. Raises InputError when there are
+    checkpoints and none can be used.
+    """
+    manifest = read_manifest(run_folder)
+    if manifest is None or not manifest.steps():
+        manifest = recover_manifest(run_folder)
+    for name in reversed(manifest.steps()):
+        path = run_folder / name
+        if not path.exists():
+            continue
+        if file_sha256(path) == manifest.checkpoints[name]:
+            return path
+        print_main(
+            f"warning: {path} is damaged (its sha256 is not the manifest's); trying the one before", file=sys.stderr
+        )
+    if manifest.checkpoints:
+        raise InputError(f"{run_folder}: no intact checkpoint is left; start afresh with --overwrite")
     return None
 
 
-def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict | None:
-    """All ranks: the checkpoint that `--resume_from` means, as a dict on the CPU; None without flag or anything to
-    resume.
+def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resume: bool = False) -> Checkpoint | None:
+    """All ranks: the checkpoint that `--resume_from` means, on the CPU; None without flag or anything to resume.
 
-    Rank 0 decides which file. `format` is what the script wrote as contents["format"]. Raises InputError on all ranks
-    for a missing, damaged or foreign file.
+    Rank 0 decides which file. `format` is what the script wrote as contents["format"]. resume: a training will go on
+    from it in run_folder, which must then hold the same run or none. Raises InputError on all ranks for a missing,
+    damaged or foreign file.
     """
     if resume_from is None:
         return None
     choice = None
     with agree_on_errors():
         if world()[0] == 0:
-            choice = find_newest(folder) if resume_from == "auto" else _resolve(Path(resume_from))
-            if choice is None and resume_from == "auto" and read_manifest(folder):
-                raise InputError(f"{folder}: no intact checkpoint is left; start afresh with --overwrite")
+            choice = find_newest(run_folder) if resume_from == "auto" else _resolve(Path(resume_from))
     choice = broadcast_object(choice)
     if choice is None:
         return None
     contents = None
     with agree_on_errors():
-        try:
-            contents = torch.load(choice, map_location="cpu", weights_only=True)
-        except Exception as error:
-            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-            raise InputError(f"{choice}: not a readable checkpoint ({reason}); choose another --resume_from") from None
-        if not isinstance(contents, dict) or not {"step", "rng", "format"} <= contents.keys():
-            raise InputError(f"{choice}: not a checkpoint of this project; choose another --resume_from")
-        if contents["format"] != format:
-            raise InputError(
-                f"{choice}: checkpoint of {contents['format']}, not of {format}; choose another --resume_from"
-            )
+        contents = _read(choice, format)
+        if resume and world()[0] == 0 and not _is_of_run(contents, run_folder) and _holds_checkpoints(run_folder):
+            raise InputError(f"{run_folder}: holds another run than {choice}; choose an empty output folder")
     print_main(f"loaded {choice} (step {contents['step']})")
     return contents
+
+
+def _read(path: Path, format: str) -> Checkpoint:
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise InputError(f"{path}: not a readable checkpoint ({reason}); choose another --resume_from") from None
+    if not isinstance(contents, dict) or not {"step", "rng", "format"} <= contents.keys():
+        raise InputError(f"{path}: not a checkpoint of this project; choose another --resume_from")
+    if contents["format"] != format:
+        raise InputError(f"{path}: checkpoint of {contents['format']}, not of {format}; choose another --resume_from")
+    if reason := misnamed(path.name, contents["step"]):
+        raise InputError(f"{path}: {reason}; choose another --resume_from")
+    return Checkpoint(contents, path)
+
+
+def _resolve(path: Path) -> Path:
+    """The file that a path given by the user means. Raises InputError for a damaged or missing one."""
+    if path.is_dir():
+        newest = find_newest(path)
+        if newest is None:
+            raise InputError(f"{path}: holds no intact checkpoint; check --resume_from")
+        return newest
+    if not path.is_file():
+        raise InputError(f"{path}: no such checkpoint; check --resume_from")
+    try:
+        reason = find_damage(path)
+        digest = file_sha256(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); choose another --resume_from") from None
+    manifest = read_manifest(path.parent)
+    expected = manifest.checkpoints.get(path.name, digest) if manifest else digest
+    if digest != expected and (reason or not _was_linked_early(path, digest, manifest)):
+        # the manifest is written before best.pt and last.pt are linked: a kill in between leaves the old link
+        for name, other in manifest.checkpoints.items():
+            if name.startswith("step_") and other == expected and file_is(path.parent / name, expected):
+                return path.parent / name
+        reason = reason or "it is another checkpoint than the manifest names"
+    if reason:
+        raise InputError(f"{path}: damaged ({reason}); choose another, or --resume_from auto")
+    return path
+
+
+def _was_linked_early(path: Path, digest: str, manifest: Manifest) -> bool:
+    """Runs from before the seals linked best.pt first and then wrote the manifest."""
+    return read_seal(path) is None and digest in manifest.checkpoints.values()
+
+
+def _is_of_run(contents: Checkpoint, run_folder: Path) -> bool:
+    """Whether a checkpoint is of the run that a folder holds."""
+    manifest = read_manifest(run_folder)
+    if manifest and manifest.run_id and contents.get("run_id"):
+        return contents["run_id"] == manifest.run_id
+    # one of them is from before runs had names
+    if contents.path.parent.resolve() == run_folder.resolve():
+        return True
+    return manifest is not None and file_sha256(contents.path) in manifest.checkpoints.values()
+
+
+def _holds_checkpoints(run_folder: Path) -> bool:
+    return any(is_checkpoint_name(path.name) for path in run_folder.glob("*.pt"))
 
 
 def check_same_run(contents: dict, now: dict) -> None:
@@ -286,69 +334,207 @@ def check_same_run(contents: dict, now: dict) -> None:
             raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
 
 
-def _resolve(path: Path) -> Path:
-    if path.is_dir():
-        newest = find_newest(path)
-        if newest is None:
-            raise InputError(f"{path}: holds no intact checkpoint; check --resume_from")
-        return newest
-    if not path.is_file():
-        raise InputError(f"{path}: no such checkpoint; check --resume_from")
-    manifest = read_manifest(
-        path.parent
-    )  # a kill just after linking leaves best.pt under its older line: any line will do
-    if path.name in manifest and file_sha256(path) not in manifest.values():
-        raise InputError(f"{path}: damaged (its sha256 is not the manifest's); choose another, or --resume_from auto")
-    return path
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, weight_decay: float) -> None:
+    """Load an optimizer's state_dict; its moments take the memory layout of their parameters.
+
+    A run on a GPU writes the moments of convolutions as channels_last, and the fused optimizers pair elements by their
+    place in memory. weight_decay: as the flags say now. Raises InputError for the state of another optimizer.
+    """
+    try:
+        optimizer.load_state_dict(saved)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = weight_decay
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() > 0:
+                        if value.shape != parameter.shape:
+                            raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+                        state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    except (KeyError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        raise InputError(
+            f"--resume_from: the state of another optimizer ({reason}); give the flags of the run"
+        ) from None
+
+
+def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, precision: str) -> None:
+    """Go on with the loss scale of an fp16 run; other precisions have none, and fp16 after them starts anew."""
+    if precision == "fp16" and saved.get("scale", 1.0) != 1.0:
+        scaler.load_state_dict(saved)
 
 
 # --- the run folder ---------------------------------------------------------------------------------------------------
 
-RUN_FILES = ("args.yaml", "metrics.jsonl", "summary.json", "model.safetensors", MANIFEST, "last.pt", "best.pt")
 
-
-def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60) -> "RunLock | None":
+def lock_run_folder(run_folder: Path, may_exist: bool, wait: float = 60, overwrite: bool = False) -> "RunLock | None":
     """All ranks call it: rank 0 makes and locks the folder (keep what is returned as long as the run lasts).
 
-    InputError on all ranks when the folder holds a run and may not, or cannot be written. The lock (released by the
-    system when the process ends, however it ends) keeps two runs out of one folder; one being stopped is waited for.
+    may_exist: --resume_from or --overwrite was given, so that the folder may hold a run. InputError on all ranks when
+    the folder may not be used or cannot be written. The lock (released by the system when the process ends, however it
+    ends) keeps two runs out of one folder; a run to be resumed that is just being stopped is waited for.
     """
     lock = None
     with agree_on_errors():
         if world()[0] == 0:
-            if any((folder / name).exists() for name in RUN_FILES) and not may_exist:
-                text = "holds a run already; go on with --resume_from auto, or --overwrite it, or choose another folder"
-                raise InputError(f"{folder}: {text}")
+            check_run_folder(run_folder, may_exist, overwrite)
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = RunLock(folder / ".lock", wait)
+                run_folder.mkdir(parents=True, exist_ok=True)
+                lock = RunLock(run_folder / ".lock", wait if may_exist else 0)
             except OSError as error:
-                raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
+                raise InputError(f"{run_folder}: cannot write here ({error.strerror}); choose another folder") from None
+            # another run may have begun and even ended here since the first look
+            check_run_folder(run_folder, may_exist, overwrite)
     with agree_on_errors():
-        if not folder.is_dir():
-            raise InputError(f"{folder}: not seen by rank {world()[0]}; choose a folder that all nodes share")
+        if not run_folder.is_dir():
+            raise InputError(f"{run_folder}: not seen by rank {world()[0]}; choose a folder that all nodes share")
     return lock
 
 
-def clear_run_folder(folder: Path, overwrite: bool) -> None:
-    """Rank 0, once nothing can be wrong: delete what a killed save left, and with `overwrite` the old run."""
-    if world()[0] == 0:
-        for pattern in (".*.tmp", *((*RUN_FILES, "step_*.pt", "*_best.pt", "eval_*.json") if overwrite else ())):
-            for path in folder.glob(pattern):
-                path.unlink()
-        for name in ("logs", "figures") if overwrite else ():
-            shutil.rmtree(folder / name, ignore_errors=True)
+def check_run_folder(run_folder: Path, may_exist: bool, overwrite: bool) -> None:
+    """InputError when starting here would write over files that are not this run's to replace."""
+    if not run_folder.is_dir():
+        return
+    manifest = read_manifest(run_folder)
+    files = [path for path in run_folder.iterdir() if path.name in RESULT_FILES or is_checkpoint_name(path.name)]
+    files += [path for path in (run_folder / "logs", run_folder / "figures") if path.exists()]
+    ours = manifest is not None or _is_args_file(run_folder / "args.yaml")
+    if not may_exist and (files or manifest):
+        if ours or any(is_checkpoint_name(path.name) or path.name == "metrics.jsonl" for path in files):
+            text = "holds a run already; go on with --resume_from auto, or --overwrite it, or choose another folder"
+            raise InputError(f"{run_folder}: {text}")
+        raise InputError(f"{run_folder}: holds {files[0].name}, which no run wrote; choose another folder")
+
+    # a folder without manifest and args.yaml is a run's only if its checkpoints say so, which --resume_from looks at
+    checkpoints = [path for path in files if is_checkpoint_name(path.name)]
+    if files and not ours and (overwrite or not checkpoints):
+        text = f"holds {files[0].name}, but no {MANIFEST} or args.yaml of a run"
+        raise InputError(f"{run_folder}: {text}; choose another folder")
+    if manifest is None and not overwrite:
+        return
+    run_ids = {manifest.run_id} if manifest else set()
+    for path in checkpoints:
+        if manifest is None or path.name not in manifest.files():
+            # a run that is killed between writing a checkpoint and the manifest leaves one that is its own
+            _, run_id, reason = identify(path)
+            run_ids.add(run_id)
+            if reason or len(run_ids) > 1:
+                raise InputError(f"{path}: is not of the run in this folder; move it away, or choose another folder")
+
+
+def _is_args_file(path: Path) -> bool:
+    """Whether this is the args.yaml of a run here, and not another program's of that name."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return all(re.search(rf"^{name}: ", text, re.MULTILINE) for name in ("dist_timeout", "keep_last", "max_bad_steps"))
+
+
+def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
+    """Rank 0, once nothing can be wrong: write down which run this folder holds from here on, then make it so.
+
+    contents: the checkpoint to go on from; None for a fresh run, which replaces what was here. Returns (run id, bytes
+    of metrics.jsonl that belong to the checkpoint). Whenever it is killed, `--resume_from auto` follows the decision
+    that the manifest holds: it is written first and as a whole.
+    """
+    for path in run_folder.glob(".*.tmp"):
+        path.unlink()
+    if contents is None:
+        return _begin_afresh(run_folder), 0
+    if not _is_of_run(contents, run_folder):
+        return _begin_from_another_run(run_folder, contents), 0
+    manifest = read_manifest(run_folder)
+    if manifest is None or not manifest.steps():
+        manifest = recover_manifest(run_folder)
+    manifest.run_id = manifest.run_id or secrets.token_hex(8)
+    manifest.written = list(dict.fromkeys([*manifest.written, *RESULT_FILES]))
+    newest = _go_back(run_folder, manifest, contents)
+    write_manifest(run_folder, manifest)
+    if not file_is(newest, manifest.checkpoints[newest.name]):
+        link(contents.path, newest)
+    _mend_links(run_folder, manifest)
+    return manifest.run_id, contents["log"]["bytes"]
+
+
+def _begin_afresh(run_folder: Path) -> str:
+    old = read_manifest(run_folder) or Manifest()
+    obsolete = old.files()
+    if _is_args_file(run_folder / "args.yaml"):
+        # check_run_folder has seen to it that all checkpoints here are of the one run
+        obsolete += [path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name)]
+        # a manifest from before it named them has no other files of the run
+        obsolete += RESULT_FILES
+        obsolete += [f"logs/{path.name}" for path in run_folder.glob("logs/events.out.tfevents.*")]
+    present = [name for name in dict.fromkeys(obsolete) if (run_folder / name).is_file()]
+    manifest = Manifest(secrets.token_hex(8), written=list(RESULT_FILES), obsolete=present)
+    write_manifest(run_folder, manifest)
+    delete_obsolete(run_folder, manifest)
+    # names that the new run uses again must not stay in the list
+    write_manifest(run_folder, manifest)
+    return manifest.run_id
+
+
+def _begin_from_another_run(run_folder: Path, contents: Checkpoint) -> str:
+    """The other run's checkpoint becomes the first of a new run, so that `auto` finds it from now on."""
+    run_id = secrets.token_hex(8)
+    path = run_folder / f"step_{contents['step']:08d}.pt"
+    log = dict(contents["log"]) | {"bytes": 0, "run_id": run_id}
+    digest = write_checkpoint(path, contents.plain() | {"run_id": run_id, "log": log})
+    write_manifest(run_folder, Manifest(run_id, {path.name: digest}, list(RESULT_FILES)))
+    return run_id
+
+
+def _go_back(run_folder: Path, manifest: Manifest, contents: Checkpoint) -> Path:
+    """Make the checkpoint the newest of the manifest; what was saved after it becomes obsolete. Returns its place."""
+    name = f"step_{contents['step']:08d}.pt"
+    digest = file_sha256(contents.path)
+    if manifest.steps()[-1:] != [name] or manifest.checkpoints[name] != digest:
+        for other in list(manifest.checkpoints):
+            if other == name or _step_of(run_folder / other) > contents["step"]:
+                del manifest.checkpoints[other]
+                manifest.obsolete.append(other)
+        manifest.checkpoints |= {name: digest, "last.pt": digest}
+        manifest.obsolete = [other for other in manifest.obsolete if other not in manifest.checkpoints]
+    return run_folder / name
+
+
+def _step_of(path: Path) -> int:
+    return identify(path)[0] if path.is_file() else 0
+
+
+def _mend_links(run_folder: Path, manifest: Manifest) -> None:
+    """Make last.pt and best.pt names of the files that the manifest means, where a kill left other ones."""
+    steps = {manifest.checkpoints[name]: run_folder / name for name in manifest.steps()}
+    for name, digest in manifest.checkpoints.items():
+        path = run_folder / name
+        target = steps.get(digest)
+        if target not in (None, path) and target.exists() and not (path.exists() and os.path.samefile(path, target)):
+            link(target, path)
+
+
+def cut_metrics(path: Path, size: int) -> None:
+    """Rank 0: keep the first `size` bytes of metrics.jsonl, to the end of a line; a new file replaces the old one."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    kept = data[:size]
+    kept = kept[: kept.rfind(b"\n") + 1]
+    if kept != data:
+        write_atomically(path, lambda file: file.write(kept))
 
 
 class RunLock:
-    """An exclusive lock on a file while this object, at most the process, lives. Raises InputError after `wait`
-    seconds."""
+    """An exclusive lock on a file while this object, at most the process, lives.
+
+    Raises InputError after `wait` seconds.
+    """
 
     def __init__(self, path: Path, wait: float):
         self.file = open(path, "a")  # noqa: SIM115 - open for the lifetime of the lock
         deadline = time.monotonic() + wait
         while not self._try():
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 raise InputError(f"{path.parent}: another run is writing here; stop it or choose another output folder")
             time.sleep(0.2)
 

@@ -8,6 +8,7 @@ python -m hardware_utils --plan --gpus 4 --gpu_memory 24   the settings for a ma
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,10 +55,19 @@ def peak_memory_gb(device: torch.device) -> float:
     return psutil.Process().memory_info().peak_wset / 2**30
 
 
+# CUDA's and torch's own words (AcceleratorError, NCCL's `Cuda failure 2 'out of memory'`, the driver's); cuBLAS, cuDNN,
+# cuSOLVER and cuFFT; the host's allocators, C++'s, and oneDNN's when it is refused memory for the code it writes
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|ALLOC_FAILED|ALLOCATION_FAILED"
+    r"|can't allocate memory|not enough memory|cannot allocate memory|Failed to CUDA (?:calloc|malloc|host alloc)"
+    r"|std::bad_alloc|bad allocation|could not create a (?:primitive|memory object)",
+    re.IGNORECASE,
+)
+
+
 def out_of_memory(error: BaseException) -> bool:
-    """Whether this is the GPU's or the host's allocator giving up."""
-    texts = ("can't allocate memory", "ALLOC_FAILED", "could not create a primitive")  # host, cuBLAS and cuDNN, oneDNN
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
+    """Whether this is the GPU's or the host's allocator giving up, under any of the names that libraries give it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
 def split_batch(batch_size: int, accumulation: int) -> tuple[int, int]:

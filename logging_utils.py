@@ -6,7 +6,6 @@ once, and the next checkpoint, which needs the space too, ends the run in order.
 
 import json
 import math
-import os
 import sys
 import time
 from argparse import Namespace
@@ -15,10 +14,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint_utils import clear_run_folder
+from checkpoint_utils import Checkpoint, begin_run, cut_metrics
 from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
+from manifest_utils import note_written
 
 
 def print_banner(title: str, facts: dict) -> None:
@@ -33,7 +33,7 @@ class RunLog:
     """The log of one run.
 
     Per optimizer step, `step()` takes the step's numbers as a tensor on the device and does nothing else; every
-    log_every steps they are summed over the ranks in one transfer and written. `pending()` and `resume` keep an
+    log_every steps they are summed over the ranks in one transfer and written. `pending()` and `contents` keep an
     interval that a checkpoint cuts in two exact.
     """
 
@@ -44,17 +44,20 @@ class RunLog:
         names: list[str],
         args: Namespace,
         total_steps: int,
-        resume: dict | None = None,
+        contents: Checkpoint | None = None,
     ):
-        """Also clears the folder (all of it with --overwrite) and writes args.yaml, once nothing more can be wrong.
+        """Also makes the folder this run's (see begin_run) and writes args.yaml, once nothing more can be wrong.
 
-        names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every, overwrite and wandb
-        flags are read from it. resume: what pending() gave, from a checkpoint."""
+        names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every and wandb flags are
+        read from it. contents: the checkpoint to go on from, with what pending() gave."""
         self.folder, self.ranks, self.names = folder, ranks, names
         self.log_every, self.total_steps = args.log_every, total_steps
         self.recent: list[torch.Tensor] = []
+        resume = contents["log"] if contents else None
         self.rows: list[list[float]] = [list(row) for row in resume["rows"]] if resume else []
         self.bad_in_row = resume["bad_in_row"] if resume else 0
+        self.lr: float | None = resume.get("lr") if resume else None
+        self.run_id = ""
         self.restart_clock()
         self.warned, self.written = False, 0  # written: bytes of metrics.jsonl that are on the disk
         self.context: dict[str, int] = {}  # more for each line beside step and epoch, such as the stage
@@ -64,11 +67,11 @@ class RunLog:
         with agree_on_errors():
             if ranks.is_main:
                 try:
-                    self._open(args, resume)
+                    self._open(args, contents)
                 except OSError as error:
                     raise InputError(f"{folder}: log not opened ({error.strerror or error}); make room") from None
 
-    def _open(self, args: Namespace, resume: dict | None) -> None:
+    def _open(self, args: Namespace, contents: Checkpoint | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if args.wandb:  # first: nothing is deleted or written before the last thing that can be wrong
@@ -81,16 +84,18 @@ class RunLog:
             except Exception as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise InputError(f"--wandb: {reason}; log in with `wandb login` or set WANDB_MODE=offline") from None
-        clear_run_folder(self.folder, args.overwrite)
+        # forget what was logged after the checkpoint; without one, all
+        self.run_id, size = begin_run(self.folder, contents)
         save_args(self.folder / "args.yaml", args)
         path = self.folder / "metrics.jsonl"
-        if path.exists():  # forget what was logged after the checkpoint; without one, all
-            os.truncate(path, min(path.stat().st_size, resume["bytes"] if resume else 0))
+        cut_metrics(path, size)
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
         self.written = self.jsonl.tell()
-        self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=resume["step"] + 1 if resume else None)
+        self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=contents["step"] + 1 if contents else None)
+        for events in (self.folder / "logs").glob("events.out.tfevents.*"):
+            note_written(self.folder, f"logs/{events.name}")
         if sys.stderr.isatty():
-            first = resume["step"] if resume else 0
+            first = contents["step"] if contents else 0
             self.bar = tqdm(total=self.total_steps, initial=first, unit="step", dynamic_ncols=True)
 
     def next_batches(self, iterator, count: int) -> list:
@@ -105,10 +110,11 @@ class RunLog:
         self.waited += time.perf_counter() - begun
         return batches
 
-    def step(self, values: torch.Tensor, samples: int) -> None:
-        """Keep one optimizer step's numbers (this rank's part of their sums over ranks) and its global number of
-        samples."""
+    def step(self, values: torch.Tensor, samples: int, lr: float) -> None:
+        """Keep one optimizer step's numbers (this rank's part of their sums over ranks), its global number of samples
+        and its learning rate."""
         self.recent.append(values)
+        self.lr = lr
         self.samples += samples
         self.steps += 1
         if self.bar:
@@ -136,14 +142,21 @@ class RunLog:
     def pending(self, step: int) -> dict:
         """All ranks: for the checkpoint of `step`: the interval begun, and how far metrics.jsonl belongs to it."""
         self.collect()
-        return {"rows": self.rows, "bad_in_row": self.bad_in_row, "bytes": self.written, "step": step}
+        interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
+        return interval | {"bytes": self.written, "step": step, "run_id": self.run_id}
 
-    def write_interval(self, step: int, epoch: int, lr: float) -> None:
+    def write_rest(self, step: int, epoch: int) -> None:
+        """All ranks, at the end of training and after its last checkpoint: the steps since the last full interval."""
+        self.collect()
+        if self.rows:
+            self.write_interval(step, epoch)
+
+    def write_interval(self, step: int, epoch: int) -> None:
         """All ranks, every log_every steps: means over the interval's finite values, throughput, data wait, memory."""
         self.collect()
         seconds = max(time.perf_counter() - self.started, 1e-9)
         wait, memory = reduce_max([self.waited / seconds, peak_memory_gb(self.ranks.device)]).tolist()
-        values = {"train/lr": lr}
+        values = {"train/lr": self.lr}
         for i, name in enumerate(self.names):
             column = [row[i] for row in self.rows if math.isfinite(row[i])]
             values[f"train/{name}"] = sum(column) / len(column) if column else None
@@ -158,7 +171,8 @@ class RunLog:
         else:
             context = "".join(f"{name} {value} " for name, value in self.context.items())
             where = f"{context}epoch {epoch} step {step}/{self.total_steps}"
-            print_main(f"{where} | {text} | lr {lr:.2e} | {memory:.2f} GB | {tqdm.format_interval(left)} left")
+            lr = "" if self.lr is None else f" | lr {self.lr:.2e}"
+            print_main(f"{where} | {text}{lr} | {memory:.2f} GB | {tqdm.format_interval(left)} left")
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -196,6 +210,7 @@ class RunLog:
 
             path = self.folder / "figures" / f"{name}.png"
             path.parent.mkdir(exist_ok=True)
+            note_written(self.folder, f"figures/{name}.png")
             figure.savefig(path, dpi=110)
             self.writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 

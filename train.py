@@ -14,7 +14,6 @@ Data: datasets/history_darkroom_PPO_alg-seed42.hdf5, see darkroom.py; `sample_da
 import argparse
 import contextlib
 import copy
-import gc
 import hashlib
 import json
 import math
@@ -22,17 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from cli_utils import (
-    InputError,
-    Parser,
-    RunError,
-    add_common_arguments,
-    number,
-    parse_arguments,
-    run_main,
-    value_sources,
-    whole,
-)
+from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, value_sources, whole
 
 FORMAT = "compressed_ad/1"
 LOSSES = ["loss", "accuracy", "grad_norm", "skipped"]
@@ -154,6 +143,7 @@ import in_context_report as report
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from in_context_net import GRID, Agents, InContextNet, Layer
 from logging_utils import RunLog, print_banner
+from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 # --- data and net -----------------------------------------------------------------------------------------------------
 
@@ -255,10 +245,10 @@ def train_steps(
         state["step"] += 1
         state["samples"] += count
         facts = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: one tells
-        log.step(torch.cat([totals, facts if ranks.is_main else torch.zeros_like(facts)]), count)
+        log.step(torch.cat([totals, facts if ranks.is_main else torch.zeros_like(facts)]), count, rate)
         log.check(state["step"], args.max_bad_steps)
-        if state["step"] % args.log_every == 0 or state["step"] == args.train_timesteps:
-            log.write_interval(state["step"], state["epoch"] + 1, rate)
+        if state["step"] % args.log_every == 0:
+            log.write_interval(state["step"], state["epoch"] + 1)
         if args.save_every and state["step"] % args.save_every == 0 and state["step"] < until:
             save()
     if state["samples"] >= sampler.used:
@@ -457,40 +447,24 @@ def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
         args.seed = contents["run"]["seed"]
 
 
-def find_batch_size(net: InContextNet, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: two forward and backward passes of the largest batch; all ranks halve together when one has no
-    memory. Raises RunError when one segment is too much."""
+def find_batch_size(net: InContextNet, args: argparse.Namespace, device: torch.device) -> None:
+    """--auto_batch: the largest batch size at which a step of segments of the greatest depth fits."""
     depth = args.max_compression_depth if args.n_latent else 0
-    while True:
-        size, failed = args.train_batch_size, False
-        try:
-            shape = size, depth + 1, args.n_transit
-            batch = {"cells": torch.zeros(*shape, 3, dtype=torch.uint8), "rewards": torch.zeros(shape)}
-            batch |= {"depth": torch.full((size,), depth), "compressed": [size] * depth}
-            batch |= {"length": torch.full((size,), args.n_transit), "action": torch.zeros(size, args.n_transit).long()}
-            batch = du.to_device(batch, ranks.device)
-            for _ in range(2):  # in the second, the gradients of the first are there already
-                with hw.autocast(ranks.device, args.mixed_precision):
-                    losses, _ = action_losses(net, batch)
-                losses.mean().backward()
-        except (RuntimeError, MemoryError) as error:
-            if not hw.out_of_memory(error):
-                raise
-            failed = True
-        net.zero_grad(set_to_none=True)
-        batch = losses = None
-        gc.collect()  # the failed pass left cycles that hold its activations
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(ranks.device)
-        if not du.any_rank(failed):
-            return
-        if size == 1:
-            raise RunError("out of memory at --train_batch_size 1; pass a smaller --n_transit or --tf_n_embd")
-        args.train_batch_size, args.gradient_accumulation_steps = hw.split_batch(size, args.gradient_accumulation_steps)
-        size, accumulation = args.train_batch_size, args.gradient_accumulation_steps
-        now = f"--train_batch_size {size} --gradient_accumulation_steps {accumulation}"
-        du.print_main(f"out of memory: going on with {now}")
+
+    def try_once(size: int) -> None:
+        shape = size, depth + 1, args.n_transit
+        batch = {"cells": torch.zeros(*shape, 3, dtype=torch.uint8), "rewards": torch.zeros(shape)}
+        batch |= {"depth": torch.full((size,), depth), "compressed": [size] * depth}
+        batch |= {"length": torch.full((size,), args.n_transit), "action": torch.zeros(size, args.n_transit).long()}
+        batch = du.to_device(batch, device)
+        with hw.autocast(device, args.mixed_precision):
+            losses, _ = action_losses(net, batch)
+        losses.mean().backward()
+
+    args.train_batch_size, args.gradient_accumulation_steps = fit_batch_to_memory(
+        try_once, net.parameters(), args.train_batch_size, args.gradient_accumulation_steps,
+        "--train_batch_size", "pass a smaller --n_transit or --tf_n_embd",
+    )  # fmt: skip
 
 
 def print_start(args: argparse.Namespace, accelerator, ranks: du.Ranks) -> None:
@@ -548,8 +522,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         args.num_workers = 0
     if args.eval_only:
         return evaluate_only(args, ranks)
-    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
-    contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT)
+    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+    contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT, resume=True)
     if contents:
         adopt(args, contents, args.resume_from)
         why = keep_precision(args, contents, why, ranks)
@@ -561,7 +535,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     accelerator = make_accelerator(args, ranks)
     data, net = Data(args), build_net(args, ranks.device)
     if args.auto_batch:
-        find_batch_size(net, args, ranks)
+        find_batch_size(net, args, ranks.device)
     loader = du.create_distributed_dataloader(
         data.train, args.train_batch_size, seed=args.seed, num_workers=args.num_workers, drop_last=False,
         accumulation=args.gradient_accumulation_steps, collate_fn=as_it_is,
@@ -577,15 +551,11 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if contents:
         ckpt.check_same_run(contents, this_run)
         state |= contents["state"] | {"saved": None}
-        if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
-            state["best"] = None
+        forget_other_best(folder, state)
         with du.agree_on_errors():
             ckpt.load_trained(net, contents["net"])
-        optimizer.load_state_dict(contents["optimizer"])
-        for group in optimizer.param_groups:
-            group["weight_decay"] = args.weight_decay
-        if fp16 and contents["scaler"]:
-            scaler.load_state_dict(contents["scaler"])
+        ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
+        ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
         ckpt.restore_rng(contents["rng"])
     last_step = min(args.max_steps or math.inf, args.train_timesteps)
     published = MODELS[args.model]["train_batch_size"]
@@ -610,7 +580,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
         "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, last_step, contents["log"] if contents else None)
+    log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
     log.curves = [f"{split}/return_{part}" for split in ("val", "unseen") for part in ("first", "last")]
     print_start(args, accelerator, ranks)
     print_banner("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", facts)
@@ -643,25 +613,21 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     with contextlib.closing(log), du.StopSignal() as stop:
         if state["step"] == 0 and ranks.is_main:
             log.figure("inputs", report.draw_inputs(data.train), 0)
-        if state["step"] >= last_step:
-            du.print_main(f"nothing left to train: step {state['step']} of {last_step}; see --train_timesteps")
+        say_if_finished(state["step"], last_step, "--train_timesteps")
         while True:
             planned = state["step"] >= args.train_timesteps
             planned |= bool(args.eval_interval) and state["step"] % args.eval_interval == 0
             # also after a resume from here, as the evaluation may have been cut short
             if state["step"] and (planned or state["step"] >= last_step):
                 save()
+                if state["step"] >= last_step:
+                    log.write_rest(state["step"], passes(state))
                 metrics = evaluate_briefly(net, data, accelerator, args, ranks, stop)
                 if metrics is None:
                     return stopped(stop, state)
                 log.write(state["step"], passes(state), metrics)
                 du.print_main(f"step {state['step']}: {brief(metrics)}")
-                found = du.broadcast_object(metrics["val/loss"])
-                if planned and (state["best"] is None or found <= state["best"]):
-                    state["best"] = found
-                    state["best_sha256"] = ckpt.mark_best(folder, state["step"])
-                elif state["best"] is None:  # --max_steps before the first evaluation: chosen for now alone
-                    ckpt.mark_best(folder, state["step"])
+                keep_best(folder, state, du.broadcast_object(metrics["val/loss"]), planned, lower=True)
             if state["step"] >= last_step:
                 break
             until = last_step

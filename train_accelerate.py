@@ -272,6 +272,7 @@ import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
 from logging_utils import RunLog, print_banner, print_table
+from loop_utils import forget_other_best, keep_best, say_if_finished
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
 
@@ -462,10 +463,10 @@ def train_one_epoch(
         state["samples"] += count
         ema.update(net, state["stage_step"])
         facts = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: one tells
-        log.step(torch.cat([totals, facts if ranks.is_main else torch.zeros_like(facts)]), count)
+        log.step(torch.cat([totals, facts if ranks.is_main else torch.zeros_like(facts)]), count, rate)
         log.check(state["step"], args.max_bad_steps)
         if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1, rate)
+            log.write_interval(state["step"], state["epoch"] + 1)
         if args.save_every and state["step"] % args.save_every == 0:
             save()
     return 0
@@ -907,9 +908,8 @@ def fit_stage(
         with du.agree_on_errors():
             ckpt.load_trained(net, contents["net"])
             ckpt.load_trained(ema.net, contents["ema"])
-        optimizer.load_state_dict(contents["optimizer"])
-        if fp16 and contents["scaler"]:
-            scaler.load_state_dict(contents["scaler"])
+        ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
+        ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
         ckpt.restore_rng(contents["rng"])
     train, val = data.set("train", stage["volume_size"]), data.set("val", stage["volume_size"])
     if args.compile:
@@ -947,13 +947,13 @@ def fit_stage(
         if code := train_one_epoch(k, wrapped, net, ema, *tools, *options):
             return code, None, 0
         save()
+        if state["step"] >= last_step or state["stage_step"] >= stage_steps:
+            log.write_rest(state["step"], state["epoch"] + 1)
         metrics = validation_loss(k, ema, accelerator, scheduler, val, data.greys, args, ranks)
         log.write(state["step"], state["epoch"] + 1, metrics)
         du.print_main(f"{stage['name']} epoch {state['epoch'] + 1}: val loss {metrics['val/loss']:.4f}")
-        if state["best"] is None or metrics["val/loss"] <= state["best"]:
-            state["best"] = metrics["val/loss"]
-            names = f"{stage['name']}_best.pt", "best.pt"
-            state["best_sha256"] = ckpt.mark_best(folder, state["step"], names)
+        names = f"{stage['name']}_best.pt", "best.pt"
+        keep_best(folder, state, metrics["val/loss"], state["samples"] >= sampler.used, lower=True, names=names)
         if args.scheduler == "plateau":
             next_rate(state, metrics["val/loss"])
         if state["step"] >= last_step or state["stage_step"] >= stage_steps:
@@ -1020,8 +1020,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             return sample_new(contents, args, accelerator, ranks)
         return evaluate_only(contents, used, args, accelerator, ranks)
 
-    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
-    contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT)
+    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+    contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT, resume=True)
     state: dict = {"step": 0}
     if contents:
         adopt(args, contents, args.resume_from)
@@ -1033,7 +1033,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     table = plan_stages(first, data.greys, args, ranks)
     effective = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in stages]
     this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective[first]}
-    resume_log = contents["log"] if contents else None
+    begun_from = contents
     earlier: list[StageNet] = []
     if contents:
         ckpt.check_same_run(contents, {name: this_run[name] for name in list(this_run)[: 2 if anew else 3]})
@@ -1046,8 +1046,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             contents = None
     if anew:
         begin_stage(state, first)
-    elif ckpt.best_sha256(folder, f"{stages[first]['name']}_best.pt") != state["best_sha256"]:
-        state["best"] = None  # another folder, or gone back to an older checkpoint
+    else:
+        forget_other_best(folder, state, f"{stages[first]['name']}_best.pt")
     planned = [stage_steps(k, data, args, world_size) for k in range(last + 1)]
     planned[first] = max(planned[first], state["stage_step"])  # begun with more epochs than are asked for now
     if last > first and args.stage and state["stage_step"] < planned[first]:
@@ -1088,7 +1088,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         "start": f"step {state['step']}, {stages[state['stage']]['name']}, epoch {state['epoch'] + 1}",
         "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, last_step, resume_log)
+    log = RunLog(folder, ranks, LOSSES, args, last_step, begun_from)
+    del begun_from
     log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
     print_banner("X-RAY TO CT CASCADE", facts)
     if ranks.is_main:
@@ -1108,8 +1109,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
 
     speed: dict[str, float] = {}
     with contextlib.closing(log), du.StopSignal() as stop:
-        if state["step"] >= last_step:
-            du.print_main(f"nothing left to train: step {state['step']} of {last_step}; see --num_epochs_per_stage")
+        say_if_finished(state["step"], last_step, "--num_epochs_per_stage")
         for k in range(first, last + 1):
             tools = accelerator, args, ranks, log, stop
             code, net, best_step = fit_stage(k, earlier, contents, data, state, last_step, save_parts, *tools)

@@ -14,7 +14,6 @@ report-derived scene graph is never an input: the answers come from the same rep
 
 import argparse
 import contextlib
-import gc
 import json
 import math
 import os
@@ -23,17 +22,7 @@ import time
 import zlib
 from pathlib import Path
 
-from cli_utils import (
-    InputError,
-    Parser,
-    RunError,
-    add_common_arguments,
-    number,
-    parse_arguments,
-    run_main,
-    value_sources,
-    whole,
-)
+from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, value_sources, whole
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
@@ -154,6 +143,7 @@ import distributed_utils as du
 import hardware_utils as hw
 import mimic_cxr_index as mci
 from logging_utils import RunLog, print_banner, print_table
+from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
@@ -504,8 +494,7 @@ class TorchEngine:
 
     def restore(self, model: ChestModel, contents: dict) -> None:
         dsu.restore_optimizer(model, self.optimizer, None, contents["model"], contents["optimizer"])
-        if "scale" in contents["scaler"] and self.fp16:
-            self.scaler.load_state_dict(contents["scaler"])
+        ckpt.restore_scaler(self.scaler, contents["scaler"], "fp16" if self.fp16 else "no")
 
     def close(self) -> None:
         self.model = None
@@ -555,15 +544,18 @@ def start_engine(model: ChestModel, config: dict | None, args: argparse.Namespac
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def train_one_epoch(engine, loader, state: dict, total_steps: int, args, ranks: du.Ranks, log, stop, save) -> int:
+def train_one_epoch(
+    engine, loader, state: dict, ends: tuple[int, int], args, ranks: du.Ranks, log, stop, save
+) -> int:  # fmt: skip
     """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
 
-    state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. Between log lines nothing is read
-    back from the GPU. Raises InputError on all ranks for an unreadable picture of any of them.
+    state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. ends: (last step of this run, steps
+    of the whole training, which the learning rate follows). Between log lines nothing is read back from the GPU. Raises
+    InputError on all ranks for an unreadable picture of any of them.
     """
     engine.model.train()
     batches, sampler = iter(loader), loader.batch_sampler
-    while state["step"] < total_steps and state["samples"] < sampler.used:
+    while state["step"] < ends[0] and state["samples"] < sampler.used:
         samples, mine = sampler.window(state["samples"])
         window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
         counts = batch_counts(window) if mine else [0] * (len(mci.HEADS) + 1)
@@ -579,7 +571,7 @@ def train_one_epoch(engine, loader, state: dict, total_steps: int, args, ranks: 
         # every rank passes through the model equally often, as ZeRO exchanges in each pass: spare ones count nothing
         spare = math.ceil(math.ceil(samples / ranks.world_size) / args.batch_size) - len(window)
         window, weights = window + window[-1:] * spare, weights + [0.0] * spare
-        rate = args.learning_rate * du.schedule(state["step"], total_steps, args.warmup_steps, args.lr_schedule)
+        rate = args.learning_rate * du.schedule(state["step"], ends[1], args.warmup_steps, args.lr_schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
         losses = []
@@ -590,12 +582,12 @@ def train_one_epoch(engine, loader, state: dict, total_steps: int, args, ranks: 
             losses.append(parts.detach())
         norm = engine.update()
         shared = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: rank 0 gives it to the sum
-        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples)
+        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples, rate)
         state["step"] += 1
         state["samples"] += samples
         log.check(state["step"], args.max_bad_steps)
         if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1, rate)
+            log.write_interval(state["step"], state["epoch"] + 1)
         if args.save_every and state["step"] % args.save_every == 0:
             save()
     return 0
@@ -840,33 +832,20 @@ def choose_precision(config: dict | None, wanted: str, device: torch.device) -> 
     return chosen, "the DeepSpeed file" if asked else why
 
 
-def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: two forward and backward passes; all ranks halve together when one has no memory."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    while True:
-        failed, moments = False, []
-        try:
-            moments += [torch.empty_like(parameter) for parameter in trained for _ in range(2)]  # the optimizer's
-            batch = du.to_device(data.collate([data[k % len(data)] for k in range(args.batch_size)]), ranks.device)
-            longer = (0, args.max_question_length - batch["ids"].shape[1])
-            batch["ids"], batch["mask"] = F.pad(batch["ids"], longer), F.pad(batch["mask"], longer, value=1)
-            for _ in range(2):  # in the second, the gradients of the first are there already
-                batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
-        except (RuntimeError, MemoryError) as error:
-            if not hw.out_of_memory(error):
-                raise
-            failed = True
-        model.zero_grad(set_to_none=True)
-        batch = None
-        moments.clear()
-        gc.collect()  # the failed pass left cycles that hold its activations
-        if not du.any_rank(failed):
-            return
-        if args.batch_size == 1:
-            raise RunError("out of memory at --batch_size 1; pass --gradient_checkpointing or a smaller --image_size")
-        sizes = hw.split_batch(args.batch_size, args.gradient_accumulation_steps)
-        args.batch_size, args.gradient_accumulation_steps = sizes
-        du.print_main("out of memory: going on with --batch_size {} --gradient_accumulation_steps {}".format(*sizes))
+def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, device: torch.device) -> None:
+    """--auto_batch: the largest batch size at which a step of questions of the full length fits."""
+
+    def try_once(batch_size: int) -> None:
+        batch = du.to_device(data.collate([data[k % len(data)] for k in range(batch_size)]), device)
+        longer = (0, args.max_question_length - batch["ids"].shape[1])
+        batch["ids"] = F.pad(batch["ids"], longer)
+        batch["mask"] = F.pad(batch["mask"], longer, value=1)
+        batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
+
+    advice = "pass --gradient_checkpointing or a smaller --image_size"
+    args.batch_size, args.gradient_accumulation_steps = fit_batch_to_memory(
+        try_once, model.parameters(), args.batch_size, args.gradient_accumulation_steps, "--batch_size", advice
+    )
 
 
 def load_pretrained(model: ChestModel, path: str) -> None:
@@ -933,12 +912,16 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         for title in ("ratings", "studies"):
             if rows := {name: {"count": count} for name, count in index.facts[title].items()}:
                 print_table(title, rows)
-    lock = None if args.eval_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
+    lock = (
+        None
+        if args.eval_only
+        else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+    )
     resume = args.resume_from or (str(folder / "best.pt") if args.eval_only else None)
     with du.agree_on_errors():
         if args.eval_only and not args.resume_from and not Path(resume).exists():
             raise InputError(f"{folder}: holds no best.pt; check --output_dir, or give a checkpoint with --resume_from")
-    contents = ckpt.load_checkpoint(resume, folder, FORMAT)
+    contents = ckpt.load_checkpoint(resume, folder, FORMAT, resume=not args.eval_only)
     if args.eval_only and contents is None:
         raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
     with du.agree_on_errors():
@@ -952,7 +935,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         evaluate_only(model, sets[args.eval_split], index, contents["step"], args, ranks)
         return 0
     if args.auto_batch:
-        find_batch_size(model, sets["train"], args, ranks)
+        find_batch_size(model, sets["train"], args, ranks.device)
     if config is not None:
         batch = args.batch_size, args.gradient_accumulation_steps
         config = dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
@@ -971,15 +954,15 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         accumulation=args.gradient_accumulation_steps, collate_fn=sets["train"].collate, **prefetch(args),
     )  # fmt: skip
     effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
-    total_steps = min(args.max_steps or math.inf, args.epochs * epoch_steps)
+    planned_steps = args.epochs * epoch_steps
+    last_step = min(args.max_steps or planned_steps, planned_steps)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
     this_run = {"training_questions": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
         ckpt.check_same_run(contents, this_run)
         state |= contents["state"] | {"saved": None}
-        if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
-            state["best"] = None
+        forget_other_best(folder, state)
     if args.compile:
         model.compile()
     engine = start_engine(model, config, args, ranks)
@@ -1001,12 +984,12 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         "loading": f"{args.num_workers} workers per GPU ({origin['num_workers']}), {args.cache_gb:g} GiB disk cache",
         "questions": ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
         + f" (grade {args.quality_grade}, {origin['quality_grade']}; view {args.view})",
-        "steps": f"{total_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
+        "steps": f"{last_step} of {planned_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
         "trained": f"{sum(n for n, t in counts if t):,} of {sum(n for n, _ in counts):,} parameters",
         "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
+    log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
     print_banner("MIMIC-CXR", facts)
     if ranks.launcher == "python" and torch.cuda.device_count() > 1:
         du.print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
@@ -1037,28 +1020,29 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             write_predictions(folder / f"predictions_{split}.parquet", sets[split], found)
         return metrics
 
+    ends = last_step, planned_steps
     with contextlib.closing(log), contextlib.closing(engine), du.StopSignal() as stop:
-        if state["step"] >= total_steps:
-            du.print_main(f"nothing left to train: step {state['step']} of {total_steps}; see --epochs, --max_steps")
+        say_if_finished(state["step"], last_step, "--epochs")
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
-            if code := train_one_epoch(engine, loader, state, total_steps, args, ranks, log, stop, save):
+            if code := train_one_epoch(engine, loader, state, ends, args, ranks, log, stop, save):
                 du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
                 return code
             save()
+            if state["step"] >= last_step:
+                log.write_rest(state["step"], state["epoch"] + 1)
             if len(sets["val"]):
                 metrics = report("val")
                 accuracy, auroc = metrics["val/vqa_accuracy"], metrics["val/chexpert_auroc"]
                 shown = "undefined" if auroc is None else f"{auroc:.4f}"
                 du.print_main(f"epoch {state['epoch'] + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
-                if state["best"] is None or accuracy >= state["best"]:
-                    state["best"], state["best_sha256"] = accuracy, ckpt.mark_best(folder, state["step"])
-            if state["step"] >= total_steps:
+                keep_best(folder, state, accuracy, state["samples"] >= loader.batch_sampler.used)
+            if state["step"] >= last_step:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
         best_step, name = state["step"], "the last weights (there are no validation questions)"
-        if state["best"] is not None:
+        if len(sets["val"]):
             best = ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)
             dsu.put_weights(model, best["model"])
             best_step, name = best["step"], "best.pt"
@@ -1070,14 +1054,14 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | {"seconds": round(time.time() - begun, 1)})
-        export(folder, state, FORMAT)
+        export(folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
     return 0
 
 
-def export(folder: Path, state: dict, format: str) -> None:
-    """All ranks call it: model.safetensors (the best weights) and model_last.safetensors, whole from any engine."""
-    for name, source in (("model", "best.pt" if state["best"] is not None else "last.pt"), ("model_last", "last.pt")):
+def export(folder: Path, chosen: str, format: str) -> None:
+    """All ranks call it: model.safetensors (the chosen weights) and model_last.safetensors, whole from any engine."""
+    for name, source in (("model", chosen), ("model_last", "last.pt")):
         weights = ckpt.load_checkpoint(str(folder / source), folder, format)["model"]
         ckpt.export_weights(weights, folder / f"{name}.safetensors")
 

@@ -16,7 +16,6 @@ where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the 
 import argparse
 import contextlib
 import csv
-import gc
 import hashlib
 import json
 import math
@@ -27,7 +26,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main, whole
+from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, whole
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -124,6 +123,7 @@ import checkpoint_utils as ckpt
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, out_of_memory, split_batch
 from logging_utils import RunLog, print_banner, print_table
+from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -644,17 +644,18 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[torch.op
 
 
 def train_one_epoch(
-    model, loader, optimizer, scaler, state: dict, total_steps: int, args, ranks: du.Ranks, log, stop, save
+    model, loader, optimizer, scaler, state: dict, ends: tuple[int, int], args, ranks: du.Ranks, log, stop, save
 ) -> int:
     """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
 
     model: PRSMed, or DDP around it. state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date.
-    Between log lines nothing is read back from the GPU.
+    ends: (last step of this run, steps of the whole training, which the learning rate follows). Between log lines
+    nothing is read back from the GPU.
     """
     model.train()
     base_rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
     trained, batches, sampler = optimizer.param_groups[0]["params"], iter(loader), loader.batch_sampler
-    while state["step"] < total_steps and state["samples"] < sampler.used:
+    while state["step"] < ends[0] and state["samples"] < sampler.used:
         samples, mine = sampler.window(
             state["samples"]
         )  # of all ranks, of this one: the last window is short or uneven
@@ -664,7 +665,7 @@ def train_one_epoch(
         if stop_143 or stop_130:  # agreed by all ranks, before the window is used
             save()
             return 143 if stop_143 else 130
-        losses, rate = [], base_rate * du.schedule(state["step"], total_steps, args.warmup_steps, args.lr_schedule)
+        losses, rate = [], base_rate * du.schedule(state["step"], ends[1], args.warmup_steps, args.lr_schedule)
         for i, batch in enumerate(window):
             last = i == len(window) - 1
             with contextlib.nullcontext() if last or ranks.world_size == 1 else model.no_sync():
@@ -681,12 +682,12 @@ def train_one_epoch(
         shared = torch.stack(
             [norm, 1.0 - norm.isfinite().float()]
         )  # the same on all ranks: rank 0 enters it into the sum
-        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples)
+        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples, rate)
         state["step"] += 1
         state["samples"] += samples
         log.check(state["step"], args.max_bad_steps)
         if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1, rate)
+            log.write_interval(state["step"], state["epoch"] + 1)
         if args.save_every and state["step"] % args.save_every == 0:
             save()
     return 0
@@ -807,33 +808,19 @@ def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: two forward and backward passes of the longest rows; all ranks halve together when one has no
-    memory."""
+def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace, device: torch.device) -> None:
+    """--auto_batch: the largest batch size at which a step of the longest rows fits."""
     longest = sorted(range(len(data)), key=lambda i: -len(data.rows[i].question + data.rows[i].answer))
-    while True:
-        failed = False
-        try:
-            items = [data[longest[k % len(longest)]] for k in range(args.batch_size)]
-            batch = du.to_device(data.reader.collate(items), ranks.device)
-            for _ in range(2):  # in the second, the gradients of the first are there already
-                batch_loss(model.train(), batch, 1, 1, args)[0].backward()
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            failed = True
-        model.zero_grad(set_to_none=True)
-        items = batch = None
-        gc.collect()  # the failed pass left cycles that hold its activations
-        if not du.any_rank(failed):
-            return
-        if args.batch_size == 1:
-            raise RunError("out of memory at --batch_size 1; pass --gradient_checkpointing or a smaller --image_size")
-        args.batch_size, args.gradient_accumulation_steps = split_batch(
-            args.batch_size, args.gradient_accumulation_steps
-        )
-        now = f"--batch_size {args.batch_size} --gradient_accumulation_steps {args.gradient_accumulation_steps}"
-        du.print_main(f"out of memory: going on with {now}")
+
+    def try_once(batch_size: int) -> None:
+        items = [data[longest[k % len(longest)]] for k in range(batch_size)]
+        batch = du.to_device(data.reader.collate(items), device)
+        batch_loss(model.train(), batch, 1, 1, args)[0].backward()
+
+    advice = "pass --gradient_checkpointing or a smaller --image_size"
+    args.batch_size, args.gradient_accumulation_steps = fit_batch_to_memory(
+        try_once, model.parameters(), args.batch_size, args.gradient_accumulation_steps, "--batch_size", advice
+    )
 
 
 def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, args, ranks: du.Ranks) -> None:
@@ -869,10 +856,13 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if not args.skip_data_check:
         identity = check_pictures(rows, ranks)
     check_splits(rows, identity)
-    lock = None if apply_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
-    contents = ckpt.load_checkpoint(
-        args.resume_from or (str(folder / "best.pt") if apply_only else None), folder, FORMAT
+    lock = (
+        None
+        if apply_only
+        else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
     )
+    resume_from = args.resume_from or (str(folder / "best.pt") if apply_only else None)
+    contents = ckpt.load_checkpoint(resume_from, folder, FORMAT, resume=not apply_only)
     if apply_only and contents is None:
         raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
     adopt_architecture(args, contents)
@@ -889,7 +879,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         evaluate_only(model, sets[args.eval_split], identity, contents["step"], args, ranks)
         return 0
     if args.auto_batch:
-        find_batch_size(model, sets["train"], args, ranks)
+        find_batch_size(model, sets["train"], args, ranks.device)
     code = fit(model, sets, contents, why, args, ranks)
     du.print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
@@ -905,7 +895,8 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         accumulation=args.gradient_accumulation_steps, collate_fn=model.reader.collate,
     )  # fmt: skip
     effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
-    total_steps = min(args.max_steps or math.inf, args.num_epochs * epoch_steps)
+    planned_steps = args.num_epochs * epoch_steps
+    last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer, scaler = make_optimizer(model, args)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
     this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
@@ -913,11 +904,9 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     if contents:
         ckpt.check_same_run(contents, this_run)
         state |= contents["state"] | {"saved": None}
-        if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
-            state["best"] = None
-        optimizer.load_state_dict(contents["optimizer"])
-        if contents["precision"] == args.mixed_precision:
-            scaler.load_state_dict(contents["scaler"])
+        forget_other_best(folder, state)
+        ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
+        ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
         ckpt.restore_rng(contents["rng"])
     trained, everything = (
         sum(p.numel() for p in model.parameters() if p.requires_grad or more) for more in (False, True)
@@ -931,19 +920,19 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         "precision": f"{args.mixed_precision} ({why})",
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
         "loading": "pictures kept in memory" if keep else f"{workers} workers per GPU",
-        "steps": f"{total_steps}: {epoch_steps} an epoch, {args.num_epochs} epochs",
+        "steps": f"{last_step} of {planned_steps}: {epoch_steps} an epoch, {args.num_epochs} epochs",
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
         "trained": f"{trained:,} of {everything:,} parameters",
         "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
+    log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
     print_banner("PRS-Med", facts)
     if args.compile:
         model.compile()
     wrapped = model
     if ranks.world_size > 1:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
-        wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
     def save() -> None:
         where = [state["step"], state["epoch"]]
@@ -966,25 +955,27 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
             drawn = time.time()
         return metrics
 
+    ends = last_step, planned_steps
     with contextlib.closing(log), du.StopSignal() as stop:
+        say_if_finished(state["step"], last_step, "--num_epochs")
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
-            code = train_one_epoch(wrapped, loader, optimizer, scaler, state, total_steps, args, ranks, log, stop, save)
+            code = train_one_epoch(wrapped, loader, optimizer, scaler, state, ends, args, ranks, log, stop, save)
             if code:
                 du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
                 return code
             save()
+            if state["step"] >= last_step:
+                log.write_rest(state["step"], state["epoch"] + 1)
             if len(sets["val"]):
                 dice = report("val")["val/dice"]
                 du.print_main(f"epoch {state['epoch'] + 1}: val dice {dice:.4f}")
-                if state["best"] is None or dice >= state["best"]:
-                    state["best"] = dice
-                    state["best_sha256"] = ckpt.mark_best(folder, state["step"])
-            if state["step"] >= total_steps:
+                keep_best(folder, state, dice, state["samples"] >= loader.batch_sampler.used)
+            if state["step"] >= last_step:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
-        if state["best"] is not None:
+        if len(sets["val"]):
             load_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT))
         for split in ("val", "test"):
             if len(sets[split]):

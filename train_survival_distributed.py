@@ -206,6 +206,7 @@ import hardware_utils as hw
 import survival_data as sd
 import survival_metrics as sm
 from logging_utils import RunLog, print_banner, print_table
+from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -469,13 +470,14 @@ def train_step(
 
 
 def train_one_epoch(
-    net, model, optimizer, scaler, loader, target: Target, memory: CoxMemory, state: dict, total_steps: int, args,
+    net, model, optimizer, scaler, loader, target: Target, memory: CoxMemory, state: dict, ends: tuple[int, int], args,
     ranks: du.Ranks, log: RunLog, stop: du.StopSignal, save,
 ) -> int:  # fmt: skip
     """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
 
-    state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. Between log lines nothing is read
-    back from the GPU. Raises InputError on all ranks for an unreadable volume of any of them.
+    state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. ends: (last step of this run, steps
+    of the whole training, which the learning rate follows). Between log lines nothing is read back from the GPU. Raises
+    InputError on all ranks for an unreadable volume of any of them.
     """
     warnings.filterwarnings("ignore", message="Grad strides do not match")  # 1 x 1 x 1 kernels have two layouts at once
     model.train()
@@ -488,7 +490,7 @@ def train_one_epoch(
         images = batch["image"].to(ranks.device, non_blocking=True)
         return sd.augment(images, batch["index"].tolist(), args.seed, epoch) if args.augment else images
 
-    while state["step"] < total_steps and state["samples"] < sampler.used:
+    while state["step"] < ends[0] and state["samples"] < sampler.used:
         count, mine = sampler.window(state["samples"])
         window = log.next_batches(batches, max(1, math.ceil(mine / size)))
         rows = [row for batch in window for row in batch["index"].tolist()][:mine]
@@ -500,7 +502,7 @@ def train_one_epoch(
         if code:  # agreed by all ranks, before the window is used
             save()
             return code
-        factor = du.schedule(state["step"], total_steps, args.warmup_steps, args.scheduler)
+        factor = du.schedule(state["step"], ends[1], args.warmup_steps, args.scheduler)
         least = args.eta_min if state["step"] >= args.warmup_steps else 0.0
         rate = least + (args.lr - least) * factor
         for group in optimizer.param_groups:
@@ -519,12 +521,12 @@ def train_one_epoch(
         optimizer.zero_grad(set_to_none=True)
         events = float(target.event[torch.from_numpy(rows)].sum()) if args.task == "survival" else 0.0
         values = torch.stack([loss, torch.full_like(loss, events), norm, 1.0 - norm.isfinite().float()])
-        log.step(values if ranks.is_main else torch.zeros_like(values), count)  # the same on all ranks: one tells
+        log.step(values if ranks.is_main else torch.zeros_like(values), count, rate)  # the same on all ranks: one tells
         state["step"] += 1
         state["samples"] += count
         log.check(state["step"], args.max_bad_steps)
         if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1, rate)
+            log.write_interval(state["step"], state["epoch"] + 1)
         if args.save_every and state["step"] % args.save_every == 0:
             save()
     return 0
@@ -692,29 +694,16 @@ def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
 
 
 def find_batch_size(model: RiskNet, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: two forward and backward passes; all ranks halve together when one has no memory."""
-    while True:
-        failed, moments = False, []
-        size = args.batch_size // ranks.world_size
-        try:
-            moments += [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
-            for _ in range(2):  # in the second, the gradients of the first are there already
-                model.train()(torch.rand(size, 1, *args.image_size, device=ranks.device)).sum().backward()
-        except (RuntimeError, MemoryError) as error:
-            if not hw.out_of_memory(error):
-                raise
-            failed = True
-        model.zero_grad(set_to_none=True)
-        moments.clear()
-        gc.collect()  # the failed pass left cycles that hold its activations
-        if not du.any_rank(failed):
-            return
-        if size == 1:
-            raise RunError("out of memory at one case per GPU; pass a smaller --image_size or --resnet")
-        size, args.gradient_accumulation_steps = hw.split_batch(size, args.gradient_accumulation_steps)
-        args.batch_size = size * ranks.world_size
-        sizes = f"--batch_size {args.batch_size} --gradient_accumulation_steps {args.gradient_accumulation_steps}"
-        du.print_main(f"out of memory: going on with {sizes}")
+    """--auto_batch: the largest number of cases per process at which a step fits."""
+
+    def try_once(size: int) -> None:
+        model.train()(torch.rand(size, 1, *args.image_size, device=ranks.device)).sum().backward()
+
+    size, args.gradient_accumulation_steps = fit_batch_to_memory(
+        try_once, model.parameters(), args.batch_size // ranks.world_size, args.gradient_accumulation_steps,
+        "--batch_size", "pass a smaller --image_size or --resnet", ranks.world_size,
+    )  # fmt: skip
+    args.batch_size = size * ranks.world_size
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -785,8 +774,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         with du.agree_on_errors():
             if (folder / "fold_1").is_dir():
                 raise InputError(f"{folder}: holds a cross-validation; give its flags, or choose another --log_dir")
-        lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
-        contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT)
+        lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+        contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT, resume=True)
     if contents:
         adopt(args, contents, used or args.resume_from)
     check_flags(args)
@@ -823,11 +812,12 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
     with du.agree_on_errors():
         if (folder / "last.pt").exists():
             raise InputError(f"{folder}: holds a single run; choose another --log_dir")
-    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
+    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
     if args.overwrite:  # all folds at once: a killed run must find none of the old one
-        for place in (folder, *sorted(folder.glob("fold_*"))):
-            ckpt.clear_run_folder(place, True)
-            remove_results(place, ranks)
+        with du.agree_on_errors():
+            for place in (folder, *sorted(folder.glob("fold_*"))) if ranks.is_main else ():
+                ckpt.check_run_folder(place, True, True)
+                ckpt.begin_run(place, None)
     with du.agree_on_errors():
         try:
             if ranks.is_main:
@@ -839,11 +829,12 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
     for k, split in enumerate(splits, start=1):
         args.batch_size, args.gradient_accumulation_steps = sizes
         du.print_main(f"fold {k} of {len(splits)}: {split.name}")
-        fold_lock = ckpt.lock_run_folder(folder / f"fold_{k}", bool(args.resume_from) or args.overwrite)
-        contents = ckpt.load_checkpoint(args.resume_from, folder / f"fold_{k}", FORMAT)
+        fold = folder / f"fold_{k}"
+        fold_lock = ckpt.lock_run_folder(fold, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+        contents = ckpt.load_checkpoint(args.resume_from, fold, FORMAT, resume=True)
         if contents:
-            adopt(args, contents, f"{folder}/fold_{k}")
-        code, found = fit(cohort, split, folder / f"fold_{k}", contents, why, args, ranks)
+            adopt(args, contents, str(fold))
+        code, found = fit(cohort, split, fold, contents, why, args, ranks)
         del fold_lock
         if code or (found["signal"] and k < len(splits)):
             return code or found["signal"]
@@ -964,12 +955,6 @@ def read_baselines(path: Path) -> dict:
     return kept if isinstance(kept, dict) else {}
 
 
-def remove_results(folder: Path, ranks: du.Ranks) -> None:
-    """Rank 0: what write_results left of an old run."""
-    for name in ("predictions.csv", "baseline.json", "eval_val.json") if ranks.is_main else ():
-        (folder / name).unlink(missing_ok=True)
-
-
 def write_results(
     cohort: sd.Cohort, split: tuple, found: dict, contents: dict, folder: Path, best: Path, args: argparse.Namespace
 ) -> None:
@@ -1023,7 +1008,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         raise InputError(
             f"--batch_size {args.batch_size}: larger than the {sampler.num_samples} cases of an epoch; lower it"
         )
-    total_steps = min(args.max_steps or math.inf, args.epochs * epoch_steps)
+    planned_steps = args.epochs * epoch_steps
+    last_step = min(args.max_steps or planned_steps, planned_steps)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
     this_run = {"training_cases": len(train), "effective_batch_size": effective, "seed": args.seed}
     this_run |= {"optimizer": args.optimizer, "event_balanced": args.event_balanced}
@@ -1036,17 +1022,15 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         ckpt.check_same_run(contents, this_run)
         state |= contents["state"] | {"saved": None}
         memory.restore(contents["memory"])
-        if ckpt.best_sha256(folder) != state["best_sha256"]:  # another folder, or gone back to an older checkpoint
-            state["best"] = None
+        forget_other_best(folder, state)
     if args.compile:
         model.compile()
     optimizer = make_optimizer(model, args)
     fp16 = args.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(ranks.device.type, init_scale=2.0**14 if fp16 else 1.0)
     if contents:
-        optimizer.load_state_dict(contents["optimizer"])
-        if fp16 and contents["scaler"]:
-            scaler.load_state_dict(contents["scaler"])
+        ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
+        ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
         ckpt.restore_rng(contents["rng"])
 
     origin = args.source
@@ -1071,13 +1055,11 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         "loss": f"Cox, {args.ties} ties"
         if args.task == "survival"
         else f"mean square of {target.outputs} features: {', '.join(target.names)}",
-        "steps": f"{total_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
+        "steps": f"{last_step} of {planned_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
         "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
-    if not contents:
-        remove_results(folder, ranks)
+    log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
     if args.use_smart_cache and (need := data.cached * data.volumes.bytes() / 2**30) > hw.available_ram_gb():
         have = f"{hw.available_ram_gb():.1f} GB are available"
         du.print_main(f"warning: the smart cache takes {need:.1f} GB for each process, {have}; lower --cache_rate")
@@ -1103,9 +1085,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     if args.use_smart_cache:  # its evaluations have no loading processes: read the fold once, in parallel
         dataset(cohort, val, args).read_ahead()
     with contextlib.closing(log), contextlib.closing(data), du.StopSignal() as stop:
-        if state["step"] >= total_steps:
-            du.print_main(f"nothing left to train: step {state['step']} of {total_steps}; see --epochs, --max_steps")
-        elif state["step"] == 0 and ranks.is_main:
+        say_if_finished(state["step"], last_step, "--epochs")
+        if state["step"] == 0 and ranks.is_main:
             log.figure("train_inputs", draw_inputs(cohort, train, args), 0)
         while True:
             frozen = state["epoch"] < args.freeze_epochs
@@ -1115,11 +1096,13 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
                 net = wrap(model, frozen, ranks)
             sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
-            options = target, memory, state, total_steps, args, ranks, log, stop, save
+            options = target, memory, state, (last_step, planned_steps), args, ranks, log, stop, save
             if code := train_one_epoch(net, model, optimizer, scaler, loader, *options):
                 du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
                 return code, {}
             save()
+            if state["step"] >= last_step:
+                log.write_rest(state["step"], state["epoch"] + 1)
             metrics, _ = evaluate(model, cohort, train, val, target, args, ranks)
             log.write(state["step"], state["epoch"] + 1, metrics)
             headline = "c_index" if args.task == "survival" else "r2"
@@ -1127,9 +1110,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
             shown = "undefined" if value is None else f"{value:.4f}"
             du.print_main(f"epoch {state['epoch'] + 1}: val {headline} {shown}, loss {metrics['val/loss']:.4f}")
             value = -metrics["val/loss"] if value is None else value
-            if state["best"] is None or value >= state["best"]:
-                state["best"], state["best_sha256"] = value, ckpt.mark_best(folder, state["step"])
-            if state["step"] >= total_steps:
+            keep_best(folder, state, value, state["samples"] >= sampler.used)
+            if state["step"] >= last_step:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
         net = None
