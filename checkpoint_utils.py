@@ -166,9 +166,15 @@ def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)
 
 
 def best_sha256(run_folder: Path, name: str = "best.pt") -> str | None:
-    """The manifest's sha256 of best.pt, on all ranks; None without one."""
-    manifest = read_manifest(run_folder) if world()[0] == 0 else None
-    return broadcast_object(manifest.checkpoints.get(name) if manifest else None)
+    """The manifest's sha256 of best.pt, on all ranks; None without one. A lost manifest leaves the file's own."""
+    digest = None
+    if world()[0] == 0:
+        manifest = read_manifest(run_folder)
+        if manifest is not None:
+            digest = manifest.checkpoints.get(name)
+        elif (run_folder / name).is_file():
+            digest = file_sha256(run_folder / name)
+    return broadcast_object(digest)
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
@@ -396,10 +402,11 @@ def check_run_folder(run_folder: Path, may_exist: bool, overwrite: bool) -> None
     if not run_folder.is_dir():
         return
     manifest = read_manifest(run_folder)
-    files = [path for path in run_folder.iterdir() if path.name in RESULT_FILES or is_checkpoint_name(path.name)]
+    names = {*RESULT_FILES, MANIFEST}
+    files = [path for path in run_folder.iterdir() if path.name in names or is_checkpoint_name(path.name)]
     files += [path for path in (run_folder / "logs", run_folder / "figures") if path.exists()]
     ours = manifest is not None or _is_args_file(run_folder / "args.yaml")
-    if not may_exist and (files or manifest):
+    if not may_exist and files:
         if ours or any(is_checkpoint_name(path.name) or path.name == "metrics.jsonl" for path in files):
             text = "holds a run already; go on with --resume_from auto, or --overwrite it, or choose another folder"
             raise InputError(f"{run_folder}: {text}")
@@ -450,6 +457,9 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
     manifest.run_id = manifest.run_id or secrets.token_hex(8)
     manifest.written = list(dict.fromkeys([*manifest.written, *RESULT_FILES]))
     newest = _go_back(run_folder, manifest, contents)
+    if not newest.exists():
+        # the step's own name was dropped, and best.pt or a copy still has it
+        link(contents.path, newest)
     write_manifest(run_folder, manifest)
     if not file_is(newest, manifest.checkpoints[newest.name]):
         link(contents.path, newest)

@@ -119,14 +119,15 @@ class Manifest:
 
 
 def read_manifest(run_folder: Path) -> Manifest | None:
-    """The manifest of a run folder; None when it is missing, empty, or has a line that is none of ours."""
+    """The manifest of a run folder; None when it is missing, empty, or has a line that no run writes."""
     try:
         lines = (run_folder / MANIFEST).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return None
     manifest = Manifest()
     for line in lines:
-        if match := re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line):
+        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
+        if match and is_checkpoint_name(match[2]):
             manifest.checkpoints[match[2]] = match[1]
         elif match := re.fullmatch(r"# run ([0-9a-f]*)", line):
             manifest.run_id = match[1]
@@ -239,7 +240,7 @@ def misnamed(name: str, step: int) -> str:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a run writes checkpoints under such a name."""
-    return bool(re.fullmatch(r"step_\d+\.pt|last\.pt|(.*_)?best\.pt", name))
+    return bool(re.fullmatch(r"step_\d+\.pt|last\.pt|([\w-]+_)?best\.pt", name))
 
 
 # --- a manifest that was lost -----------------------------------------------------------------------------------------
@@ -250,8 +251,9 @@ def recover_manifest(run_folder: Path) -> Manifest:
 
     Raises InputError when there are checkpoints and none is intact, or when they are of different runs.
     """
-    names = sorted(path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name))
     known = read_manifest(run_folder)
+    names = sorted(path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name))
+    names = [name for name in names if known is None or name not in known.obsolete]
     found: list[tuple[int, str, str]] = []
     run_ids = {known.run_id} if known and known.run_id else set()
     for name in names:

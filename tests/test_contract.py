@@ -1,0 +1,218 @@
+"""What the five scripts share, tested by one test over the five, so that none of them drifts away from the others."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, tree
+from test_run_folder import damage
+
+import checkpoint_utils
+from cli_utils import InputError
+
+TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
+# a run stops here: within an epoch, and within an interval of --log_every 3
+STOP = {"prs_med": 4, "mimic_cxr": 4, "survival": 4, "cascade": 5, "compressed_ad": 5}
+# what depends on the clock or the machine
+TIMES = ("train/samples_per_s", "train/data_wait", "train/peak_memory_gb", "seconds", "train_seconds")
+
+
+@pytest.fixture(scope="session")
+def small_run(data, chest, scans, cascade, in_context, tmp_path_factory):
+    """small_run(task, out, *more) -> script and flags of a run of 8 to 12 steps in 2 epochs."""
+    cache = tmp_path_factory.mktemp("cache")
+    image_size = ["--image_size", "12", "12", "8"]
+    flags = {
+        "prs_med": ["--data_root", data, "--batch_size", "7", "--num_epochs", "2", "--max_new_tokens", "2"],
+        "mimic_cxr": [*chest, "--batch_size", "8", "--max_samples", "36", "--epochs", "2", "--warmup_steps", "2"],
+        "survival": ["--csv_path", scans / "dataset.csv", "--cache_dir", cache, "--resnet", "resnet10", *image_size],
+        "cascade": cascade(Path("out")),
+        "compressed_ad": in_context(Path("out")),
+    }
+    flags["prs_med"] += ["--lr_schedule", "cosine", "--learning_rate", "1e-3"]
+    flags["survival"] += ["--base_channels", "8", "--batch_size", "7", "--epochs", "2", "--eval_years", "1", "3"]
+    flags["cascade"] += ["--scheduler", "cosine"]
+    folder_flag = {"prs_med": "checkpoint_dir", "survival": "log_dir", "cascade": "checkpoint_dir"}
+    scripts = {"prs_med": "train_prs_med.py", "mimic_cxr": "train_mimic_cxr.py", "cascade": "train_accelerate.py"}
+    scripts |= {"survival": "train_survival_distributed.py", "compressed_ad": "train.py"}
+
+    def make(task: str, out: Path, *more) -> list[str]:
+        common = ["--num_workers", "0", "--log_every", "3", f"--{folder_flag.get(task, 'output_dir')}", out]
+        return [str(word) for word in (ROOT / scripts[task], *flags[task], *common, *more)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def finished(small_run, zygote, tmp_path_factory):
+    """finished(task) -> the folder of an uninterrupted run, made once. Copy it before changing anything."""
+    made: dict[str, Path] = {}
+
+    def make(task: str) -> Path:
+        if task not in made:
+            out = tmp_path_factory.mktemp("finished") / task
+            done = zygote(*small_run(task, out))
+            assert done.code == 0, done.stdout[-2000:] + done.stderr[-2000:]
+            made[task] = out
+        return made[task]
+
+    return make
+
+
+def lines(out: Path) -> list[dict]:
+    """metrics.jsonl without what the clock decides."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+def same_tensors(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_tensors(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same_tensors(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def one_error_line(done, code: int = 2) -> str:
+    assert done.code == code, done.stdout[-2000:] + done.stderr[-2000:]
+    found = [line for line in done.stderr.splitlines() if not line.startswith("warning:")]
+    assert len(found) == 1, done.stderr
+    assert found[0].startswith("error: ")
+    return found[0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_stopping_by_max_steps_and_going_on_is_the_uninterrupted_run(task, small_run, finished, zygote, tmp_path):
+    """Losses, metrics, learning rates and weights to the bit; and the steps after the last interval are logged."""
+    out, whole = tmp_path / "run", finished(task)
+    done = zygote(*small_run(task, out, "--max_steps", STOP[task]))
+    assert done.code == 0, done.stderr[-2000:]
+    trained = [line for line in lines(out) if "train/loss" in line]
+    assert trained[-1]["step"] == STOP[task]
+    assert trained[-1]["train/lr"] is not None
+    assert (out / "best.pt").exists()
+
+    done = zygote(*small_run(task, out, "--resume_from", "auto"))
+    assert done.code == 0, done.stderr[-2000:]
+    assert lines(out) == lines(whole)
+    ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (out, whole))
+    weights = "net" if "net" in ours else "model"
+    assert same_tensors(ours[weights], theirs[weights])
+    assert same_tensors(ours["optimizer"], theirs["optimizer"])
+    best = [torch.load(folder / "best.pt", weights_only=True)["step"] for folder in (out, whole)]
+    assert best[0] == best[1]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (out, whole)]
+    summaries = [{name: value for name, value in s.items() if not name.startswith(TIMES)} for s in summaries]
+    assert summaries[0] == summaries[1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_weight_decay_changed_on_resume_is_taken(task, small_run, finished, zygote, tmp_path):
+    """From the checkpoint in the middle on, with a large weight decay: smaller weights at the end."""
+    middle = sorted(finished(task).glob("step_*.pt"))[0]
+    norms = []
+    for decay in ("0", "10"):
+        out = tmp_path / decay
+        done = zygote(*small_run(task, out, "--resume_from", middle, "--weight_decay", decay))
+        assert done.code == 0, done.stderr[-2000:]
+        contents = torch.load(out / "last.pt", weights_only=True)
+        weights = contents["net"] if "net" in contents else contents["model"]
+        norms.append(
+            sum(float(value.double().square().sum()) for value in weights.values() if value.is_floating_point())
+        )
+    assert norms[1] < 0.9999 * norms[0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_run_folders_that_must_not_be_touched(task, small_run, finished, zygote, tmp_path):
+    """Four of test_run_folder.py's states by the real scripts: refused in one line, every byte as it was."""
+    out = tmp_path / "run"
+    steps = sorted(finished(task).glob("step_*.pt"))
+    other = tmp_path / "other_run.pt"
+    shutil.copy(steps[0], other)
+    contents = torch.load(other, weights_only=True) | {"run_id": "0123456789abcdef"}
+    torch.save(contents, other)
+    # only checkpoints, and no flag
+    out.mkdir()
+    shutil.copy(steps[-1], out)
+    before = tree(out)
+    assert "holds a run already" in one_error_line(zygote(*small_run(task, out)))
+    assert "no manifest.sha256 or args.yaml" in one_error_line(zygote(*small_run(task, out, "--overwrite")))
+    assert tree(out) == before
+    # another run's checkpoint into a finished run
+    shutil.rmtree(out)
+    shutil.copytree(finished(task), out)
+    before = tree(out)
+    assert "holds another run" in one_error_line(zygote(*small_run(task, out, "--resume_from", other)))
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_auto_without_a_manifest_and_with_nothing_left_to_train(task, small_run, finished, zygote, tmp_path):
+    """It was a start at step 0 that deleted the old checkpoints; now the end of the run is repeated, and it says so."""
+    out = tmp_path / "run"
+    shutil.copytree(finished(task), out)
+    (out / "manifest.sha256").write_text("")
+    done = zygote(*small_run(task, out, "--resume_from", "auto"))
+    assert done.code == 0, done.stderr[-2000:]
+    assert "no readable manifest.sha256" in done.stderr
+    assert "nothing left to train: step" in done.stdout
+    assert lines(out) == lines(finished(task))
+
+
+@pytest.mark.parametrize("which", ["state", pytest.param("all", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_checkpoint_that_lacks_a_part(task, which, small_run, finished, zygote, tmp_path):
+    """Another version of the code wrote it: one line, nothing changed; in the soak for each part."""
+    contents = torch.load(finished(task) / "last.pt", weights_only=True)
+    unused = {"precision", "extent", "trained_patients", "trained_cases", "run_id"}
+    for name in sorted(contents.keys() - unused) if which == "all" else [which]:
+        path = tmp_path / "changed.pt"
+        torch.save({key: value for key, value in contents.items() if key != name}, path)
+        done = zygote(*small_run(task, tmp_path / "run", "--resume_from", path))
+        line = one_error_line(done)
+        assert str(path) in line or "--resume_from" in line
+        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("task", TASKS)
+def test_two_hundred_damaged_checkpoints_of_each_script(task, finished, tmp_path):
+    """As test_run_folder.py's thousand, on real checkpoints: 0 wrong loads."""
+    names = sorted(path.name for path in finished(task).glob("*.pt"))
+    whole = {name: torch.load(finished(task) / name, weights_only=True) for name in names}
+    format, chance, counts = whole["last.pt"]["format"], random.Random(task), {"refused": 0, "loaded": 0}
+    for trial in range(200):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        for name in (*names, "manifest.sha256"):
+            shutil.copy(finished(task) / name, folder)
+        name = chance.choice(names)
+        path = folder / name
+        if copied := chance.random() < 0.4:
+            path = Path(shutil.copy(path, tmp_path / name))
+        damage(path, ("flip", "flip", "truncation", "zero page")[trial % 4], chance)
+        resume = "auto" if not copied and chance.random() < 0.4 else str(path)
+        try:
+            contents = checkpoint_utils.load_checkpoint(resume, folder, format)
+        except InputError:
+            counts["refused"] += 1
+        else:
+            counts["loaded"] += 1
+            same = [n for n in names if whole[n]["step"] == contents["step"]]
+            assert same_tensors(contents, whole[same[0]])
+            assert resume == "auto" or contents["step"] == whole[name]["step"]
+        shutil.rmtree(folder)
+        path.unlink(missing_ok=True)
+    print(f"{task}: {counts}")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_run_folder_is_removed_while_training(task, small_run, zygote, tmp_path):
+    """One line at the next checkpoint, not a traceback at the end."""
+    out = tmp_path / "run"
+    done = zygote(ROOT / "tests" / "take_away.py", out, *small_run(task, out, "--save_every", "1"))
+    assert "was removed while the run was writing there" in one_error_line(done, code=1)
