@@ -61,17 +61,23 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return parse
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults in the help, where there is one."""
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults in the help, where there is one, and the examples as they stand."""
 
     def _get_help_string(self, action):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
-    """ArgumentParser that reports a mistake as one line, from one process, with exit code 2."""
+    """ArgumentParser that reports a mistake as one line, from one process, with exit code 2.
 
-    def __init__(self, **kwargs):
+    doc: a script's docstring, whose first line describes it and whose rest, with the commands, ends the help.
+    """
+
+    def __init__(self, doc: str | None = None, **kwargs):
+        if doc:
+            description, _, examples = doc.partition("\n")
+            kwargs |= {"description": description, "epilog": "examples:\n" + examples.strip("\n")}
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
@@ -150,7 +156,10 @@ def read_config(path: str) -> dict:
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(without_comments(text)) if path.endswith(".json") else yaml.safe_load(text)
     except OSError as error:
-        raise InputError(f"{path}: cannot read the config ({error.strerror}); check --config") from None
+        shipped = Path(__file__).resolve().parent / "configs"
+        near = difflib.get_close_matches(Path(path).name, [file.name for file in shipped.glob("*.*")], n=1)
+        advice = f"there is configs/{near[0]}" if near and isinstance(error, FileNotFoundError) else "check --config"
+        raise InputError(f"{path}: cannot read the config ({error.strerror}); {advice}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); correct the file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -269,6 +278,34 @@ def value_sources(
             named = any(name in in_file for name in names)
             sources.setdefault(action.dest, Path(args.config).name if named else "default")
     return sources
+
+
+def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run_folder: str, names: tuple) -> None:
+    """--eval_only and --predict: what no flag gives is as in the run that is used, from the args.yaml beside its
+    checkpoint.
+
+    args.source must be there. Mistakes in the file end the process with one line and code 2.
+    """
+    folder = Path(run_folder)
+    if args.resume_from not in (None, "auto"):
+        folder = Path(args.resume_from) if Path(args.resume_from).is_dir() else Path(args.resume_from).parent
+    path = folder / "args.yaml"
+    if not path.is_file():
+        return
+    actions = {action.dest: action for action in parser._actions}
+    taken = []
+    try:
+        values = read_config(str(path))
+        for name in names:
+            value = values.get(name)
+            if args.source[name] == "default" and value not in (None, getattr(args, name)):
+                setattr(args, name, check_config_value(str(path), actions[name], value))
+                args.source[name] = "the run's args.yaml"
+                taken.append(f"--{name} {value}")
+    except InputError as error:
+        end_with(error)
+    if taken and is_first_process():
+        print(f"from {path}: {' '.join(taken)}", flush=True)
 
 
 def save_args(path: Path, args: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def fill_in(args: argparse.Namespace) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument_group("data").add_argument
     text = "HDF5 file of learning histories, or a folder that holds one in datasets/"
@@ -105,7 +105,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
     text = "run folder of a finished --model ad on the same goals, shown beside this run's test"
     add("--ad_run", metavar="DIR", help=text)
-    names = {"log_every": "summary_interval", "save_every": "ckpt_interval", "grad_clip": "grad_clip_norm"}
+    names = {
+        "log_every": "summary_interval",
+        "save_every": "ckpt_interval",
+        "grad_clip": "grad_clip_norm",
+        "lr": "learning_rate",
+    }
     add_common_arguments(parser, names)
     parser.set_defaults(log_every=100, save_every=1000, wandb_project="compressed-ad")
     args = parse_arguments(parser, argv)

@@ -1,13 +1,13 @@
 """X-ray to CT: one or two chest X-rays in, the CT volume out, by a cascade of conditional diffusion nets (guide 3).
 
     python train_accelerate.py --config configs/single_view_config.json                # one GPU, or CPU
-    accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train_accelerate.py \
+    accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train_accelerate.py \\
         --config configs/multi_view_config.json --wandb
     torchrun --nproc_per_node=4 train_accelerate.py --config configs/multi_view_config.json --wandb
-    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=29500 \
+    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=29500 \\
         train_accelerate.py --config configs/multi_view_config.json                    # --node_rank=1 on node 1
     bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
-    accelerate launch --multi_gpu --num_processes=4 train_accelerate.py --config configs/multi_view_config.json \
+    accelerate launch --multi_gpu --num_processes=4 train_accelerate.py --config configs/multi_view_config.json \\
         --resume_from checkpoints_4gpu/stage2_best.pt
     python train_accelerate.py --make_drrs data/cts                                    # render the X-rays of your CTs
     python train_accelerate.py --resume_from checkpoints_4gpu/stage3_best.pt --sample new_xrays
@@ -38,6 +38,7 @@ from cli_utils import (
     number,
     parse_arguments,
     run_main,
+    take_from_run,
     value_sources,
     whole,
 )
@@ -158,7 +159,7 @@ def halvings(size: list[int], token_grid: int) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument_group("data").add_argument
     yes_no = argparse.BooleanOptionalAction
     text = (
@@ -225,9 +226,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--check_conditioning", action="store_true", help=text)
     text = "write the CT volumes (NIfTI, HU) of the patients in DIR, whose X-rays are enough, to samples/; uses "
     add("--sample", metavar="DIR", help=text + "--resume_from, default best.pt of --checkpoint_dir")
-    add_common_arguments(parser)
+    add_common_arguments(parser, {"learning_rate": "lr"})
     args = parse_arguments(parser, argv, SECTIONS)
     args.source = value_sources(parser, args, argv, SECTIONS)
+    if args.eval_only:
+        take_from_run(parser, args, args.checkpoint_dir, ("dataset_path", "split_files", "cache_dir"))
     if args.stage_configs is None:
         args.stage_configs = stage_list(json.dumps(STAGES))
     if args.encoder_dim % 16:

@@ -4,7 +4,7 @@
     python train_mimic_cxr.py --config configs/default_config.yaml                 # one GPU, or CPU
     deepspeed --num_gpus=4 train_mimic_cxr.py --config configs/default_config.yaml --use_deepspeed
     torchrun --nproc_per_node=4 train_mimic_cxr.py --config configs/default_config.yaml --use_ddp
-    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \
+    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
 
@@ -22,17 +22,30 @@ import time
 import zlib
 from pathlib import Path
 
-from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, value_sources, whole
+from cli_utils import (
+    InputError,
+    Parser,
+    add_common_arguments,
+    number,
+    parse_arguments,
+    run_main,
+    take_from_run,
+    value_sources,
+    whole,
+)
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
 SPLITS = {"train": "train", "val": "validate", "test": "test"}  # our names -> the release's
 GRADES = ("A++", "A+", "A", "B", "C", "D", "all")
+# what --eval_only takes from the run's args.yaml where no flag says otherwise
+OF_THE_RUN = ("mimic_cxr_path", "mimic_qa_path", "index_dir", "image_encoder", "text_encoder", "quality_grade", "view")
+OF_THE_RUN += ("image_size", "fusion_layers", "max_question_length", "chexpert_uncertain", "max_samples", "max_missing")
 HERE = Path(__file__).resolve().parent
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument_group("data").add_argument
     text = "folder with files/ and mimic-cxr-2.0.0-{metadata,split,chexpert}.csv.gz"
     add("--mimic_cxr_path", default="data/mimic-cxr-jpg", help=text)
@@ -99,9 +112,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
     text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers, where no flag says otherwise"
     add("--debug", action="store_true", help=text)
-    add_common_arguments(parser)
+    add_common_arguments(parser, {"learning_rate": "lr"})
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
+    if args.eval_only:
+        take_from_run(parser, args, args.output_dir, OF_THE_RUN)
     if args.use_deepspeed and args.use_ddp:
         parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
     if args.overwrite and (args.resume_from or args.eval_only):

@@ -4,7 +4,7 @@
     python train_prs_med.py --data_root data                              # one GPU, or CPU when there is none
     ./run_multi_gpu_train.sh data 4                                       # 4 GPUs (without GPUs: 4 processes)
     torchrun --nproc_per_node=4 train_prs_med.py --data_root data --batch_size 8 --learning_rate 1e-4 --num_epochs 20
-    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \
+    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_prs_med.py --data_root data                                 # node 0 of 2; --node_rank=1 on node 1
     python train_prs_med.py --data_root data --eval_only --resume_from checkpoints/best.pt --eval_split test
     python train_prs_med.py --data_root data --predict scan.png --question "Where is the cyst located in this image?"
@@ -26,7 +26,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, whole
+from cli_utils import (
+    InputError,
+    Parser,
+    add_common_arguments,
+    number,
+    parse_arguments,
+    run_main,
+    take_from_run,
+    value_sources,
+    whole,
+)
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -39,9 +49,10 @@ NO_SAM = "download a SAM-format model (such as flaviagiammarino/medsam-vit-base)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument_group("data").add_argument
-    add("--data_root", required=True, help="folder with annotations/*.csv and the modality folders")
+    text = "needed, but with --eval_only or --predict of a run: folder with annotations/*.csv and the modality folders"
+    add("--data_root", help=text)
     add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
     add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field instead of stopping")
     text = "do not read every picture before training; pictures are then told apart by path, not by content"
@@ -95,8 +106,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this picture")
     add("--question", help="the question for --predict")
-    add_common_arguments(parser)
+    add_common_arguments(parser, {"learning_rate": "lr"})
     args = parse_arguments(parser, argv)
+    args.source = value_sources(parser, args, argv)
+    if args.eval_only or args.predict:
+        take_from_run(parser, args, args.checkpoint_dir, ("data_root", "vlm_path", "sam_path"))
+    if args.data_root is None:
+        parser.error("--data_root: name the folder with the data")
     if bool(args.predict) != bool(args.question):
         parser.error("--predict IMAGE and --question TEXT need each other")
     if args.overwrite and (args.resume_from or args.eval_only or args.predict):
@@ -527,6 +543,8 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
     utils.logging.disable_progress_bar()
     vlm_path, _ = find_pretrained(Path(args.data_root), args.vlm_path, ("llava",), NO_VLM)
     sam_path, sam_kind = find_pretrained(Path(args.data_root), args.sam_path, ("sam", "sam_vision_model"), NO_SAM)
+    # args.yaml and the banner name those that were found, too
+    args.vlm_path, args.sam_path = vlm_path, sam_path
     dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
     place = {"device_map": {"": ranks.device}} if ranks.device.type == "cuda" else {}  # no 7B per rank in host memory
     loading = vlm_path
@@ -919,6 +937,10 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         "learning rate": f"{args.learning_rate:g} -> {scaled:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": f"{args.mixed_precision} ({why})",
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
+        "models": ", ".join(
+            f"{path} ({'found by itself' if args.source[name] == 'default' else args.source[name]})"
+            for name, path in (("vlm_path", args.vlm_path), ("sam_path", args.sam_path))
+        ),
         "loading": "pictures kept in memory" if keep else f"{workers} workers per GPU",
         "steps": f"{last_step} of {planned_steps}: {epoch_steps} an epoch, {args.num_epochs} epochs",
         "start": f"step {state['step']}, epoch {state['epoch'] + 1}",

@@ -4,7 +4,7 @@
     python train_survival_distributed.py --csv_path data/dataset.csv --world_size 1             # one GPU, or CPU
     torchrun --nproc_per_node=4 train_survival_distributed.py --csv_path data/dataset.csv
     ./launch_distributed_training.sh --script train_survival_distributed.py --csv_path data/dataset.csv
-    python -m torch.distributed.launch --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> \
+    python -m torch.distributed.launch --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> \\
         --master_port=12355 train_survival_distributed.py --csv_path data/dataset.csv   # --node_rank=1 on node 1
     python train_survival_distributed.py --csv_path data/dataset.csv --cross_validate
     python train_survival_distributed.py --predict new.csv --resume_from runs/survival/best.pt
@@ -36,6 +36,7 @@ from cli_utils import (
     parse_arguments,
     run_main,
     save_args,
+    take_from_run,
     value_sources,
     whole,
 )
@@ -46,13 +47,15 @@ NETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"
 EVAL_BATCH = 4  # cases per forward pass of an evaluation: the same at any world size, so that results are too
 # what a checkpoint prescribes to a run that goes on from it or uses it
 FIXED = ("task", "resnet", "base_channels", "norm", "image_size", "hu_window", "spacing", "orientation")
+COLUMNS = ("path_column", "time_column", "event_column", "id_column")
 SPLIT = ("fold_column", "train_fold", "val_fold", "folds")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__.split("\n")[0])
+    parser = Parser(__doc__)
     add = parser.add_argument_group("data").add_argument
-    add("--csv_path", metavar="FILE", help="table of cases: CSV (comma, semicolon, tab) or xlsx, with a header")
+    text = "needed, but with --eval_only or --predict of a run: table of cases, CSV (comma, semicolon, tab) or xlsx"
+    add("--csv_path", metavar="FILE", help=text)
     add("--data_dir", metavar="DIR", help="folder that the paths are relative to; default: the table's own")
     add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
     for kind, names in (("path", "NIFTI Path"), ("time", "time, survival_time"), ("event", "event")):
@@ -148,12 +151,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--amp", action="store_true", help="mixed precision, the same as the default --mixed_precision auto")
     text = "nccl for GPUs, gloo for CPUs; default: what fits"
     add("--backend", choices=("nccl", "gloo"), help=text)
-    add_common_arguments(parser)
+    add_common_arguments(parser, {"lr": "learning_rate"})
     workers = next(action for action in parser._actions if action.dest == "num_workers")
     workers.help = "data loading processes PER GPU (with SmartCache: threads); left out: up to 4 by the cores, on CPU 0"
     workers.help += "%(default).0s"  # in place of the common default
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
+    if args.eval_only or args.predict:
+        of_the_data = () if args.predict else ("csv_path", "data_dir", "time_unit", "cache_dir")
+        take_from_run(parser, args, args.log_dir, of_the_data + COLUMNS)
     if args.max_grad_norm is not None:
         if args.source["grad_clip"] != "default" and args.grad_clip != args.max_grad_norm:
             parser.error("--max_grad_norm and --grad_clip are the same thing; give one")

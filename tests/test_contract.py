@@ -216,3 +216,40 @@ def test_the_run_folder_is_removed_while_training(task, small_run, zygote, tmp_p
     out = tmp_path / "run"
     done = zygote(ROOT / "tests" / "take_away.py", out, *small_run(task, out, "--save_every", "1"))
     assert "was removed while the run was writing there" in one_error_line(done, code=1)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_eval_only_knows_the_paths_of_its_run(task, small_run, finished, zygote, tmp_path):
+    """Data, models and the like come from the run's args.yaml, those that were found by themselves included."""
+    out = tmp_path / "run"
+    shutil.copytree(finished(task), out)
+    script, *flags = small_run(task, out)
+    folder_flag = flags[flags.index(str(out)) - 1]
+    quick = {"cascade": ["--ddim_steps", "2"], "compressed_ad": ["--eval_episodes", "3", "--eval_seeds", "2"]}
+    done = zygote(script, "--eval_only", folder_flag, out, "--num_workers", "0", *quick.get(task, []))
+    assert done.code == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert task == "compressed_ad" or f"from {out}/args.yaml: --" in done.stdout
+    found = json.loads(next(out.glob("eval_*.json")).read_text())
+    headline = {"prs_med": "test/dice", "mimic_cxr": "test/vqa_accuracy", "survival": "val/c_index"}
+    headline |= {"cascade": "test/psnr", "compressed_ad": "test/return_last"}
+    summary = json.loads((out / "summary.json").read_text())
+    assert found[headline[task]] == pytest.approx(summary[headline[task]], rel=1e-6)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_help_and_other_names(task, small_run, zygote, tmp_path):
+    """The help ends with examples; --lr and --learning_rate are the same; a config's near name is named."""
+    script, *flags = small_run(task, tmp_path / "run")
+    done = zygote(script, "--help")
+    assert done.code == 0
+    assert "\nexamples:\n" in done.stdout
+    assert f"{Path(script).name} " in done.stdout.split("\nexamples:\n")[1]
+    assert (
+        "no_auto_optimize" not in done.stdout
+        or "(default: True)" not in done.stdout.split("--no_auto_optimize")[1][:90]
+    )
+    for name in ("--lr", "--learning_rate"):
+        line = one_error_line(zygote(script, *flags, name, "-1"))
+        assert "must be a number above 0, not '-1'" in line
+    line = one_error_line(zygote(script, *flags, "--config", "config/prs_med_demo.yml"))
+    assert line.endswith("there is configs/prs_med_demo.yaml")
