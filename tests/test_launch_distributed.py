@@ -30,7 +30,8 @@ class Machine:
         self.bin, self.repo, self.gpus, self.deepspeed = tmp_path / "bin", tmp_path / "repo", gpus, deepspeed
         self.bin.mkdir()
         self.repo.mkdir()
-        shutil.copy2(ROOT / LAUNCHER, self.repo)
+        for name in (LAUNCHER, "launch_functions.sh"):
+            shutil.copy2(ROOT / name, self.repo)
         for name in ("train_mimic_cxr.py", "train_survival.py"):
             (self.repo / name).touch()
         self.mimic, self.other = (str(self.repo / name) for name in ("train_mimic_cxr.py", "train_survival.py"))
@@ -129,9 +130,9 @@ def test_cpu_processes(tmp_path):
     ("words", "facts", "message"),
     [
         ("--num_gpus 8", {"processes": 8}, "--num_gpus 8: there are 4 GPUs; ask for at most 4"),
-        ("--num_gpus two", {}, "at least 1, not 'two'"),
-        ("--num_gpus=0", {}, "at least 1, not '0'"),
-        ("--num_gpus", {}, "at least 1, not ''"),
+        ("--num_gpus two", {}, "from 1 to 9999, not 'two'"),
+        ("--num_gpus=0", {}, "from 1 to 9999, not '0'"),
+        ("--num_gpus", {}, "from 1 to 9999, not ''"),
         ("--deepspeed --torchrun", {}, "--deepspeed: not with --torchrun or another script"),
         ("--deepspeed --script train_survival.py", {}, "--deepspeed: not with --torchrun or another script"),
         ("--use_deepspeed --torchrun", {}, "--deepspeed: not with --torchrun"),
@@ -169,7 +170,7 @@ def test_environment(tmp_path):
     assert {name: env[name] for name in ours} == ours
     assert (env["WANDB_MODE"], env["CUDA_VISIBLE_DEVICES"]) == ("offline", "3,1")
     assert "NCCL_IB_DISABLE" not in env
-    mine = dict.fromkeys(ours, "mine")
+    mine = dict.fromkeys(ours, "mine") | {"OMP_NUM_THREADS": "4,2"}
     env = machine.run(**mine)[2]
     assert {name: env[name] for name in ours} == mine
     assert machine.run(PYTORCH_CUDA_ALLOC_CONF="old name")[2]["PYTORCH_ALLOC_CONF"] == "old name"
