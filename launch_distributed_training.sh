@@ -31,6 +31,16 @@ check_variables 1 65535 MASTER_PORT
 check_threads
 [[ -f $script ]] || script=$here/${script#"$here/"} && [[ -f $script ]] || fail "no file $script; check --script"
 [[ ${script##*/} != train_mimic_cxr.py ]] || mimic=1 # the others take none of the engine flags
+for word in ${mimic:+"${words[@]}"}; do
+  other=''
+  case ${word%%=*} in
+    --csv_path) other=train_survival_distributed.py ;;
+    --data_root) other=train_prs_med.py ;;
+    --dataset_path) other=train_accelerate.py ;;
+    --data) other=train.py ;;
+  esac
+  [[ -z $other ]] || fail "${word%%=*} belongs to another script; add --script $other"
+done
 [[ $on != *deepspeed* || ($mimic && $on != *torchrun*) ]] || fail "--deepspeed: not with --torchrun or another script"
 nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}} tasks=${SLURM_STEP_NUM_TASKS:-1}
 if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then # in an sbatch script: once per node

@@ -138,6 +138,10 @@ def test_cpu_processes(tmp_path):
         ("--use_deepspeed --torchrun", {}, "--deepspeed: not with --torchrun"),
         ("--deepspeed", {}, "--deepspeed: it is not installed"),
         ("--script nowhere.py", {}, "nowhere.py; check --script"),
+        ("--csv_path a.csv", {}, "--csv_path belongs to another script; add --script train_survival_distributed.py"),
+        ("--epochs 3 --data_root=data", {}, "--data_root belongs to another script; add --script train_prs_med.py"),
+        ("--dataset_path data", {}, "--dataset_path belongs to another script; add --script train_accelerate.py"),
+        ("--data x.hdf5 --lr 1", {}, "--data belongs to another script; add --script train.py"),
     ],
 )
 def test_refuses(tmp_path, words, facts, message):
@@ -178,9 +182,9 @@ def test_environment(tmp_path):
 
 def test_dry_run_and_exit_code(tmp_path):
     machine = Machine(tmp_path, 2)
-    done, argv, _ = machine.run("--dry_run --data 'my data'")
+    done, argv, _ = machine.run("--dry_run --index_dir 'my data'")
     assert argv is None
-    expected = f"torchrun --nproc_per_node=2 --standalone {machine.mimic} --data my\\ data --use_deepspeed "
+    expected = f"torchrun --nproc_per_node=2 --standalone {machine.mimic} --index_dir my\\ data --use_deepspeed "
     assert done.stdout.splitlines()[-1] == expected
     machine.write("torchrun", "#!/bin/sh\nexit 77\n")
     assert machine.run()[0].returncode == 77
