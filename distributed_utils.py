@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -111,6 +112,7 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
         if (
             world_size > 1
         ):  # a crash of one rank: go at once, so that the others see the broken connection instead of waiting
+            print(f"rank {rank} crashed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
@@ -143,7 +145,8 @@ def launch_workers(world_size: int) -> None:
     if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+        launcher = str(Path(__file__).with_name("launch_utils.py"))
+        command = [sys.executable, launcher, "torchrun", "--standalone", f"--nproc_per_node={world_size}"]
         os.execv(sys.executable, [*command, *sys.argv])
 
 

@@ -8,7 +8,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) && again=("$here/${0##*/}" "$@")
 # shellcheck source=launch_functions.sh
 source "$here/launch_functions.sh"
-start() { if [[ $on == *dry_run* ]]; then printf '%q ' "$@" && echo && exit; else exec "$@"; fi; } # it gets the signals
+start() { if [[ $on == *dry_run* ]]; then printf '%q ' "$@" && echo && exit; else become "$@"; fi; }
 value() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" <<<"$facts" | sort -u | paste -sd / -; }
 script=$here/train_mimic_cxr.py count=all on='' mimic='' words=('') cpus=${SLURM_CPUS_PER_TASK:-}
 while (($#)); do

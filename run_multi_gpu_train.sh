@@ -63,4 +63,4 @@ if [[ $dry_run ]]; then
   printf '%q ' "${command[@]}" && echo
   exit 0
 fi
-exec "${command[@]}"
+become "${command[@]}"

@@ -68,4 +68,4 @@ for word in "${command[@]}"; do
 done
 if [[ $cpu ]]; then echo "$count CPU processes by $method:$text"; else echo "$count GPUs by $method:$text"; fi
 [[ -z $dry_run ]] || exit 0
-exec "${command[@]}"
+become "${command[@]}"
