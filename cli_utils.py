@@ -23,9 +23,17 @@ class RunError(Exception):
 
 
 def is_first_process() -> bool:
-    """True on rank 0, also before the process group exists."""
+    """True on rank 0, also before the process group exists, and where the rank cannot be read."""
     rank = os.environ.get("RANK") or (os.environ.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in os.environ else None)
-    return int(rank or 0) == 0
+    return re.fullmatch("0*[1-9][0-9]*", rank or "0") is None
+
+
+def environment_number(name: str, low: int, high: int) -> int:
+    """The whole number in an environment variable that a launcher has set. Raises InputError for anything else."""
+    text = os.environ.get(name, "")
+    if re.fullmatch("0|[1-9][0-9]{0,9}", text) is None or not low <= int(text) <= high:
+        raise InputError(f"{name} must be a whole number from {low} to {high}, not {text!r}")
+    return int(text)
 
 
 def whole(low: int) -> Callable[[str], int]:

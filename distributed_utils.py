@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +25,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from cli_utils import InputError, RunError
+from cli_utils import InputError, RunError, environment_number
+
+# More processes than any machine has: a larger number is a mistake.
+MOST_RANKS = 10**6
 
 
 @dataclass(frozen=True)
@@ -45,22 +49,33 @@ class Ranks:
 
 def read_environment() -> tuple[int, int, int, str]:
     """(rank, local_rank, world_size, launcher) from the variables that the launcher set; (0, 0, 1, "python") without
-    one."""
+    one. Raises InputError for a variable that is no such number."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         launcher = "deepspeed or torch.distributed"
         if "TORCHELASTIC_RUN_ID" in env:
             launcher = "accelerate" if any(name.startswith("ACCELERATE_") for name in env) else "torchrun"
-        return int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]), launcher
-    if (
-        int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1
-    ):  # set by srun alone: `python` inside an sbatch script is one process
+        return *_read_ranks("RANK", "LOCAL_RANK", "WORLD_SIZE"), launcher
+
+    # This variable is set by srun alone: `python` inside an sbatch script is one process.
+    tasks = environment_number("SLURM_STEP_NUM_TASKS", 1, MOST_RANKS) if "SLURM_STEP_NUM_TASKS" in env else 1
+    if tasks > 1:
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "localhost"
         first = re.sub(r"\[(\w+).*", r"\1", hosts.split(",")[0] if "[" not in hosts.split(",")[0] else hosts)
         env.setdefault("MASTER_ADDR", first)
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-        return int(env["SLURM_PROCID"]), int(env.get("SLURM_LOCALID", 0)), int(env["SLURM_STEP_NUM_TASKS"]), "srun"
+        job = environment_number("SLURM_JOB_ID", 0, 2**32) if "SLURM_JOB_ID" in env else 0
+        env.setdefault("MASTER_PORT", str(20000 + job % 20000))
+        return *_read_ranks("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "srun"
     return 0, 0, 1, "python"
+
+
+def _read_ranks(rank: str, local_rank: str, world_size: str) -> tuple[int, int, int]:
+    """The numbers in these three environment variables; the local rank may be missing."""
+    ranks = environment_number(world_size, 1, MOST_RANKS)
+    local = environment_number(local_rank, 0, ranks - 1) if local_rank in os.environ else 0
+    if ranks > 1 and "MASTER_PORT" in os.environ:
+        environment_number("MASTER_PORT", 1, 65535)
+    return environment_number(rank, 0, ranks - 1), local, ranks
 
 
 @contextlib.contextmanager
@@ -97,6 +112,7 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
         if (
             world_size > 1
         ):  # a crash of one rank: go at once, so that the others see the broken connection instead of waiting
+            print(f"rank {rank} crashed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
@@ -129,7 +145,8 @@ def launch_workers(world_size: int) -> None:
     if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+        launcher = str(Path(__file__).with_name("launch_utils.py"))
+        command = [sys.executable, launcher, "torchrun", "--standalone", f"--nproc_per_node={world_size}"]
         os.execv(sys.executable, [*command, *sys.argv])
 
 

@@ -5,10 +5,11 @@
 #   --deepspeed | --torchrun  force DeepSpeed or DDP     --script FILE  default train_mimic_cxr.py     --debug  a try
 # Several nodes: configs/slurm/mimic_cxr.sbatch, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
 set -euo pipefail
-fail() { echo "error: $1" >&2 && exit 2; }
-start() { if [[ $on == *dry_run* ]]; then printf '%q ' "$@" && echo && exit; else exec "$@"; fi; } # it gets the signals
-value() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" <<<"$facts" | sort -u | paste -sd / -; }
 here=$(cd "$(dirname "$0")" && pwd) && again=("$here/${0##*/}" "$@")
+# shellcheck source=launch_functions.sh
+source "$here/launch_functions.sh"
+start() { if [[ $on == *dry_run* ]]; then printf '%q ' "$@" && echo && exit; else become "$@"; fi; }
+value() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" <<<"$facts" | sort -u | paste -sd / -; }
 script=$here/train_mimic_cxr.py count=all on='' mimic='' words=('') cpus=${SLURM_CPUS_PER_TASK:-}
 while (($#)); do
   case $1 in
@@ -21,9 +22,25 @@ while (($#)); do
   esac
   shift
 done
-[[ $count =~ ^(all|[1-9][0-9]*)$ ]] || fail "--num_gpus must be a whole number of at least 1, not '$count'"
+[[ $count == all ]] || check_number --num_gpus "$count" 1 9999
+check_variables 1 99999 SLURM_STEP_NUM_NODES SLURM_NNODES NNODES SLURM_CPUS_PER_TASK
+check_variables 1 9999999 SLURM_STEP_NUM_TASKS
+check_variables 0 9999999 SLURM_PROCID SLURM_NODEID NODE_RANK
+check_variables 0 4294967295 SLURM_JOB_ID
+check_variables 1 65535 MASTER_PORT
+check_threads
 [[ -f $script ]] || script=$here/${script#"$here/"} && [[ -f $script ]] || fail "no file $script; check --script"
 [[ ${script##*/} != train_mimic_cxr.py ]] || mimic=1 # the others take none of the engine flags
+for word in ${mimic:+"${words[@]}"}; do
+  other=''
+  case ${word%%=*} in
+    --csv_path) other=train_survival_distributed.py ;;
+    --data_root) other=train_prs_med.py ;;
+    --dataset_path) other=train_accelerate.py ;;
+    --data) other=train.py ;;
+  esac
+  [[ -z $other ]] || fail "${word%%=*} belongs to another script; add --script $other"
+done
 [[ $on != *deepspeed* || ($mimic && $on != *torchrun*) ]] || fail "--deepspeed: not with --torchrun or another script"
 nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}} tasks=${SLURM_STEP_NUM_TASKS:-1}
 if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then # in an sbatch script: once per node
@@ -35,14 +52,23 @@ look=(--json --nodes "$nodes") && [[ $count == all ]] || look+=(--gpus "$count")
 [[ $mimic && $on != *torchrun* ]] || look+=(--no_deepspeed)
 facts=$(cd "$here" && python -m hardware_utils "${look[@]}") || fail "hardware detection failed; try: make setup"
 gpus=$(value gpu_count) cores=$(value cpu_cores) engine=$(value engine) count=$(value processes_per_node)
+check_number "hardware_utils: gpu_count" "$gpus" 0 9999
+check_number "hardware_utils: cpu_cores" "$cores" 1 999999
+check_number "hardware_utils: processes_per_node" "$count" 1 9999
+[[ $engine =~ ^(python|torchrun|deepspeed)$ ]] || fail "hardware_utils: engine must be one we know, not '$engine'"
 [[ -z $cpus ]] || ((tasks <= nodes)) || cores=$((cpus * count)) # a task sees its own share of the cores only
 ((gpus == 0 || count <= gpus || tasks > nodes)) || fail "--num_gpus $count: there are $gpus GPUs; ask for at most $gpus"
 if [[ $on == *torchrun* ]]; then engine=torchrun; elif [[ $on == *deepspeed* ]]; then engine=deepspeed; fi
 [[ $engine != deepspeed || $(value deepspeed_installed) == true ]] || fail "--deepspeed: it is not installed"
 where=(--standalone) words[0]=$script # --standalone: on a free port
 if ((nodes > 1 && tasks <= nodes)); then
-  first=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" | sed -n 1p)}
-  where=(--nnodes="$nodes" --node_rank="${SLURM_NODEID:-${NODE_RANK:?set it}}" --master_addr="$first")
+  [[ ${SLURM_NODEID:-} ]] && variable=SLURM_NODEID || variable=NODE_RANK
+  place=${!variable:-} names=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
+  check_number "$variable" "$place" 0 $((nodes - 1))
+  [[ $names != -* ]] || fail "SLURM_JOB_NODELIST must be a list of hosts, not '$names'"
+  first=${MASTER_ADDR:-$([[ -z $names ]] || scontrol show hostnames "$names" 2>/dev/null | sed -n 1p || true)}
+  check_host MASTER_ADDR "$first"
+  where=(--nnodes="$nodes" --node_rank="$place" --master_addr="$first")
   where+=(--master_port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 20000))}")
 fi
 command=(torchrun --nproc_per_node="$count" "${where[@]}") # for DeepSpeed too: its own runner would orphan the workers

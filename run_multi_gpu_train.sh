@@ -7,10 +7,9 @@
 # Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT, default 29500) and run this on each.
 set -euo pipefail
 
-fail() {
-  echo "error: $1" >&2
-  exit 2
-}
+here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=launch_functions.sh
+source "$here/launch_functions.sh"
 
 dry_run='' words=()
 while (($#)); do
@@ -35,19 +34,23 @@ fi
 default=$gpus
 if ((gpus == 0)); then default=2; fi
 processes=${words[1]:-$default}
-[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NUM_GPUS must be a whole number of at least 1, not '$processes'"
+check_number NUM_GPUS "$processes" 1 9999
 if ((gpus > 0 && processes > gpus)); then fail "$processes GPUs asked for, but there are $gpus; ask for at most $gpus"; fi
 
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-threads=$((cores / processes))
+nodes=${NNODES:-1}
+check_number NNODES "$nodes" 1 99999
+check_variables 1 65535 MASTER_PORT
+check_threads
+threads=$(($(count_cores) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
-here=$(cd "$(dirname "$0")" && pwd)
 torchrun=torchrun
 if ! command -v torchrun >/dev/null && [[ -x $here/.venv/bin/torchrun ]]; then torchrun=$here/.venv/bin/torchrun; fi
 
 command=("$torchrun" --nproc_per_node="$processes")
-if ((${NNODES:-1} > 1)); then
-  command+=(--nnodes="$NNODES" --node_rank="${NODE_RANK:?set NODE_RANK}" --master_addr="${MASTER_ADDR:?set MASTER_ADDR}")
+if ((nodes > 1)); then
+  check_number NODE_RANK "${NODE_RANK:-}" 0 $((nodes - 1))
+  check_host MASTER_ADDR "${MASTER_ADDR:-}"
+  command+=(--nnodes="$nodes" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR")
   command+=(--master_port="${MASTER_PORT:-29500}")
 elif [[ -n ${MASTER_PORT:-} ]]; then
   command+=(--master_addr=127.0.0.1 --master_port="$MASTER_PORT")
@@ -60,4 +63,4 @@ if [[ $dry_run ]]; then
   printf '%q ' "${command[@]}" && echo
   exit 0
 fi
-exec "${command[@]}"
+become "${command[@]}"

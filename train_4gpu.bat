@@ -12,6 +12,11 @@ set "words="
 set "word="
 set "inside="
 set "quoted="
+set "help="
+set "before="
+set "here=%~dp0"
+rem a variable of this name would hide the exit code
+set "errorlevel="
 
 rem cmd itself would split words at = and , and ; too: so the line is read character by character. raw holds an odd
 rem number of quotes while it begins inside them: hence two ways of setting it.
@@ -49,11 +54,31 @@ if defined inside (echo error: a quote is not closed>&2& exit /b 2)
 if defined word call :take
 if defined pending (echo error: %pending% needs a value>&2& exit /b 2)
 if defined help goto help
+if not "%precision%"=="bf16" if not "%precision%"=="fp16" set "precision=no"
+
+rem A value from outside loses its quotes and then stands inside quotes, so that cmd executes nothing that is in it.
+rem Numbers are checked before set /a sees them. Messages put a wrong value in between exclamation marks, which cmd
+rem does after it has read the line.
 if not "%method%"=="accelerate" if not "%method%"=="torchrun" goto bad_method
-set /a "number=%count%" 2>nul
-if not "%number%"=="%count%" goto bad_count
-if %number% LSS 1 goto bad_count
-if %number% GTR 99 goto bad_count
+set "name=--num_gpus"
+set "most=99"
+set "value=%count%"
+call :check_number
+if defined wrong goto bad_number
+set "most=99999"
+set "name=NUMBER_OF_PROCESSORS"
+set "value=1"
+if defined NUMBER_OF_PROCESSORS set "value=%NUMBER_OF_PROCESSORS:"=%"
+call :check_number
+if defined wrong goto bad_number
+set "cores=%value%"
+if not defined OMP_NUM_THREADS goto threads_checked
+set "name=OMP_NUM_THREADS"
+set "value=%OMP_NUM_THREADS:"=%"
+call :check_number
+if defined wrong goto bad_number
+set "OMP_NUM_THREADS=%value%"
+:threads_checked
 
 set "what=GPUs"
 if defined cpu goto on_cpu
@@ -61,8 +86,15 @@ set "gpus=0"
 for /f "tokens=1" %%g in ('nvidia-smi -L 2^>nul') do if "%%g"=="GPU" set /a gpus+=1
 if not defined CUDA_VISIBLE_DEVICES goto counted
 set "visible=0"
-set "stop="
-for %%d in (%CUDA_VISIBLE_DEVICES%) do call :visible_device %%d
+set "rest=%CUDA_VISIBLE_DEVICES:"=%"
+:next_device
+set "list=%rest%"
+set "rest="
+for /f "eol=, tokens=1* delims=, " %%d in ("%list%") do (
+  set "rest=%%e"
+  if "%%d"=="-1" (set "rest=") else set /a visible+=1
+)
+if defined rest goto next_device
 if %visible% LSS %gpus% set "gpus=%visible%"
 :counted
 if %count% GTR %gpus% goto too_few
@@ -72,19 +104,17 @@ set "what=CPU processes"
 set "CUDA_VISIBLE_DEVICES=-1"
 
 :start
-set "script=train_accelerate.py"
-if not exist "%script%" set "script=%~dp0train_accelerate.py"
-set "quote="
-if not "%script%"=="%script: =%" set "quote=1"
-if defined quote set script="%script%"
-if exist "%~dp0.venv\Scripts\%method%.exe" set "PATH=%PATH%;%~dp0.venv\Scripts"
+setlocal EnableDelayedExpansion
+if exist "!here!.venv\Scripts\!method!.exe" set "PATH=!PATH!;!here!.venv\Scripts"
+setlocal DisableDelayedExpansion
 rem Windows builds of torch have no libuv; gloo is the backend there
 set "USE_LIBUV=0"
 if not defined TORCH_DISABLE_SHARE_RDZV_TCP_STORE set "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-if not defined NUMBER_OF_PROCESSORS set "NUMBER_OF_PROCESSORS=1"
-set /a "threads=NUMBER_OF_PROCESSORS / count"
+set /a "threads=cores / count"
 if %threads% LSS 1 set "threads=1"
 if not defined OMP_NUM_THREADS set "OMP_NUM_THREADS=%threads%"
+set "script=train_accelerate.py"
+if not exist "%script%" set script="%here%train_accelerate.py"
 if "%method%"=="torchrun" goto torchrun
 set "multi= --multi_gpu"
 if "%count%"=="1" set "multi="
@@ -112,9 +142,10 @@ if "%bare%"=="--dry_run" set "dry_run=1"& exit /b
 if "%bare%"=="--help" set "help=1"& exit /b
 if "%bare%"=="-h" set "help=1"& exit /b
 set words=%words% %word%
-if "%before%"=="--mixed_precision" call :set_precision "%bare%"
-if "%bare:~0,18%"=="--mixed_precision=" call :set_precision "%bare:~18%"
+if "%before%"=="--mixed_precision" set "precision=%bare%"
 set "before=%bare%"
+if not "%bare:~0,18%"=="--mixed_precision=" exit /b
+set "precision=%bare:~18%"
 exit /b
 :wait_for_value
 set "pending=%bare%"
@@ -123,14 +154,16 @@ exit /b
 if "%pending%"=="--method" (set "method=%bare%") else set "count=%bare%"
 set "pending="
 exit /b
-:set_precision
-set "precision=no"
-if "%~1"=="bf16" set "precision=bf16"
-if "%~1"=="fp16" set "precision=fp16"
-exit /b
-:visible_device
-if "%~1"=="-1" set "stop=1"
-if not defined stop set /a visible+=1
+rem Sets wrong unless value, which has no quotes, is a whole number from 1 to `most`. The 1 before it keeps for from
+rem reading ; as a comment; after that line value holds digits only.
+:check_number
+set "wrong=1"
+if not defined value exit /b
+for /f "delims=0123456789" %%x in ("1%value%") do exit /b
+if "%value:~0,1%"=="0" exit /b
+if not "%value:~0,5%"=="%value%" exit /b
+if %value% GTR %most% exit /b
+set "wrong="
 exit /b
 
 :help
@@ -143,10 +176,12 @@ echo   --mixed_precision P, --checkpoint_dir DIR and all else go to train_accele
 echo   --dry_run                      print the command instead of running it
 exit /b 0
 :bad_method
-echo error: --method must be accelerate or torchrun, not '%method%'>&2
+setlocal EnableDelayedExpansion
+echo error: --method must be accelerate or torchrun, not '!method!'>&2
 exit /b 2
-:bad_count
-echo error: --num_gpus must be a whole number from 1 to 99, not '%count%'>&2
+:bad_number
+setlocal EnableDelayedExpansion
+echo error: !name! must be a whole number from 1 to !most!, not '!value!'>&2
 exit /b 2
 :too_few
 echo error: %count% GPUs asked for, %gpus% found; give --num_gpus with at most that many, or --cpu>&2

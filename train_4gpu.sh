@@ -8,10 +8,9 @@
 #   --dry_run                      print the command instead of running it
 set -euo pipefail
 
-fail() {
-  echo "error: $1" >&2
-  exit 2
-}
+here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=launch_functions.sh
+source "$here/launch_functions.sh"
 
 method=accelerate count=4 cpu='' dry_run='' precision=no words=()
 while (($#)); do
@@ -32,7 +31,8 @@ while (($#)); do
   shift
 done
 [[ $method == accelerate || $method == torchrun ]] || fail "--method must be accelerate or torchrun, not '$method'"
-[[ $count =~ ^[1-9][0-9]?$ ]] || fail "--num_gpus must be a whole number from 1 to 99, not '$count'"
+check_number --num_gpus "$count" 1 99
+check_threads
 [[ $precision == bf16 || $precision == fp16 ]] || precision=no # accelerate knows no auto; the script does
 
 if [[ $cpu ]]; then
@@ -47,11 +47,10 @@ else
   ((count <= gpus)) || fail "$count GPUs asked for, $gpus found; give --num_gpus with at most that many, or --cpu"
 fi
 
-here=$(cd "$(dirname "$0")" && pwd)
 script=train_accelerate.py
 [[ -f $script ]] || script=$here/$script
 command -v "$method" >/dev/null || [[ ! -x $here/.venv/bin/$method ]] || PATH=$here/.venv/bin:$PATH
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+cores=$(count_cores)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > count ? cores / count : 1))}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
 if [[ $method == accelerate ]]; then
@@ -69,4 +68,4 @@ for word in "${command[@]}"; do
 done
 if [[ $cpu ]]; then echo "$count CPU processes by $method:$text"; else echo "$count GPUs by $method:$text"; fi
 [[ -z $dry_run ]] || exit 0
-exec "${command[@]}"
+become "${command[@]}"

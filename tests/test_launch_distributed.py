@@ -30,7 +30,8 @@ class Machine:
         self.bin, self.repo, self.gpus, self.deepspeed = tmp_path / "bin", tmp_path / "repo", gpus, deepspeed
         self.bin.mkdir()
         self.repo.mkdir()
-        shutil.copy2(ROOT / LAUNCHER, self.repo)
+        for name in (LAUNCHER, "launch_functions.sh"):
+            shutil.copy2(ROOT / name, self.repo)
         for name in ("train_mimic_cxr.py", "train_survival.py"):
             (self.repo / name).touch()
         self.mimic, self.other = (str(self.repo / name) for name in ("train_mimic_cxr.py", "train_survival.py"))
@@ -129,14 +130,18 @@ def test_cpu_processes(tmp_path):
     ("words", "facts", "message"),
     [
         ("--num_gpus 8", {"processes": 8}, "--num_gpus 8: there are 4 GPUs; ask for at most 4"),
-        ("--num_gpus two", {}, "at least 1, not 'two'"),
-        ("--num_gpus=0", {}, "at least 1, not '0'"),
-        ("--num_gpus", {}, "at least 1, not ''"),
+        ("--num_gpus two", {}, "from 1 to 9999, not 'two'"),
+        ("--num_gpus=0", {}, "from 1 to 9999, not '0'"),
+        ("--num_gpus", {}, "from 1 to 9999, not ''"),
         ("--deepspeed --torchrun", {}, "--deepspeed: not with --torchrun or another script"),
         ("--deepspeed --script train_survival.py", {}, "--deepspeed: not with --torchrun or another script"),
         ("--use_deepspeed --torchrun", {}, "--deepspeed: not with --torchrun"),
         ("--deepspeed", {}, "--deepspeed: it is not installed"),
         ("--script nowhere.py", {}, "nowhere.py; check --script"),
+        ("--csv_path a.csv", {}, "--csv_path belongs to another script; add --script train_survival_distributed.py"),
+        ("--epochs 3 --data_root=data", {}, "--data_root belongs to another script; add --script train_prs_med.py"),
+        ("--dataset_path data", {}, "--dataset_path belongs to another script; add --script train_accelerate.py"),
+        ("--data x.hdf5 --lr 1", {}, "--data belongs to another script; add --script train.py"),
     ],
 )
 def test_refuses(tmp_path, words, facts, message):
@@ -169,7 +174,7 @@ def test_environment(tmp_path):
     assert {name: env[name] for name in ours} == ours
     assert (env["WANDB_MODE"], env["CUDA_VISIBLE_DEVICES"]) == ("offline", "3,1")
     assert "NCCL_IB_DISABLE" not in env
-    mine = dict.fromkeys(ours, "mine")
+    mine = dict.fromkeys(ours, "mine") | {"OMP_NUM_THREADS": "4,2"}
     env = machine.run(**mine)[2]
     assert {name: env[name] for name in ours} == mine
     assert machine.run(PYTORCH_CUDA_ALLOC_CONF="old name")[2]["PYTORCH_ALLOC_CONF"] == "old name"
@@ -177,9 +182,9 @@ def test_environment(tmp_path):
 
 def test_dry_run_and_exit_code(tmp_path):
     machine = Machine(tmp_path, 2)
-    done, argv, _ = machine.run("--dry_run --data 'my data'")
+    done, argv, _ = machine.run("--dry_run --index_dir 'my data'")
     assert argv is None
-    expected = f"torchrun --nproc_per_node=2 --standalone {machine.mimic} --data my\\ data --use_deepspeed "
+    expected = f"torchrun --nproc_per_node=2 --standalone {machine.mimic} --index_dir my\\ data --use_deepspeed "
     assert done.stdout.splitlines()[-1] == expected
     machine.write("torchrun", "#!/bin/sh\nexit 77\n")
     assert machine.run()[0].returncode == 77
@@ -278,7 +283,7 @@ def test_sigterm_saves_and_leaves_no_process(data, tmp_path):
         assert len([p for p in known if "train_prs_med.py" in " ".join(p.cmdline())]) >= 2, log.read_text()
         assert "torch" in " ".join(launcher.cmdline())  # the launcher has become torchrun
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=40) != 0
+        assert launcher.wait(timeout=40) == 143
         _, alive = psutil.wait_procs(known, timeout=10)
         assert not alive, f"left behind: {alive}"
     finally:
@@ -286,6 +291,7 @@ def test_sigterm_saves_and_leaves_no_process(data, tmp_path):
             if process.is_running():
                 process.kill()
     text = log.read_text()
+    assert "Traceback" not in text
     assert "Engine:   torchrun x 2 " in text
     saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
     assert torch.load(out / "last.pt", weights_only=True)["step"] == saved

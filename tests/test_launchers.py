@@ -146,11 +146,15 @@ def test_launcher_command(tmp_path, gpus, words, variables, expected, threads):
     [
         (2, ["data", "4"], {}, "4 GPUs asked for, but there are 2"),
         (8, ["data", "4"], {"CUDA_VISIBLE_DEVICES": "0"}, "4 GPUs asked for, but there are 1"),
-        (2, ["data", "two"], {}, "NUM_GPUS must be a whole number of at least 1, not 'two'"),
+        (2, ["data", "two"], {}, "NUM_GPUS must be a whole number from 1 to 9999, not 'two'"),
         (2, ["data", "0"], {}, "not '0'"),
         (2, ["data", "1.5"], {}, "not '1.5'"),
         (2, ["data", "1", "more"], {}, "too many arguments"),
         (2, ["data", "--batch_size", "4"], {}, "unknown option --batch_size"),
+        (2, ["data"], {"NNODES": "2"}, "NODE_RANK must be a whole number from 0 to 1, not ''"),
+        (2, ["data"], {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK must be a whole number from 0 to 1, not '2'"),
+        (2, ["data"], {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR must be the name or address of a host, not ''"),
+        (2, ["data"], {"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535, not '65536'"),
     ],
 )
 def test_launcher_refuses(tmp_path, gpus, words, variables, message):

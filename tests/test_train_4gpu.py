@@ -217,6 +217,45 @@ def test_dry_run_and_help_of_the_bat(prefix, stubs, tmp_path):
     assert usage[1].replace("train_4gpu.bat", "bash train_4gpu.sh").splitlines() == shell.stdout.splitlines()
 
 
+# Each would leave the file `executed` if cmd read on behind the & or |.
+COMMANDS = ["4&echo x>executed&rem ", "4|echo x>executed|rem ", "4)&echo x>executed&("]
+NOT_NUMBERS = ["4;x", ";x", "08", "0x4", "4+4", "-4", "444444444444"]
+EVIL = '4"&echo x>executed&"'
+
+
+@wine
+def test_bat_executes_no_value(prefix, stubs, tmp_path):
+    """Hostile arguments, then hostile variables, which `set /p` reads from files as they are."""
+    lines = [(f'--num_gpus "{value}"', "--num_gpus", "") for value in COMMANDS + NOT_NUMBERS]
+    lines += [(f'--method "{value}"', "--method", "") for value in COMMANDS]
+    for name in ("NUMBER_OF_PROCESSORS", "OMP_NUM_THREADS"):
+        lines += [("", name, value) for value in [*COMMANDS, *NOT_NUMBERS, EVIL, "!EVIL!"]]
+    lines += [("", "CUDA_VISIBLE_DEVICES", f"0,{value}") for value in [*COMMANDS, EVIL, "!EVIL!"]]
+    lines += [("--num_gpus 1", "errorlevel", "0&echo x>executed"), ("--num_gpus 1", "before", EVIL)]
+
+    script = ["@echo off", f"set EVIL={EVIL.replace('&', '^&')}"]
+    (tmp_path / "train_accelerate.py").touch()
+    for k, (words, name, value) in enumerate(lines):
+        (tmp_path / f"value{k}").write_bytes(f"{value}\r\n".encode())
+        script.append("setlocal")
+        if value:
+            script.append(f"set /p {name}=<value{k}")
+        bat = "Z:" + str(ROOT / "train_4gpu.bat").replace("/", "\\")
+        script.append(f"call {bat} {words} >said{k} 2>&1")
+        script += ["endlocal", f"if exist stub.out ren stub.out started{k}", f"if exist executed ren executed bad{k}"]
+    (tmp_path / "all.bat").write_bytes("\r\n".join([*script, ""]).encode())
+    base = {key: text for key, text in os.environ.items() if key not in ENVIRONMENT}
+    base |= {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all", "WINEPATH": "Z:" + str(stubs).replace("/", "\\")}
+    subprocess.run(["wine", "cmd", "/c", "all.bat"], cwd=tmp_path, env=base, capture_output=True, timeout=300)
+    for k, (words, name, value) in enumerate(lines):
+        said = (tmp_path / f"said{k}").read_text()
+        assert not (tmp_path / f"bad{k}").exists(), (words, name, value, said)
+        if name.startswith(("--", "NUMBER", "OMP")):
+            assert not (tmp_path / f"started{k}").exists(), (words, name, value, said)
+            assert said.startswith(f"error: {name} must be "), (words, name, value, said)
+            assert said.count("\n") == 1, (words, name, value, said)
+
+
 @wine
 def test_bat_called_directly(prefix, stubs, tmp_path):
     """The exit code; the script beside the launcher, in a folder with a space."""

@@ -1,0 +1,62 @@
+# shellcheck shell=bash
+# What the three launchers share; they read it with `source`.
+
+# fail TEXT: one line `error: TEXT`, exit code 2. Line breaks and the like are shown as ?.
+fail() {
+  local line=${1:0:300}
+  printf 'error: %s\n' "${line//[[:cntrl:]]/?}" >&2
+  exit 2
+}
+
+# check_number NAME VALUE LOW HIGH: ends with an error unless VALUE is a whole number from LOW to HIGH.
+# Nothing from outside may reach $((...)) or ((...)) before this: they would run the command in 'x[$(command)]'.
+check_number() {
+  local LC_ALL=C
+  if [[ ! $2 =~ ^(0|[1-9][0-9]{0,9})$ ]] || (($2 < $3 || $2 > $4)); then
+    fail "$1 must be a whole number from $3 to $4, not '$2'"
+  fi
+}
+
+# check_variables LOW HIGH NAME...: check_number for those of these environment variables that are set.
+check_variables() {
+  local low=$1 high=$2 name
+  shift 2
+  for name in "$@"; do
+    if [[ ${!name:-} ]]; then check_number "$name" "${!name}" "$low" "$high"; fi
+  done
+}
+
+# check_host NAME VALUE: ends with an error unless VALUE can be a host's name or address.
+check_host() {
+  local LC_ALL=C
+  [[ $2 =~ ^[][A-Za-z0-9_.:%-]{1,255}$ && $2 != -* ]] || fail "$1 must be the name or address of a host, not '$2'"
+}
+
+# check_threads: OMP_NUM_THREADS is a number, or one for each level of nesting as in 4,2.
+check_threads() {
+  local LC_ALL=C number='[1-9][0-9]{0,4}'
+  [[ -z ${OMP_NUM_THREADS:-} || $OMP_NUM_THREADS =~ ^$number(,$number)*$ ]] ||
+    fail "OMP_NUM_THREADS must be a whole number from 1 to 99999, not '$OMP_NUM_THREADS'"
+}
+
+# count_cores: the CPU cores of this machine; 1 where it does not say.
+count_cores() {
+  local LC_ALL=C cores
+  cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || true)
+  [[ $cores =~ ^[1-9][0-9]{0,5}$ ]] || cores=1
+  printf '%s\n' "$cores"
+}
+
+# become COMMAND WORD...: run this in place of the shell, so that it gets the signals.
+# torch's own torchrun and accelerate are run by the python beside them through launch_utils.py: the exit code is then
+# the script's, and no traceback of theirs follows its error. Any other command of that name is run as it is.
+become() {
+  local found python helper=${BASH_SOURCE[0]%/*}/launch_utils.py
+  found=$(command -v "$1") || fail "no command $1; try: make setup"
+  python=${found%/*}/python
+  if [[ -x $python && -f $helper ]] &&
+    grep -qsE '^from (torch.distributed.run|accelerate.commands.accelerate_cli) import main$' "$found"; then
+    exec "$python" "$helper" "${1##*/}" "${@:2}"
+  fi
+  exec "$@"
+}
