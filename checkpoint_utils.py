@@ -200,8 +200,7 @@ class _Part(dict):
 
     def __missing__(self, key):
         raise InputError(
-            f"{self.path}: lacks {key!r}, so another version of this script wrote it; resume with that version, or "
-            "start afresh with --overwrite"
+            f"{self.path}: lacks {key!r}, so another version of this script wrote it; use that version, or start afresh"
         )
 
 
@@ -383,14 +382,14 @@ def lock_run_folder(run_folder: Path, may_exist: bool, wait: float = 60, overwri
     lock = None
     with agree_on_errors():
         if world()[0] == 0:
-            check_run_folder(run_folder, may_exist, overwrite)
             try:
+                check_run_folder(run_folder, may_exist, overwrite)
                 run_folder.mkdir(parents=True, exist_ok=True)
                 lock = RunLock(run_folder / ".lock", wait if may_exist else 0)
+                # another run may have begun and even ended here since the first look
+                check_run_folder(run_folder, may_exist, overwrite)
             except OSError as error:
                 raise InputError(f"{run_folder}: cannot write here ({error.strerror}); choose another folder") from None
-            # another run may have begun and even ended here since the first look
-            check_run_folder(run_folder, may_exist, overwrite)
     with agree_on_errors():
         if not run_folder.is_dir():
             raise InputError(f"{run_folder}: not seen by rank {world()[0]}; choose a folder that all nodes share")
@@ -446,7 +445,10 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
     that the manifest holds: it is written first and as a whole.
     """
     for path in run_folder.glob(".*.tmp"):
-        path.unlink()
+        # what a kill left of a file that was being written
+        name = path.name[1:-4]
+        if name in (*RESULT_FILES, MANIFEST) or is_checkpoint_name(name):
+            path.unlink()
     if contents is None:
         return _begin_afresh(run_folder), 0
     if not _is_of_run(contents, run_folder):

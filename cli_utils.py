@@ -321,7 +321,9 @@ def save_args(path: Path, args: argparse.Namespace) -> None:
     import yaml
 
     values = {key: value for key, value in vars(args).items() if key not in ("config", "local_rank", "source")}
-    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(yaml.safe_dump(values), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def end_with(error: Exception) -> None:

@@ -821,8 +821,10 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
     lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
     if args.overwrite:  # all folds at once: a killed run must find none of the old one
         with du.agree_on_errors():
-            for place in (folder, *sorted(folder.glob("fold_*"))) if ranks.is_main else ():
+            places = [folder, *sorted(folder.glob("fold_*"))] if ranks.is_main else []
+            for place in places:
                 ckpt.check_run_folder(place, True, True)
+            for place in places:
                 ckpt.begin_run(place, None)
     with du.agree_on_errors():
         try:

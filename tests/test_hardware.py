@@ -1,5 +1,6 @@
 """hardware_utils: the guide's table, what a machine is found to have, and the command."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -349,3 +350,59 @@ def test_this_machine():
     assert f"  CPU cores:             {facts['cpu_cores']}\n" in report
     assert "  RAM available: " in report
     assert "  Disk free here: " in report
+
+
+# what libraries say when memory runs out, as recorded from their sources and from issue reports
+OUT_OF_MEMORY_TEXTS = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "NCCL error in: ProcessGroupNCCL.cpp:2020, unhandled cuda error, NCCL version 2.21.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "NCCL error: unhandled cuda error\nFailed to CUDA calloc async 608 bytes",
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to get 9",
+    "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes.",
+    "could not create a primitive",
+    "std::bad_alloc",
+    "bad allocation",
+)
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY_TEXTS)
+def test_out_of_memory_in_the_words_of_each_library(text):
+    assert hardware_utils.out_of_memory(RuntimeError(text))
+    if hasattr(torch, "AcceleratorError"):
+        assert issubclass(torch.AcceleratorError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: device-side assert triggered", "Expected all tensors to be on the same device", "shape '[2]'"]
+)
+def test_other_errors_are_not_out_of_memory(text):
+    assert not hardware_utils.out_of_memory(RuntimeError(text))
+
+
+def test_a_trial_step_holds_the_optimizers_moments_beside():
+    """fit_batch_to_memory leaves room for two moments of what learns, and halves on all ranks until a step fits."""
+    import loop_utils
+
+    trained, frozen = torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(9), requires_grad=False)
+    seen = []
+
+    def try_once(batch_size: int) -> None:
+        held = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == (1000,) and t is not trained.grad]
+        seen.append((batch_size, len(held)))
+        (trained.sum() * batch_size).backward()
+        if batch_size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    found = loop_utils.fit_batch_to_memory(try_once, [trained, frozen], 8, 1, "--batch_size", "buy a larger GPU")
+    assert found == (2, 4)
+    assert [size for size, _ in seen] == [8, 4, 2, 2]
+    assert all(count >= 2 for _, count in seen)
+    assert trained.grad is None
