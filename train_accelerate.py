@@ -275,7 +275,7 @@ import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
 from logging_utils import RunLog, print_banner, print_table
-from loop_utils import forget_other_best, keep_best, say_if_finished
+from loop_utils import forget_other_best, keep_best, release_memory, say_if_finished
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
 
@@ -702,9 +702,7 @@ def measure_stage(k: int, greys, args: argparse.Namespace, ranks: du.Ranks) -> t
         failed = True
     memory = torch.cuda.max_memory_allocated(device) if gpu else sum(kept.values()) + 4 * 5 * count
     del net
-    gc.collect()
-    if gpu:
-        torch.cuda.empty_cache()
+    release_memory()
     return memory / 2**30, count, failed
 
 

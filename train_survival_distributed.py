@@ -663,7 +663,7 @@ def draw_inputs(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace):
 def write_file(path: Path, content: bytes) -> None:
     """Rank 0: put a result in place; a full disk is said, and ends nothing."""
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         ckpt.write_atomically(path, lambda file: file.write(content))
     except OSError as error:
         print(f"warning: {path}: not written ({error.strerror})", file=sys.stderr, flush=True)
@@ -922,10 +922,6 @@ def evaluate_only(cohort: sd.Cohort, split: tuple, contents: dict, used: str, ar
     with."""
     folder = Path(args.log_dir)
     with du.agree_on_errors():
-        try:
-            (folder / "figures").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
         target = Target(cohort, split.train, args)
     model = load_model(contents, args, ranks)
     trained = set(contents["trained_cases"])

@@ -1,9 +1,13 @@
 """What the five scripts share, tested by one test over the five, so that none of them drifts away from the others."""
 
+import contextlib
 import json
 import random
+import re
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,6 +214,95 @@ def test_two_hundred_damaged_checkpoints_of_each_script(task, finished, tmp_path
     print(f"{task}: {counts}")
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """disk(kilobytes) -> a folder that is a small disk of its own; disk.read_only() makes it so."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options: str) -> Path:
+        if subprocess.run(["mount", *options, "tmpfs", folder], capture_output=True).returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        return folder
+
+    yield SimpleNamespace(
+        make=lambda kilobytes: mount("-t", "tmpfs", "-o", f"size={kilobytes}k"),
+        read_only=lambda: mount("-o", "remount,ro"),
+    )
+    subprocess.run(["umount", folder], capture_output=True)
+
+
+QUICK = {"cascade": ["--ddim_steps", "2"], "compressed_ad": ["--eval_episodes", "3", "--eval_seeds", "2"]}
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+@pytest.mark.parametrize("task", TASKS)
+def test_eval_only_on_a_disk_that_takes_nothing(task, trouble, small_run, finished, zygote, disk):
+    """The table is printed, each file that could not be written is a warning, and the exit code is 0."""
+    last = finished(task) / "last.pt"
+    folder = disk.make(2 * last.stat().st_size // 1024 + 400)
+    for name in ("best.pt", "manifest.sha256", "args.yaml"):
+        shutil.copy(finished(task) / name, folder)
+    if trouble == "full":
+        with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
+    else:
+        disk.read_only()
+    before = tree(folder)
+    script, *flags = small_run(task, folder)
+    done = zygote(script, *flags, *QUICK.get(task, []), "--eval_only")
+    assert done.code == 0, done.stderr[-2000:]
+    said = done.stderr.splitlines()
+    assert said
+    assert all(line.startswith("warning: ") and " not written (" in line for line in said), done.stderr
+    assert re.search(r"\d\.\d{4}", done.stdout)
+    after = tree(folder)
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_training_on_a_disk_that_takes_nothing(task, small_run, finished, zygote, disk):
+    """Full after the first checkpoints: one line, and the last of them is intact. Read-only: one line at the start."""
+    last = finished(task) / "last.pt"
+    folder = disk.make(last.stat().st_size * 17 // 10 // 1024 + 100)
+    done = zygote(*small_run(task, folder, "--save_every", "1"))
+    assert "No space left on device" in one_error_line(done, code=1)
+    format = torch.load(last, weights_only=True)["format"]
+    assert checkpoint_utils.load_checkpoint("auto", folder, format)["step"] >= 1
+    disk.read_only()
+    done = zygote(*small_run(task, folder, "--resume_from", "auto"))
+    assert "cannot write here (Read-only file system)" in one_error_line(done)
+
+
+# what each script reads while it trains, and the flag that keeps it from caching all of that
+IMAGES = {
+    "prs_med": ("*/train_images/*", ["--cache_gb", "0"]),
+    "mimic_cxr": ("mimic-cxr-jpg/files/**/*.jpg", ["--cache_gb", "0"]),
+    "survival": ("**/*.nii.gz", ["--cache", "none"]),
+    "cascade": ("**/*.nii.gz", []),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("task", IMAGES)
+def test_an_image_that_becomes_unreadable(task, ranks, small_run, data, chest, scans, torsos, zygote, tmp_path):
+    """In the middle of a run, with loading processes and without: all ranks end with one line that names it."""
+    source = {"prs_med": data, "survival": scans, "cascade": torsos, "mimic_cxr": Path(chest[1]).parent}[task]
+    root = tmp_path / "data"
+    shutil.copytree(source, root)
+    pattern, uncached = IMAGES[task]
+    script, *flags = small_run(task, tmp_path / "run", *uncached, "--save_every", "1")
+    flags = [flag.replace(str(source), str(root)) for flag in flags]
+    if task == "survival":
+        # the batch size is that of all processes
+        flags += ["--batch_size", "8"]
+    if ranks == 2:
+        flags += ["--num_workers", "1"]
+    done = zygote(ROOT / "tests" / "break_data.py", root, pattern, script, *flags, ranks=ranks)
+    assert str(root) in one_error_line(done)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_the_run_folder_is_removed_while_training(task, small_run, zygote, tmp_path):
     """One line at the next checkpoint, not a traceback at the end."""
@@ -225,8 +318,7 @@ def test_eval_only_knows_the_paths_of_its_run(task, small_run, finished, zygote,
     shutil.copytree(finished(task), out)
     script, *flags = small_run(task, out)
     folder_flag = flags[flags.index(str(out)) - 1]
-    quick = {"cascade": ["--ddim_steps", "2"], "compressed_ad": ["--eval_episodes", "3", "--eval_seeds", "2"]}
-    done = zygote(script, "--eval_only", folder_flag, out, "--num_workers", "0", *quick.get(task, []))
+    done = zygote(script, "--eval_only", folder_flag, out, "--num_workers", "0", *QUICK.get(task, []))
     assert done.code == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert task == "compressed_ad" or f"from {out}/args.yaml: --" in done.stdout
     found = json.loads(next(out.glob("eval_*.json")).read_text())

@@ -1,0 +1,26 @@
+"""break_data.py ROOT PATTERN SCRIPT FLAGS...: runs it, and cuts the files short after its first checkpoint."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import checkpoint_utils
+
+
+def main() -> None:
+    root, pattern, real = Path(sys.argv[1]), sys.argv[2], checkpoint_utils.save_checkpoint
+
+    def save_checkpoint(*args, **kwargs):
+        path = real(*args, **kwargs)
+        if path.name == "step_00000001.pt":
+            for file in root.glob(pattern):
+                file.write_bytes(file.read_bytes()[:40])
+        return path
+
+    checkpoint_utils.save_checkpoint = save_checkpoint
+    sys.argv = sys.argv[3:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
