@@ -150,7 +150,7 @@ def test_sam_vision_checkpoint(data, trained, tmp_path, zygote):
     ],
 )
 def test_position_in_a_sentence(text, position):
-    from train_prs_med import position_in
+    from prs_med_data import position_in
 
     assert position_in(text) == position
 
@@ -167,7 +167,7 @@ def test_position_in_a_sentence(text, position):
     ],
 )
 def test_position_of_a_box(box, position):
-    from train_prs_med import position_of
+    from prs_med_data import position_of
 
     mask = np.zeros((10, 10), bool)
     mask[box[0] : box[1], box[2] : box[3]] = True
@@ -177,7 +177,7 @@ def test_position_of_a_box(box, position):
 
 def test_sample_data(data):
     """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
-    import train_prs_med as prs
+    import prs_med_data as prs
 
     rows = prs.read_annotations(data, None, False)
     assert len(rows) == 54

@@ -1,0 +1,38 @@
+"""Guide 0's tables and figures."""
+
+import math
+
+import numpy as np
+
+from logging_utils import print_table
+
+
+def print_metrics(title: str, metrics: dict[str, float]) -> None:
+    """The table of a split: all rows, then each modality."""
+    table: dict[str, dict] = {}
+    for name, value in metrics.items():
+        _, metric, *modality = name.split("/")
+        table.setdefault(modality[0] if modality else "all", {})[metric.replace("position_accuracy", "position")] = (
+            value
+        )
+    print_table(title, table)
+
+
+def draw_predictions(shown: list[tuple]):
+    """A matplotlib figure: picture, true outline (green), predicted mask (red), question, generated and true answer."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(shown))
+    lines = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(4 * columns, 4.7 * lines))
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=1 - 0.17 / lines, wspace=0.03, hspace=0.22)
+    for axes in figure.subplots(lines, columns, squeeze=False).flat:
+        axes.axis("off")
+    for axes, (row, picture, predicted, target, answer, dice) in zip(figure.axes, shown, strict=False):
+        axes.imshow(picture.transpose(1, 2, 0))
+        axes.imshow(np.where(predicted[..., None], [1.0, 0.1, 0.1, 0.4], 0.0))
+        if target.any():
+            axes.contour(target, [0.5], colors="lime", linewidths=1.5)
+        lines = [row.question, f"says: {answer or '(nothing)'}", f"true: {row.answer}"]
+        axes.set_title("\n".join(line[:64] for line in lines) + f"\nDice {dice:.2f}", fontsize=8)
+    return figure
