@@ -3,13 +3,14 @@
 import csv
 import hashlib
 import re
+import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch.utils.data import Dataset
 
 from cli_utils import InputError
@@ -17,6 +18,8 @@ from distributed_utils import Ranks, agree_on_errors, gather_objects, print_main
 
 SPLITS = ("train", "val", "test")
 NEEDED = ("image_path", "split", "question", "answer")
+# mask values below this, beside values above 127, can be what JPEG made of 0
+NOISE = 32
 
 
 class Row(NamedTuple):
@@ -91,20 +94,70 @@ def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -
     return rows
 
 
-def open_picture(path: str) -> Image.Image:
-    """Decode to 8-bit RGB; 16-bit and float pictures are scaled to their own range."""
-    with Image.open(path) as picture:
-        if picture.mode[:1] not in "IF":
-            return picture.convert("RGB")
-        values = np.asarray(picture, np.float32)
+def turn_upright(image: Image.Image) -> bool:
+    """Turn a loaded image as its EXIF tag says, in place; returns whether the tag said so."""
+    try:
+        turned = image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+        if turned:
+            ImageOps.exif_transpose(image, in_place=True)
+        return turned
+    except (SyntaxError, ValueError, struct.error):
+        # a damaged EXIF block says nothing about the orientation
+        return False
+
+
+def open_upright(path: str) -> tuple[Image.Image, bool]:
+    """The image as 8-bit RGB, upright, and whether it had to be turned for that.
+
+    16-bit and float images are scaled to their own range.
+    """
+    with Image.open(path) as image:
+        image.load()
+        turned = turn_upright(image)
+        if image.mode[:1] not in "IF":
+            return image.convert("RGB"), turned
+        values = np.asarray(image, np.float32)
     low, high = float(values.min()), float(values.max())
-    return Image.fromarray((255 * (values - low) / max(high - low, 1e-6)).astype(np.uint8)).convert("RGB")
+    scaled = (255 * (values - low) / max(high - low, 1e-6)).astype(np.uint8)
+    return Image.fromarray(scaled).convert("RGB"), turned
+
+
+def open_picture(path: str) -> Image.Image:
+    """The image as 8-bit RGB, upright."""
+    return open_upright(path)[0]
+
+
+def foreground(values: np.ndarray) -> np.ndarray:
+    """(H, W) bool: foreground > 0; in 0..255 masks, whose edges JPEG may have smeared, > 127."""
+    return values > (127 if values.max() > 127 else 0)
 
 
 def open_mask(path: str) -> np.ndarray:
-    """(H, W) bool: foreground > 0; in 0..255 masks, whose edges JPEG may have smeared, > 127."""
-    values = np.asarray(open_picture(path)).max(axis=2)
-    return values > (127 if values.max() > 127 else 0)
+    """(H, W) bool mask of a file with 1 or 3 channels."""
+    return foreground(np.asarray(open_picture(path)).max(axis=2))
+
+
+def lost_levels(values: np.ndarray) -> list[int]:
+    """Values 1..127 of solid areas in a 0..255 mask, which `foreground` takes for background: a label map has them.
+
+    JPEG, resizing and smoothing leave such values at edges and as noise near 0, but no solid areas of more than a few
+    pixels. A pixel counts as solid when its 3 x 3 neighbourhood has one value. A solid area is a label when it is not
+    near 0 and not small beside the foreground, or when the mask has few values, 0 among them, as a lossless file has.
+    """
+    count = int((values > 127).sum())
+    if not count or not ((values > 0) & (values < 128)).any():
+        return []
+    height, width = values.shape
+    inner = values[1:-1, 1:-1]
+    solid = np.ones(inner.shape, bool)
+    for y in range(3):
+        for x in range(3):
+            solid &= values[y : y + height - 2, x : x + width - 2] == inner
+    pixels = np.bincount(inner[solid], minlength=256)
+    few_values = len(np.unique(values)) <= 16 and pixels[0] > 0
+    smallest = 1 if few_values else 0.05 * count
+    lowest = 1 if few_values else NOISE
+    return [level for level in range(lowest, 128) if pixels[level] >= smallest]
 
 
 def position_of(mask: np.ndarray) -> str | None:
@@ -130,8 +183,28 @@ def position_in(text: str) -> str | None:
     return "center" if middle else f"{'top' if vertical in ('top', 'upper') else 'bottom'} {side}"
 
 
-def check_pictures(rows: list[Row], ranks: Ranks) -> dict[str, str]:
-    """{image path: hash of its bytes}, after every file was decoded once (the ranks share the work).
+class FileFacts(NamedTuple):
+    """What one look at a file tells; digest is for images, the last two are for masks."""
+
+    size: tuple[int, int]
+    turned: bool
+    digest: str
+    foreground: float
+    lost: list[int]
+
+
+def inspect_file(path: str, is_image: bool) -> FileFacts:
+    """Decode an image or a mask."""
+    image, turned = open_upright(path)
+    if is_image:
+        digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+        return FileFacts(image.size, turned, digest, 0.0, [])
+    values = np.asarray(image).max(axis=2)
+    return FileFacts(image.size, turned, "", float(foreground(values).mean()), lost_levels(values))
+
+
+def inspect_files(rows: list[Row], ranks: Ranks) -> dict[str, FileFacts]:
+    """{path: facts} of every image and mask, each decoded once (the ranks share the work).
 
     Raises InputError on all ranks for an unreadable file.
     """
@@ -142,19 +215,55 @@ def check_pictures(rows: list[Row], ranks: Ranks) -> dict[str, str]:
     sources = {path: row.source for row in reversed(rows) for path in (row.image, row.mask)}
     images = {row.image for row in rows}
 
-    def check(path: str) -> tuple[str, str]:
+    def inspect(path: str) -> tuple[str, FileFacts]:
         try:
-            open_picture(path)
-            return path, hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() if path in images else ""
+            return path, inspect_file(path, path in images)
         except Exception as error:
             reason = str(error).replace(path, "file")
-            raise InputError(f"{sources[path]}: {path} is not a readable picture ({reason}); replace it") from None
+            raise InputError(f"{sources[path]}: {path} is not a readable image ({reason}); replace it") from None
 
-    mine, hashes = sorted(sources)[ranks.rank :: ranks.world_size], {}
+    local = sorted(sources)[ranks.rank :: ranks.world_size]
+    facts: dict[str, FileFacts] = {}
     quiet = not (ranks.is_main and sys.stderr.isatty())
     with agree_on_errors(), ThreadPoolExecutor(max_workers=8) as pool:
-        hashes = dict(tqdm(pool.map(check, mine), "checking pictures", len(mine), disable=quiet))
-    return {path: digest for part in gather_objects(hashes) for path, digest in part.items() if digest}
+        facts = dict(tqdm(pool.map(inspect, local), "checking images", len(local), disable=quiet))
+    return {path: fact for part in gather_objects(facts) for path, fact in part.items()}
+
+
+def misfit(mask: tuple[int, int], image: tuple[int, int]) -> str:
+    """Why a mask of one (width, height) cannot belong to an image of another; empty when it can."""
+    ratio = (mask[0] * image[1]) / (mask[1] * image[0])
+    if abs(ratio - 1) <= 0.02:
+        return ""
+    swapped = " (width and height swapped)" if mask == image[::-1] else ""
+    sizes = f"mask of {mask[0]} x {mask[1]} pixels does not fit its image of {image[0]} x {image[1]}{swapped}"
+    return f"{sizes}; replace the mask or remove the row"
+
+
+def check_pairs(rows: list[Row], files: dict[str, FileFacts]) -> dict[str, dict]:
+    """{finding: number of rows and the first} for what may be meant; raises InputError for what cannot be right."""
+    for row in rows:
+        mask, image = files[row.mask], files[row.image]
+        if problem := misfit(mask.size, image.size):
+            raise InputError(f"{row.source}: {row.mask}: {problem}")
+        if any(level >= NOISE for level in mask.lost):
+            levels = ", ".join(map(str, mask.lost[:5]))
+            text = f"a label map: its value {levels} would count as background beside values above 127"
+            raise InputError(f"{row.source}: {row.mask}: {text}; write foreground as 255, the rest as 0")
+    found: dict[str, dict] = {}
+    for row in rows:
+        mask, image = files[row.mask], files[row.image]
+        findings = {
+            "turned as EXIF says": image.turned or mask.turned,
+            "mask empty": mask.foreground == 0,
+            "mask all foreground": mask.foreground == 1,
+            "mask's width and height swapped": mask.size != image.size and mask.size == image.size[::-1],
+            f"mask values below {NOISE} left out": bool(mask.lost),
+        }
+        for name in (name for name, true in findings.items() if true):
+            entry = found.setdefault(name, {"rows": 0, "first": row.source})
+            entry["rows"] += 1
+    return found
 
 
 def check_splits(rows: list[Row], identity: dict[str, str]) -> None:

@@ -7,6 +7,14 @@ import numpy as np
 from logging_utils import print_table
 
 
+def print_data_check(rows: int, findings: dict[str, dict]) -> None:
+    """What the check of all images and masks found: one line for each finding, with its first row."""
+    if findings:
+        print_table(f"data check, {rows} rows", findings)
+    else:
+        print(f"data check: {rows} rows, every mask fits its image; none is empty or full", flush=True)
+
+
 def print_metrics(title: str, metrics: dict[str, float]) -> None:
     """The table of a split: all rows, then each modality."""
     table: dict[str, dict] = {}

@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data_root", required=True, help="folder with annotations/*.csv and the modality folders")
     add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
     add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field instead of stopping")
-    text = "do not read every picture before training; pictures are then told apart by path, not by content"
+    text = "do not read every image before training; images are then told apart by path, not by content"
     add("--skip_data_check", action="store_true", help=text)
     text = "GiB of RAM PER PROCESS for decoded pictures; when all fit, no workers are started; 0: decode each time"
     add("--cache_gb", type=number(0), default=4.0, help=text)
@@ -120,9 +120,10 @@ from prs_med_data import (
     SPLITS,
     PositionData,
     Reader,
-    check_pictures,
+    check_pairs,
     check_splits,
     fits_in_memory,
+    inspect_files,
     open_picture,
     pad_rows,
     position_in,
@@ -130,7 +131,7 @@ from prs_med_data import (
     read_annotations,
     swap_questions,
 )
-from prs_med_report import draw_predictions, print_metrics
+from prs_med_report import draw_predictions, print_data_check, print_metrics
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -577,8 +578,12 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         needed = args.eval_split if args.eval_only else "train"
         if not args.predict and not any(row.split == needed for row in rows):
             raise InputError(f"{root}: no rows in split {needed!r}; correct the CSVs or choose another --eval_split")
-    if not args.skip_data_check:
-        identity = check_pictures(rows, ranks)
+    if rows and not args.skip_data_check:
+        files = inspect_files(rows, ranks)
+        findings = check_pairs(rows, files)
+        identity = {row.image: files[row.image].digest for row in rows}
+        if ranks.is_main:
+            print_data_check(len(rows), findings)
     check_splits(rows, identity)
     lock = None if apply_only else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite)
     contents = ckpt.load_checkpoint(

@@ -89,6 +89,19 @@ def test_predict(data, trained, zygote):
     assert "Where is the mole" in (stem.parent / f"{stem.name}.txt").read_text()
 
 
+def test_predict_turns_an_image_as_its_exif_tag_says(data, trained, tmp_path, zygote):
+    """The mask and the overlay are of the upright image."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 30), (90, 80, 70)).save(tmp_path / "turned.jpg", exif=exif)
+    flags = ["--predict", tmp_path / "turned.jpg", "--question", "Where is it?", "--max_new_tokens", "2"]
+    flags += ["--resume_from", trained / "best.pt", "--checkpoint_dir", tmp_path]
+    done = zygote(PRS_MED, "--data_root", data, *flags)
+    assert done.code == 0, done.stderr
+    for name in ("mask", "overlay"):
+        assert Image.open(tmp_path / "predictions" / f"turned_{name}.png").size == (30, 40)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
