@@ -4,6 +4,7 @@ Every function may be called on all ranks; only rank 0 writes. A full disk never
 once, and the next checkpoint, which needs the space too, ends the run in order.
 """
 
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint_utils import clear_run_folder
+from checkpoint_utils import clear_run_folder, write_atomically
 from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
@@ -225,6 +226,22 @@ class RunLog:
                     f"warning: {self.folder}: log not written ({error.strerror or error})", file=sys.stderr, flush=True
                 )
             self.warned = True
+
+
+def write_result(path: Path, content: bytes) -> None:
+    """Rank 0: put a result in place; a full or read-only disk is said, and ends nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        print(f"warning: {path}: not written ({error.strerror or error})", file=sys.stderr, flush=True)
+
+
+def save_figure(path: Path, figure) -> None:
+    """Rank 0: a matplotlib figure, otherwise as write_result."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110)
+    write_result(path, content.getvalue())
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:

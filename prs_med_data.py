@@ -333,6 +333,7 @@ class Reader:
         batch["words"] = pad_rows([before + list(range(after, len(item["prompt"]))) for item in items], -1)
         batch["answer_at"] = pad_rows(places, 0)
         batch["answer"] = pad_rows([item["answer"] for item in items], -100)
+        batch["error"] = next((item["error"] for item in items if item["error"]), "")
         return batch | {name: [item[name] for item in items] for name in ("index", "position", "prompt")}
 
 
@@ -347,34 +348,54 @@ class PositionData(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _decode(self, path: str, decode) -> tuple:
+    def _decode(self, path: str, source: str, decode) -> tuple:
         try:
             value = self.kept.get(path) or decode(path)
-        except Exception as error:  # the file changed after the check, or --skip_data_check
-            raise RuntimeError(f"{path} is not a readable picture ({error})") from None
+        except MemoryError:
+            raise
+        except Exception as error:
+            # the file changed after the check, or --skip_data_check
+            reason = str(error).replace(path, "file")
+            text = f"{source}: {path} is not a readable image ({reason}); replace it and resume"
+            raise InputError(text) from None
         if self.keep:
             self.kept[path] = value
         return value
 
-    def _mask(self, path: str) -> tuple[torch.Tensor, str | None]:
+    def _image(self, path: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
+        image = open_picture(path)
+        return *self.reader.picture(image), image.size
+
+    def _mask(self, path: str) -> tuple[torch.Tensor, str | None, tuple[int, int]]:
         native, size = open_mask(path), self.reader.image_size
         small = Image.fromarray(native).resize((size, size), Image.Resampling.NEAREST)
-        return torch.from_numpy(np.array(small)), position_of(native)
+        return torch.from_numpy(np.array(small)), position_of(native), native.shape[::-1]
+
+    def _pair(self, row: Row) -> dict:
+        sam, vlm, image_size = self._decode(row.image, row.source, self._image)
+        mask, position, mask_size = self._decode(row.mask, row.source, self._mask)
+        if problem := misfit(mask_size, image_size):
+            raise InputError(f"{row.source}: {row.mask}: {problem}")
+        return {"sam": sam, "vlm": vlm, "mask": mask, "position": position, "error": ""}
+
+    def _blank(self, error: str) -> dict:
+        sizes = {"sam": self.reader.image_size, "vlm": self.reader.vlm_size}
+        images = {name: torch.zeros(3, size, size, dtype=torch.uint8) for name, size in sizes.items()}
+        mask = torch.zeros(self.reader.image_size, self.reader.image_size, dtype=torch.bool)
+        return {**images, "mask": mask, "position": None, "error": error}
 
     def __getitem__(self, i: int) -> dict:
+        """A row's tensors; a pair that cannot be used is blank and its `error` says why.
+
+        The error is told to all ranks at the step's exchange, and they end together.
+        """
         row = self.rows[i]
-        sam, vlm = self._decode(row.image, lambda path: self.reader.picture(open_picture(path)))
-        mask, position = self._decode(row.mask, self._mask)
         prompt, answer = self.reader.tokens(row.question, row.answer)
-        return {
-            "index": i,
-            "sam": sam,
-            "vlm": vlm,
-            "mask": mask,
-            "position": position,
-            "prompt": prompt,
-            "answer": answer,
-        }
+        try:
+            pair = self._pair(row)
+        except InputError as error:
+            pair = self._blank(str(error))
+        return {"index": i, **pair, "prompt": prompt, "answer": answer}
 
 
 def fits_in_memory(rows: list[Row], reader: Reader, limit_gb: float) -> bool:

@@ -1,9 +1,13 @@
 """Guide 0's tables and figures."""
 
+import io
 import math
+from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
+from checkpoint_utils import write_atomically
 from logging_utils import print_table
 
 
@@ -44,3 +48,19 @@ def draw_predictions(shown: list[tuple]):
         lines = [row.question, f"says: {answer or '(nothing)'}", f"true: {row.answer}"]
         axes.set_title("\n".join(line[:64] for line in lines) + f"\nDice {dice:.2f}", fontsize=8)
     return figure
+
+
+def write_prediction(stem: Path, image: Image.Image, mask: np.ndarray, text: str) -> None:
+    """<stem>_mask.png with 0 and 255, <stem>_overlay.png with the mask in red, <stem>.txt. Raises OSError."""
+    red = Image.new("RGB", image.size, (255, 40, 40))
+    opacity = Image.fromarray(np.where(mask, 110, 0).astype(np.uint8))
+    pictures = {
+        "mask": Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)),
+        "overlay": Image.composite(red, image, opacity),
+    }
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        content = io.BytesIO()
+        picture.save(content, "PNG")
+        write_atomically(Path(f"{stem}_{name}.png"), lambda file, content=content: file.write(content.getvalue()))
+    write_atomically(Path(f"{stem}.txt"), lambda file: file.write(text.encode()))

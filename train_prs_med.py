@@ -105,17 +105,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     ARGS = parse_args()  # before the heavy imports: --help and a mistyped flag answer at once
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, out_of_memory, split_batch
-from logging_utils import RunLog, print_banner
+from logging_utils import RunLog, print_banner, save_figure, write_result
 from prs_med_data import (
     SPLITS,
     PositionData,
@@ -131,7 +129,7 @@ from prs_med_data import (
     read_annotations,
     swap_questions,
 )
-from prs_med_report import draw_predictions, print_data_check, print_metrics
+from prs_med_report import draw_predictions, print_data_check, print_metrics, write_prediction
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -392,7 +390,7 @@ def train_one_epoch(
     """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
 
     model: PRSMed, or DDP around it. state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date.
-    Between log lines nothing is read back from the GPU.
+    Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
     """
     model.train()
     base_rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
@@ -403,7 +401,11 @@ def train_one_epoch(
         )  # of all ranks, of this one: the last window is short or uneven
         window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
         answers = sum(int((batch["answer"] >= 0).sum()) for batch in window) if mine else 0
-        tokens, stop_143, stop_130 = du.reduce_sum([answers, stop.code == 143, stop.code == 130]).tolist()
+        error = next((batch["error"] for batch in window if batch["error"]), "")
+        facts = [answers, stop.code == 143, stop.code == 130, bool(error)]
+        tokens, stop_143, stop_130, unusable = du.reduce_sum(facts).tolist()
+        if unusable:
+            raise InputError(next(text for text in du.gather_objects(error) if text))
         if stop_143 or stop_130:  # agreed by all ranks, before the window is used
             save()
             return 143 if stop_143 else 130
@@ -450,8 +452,9 @@ def evaluate(
     """
     model.eval()
     options = {"num_workers": 0 if data.keep else args.num_workers, "collate_fn": data.reader.collate}
-    mine, shown = [], {}
+    mine, shown, error = [], {}, ""
     for batch in du.create_distributed_dataloader(data, args.batch_size, train=False, **options):
+        error = error or batch["error"]
         batch = du.to_device(batch, ranks.device)
         with autocast(ranks.device, args.mixed_precision):
             logits, text = model(batch)
@@ -475,6 +478,9 @@ def evaluate(
                     answers[k],
                     dice,
                 )
+    with du.agree_on_errors():
+        if error:
+            raise InputError(error)
     rows = sorted(
         row for part in du.gather_objects(mine) for row in part
     )  # in row order: sums do not depend on the ranks
@@ -489,31 +495,32 @@ def evaluate(
 
 
 def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--predict: <checkpoint_dir>/predictions/<name>_mask.png at the picture's size, _overlay.png, and the answer
-    .txt."""
+    """--predict: the mask at the image's size, an overlay and the answer, in <checkpoint_dir>/predictions."""
     try:
-        picture = open_picture(args.predict)
+        image = open_picture(args.predict)
     except Exception as error:
-        raise InputError(f"{args.predict}: not a readable picture ({error}); check --predict") from None
+        raise InputError(f"{args.predict}: not a readable image ({error}); check --predict") from None
     model.eval()
     prompt, end = model.reader.tokens(args.question, "")
-    sam, vlm = model.reader.picture(picture)
-    item = {"index": 0, "sam": sam, "vlm": vlm, "mask": sam[0] > 255, "position": None, "prompt": prompt, "answer": end}
+    sam, vlm = model.reader.picture(image)
+    item = {"index": 0, "sam": sam, "vlm": vlm, "mask": sam[0] > 255, "position": None, "error": ""}
+    item |= {"prompt": prompt, "answer": end}
     batch = du.to_device(model.reader.collate([item]), ranks.device)
     with torch.no_grad(), autocast(ranks.device, args.mixed_precision):
         logits, answer = model(batch)[0], model.answer(batch, args.max_new_tokens)[0]
-    native = F.interpolate(logits[None], (picture.height, picture.width), mode="bilinear", align_corners=False)
+    native = F.interpolate(logits[None], (image.height, image.width), mode="bilinear", align_corners=False)
     mask = native[0, 0].cpu().numpy() > 0
     if ranks.is_main:
-        stem = Path(args.checkpoint_dir) / "predictions" / Path(args.predict).stem
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)).save(f"{stem}_mask.png")
-        red = Image.new("RGB", picture.size, (255, 40, 40))
-        alpha = Image.fromarray(np.where(mask, 110, 0).astype(np.uint8))
-        Image.composite(red, picture, alpha).save(f"{stem}_overlay.png")
-        Path(f"{stem}.txt").write_text(f"{args.question}\n{answer}\n", encoding="utf-8")
-        where = f"{mask.mean():.1%} of the picture, position {position_of(mask)}"
-        print(f"{answer}\nmask: {where}; {stem}_mask.png, _overlay.png")
+        print(f"{answer}\nmask: {mask.mean():.1%} of the image, position {position_of(mask)}", flush=True)
+    stem = Path(args.checkpoint_dir) / "predictions" / Path(args.predict).stem
+    with du.agree_on_errors():
+        if ranks.is_main:
+            try:
+                write_prediction(stem, image, mask, f"{args.question}\n{answer}\n")
+            except OSError as error:
+                reason = error.strerror or error
+                raise InputError(f"{stem}: not written ({reason}); choose another --checkpoint_dir") from None
+            print(f"written: {stem}_mask.png, _overlay.png, .txt", flush=True)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -558,11 +565,10 @@ def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, 
     metrics, shown = evaluate(model, data, args.eval_split, args, ranks)
     if ranks.is_main:
         print_metrics(name, metrics)
-        figures = Path(args.checkpoint_dir) / "figures"
-        figures.mkdir(parents=True, exist_ok=True)
-        draw_predictions(shown).savefig(figures / f"{name}_predictions.png", dpi=110)
+        folder = Path(args.checkpoint_dir)
         text = json.dumps({**metrics, **more}, indent=2) + "\n"
-        (Path(args.checkpoint_dir) / f"eval_{name}.json").write_text(text, encoding="utf-8")
+        write_result(folder / f"eval_{name}.json", text.encode())
+        save_figure(folder / "figures" / f"{name}_predictions.png", draw_predictions(shown))
 
 
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
