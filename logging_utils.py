@@ -206,7 +206,9 @@ class RunLog:
         """Rank 0, at the end: summary.json (one flat object: the last value of every metric, and `values`) and the
         curves."""
         if self.ranks.is_main:
-            text = json.dumps({**self.last, **values}, indent=2) + "\n"
+            whole = {**self.last, **values}
+            whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in whole.items()}
+            text = json.dumps(whole, indent=2) + "\n"
             self._guard(lambda: (self.folder / "summary.json").write_text(text, encoding="utf-8"))
             self.figure("curves", plot_curves(self.folder / "metrics.jsonl", self.curves), values["steps"])
 

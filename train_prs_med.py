@@ -21,6 +21,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main, whole
 
@@ -440,19 +441,33 @@ def train_one_epoch(
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+class Scores(NamedTuple):
+    """One row of an evaluation: `seg` and `txt` are its mask loss and its text loss, summed over `tokens`."""
+
+    index: int
+    dice: float
+    iou: float
+    position_accuracy: bool | None
+    position_accuracy_mask: bool | None
+    seg: float
+    txt: float
+    tokens: float
+
+
 @torch.no_grad()
 def evaluate(
     model: PRSMed, data: PositionData, split: str, args, ranks: du.Ranks
 ) -> tuple[dict[str, float], list[tuple]]:
-    """Metrics of a split and a few pictures to show, the same on every rank and for any number of ranks.
+    """Metrics of a split and a few images to show, the same on every rank and for any number of ranks.
 
     dice, iou: means over rows at image_size (1 when both masks are empty), also per modality. position_accuracy: the
     GENERATED answer names the position computed from the true mask; position_accuracy_mask: the predicted mask lies
-    there. text_loss: mean cross-entropy per answer token.
+    there. loss, loss_seg, loss_txt: as in training, over the whole split. text_loss: another name of loss_txt.
     """
     model.eval()
     options = {"num_workers": 0 if data.keep else args.num_workers, "collate_fn": data.reader.collate}
-    mine, shown, error = [], {}, ""
+    local: list[Scores] = []
+    shown, error = {}, ""
     for batch in du.create_distributed_dataloader(data, args.batch_size, train=False, **options):
         error = error or batch["error"]
         batch = du.to_device(batch, ranks.device)
@@ -461,14 +476,15 @@ def evaluate(
             answers = model.answer(batch, args.max_new_tokens)
         predicted, target = logits > 0, batch["mask"]
         both, either = (predicted & target).sum((1, 2)), (predicted | target).sum((1, 2))
-        numbers = torch.stack([both, either, text, (batch["answer"] >= 0).sum(1)], 1).double().cpu().tolist()
+        tokens = (batch["answer"] >= 0).sum(1)
+        numbers = torch.stack([both, either, mask_loss(logits, target), text, tokens], 1).double().cpu().tolist()
         masks = predicted.cpu().numpy()
-        for k, (i, truth, (inter, union, loss, tokens)) in enumerate(
+        for k, (i, truth, (inter, union, seg, txt, count)) in enumerate(
             zip(batch["index"], batch["position"], numbers, strict=True)
         ):
             dice, iou = (2 * inter / (inter + union), inter / union) if union else (1.0, 1.0)
             right = (position_in(answers[k]) == truth, position_of(masks[k]) == truth) if truth else (None, None)
-            mine.append((i, dice, iou, *right, loss, tokens))
+            local.append(Scores(i, dice, iou, *right, seg, txt, count))
             if i in {n * (len(data) - 1) // 8 for n in range(9)}:
                 shown[i] = (
                     data.rows[i],
@@ -481,17 +497,25 @@ def evaluate(
     with du.agree_on_errors():
         if error:
             raise InputError(error)
-    rows = sorted(
-        row for part in du.gather_objects(mine) for row in part
-    )  # in row order: sums do not depend on the ranks
-    metrics = {f"{split}/text_loss": sum(row[5] for row in rows) / sum(row[6] for row in rows)}
+    # in row order, so that sums do not depend on the ranks
+    scores = sorted(row for part in du.gather_objects(local) for row in part)
+    metrics = split_losses(scores, split, args)
     for modality in ["", *sorted({row.modality for row in data.rows})]:
-        chosen = [row for row in rows if modality in ("", data.rows[row[0]].modality)]
-        for k, name in enumerate(("dice", "iou", "position_accuracy", "position_accuracy_mask"), start=1):
-            if values := [row[k] for row in chosen if row[k] is not None]:  # an empty mask has no position
+        chosen = [row for row in scores if modality in ("", data.rows[row.index].modality)]
+        for name in ("dice", "iou", "position_accuracy", "position_accuracy_mask"):
+            # an empty mask has no position
+            if values := [getattr(row, name) for row in chosen if getattr(row, name) is not None]:
                 metrics[f"{split}/{name}/{modality}".rstrip("/")] = sum(values) / len(values)
-    pictures = {i: picture for part in du.gather_objects(shown) for i, picture in part.items()}
-    return metrics, [pictures[i] for i in sorted(pictures)][:9]
+    images = {i: image for part in du.gather_objects(shown) for i, image in part.items()}
+    return metrics, [images[i] for i in sorted(images)][:9]
+
+
+def split_losses(scores: list[Scores], split: str, args: argparse.Namespace) -> dict[str, float]:
+    """The losses of training over a split: the mask part over its rows, the text part over their answer tokens."""
+    seg = sum(row.seg for row in scores) / len(scores)
+    txt = sum(row.txt for row in scores) / sum(row.tokens for row in scores)
+    loss = args.lambda_seg * seg + args.lambda_txt * txt
+    return {f"{split}/loss": loss, f"{split}/loss_seg": seg, f"{split}/loss_txt": txt, f"{split}/text_loss": txt}
 
 
 def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
@@ -630,6 +654,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     total_steps = min(args.max_steps or math.inf, args.num_epochs * epoch_steps)
     optimizer, scaler = make_optimizer(model, args)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
+    state["best_metrics"] = None
     this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
@@ -677,16 +702,16 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         parts |= {"run": this_run, "precision": args.mixed_precision}
         ckpt.save_checkpoint(folder, parts | {"log": log.pending(state["step"])}, state["step"], args.keep_last)
 
-    drawn = -math.inf
+    drawn, best_shown = -math.inf, None
 
-    def report(split: str) -> dict[str, float]:
+    def report(split: str) -> tuple[dict[str, float], list[tuple]]:
         nonlocal drawn
         metrics, shown = evaluate(model, sets[split], split, args, ranks)
         log.write(state["step"], state["epoch"] + 1, metrics)
         if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
             log.figure(f"{split}_predictions", draw_predictions(shown), state["step"])
             drawn = time.time()
-        return metrics
+        return metrics, shown
 
     with contextlib.closing(log), du.StopSignal() as stop:
         while True:
@@ -698,24 +723,32 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
                 return code
             save()
             if len(sets["val"]):
-                dice = report("val")["val/dice"]
-                du.print_main(f"epoch {state['epoch'] + 1}: val dice {dice:.4f}")
+                metrics, shown = report("val")
+                dice = metrics["val/dice"]
+                du.print_main(f"epoch {state['epoch'] + 1}: val loss {metrics['val/loss']:.4f}, dice {dice:.4f}")
                 if state["best"] is None or dice >= state["best"]:
                     state["best"] = dice
                     state["best_sha256"] = ckpt.mark_best(folder, state["step"])
+                    state["best_metrics"], best_shown = metrics, shown
             if state["step"] >= total_steps:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
         if state["best"] is not None:
             load_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT))
-        for split in ("val", "test"):
-            if len(sets[split]):
-                metrics = report(split)
-                if ranks.is_main:
-                    print_metrics(f"{split}, best.pt", metrics)
+        results: dict[str, dict[str, float]] = {}
+        for split in (split for split in ("val", "test") if len(sets[split])):
+            if split == "val" and state["best"] is not None and state["best_metrics"]:
+                # best.pt was evaluated and logged when it was chosen
+                results[split] = state["best_metrics"]
+            else:
+                results[split] = report(split)[0]
+            if ranks.is_main:
+                print_metrics(f"{split}, best.pt", results[split])
+        if ranks.is_main and best_shown:
+            log.figure("val_predictions", draw_predictions(best_shown), state["step"])
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
-        log.finish(facts | {"seconds": round(time.time() - begun, 1)})
+        log.finish(facts | results.get("val", {}) | {"seconds": round(time.time() - begun, 1)})
         ckpt.export_weights(ckpt.trained_state(model, args.save_full_state), folder / "model.safetensors")
         du.print_main(
             f"weights: {folder}/model.safetensors; pictures: {folder}/figures; summary: {folder}/summary.json"

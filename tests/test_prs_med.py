@@ -52,7 +52,48 @@ def test_run_folder(trained):
     assert wanted <= summary.keys()
     assert (summary["steps"], summary["world_size"], summary["precision"]) == (2, 1, "no")
     assert all(isinstance(value, int | float | str) for value in summary.values())
-    assert [record["step"] for record in records(trained)] == [1, 2, 2, 2, 2]
+    # two steps, the validation of best.pt once, and the test
+    assert [record["step"] for record in records(trained)] == [1, 2, 2, 2]
+    assert {
+        f"{split}/{name}" for split in ("val", "test") for name in ("loss", "loss_seg", "loss_txt")
+    } <= summary.keys()
+
+
+def test_best_is_evaluated_once(data, tmp_path, zygote):
+    """One val line an epoch; the summary holds that of best.pt's epoch, also after a resume that chooses no other."""
+    flags = ["--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, "--num_epochs", "2", "--max_steps", "0"]
+    flags += ["--annotations", "lung_CT", "--save_every", "1", "--keep_last", "99"]
+    # the second epoch spoils the weights: the first is the best
+    flags += ["--learning_rate", "0.03", "--grad_clip", "0", "--seed", "1"]
+
+    def results() -> dict:
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        return {name: value for name, value in summary.items() if name.startswith(("val/", "test/"))}
+
+    done = zygote(PRS_MED, *flags)
+    assert done.code == 0, done.stderr
+    lines = [record for record in records(tmp_path) if "val/loss" in record]
+    assert [record["epoch"] for record in lines] == [1, 2]
+    assert lines[0]["val/dice"] > lines[1]["val/dice"]
+    first = results()
+    assert {name: first[name] for name in lines[0] if name.startswith("val/")} == {
+        name: value for name, value in lines[0].items() if name.startswith("val/")
+    }
+    done = zygote(PRS_MED, *flags, "--resume_from", tmp_path / f"step_{lines[1]['step'] - 1:08d}.pt")
+    assert done.code == 0, done.stderr
+    assert results() == first
+
+
+def test_checkpoints_without_the_metrics_of_best_resume(data, trained, tmp_path, zygote):
+    """As they were written before those were kept: best.pt is then evaluated again."""
+    contents = torch.load(trained / "last.pt", weights_only=True)
+    del contents["state"]["best_metrics"]
+    torch.save(contents, tmp_path / "old.pt")
+    flags = ["--data_root", data, "--checkpoint_dir", tmp_path / "new", *FLAGS, "--resume_from", tmp_path / "old.pt"]
+    done = zygote(PRS_MED, *flags)
+    assert done.code == 0, done.stderr
+    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
+    assert summary["val/loss"] == json.loads((trained / "summary.json").read_text())["val/loss"]
 
 
 def test_eval_only_of_any_split(data, trained, tmp_path, zygote):
