@@ -5,6 +5,7 @@ import hashlib
 import re
 import struct
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,6 +275,11 @@ def check_splits(rows: list[Row], identity: dict[str, str]) -> None:
         if first.split != row.split:
             where = f"{row.split!r} and, at {first.source}, in {first.split!r}"
             raise InputError(f"{row.source}: picture {row.image} is in split {where}; keep its rows in one split")
+
+
+def count_rows(rows: list[Row]) -> dict[str, int]:
+    """Number of rows in `all` and of each modality."""
+    return {"all": len(rows), **Counter(row.modality for row in rows)}
 
 
 def swap_questions(rows: list[Row], identity: dict[str, str]) -> tuple[list[Row], int]:

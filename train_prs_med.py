@@ -27,6 +27,7 @@ from cli_utils import InputError, Parser, RunError, add_common_arguments, number
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
+CURVES = ["loss", "dice", "iou", "position_accuracy", "position_accuracy_mask"]
 NO_VLM = (
     "download a LLaVA-format model (such as chaoyinshe/llava-med-v1.5-mistral-7b-hf) and give its folder as --vlm_path"
 )
@@ -121,6 +122,7 @@ from prs_med_data import (
     Reader,
     check_pairs,
     check_splits,
+    count_rows,
     fits_in_memory,
     inspect_files,
     open_picture,
@@ -130,7 +132,7 @@ from prs_med_data import (
     read_annotations,
     swap_questions,
 )
-from prs_med_report import draw_predictions, print_data_check, print_metrics, write_prediction
+from prs_med_report import draw_inputs, draw_predictions, print_data_check, print_metrics, write_prediction
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -588,7 +590,7 @@ def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, 
         du.print_main(f"{changed} of {len(data)} rows ask another question about their picture")
     metrics, shown = evaluate(model, data, args.eval_split, args, ranks)
     if ranks.is_main:
-        print_metrics(name, metrics)
+        print_metrics(name, metrics, count_rows(data.rows))
         folder = Path(args.checkpoint_dir)
         text = json.dumps({**metrics, **more}, indent=2) + "\n"
         write_result(folder / f"eval_{name}.json", text.encode())
@@ -684,6 +686,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, total_steps, contents["log"] if contents else None)
+    log.curves = [f"val/{name}" for name in CURVES]
     print_banner("PRS-Med", facts)
     if args.compile:
         model.compile()
@@ -714,6 +717,8 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         return metrics, shown
 
     with contextlib.closing(log), du.StopSignal() as stop:
+        if state["step"] == 0 and ranks.is_main and (figure := draw_inputs(sets["train"])):
+            log.figure("inputs", figure, 0)
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
@@ -743,7 +748,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
             else:
                 results[split] = report(split)[0]
             if ranks.is_main:
-                print_metrics(f"{split}, best.pt", results[split])
+                print_metrics(f"{split}, best.pt", results[split], count_rows(sets[split].rows))
         if ranks.is_main and best_shown:
             log.figure("val_predictions", draw_predictions(best_shown), state["step"])
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}

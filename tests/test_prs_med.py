@@ -27,7 +27,7 @@ def test_run_folder(trained):
     for name in ("args.yaml", "metrics.jsonl", "last.pt", "best.pt", "manifest.sha256", "model.safetensors"):
         assert (trained / name).is_file()
     assert list((trained / "logs").glob("events.*"))
-    for name in ("val_predictions", "test_predictions", "curves"):
+    for name in ("inputs", "val_predictions", "test_predictions", "curves"):
         assert np.asarray(Image.open(trained / "figures" / f"{name}.png")).std() > 10
     summary = json.loads((trained / "summary.json").read_text())
     wanted = {
@@ -57,6 +57,45 @@ def test_run_folder(trained):
     assert {
         f"{split}/{name}" for split in ("val", "test") for name in ("loss", "loss_seg", "loss_txt")
     } <= summary.keys()
+
+
+def test_figures_show_whole_sentences():
+    """The position stands at a sentence's end, so it is never cut off; odd characters and masks give no warning."""
+    import warnings
+
+    import prs_med_report
+    from prs_med_data import Row
+
+    ending = "is located in the top left of the image."
+    sentence = "The irregularly shaped hypodense tumour in the upper lobe of the lung " + ending
+    rng = np.random.default_rng(0)
+    masks = np.zeros((3, 16, 16), bool)
+    masks[1, 4:9, 3:8] = masks[2] = True
+    rows = [Row("lung_CT", "", "", "test", text, sentence, "lung_CT.csv:2") for text in (sentence, "$x_1^{", "肺?")]
+    shown = [
+        (row, rng.integers(0, 255, (3, 16, 16), dtype=np.uint8), mask, mask, answer, 0.5)
+        for row, mask, answer in zip(rows, masks, (sentence, "", "word " * 300 + ending), strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = prs_med_report.draw_predictions(shown)
+        figure.canvas.draw()
+    texts = [" ".join(text.get_text().split()) for axes in figure.axes for text in axes.texts]
+    assert texts[0].count(ending) == 3
+    assert texts[2].count("top left of the image.") == 2
+    for axes in figure.axes:
+        for text in axes.texts:
+            assert text.get_window_extent().height <= axes.get_window_extent().height
+
+
+def test_rows_of_each_group_are_printed(data, trained, tmp_path, zygote):
+    flags = ["--eval_only", "--resume_from", trained, "--eval_split", "val", "--max_new_tokens", "2"]
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *flags)
+    assert done.code == 0, done.stderr
+    table = [line.split() for line in done.stdout.partition("\nval ")[2].splitlines()]
+    assert table[0][0] == "n"
+    counts = {cells[0]: int(cells[1]) for cells in table[1:5]}
+    assert counts.pop("all") == sum(counts.values()) == 10
 
 
 def test_best_is_evaluated_once(data, tmp_path, zygote):
@@ -252,7 +291,9 @@ def test_help_and_mistakes_are_quick():
         done = subprocess.run([sys.executable, PRS_MED, *words], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code
         assert time.time() - begun < 3
-    assert "PER GPU" in subprocess.run([sys.executable, PRS_MED, "--help"], capture_output=True, text=True).stdout
+    text = subprocess.run([sys.executable, PRS_MED, "--help"], capture_output=True, text=True).stdout
+    assert "PER GPU" in text
+    assert " ".join(text.split("\n\n")[1].split()).endswith(" out.")
 
 
 def test_precedence_of_values(data, tmp_path, zygote):
