@@ -1,5 +1,4 @@
-"""PRS-Med (arXiv 2505.11872): a medical picture and a question in, a mask and a sentence saying where it is out. Guide
-0.
+"""Guide 0, PRS-Med (arXiv 2505.11872): a medical image and a question in, a mask and a sentence saying where it is out.
 
     python train_prs_med.py --data_root data                              # one GPU, or CPU when there is none
     ./run_multi_gpu_train.sh data 4                                       # 4 GPUs (without GPUs: 4 processes)
