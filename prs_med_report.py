@@ -112,7 +112,8 @@ def draw_inputs(data: PositionData):
         # an image that cannot be used ends the run at its step, on all ranks
         if item["error"]:
             continue
-        sentences = [f"{Path(row.source).name}: {item['position'] or 'no position'}", row.question, row.answer]
+        position = item["position"] or "none, the mask is empty"
+        sentences = [f"{Path(row.source).name}, position: {position}", row.question, row.answer]
         panels.append(Panel(item["sam"].numpy(), item["mask"].numpy(), None, sentences))
     return draw_panels(panels) if panels else None
 
