@@ -4,6 +4,7 @@ Every function may be called on all ranks; only rank 0 writes. A full disk never
 once, and the next checkpoint, which needs the space too, ends the run in order.
 """
 
+import io
 import json
 import math
 import sys
@@ -18,7 +19,7 @@ from checkpoint_utils import Checkpoint, begin_run, cut_metrics
 from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
-from manifest_utils import note_written
+from manifest_utils import note_written, write_atomically
 
 
 def print_banner(title: str, facts: dict) -> None:
@@ -220,7 +221,9 @@ class RunLog:
         """Rank 0, at the end: summary.json (one flat object: the last value of every metric, and `values`) and the
         curves."""
         if self.ranks.is_main:
-            text = json.dumps({**self.last, **values}, indent=2) + "\n"
+            whole = {**self.last, **values}
+            whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in whole.items()}
+            text = json.dumps(whole, indent=2) + "\n"
             self._guard(lambda: (self.folder / "summary.json").write_text(text, encoding="utf-8"))
             self.figure("curves", plot_curves(self.folder / "metrics.jsonl", self.curves), values["steps"])
 
@@ -242,6 +245,22 @@ class RunLog:
             self.warned = True
 
 
+def write_result(path: Path, content: bytes) -> None:
+    """Rank 0: put a result in place; a full or read-only disk is said, and ends nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        print(f"warning: {path}: not written ({error.strerror or error})", file=sys.stderr, flush=True)
+
+
+def save_figure(path: Path, figure) -> None:
+    """Rank 0: a matplotlib figure, otherwise as write_result."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110)
+    write_result(path, content.getvalue())
+
+
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     """Rank 0: {row name: {column: value}} as an aligned table."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
@@ -254,23 +273,52 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
 
 
 def plot_curves(metrics: Path, chosen: list[str] | None = None):
-    """A matplotlib figure of the losses and validation metrics (or those chosen) in a metrics.jsonl."""
+    """A matplotlib figure of a metrics.jsonl: losses, learning rate, and the validation metrics (or those chosen).
+
+    A panel that would be empty is left out; losses have a logarithmic axis when all are positive.
+    """
     from matplotlib.figure import Figure
 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     names = chosen or [
         n for n in dict.fromkeys(n for r in records for n in r) if n.startswith("val/") and n.count("/") == 1
     ]
-    figure = Figure(figsize=(10, 4))
-    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.13, top=0.97)
-    left, right = figure.subplots(1, 2)
-    for axes, drawn in ((left, ["train/loss"]), (right, names)):
-        for name in drawn:
-            points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
+    losses = ["train/loss", *(name for name in names if "loss" in name)]
+    others = [name for name in names if "loss" not in name]
+    # all panels: title, names, and place in a grid of 4 x 2
+    panels = [("loss", losses, (slice(0, 3), 0)), ("learning rate", ["train/lr"], (3, 0))]
+    panels += [("validation", others, (slice(0, 4), 1))]
+
+    def points(name: str) -> list[tuple]:
+        return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+
+    drawn = [(title, {n: points(n) for n in names if points(n)}, place) for title, names, place in panels]
+    drawn = [panel for panel in drawn if panel[1]]
+    wide = any(place[1] == 1 for _, _, place in drawn)
+    figure = Figure(figsize=(11 if wide else 6, 5), layout="constrained")
+    grid = figure.add_gridspec(4, 2 if wide else 1)
+    for title, curves, place in drawn:
+        axes = figure.add_subplot(grid[place])
+        for name, values in curves.items():
+            axes.plot(*zip(*values, strict=True), label=name, marker="." if len(values) < 40 else None)
+        if title == "loss" and all(value > 0 for values in curves.values() for _, value in values):
+            use_log_axis(axes)
+            title = "loss, on a logarithmic axis"
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3, which="both")
         axes.set_xlabel("optimizer step")
-        axes.grid(alpha=0.3)
-        if axes.lines:
+        if title == "learning rate":
+            axes.set_ylim(bottom=0)
+        else:
             axes.legend(fontsize="small")
     return figure
+
+
+def use_log_axis(axes) -> None:
+    """A logarithmic y axis whose ticks are plain numbers, also where it spans less than a power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,5 +1,4 @@
-"""PRS-Med (arXiv 2505.11872): a medical picture and a question in, a mask and a sentence saying where it is out. Guide
-0.
+"""Guide 0, PRS-Med (arXiv 2505.11872): a medical image and a question in, a mask and a sentence saying where it is out.
 
     python train_prs_med.py --data_root data                              # one GPU, or CPU when there is none
     ./run_multi_gpu_train.sh data 4                                       # 4 GPUs (without GPUs: 4 processes)
@@ -15,13 +14,9 @@ where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the 
 
 import argparse
 import contextlib
-import csv
-import hashlib
 import json
 import math
 import os
-import re
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +35,7 @@ from cli_utils import (
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
-SPLITS = ("train", "val", "test")
-NEEDED = ("image_path", "split", "question", "answer")
+CURVES = ["loss", "dice", "iou", "position_accuracy", "position_accuracy_mask"]
 NO_VLM = (
     "download a LLaVA-format model (such as chaoyinshe/llava-med-v1.5-mistral-7b-hf) and give its folder as --vlm_path"
 )
@@ -55,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data_root", help=text)
     add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
     add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field instead of stopping")
-    text = "do not read every picture before training; pictures are then told apart by path, not by content"
+    text = "do not read every image before training; images are then told apart by path, not by content"
     add("--skip_data_check", action="store_true", help=text)
     text = "GiB of RAM PER PROCESS for decoded pictures; when all fit, no workers are started; 0: decode each time"
     add("--cache_gb", type=number(0), default=4.0, help=text)
@@ -100,7 +94,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("output and evaluation").add_argument
     add("--checkpoint_dir", default="checkpoints", help="run folder: checkpoints, logs, figures, summary")
     add("--save_full_state", action="store_true", help="checkpoints hold the frozen weights too (14 GB for a 7B model)")
-    add("--eval_split", choices=SPLITS, default="test", help="split that --eval_only takes")
+    add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
     text = "with --eval_only: swap the questions of each picture's rows; Dice must fall if the model reads them"
     add("--shuffle_questions", action="store_true", help=text)
     add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
@@ -127,284 +121,33 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     ARGS = parse_args()  # before the heavy imports: --help and a mistyped flag answer at once
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import Dataset
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, out_of_memory, split_batch
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, print_banner, save_figure, write_result
 from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
-
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """One question: `image` and `mask` are existing files, `source` is `file:row` of the CSV."""
-
-    modality: str
-    image: str
-    mask: str
-    split: str
-    question: str
-    answer: str
-    source: str
-
-
-def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
-    """(image, mask) files that a CSV's image_path means: it is the mask's path, may hold backslashes, ISIC names
-    differ."""
-    parts = [part for part in path.strip().replace("\\", "/").split("/") if part not in ("", ".")]
-    if not parts or ".." in parts or path.strip()[:1] in ("/", "\\") or ":" in parts[0]:
-        raise InputError(f"{source}: image_path {path!r} leaves the data root; use a path relative to it")
-    if len(parts) < 2 or not re.search(r"_(masks|images)$", parts[-2]):
-        raise InputError(f"{source}: image_path {path!r} is not <modality>/<split>_masks/<name>; correct the row")
-    folder, stem = re.sub(r"_images$", "_masks", parts[-2]), Path(parts[-1]).stem.removesuffix("_Segmentation")
-    mask_names = (parts[-1], f"{stem}_Segmentation.png", f"{stem}.png", f"{stem}.jpg")
-    image_names = (Path(parts[-1]).name, *(f"{stem}{suffix}" for suffix in (".jpg", ".png", ".jpeg", ".JPG")))
-    for base in (Path(*parts[:-2]), Path("images_and_masks", *parts[:-2]), Path(*parts[-3:-2])):  # a fork's extra level
-        masks, images = root / base / folder, root / base / folder.replace("_masks", "_images")
-        mask = next((masks / name for name in mask_names if (masks / name).is_file()), None)
-        if mask is not None:
-            names = [name for name in image_names if "_Segmentation" not in name and (images / name).is_file()]
-            if not names:
-                raise InputError(f"{source}: no picture {stem}.png or .jpg in {images}; add it or remove the row")
-            return str(images / names[0]), str(mask)
-    raise InputError(f"{source}: mask {'/'.join(parts)} does not exist under {root}; correct the row or --data_root")
-
-
-def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -> list[Row]:
-    """All rows of the annotation CSVs, in file order. Raises InputError naming file and row."""
-    files = sorted((root / "annotations").glob("*.csv"))
-    if not files:
-        raise InputError(f"{root / 'annotations'}: holds no CSV file; check --data_root")
-    wanted = {name.removesuffix(".csv") for name in names or [file.stem for file in files]}
-    if missing := sorted(wanted - {file.stem for file in files}):
-        have = ", ".join(file.stem for file in files)
-        raise InputError(f"{root / 'annotations'}: no {missing[0]}.csv, there are {have}; check --annotations")
-    rows, dropped = [], 0
-    for file in (file for file in files if file.stem in wanted):
-        try:
-            with open(file, newline="", encoding="utf-8-sig") as text:
-                reader = csv.DictReader(text, strict=True)
-                if lacking := [name for name in NEEDED if name not in (reader.fieldnames or ())]:
-                    raise InputError(f"{file}:1: no column {lacking[0]!r}; the header must hold {', '.join(NEEDED)}")
-                for record in reader:
-                    source = f"{file}:{reader.line_num}"
-                    if empty := [name for name in NEEDED if not (record[name] or "").strip()]:
-                        if not skip_bad_rows:
-                            raise InputError(f"{source}: empty {empty[0]!r}; complete the row or pass --skip_bad_rows")
-                        dropped += 1
-                        continue
-                    if None in record:
-                        raise InputError(f"{source}: more fields than the header has columns; quote texts with commas")
-                    split = record["split"].strip().lower()
-                    if split not in SPLITS:
-                        raise InputError(f"{source}: split {split!r} is not train, val or test; correct the row")
-                    image, mask = find_pair(root, record["image_path"], source)
-                    question, answer = record["question"].strip(), record["answer"].strip()
-                    rows.append(Row(file.stem, image, mask, split, question, answer, source))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise InputError(f"{file}: not a readable UTF-8 CSV ({error}); repair the file") from None
-    if dropped:
-        du.print_main(f"{dropped} rows with a missing field dropped")
-    return rows
-
-
-def open_picture(path: str) -> Image.Image:
-    """Decode to 8-bit RGB; 16-bit and float pictures are scaled to their own range."""
-    with Image.open(path) as picture:
-        if picture.mode[:1] not in "IF":
-            return picture.convert("RGB")
-        values = np.asarray(picture, np.float32)
-    low, high = float(values.min()), float(values.max())
-    return Image.fromarray((255 * (values - low) / max(high - low, 1e-6)).astype(np.uint8)).convert("RGB")
-
-
-def open_mask(path: str) -> np.ndarray:
-    """(H, W) bool: foreground > 0; in 0..255 masks, whose edges JPEG may have smeared, > 127."""
-    values = np.asarray(open_picture(path)).max(axis=2)
-    return values > (127 if values.max() > 127 else 0)
-
-
-def position_of(mask: np.ndarray) -> str | None:
-    """Facts, position rule: "center" when the bounding box spans the image centre, else the quadrant of its centre."""
-    ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    if not len(ys):
-        return None
-    (top, bottom), (left, right) = (ys[0], ys[-1] + 1), (xs[0], xs[-1] + 1)
-    middle_y, middle_x = mask.shape[0] / 2, mask.shape[1] / 2
-    if top < middle_y < bottom and left < middle_x < right:
-        return "center"
-    vertical, side = (top + bottom) / 2 < middle_y, (left + right) / 2 < middle_x
-    return f"{'top' if vertical else 'bottom'} {'left' if side else 'right'}"
-
-
-def position_in(text: str) -> str | None:
-    """The position a sentence names; the last one: "the right kidney is in the bottom left" is bottom left."""
-    pattern = r"\b(top|upper|bottom|lower)[\s-]+(left|right)\b|\b(cent(?:er|re)|middle)\b"
-    found = re.findall(pattern, text.lower())
-    if not found:
-        return None
-    vertical, side, middle = found[-1]
-    return "center" if middle else f"{'top' if vertical in ('top', 'upper') else 'bottom'} {side}"
-
-
-def check_pictures(rows: list[Row], ranks: du.Ranks) -> dict[str, str]:
-    """{image path: hash of its bytes}, after every file was decoded once (the ranks share the work).
-
-    Raises InputError on all ranks for an unreadable file.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tqdm import tqdm
-
-    sources = {path: row.source for row in reversed(rows) for path in (row.image, row.mask)}
-    images = {row.image for row in rows}
-
-    def check(path: str) -> tuple[str, str]:
-        try:
-            open_picture(path)
-            return path, hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() if path in images else ""
-        except Exception as error:
-            reason = str(error).replace(path, "file")
-            raise InputError(f"{sources[path]}: {path} is not a readable picture ({reason}); replace it") from None
-
-    mine, hashes = sorted(sources)[ranks.rank :: ranks.world_size], {}
-    quiet = not (ranks.is_main and sys.stderr.isatty())
-    with du.agree_on_errors(), ThreadPoolExecutor(max_workers=8) as pool:
-        hashes = dict(tqdm(pool.map(check, mine), "checking pictures", len(mine), disable=quiet))
-    return {path: digest for part in du.gather_objects(hashes) for path, digest in part.items() if digest}
-
-
-def check_splits(rows: list[Row], identity: dict[str, str]) -> None:
-    """InputError naming an image (not a row, and a copy under another name counts) that lies in two splits."""
-    seen: dict[str, Row] = {}
-    for row in rows:
-        first = seen.setdefault(identity.get(row.image, row.image), row)
-        if first.split != row.split:
-            where = f"{row.split!r} and, at {first.source}, in {first.split!r}"
-            raise InputError(f"{row.source}: picture {row.image} is in split {where}; keep its rows in one split")
-
-
-def swap_questions(rows: list[Row], identity: dict[str, str]) -> tuple[list[Row], int]:
-    """Give each row the question of the next row of the same picture; also counts the rows whose question changed."""
-    groups: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(identity.get(row.image, row.image), []).append(i)
-    swapped = list(rows)
-    for group in groups.values():
-        for i, j in zip(group, group[1:] + group[:1], strict=True):
-            swapped[i] = rows[i]._replace(question=rows[j].question)
-    return swapped, sum(a.question != b.question for a, b in zip(rows, swapped, strict=True))
-
-
-class Reader:
-    """How a picture and a question become tensors for one pair of checkpoints: sizes, normalisation, tokenizer,
-    prompt."""
-
-    def __init__(self, tokenizer, vlm_config, processors: dict[str, dict], image_size: int, image_tokens: int):
-        self.tokenizer, self.image_size, self.vlm_size = tokenizer, image_size, vlm_config.vision_config.image_size
-        self.image_tokens = image_tokens
-        self.image_token = vlm_config.image_token_id
-        zero, one = [0.0] * 3, [1.0] * 3
-        self.statistics = {k: (p.get("image_mean", zero), p.get("image_std", one)) for k, p in processors.items()}
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self.before = [i for i in [tokenizer.bos_token_id] if i is not None] + self._ids("USER: ")
-        self.cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def picture(self, picture: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 (3, image_size, image_size) for SAM and (3, vlm_size, vlm_size) for the VLM, the whole picture in
-        both."""
-        sizes = [(size, size) for size in (self.image_size, self.vlm_size)]
-        arrays = [np.asarray(picture.resize(size, Image.Resampling.BICUBIC)) for size in sizes]
-        return tuple(torch.from_numpy(array.transpose(2, 0, 1).copy()) for array in arrays)
-
-    def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
-        if (question, answer) not in self.cache:
-            prompt = self.before + [self.image_token] * self.image_tokens + self._ids(f"\n{question}\nASSISTANT:")
-            self.cache[question, answer] = prompt, [*self._ids(f" {answer}"), self.tokenizer.eos_token_id]
-        return self.cache[question, answer]
-
-    def collate(self, items: list[dict]) -> dict:
-        """Right-padded ids (causal attention never sees padding) and where the prompt's words and the answer's are.
-
-        `words` are the prompt's text positions. The prediction of answer token k is read at position `answer_at[k]`.
-        """
-        ids = [item["prompt"] + item["answer"] for item in items]
-        before, after = list(range(len(self.before))), len(self.before) + self.image_tokens
-        starts = [len(item["prompt"]) - 1 for item in items]  # the last prompt position predicts the first answer token
-        places = [list(range(s, len(i) - 1)) for s, i in zip(starts, ids, strict=True)]
-        batch = {name: torch.stack([item[name] for item in items]) for name in ("sam", "vlm", "mask")}
-        batch["ids"] = pad_rows(ids, self.pad)
-        batch["words"] = pad_rows([before + list(range(after, len(item["prompt"]))) for item in items], -1)
-        batch["answer_at"] = pad_rows(places, 0)
-        batch["answer"] = pad_rows([item["answer"] for item in items], -100)
-        return batch | {name: [item[name] for item in items] for name in ("index", "position", "prompt")}
-
-
-class PositionData(Dataset):
-    """Rows as uint8 pictures at the two encoders' sizes, bool mask, token ids and true position; may keep what it
-    decoded."""
-
-    def __init__(self, rows: list[Row], reader: Reader, keep: bool):
-        self.rows, self.reader, self.keep = rows, reader, keep
-        self.kept: dict[str, tuple] = {}
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def _decode(self, path: str, decode) -> tuple:
-        try:
-            value = self.kept.get(path) or decode(path)
-        except Exception as error:  # the file changed after the check, or --skip_data_check
-            raise RuntimeError(f"{path} is not a readable picture ({error})") from None
-        if self.keep:
-            self.kept[path] = value
-        return value
-
-    def _mask(self, path: str) -> tuple[torch.Tensor, str | None]:
-        native, size = open_mask(path), self.reader.image_size
-        small = Image.fromarray(native).resize((size, size), Image.Resampling.NEAREST)
-        return torch.from_numpy(np.array(small)), position_of(native)
-
-    def __getitem__(self, i: int) -> dict:
-        row = self.rows[i]
-        sam, vlm = self._decode(row.image, lambda path: self.reader.picture(open_picture(path)))
-        mask, position = self._decode(row.mask, self._mask)
-        prompt, answer = self.reader.tokens(row.question, row.answer)
-        return {
-            "index": i,
-            "sam": sam,
-            "vlm": vlm,
-            "mask": mask,
-            "position": position,
-            "prompt": prompt,
-            "answer": answer,
-        }
-
-
-def fits_in_memory(rows: list[Row], reader: Reader, limit_gb: float) -> bool:
-    """Whether all decoded pictures and masks fit in --cache_gb."""
-    picture = 3 * (reader.image_size**2 + reader.vlm_size**2)
-    need = len({row.image for row in rows}) * picture + len({row.mask for row in rows}) * reader.image_size**2
-    return need <= limit_gb * 2**30
-
-
-def pad_rows(rows: list[list[int]], value: int, left: bool = False) -> torch.Tensor:
-    """int64 (B, longest), each row padded with `value`."""
-    longest = max(map(len, rows))
-    return torch.tensor([[value] * (longest - len(r)) + r if left else r + [value] * (longest - len(r)) for r in rows])
-
+from prs_med_data import (
+    SPLITS,
+    PositionData,
+    Reader,
+    check_pairs,
+    check_splits,
+    count_rows,
+    fits_in_memory,
+    inspect_files,
+    open_picture,
+    pad_rows,
+    position_in,
+    position_of,
+    read_annotations,
+    swap_questions,
+)
+from prs_med_report import draw_inputs, draw_predictions, print_data_check, print_metrics, write_prediction
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -668,7 +411,7 @@ def train_one_epoch(
 
     model: PRSMed, or DDP around it. state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date.
     ends: (last step of this run, steps of the whole training, which the learning rate follows). Between log lines
-    nothing is read back from the GPU.
+    nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
     """
     model.train()
     base_rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
@@ -679,7 +422,11 @@ def train_one_epoch(
         )  # of all ranks, of this one: the last window is short or uneven
         window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
         answers = sum(int((batch["answer"] >= 0).sum()) for batch in window) if mine else 0
-        tokens, stop_143, stop_130 = du.reduce_sum([answers, stop.code == 143, stop.code == 130]).tolist()
+        error = next((batch["error"] for batch in window if batch["error"]), "")
+        facts = [answers, stop.code == 143, stop.code == 130, bool(error)]
+        tokens, stop_143, stop_130, unusable = du.reduce_sum(facts).tolist()
+        if unusable:
+            raise InputError(next(text for text in du.gather_objects(error) if text))
         if stop_143 or stop_130:  # agreed by all ranks, before the window is used
             save()
             return 143 if stop_143 else 130
@@ -714,34 +461,50 @@ def train_one_epoch(
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+class Scores(NamedTuple):
+    """One row of an evaluation: `seg` and `txt` are its mask loss and its text loss, summed over `tokens`."""
+
+    index: int
+    dice: float
+    iou: float
+    position_accuracy: bool | None
+    position_accuracy_mask: bool | None
+    seg: float
+    txt: float
+    tokens: float
+
+
 @torch.no_grad()
 def evaluate(
     model: PRSMed, data: PositionData, split: str, args, ranks: du.Ranks
 ) -> tuple[dict[str, float], list[tuple]]:
-    """Metrics of a split and a few pictures to show, the same on every rank and for any number of ranks.
+    """Metrics of a split and a few images to show, the same on every rank and for any number of ranks.
 
     dice, iou: means over rows at image_size (1 when both masks are empty), also per modality. position_accuracy: the
     GENERATED answer names the position computed from the true mask; position_accuracy_mask: the predicted mask lies
-    there. text_loss: mean cross-entropy per answer token.
+    there. loss, loss_seg, loss_txt: as in training, over the whole split. text_loss: another name of loss_txt.
     """
     model.eval()
     options = {"num_workers": 0 if data.keep else args.num_workers, "collate_fn": data.reader.collate}
-    mine, shown = [], {}
+    local: list[Scores] = []
+    shown, error = {}, ""
     for batch in du.create_distributed_dataloader(data, args.batch_size, train=False, **options):
+        error = error or batch["error"]
         batch = du.to_device(batch, ranks.device)
         with autocast(ranks.device, args.mixed_precision):
             logits, text = model(batch)
             answers = model.answer(batch, args.max_new_tokens)
         predicted, target = logits > 0, batch["mask"]
         both, either = (predicted & target).sum((1, 2)), (predicted | target).sum((1, 2))
-        numbers = torch.stack([both, either, text, (batch["answer"] >= 0).sum(1)], 1).double().cpu().tolist()
+        tokens = (batch["answer"] >= 0).sum(1)
+        numbers = torch.stack([both, either, mask_loss(logits, target), text, tokens], 1).double().cpu().tolist()
         masks = predicted.cpu().numpy()
-        for k, (i, truth, (inter, union, loss, tokens)) in enumerate(
+        for k, (i, truth, (inter, union, seg, txt, count)) in enumerate(
             zip(batch["index"], batch["position"], numbers, strict=True)
         ):
             dice, iou = (2 * inter / (inter + union), inter / union) if union else (1.0, 1.0)
             right = (position_in(answers[k]) == truth, position_of(masks[k]) == truth) if truth else (None, None)
-            mine.append((i, dice, iou, *right, loss, tokens))
+            local.append(Scores(i, dice, iou, *right, seg, txt, count))
             if i in {n * (len(data) - 1) // 8 for n in range(9)}:
                 shown[i] = (
                     data.rows[i],
@@ -751,76 +514,57 @@ def evaluate(
                     answers[k],
                     dice,
                 )
-    rows = sorted(
-        row for part in du.gather_objects(mine) for row in part
-    )  # in row order: sums do not depend on the ranks
-    metrics = {f"{split}/text_loss": sum(row[5] for row in rows) / sum(row[6] for row in rows)}
+    with du.agree_on_errors():
+        if error:
+            raise InputError(error)
+    # in row order, so that sums do not depend on the ranks
+    scores = sorted(row for part in du.gather_objects(local) for row in part)
+    metrics = split_losses(scores, split, args)
     for modality in ["", *sorted({row.modality for row in data.rows})]:
-        chosen = [row for row in rows if modality in ("", data.rows[row[0]].modality)]
-        for k, name in enumerate(("dice", "iou", "position_accuracy", "position_accuracy_mask"), start=1):
-            if values := [row[k] for row in chosen if row[k] is not None]:  # an empty mask has no position
+        chosen = [row for row in scores if modality in ("", data.rows[row.index].modality)]
+        for name in ("dice", "iou", "position_accuracy", "position_accuracy_mask"):
+            # an empty mask has no position
+            if values := [getattr(row, name) for row in chosen if getattr(row, name) is not None]:
                 metrics[f"{split}/{name}/{modality}".rstrip("/")] = sum(values) / len(values)
-    pictures = {i: picture for part in du.gather_objects(shown) for i, picture in part.items()}
-    return metrics, [pictures[i] for i in sorted(pictures)][:9]
+    images = {i: image for part in du.gather_objects(shown) for i, image in part.items()}
+    return metrics, [images[i] for i in sorted(images)][:9]
 
 
-def print_metrics(title: str, metrics: dict[str, float]) -> None:
-    """The table of a split: all rows, then each modality."""
-    table: dict[str, dict] = {}
-    for name, value in metrics.items():
-        _, metric, *modality = name.split("/")
-        table.setdefault(modality[0] if modality else "all", {})[metric.replace("position_accuracy", "position")] = (
-            value
-        )
-    print_table(title, table)
-
-
-def draw_predictions(shown: list[tuple]):
-    """A matplotlib figure: picture, true outline (green), predicted mask (red), question, generated and true answer."""
-    from matplotlib.figure import Figure
-
-    columns = min(3, len(shown))
-    lines = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(4 * columns, 4.7 * lines))
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=1 - 0.17 / lines, wspace=0.03, hspace=0.22)
-    for axes in figure.subplots(lines, columns, squeeze=False).flat:
-        axes.axis("off")
-    for axes, (row, picture, predicted, target, answer, dice) in zip(figure.axes, shown, strict=False):
-        axes.imshow(picture.transpose(1, 2, 0))
-        axes.imshow(np.where(predicted[..., None], [1.0, 0.1, 0.1, 0.4], 0.0))
-        if target.any():
-            axes.contour(target, [0.5], colors="lime", linewidths=1.5)
-        lines = [row.question, f"says: {answer or '(nothing)'}", f"true: {row.answer}"]
-        axes.set_title("\n".join(line[:64] for line in lines) + f"\nDice {dice:.2f}", fontsize=8)
-    return figure
+def split_losses(scores: list[Scores], split: str, args: argparse.Namespace) -> dict[str, float]:
+    """The losses of training over a split: the mask part over its rows, the text part over their answer tokens."""
+    seg = sum(row.seg for row in scores) / len(scores)
+    txt = sum(row.txt for row in scores) / sum(row.tokens for row in scores)
+    loss = args.lambda_seg * seg + args.lambda_txt * txt
+    return {f"{split}/loss": loss, f"{split}/loss_seg": seg, f"{split}/loss_txt": txt, f"{split}/text_loss": txt}
 
 
 def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--predict: <checkpoint_dir>/predictions/<name>_mask.png at the picture's size, _overlay.png, and the answer
-    .txt."""
+    """--predict: the mask at the image's size, an overlay and the answer, in <checkpoint_dir>/predictions."""
     try:
-        picture = open_picture(args.predict)
+        image = open_picture(args.predict)
     except Exception as error:
-        raise InputError(f"{args.predict}: not a readable picture ({error}); check --predict") from None
+        raise InputError(f"{args.predict}: not a readable image ({error}); check --predict") from None
     model.eval()
     prompt, end = model.reader.tokens(args.question, "")
-    sam, vlm = model.reader.picture(picture)
-    item = {"index": 0, "sam": sam, "vlm": vlm, "mask": sam[0] > 255, "position": None, "prompt": prompt, "answer": end}
+    sam, vlm = model.reader.picture(image)
+    item = {"index": 0, "sam": sam, "vlm": vlm, "mask": sam[0] > 255, "position": None, "error": ""}
+    item |= {"prompt": prompt, "answer": end}
     batch = du.to_device(model.reader.collate([item]), ranks.device)
     with torch.no_grad(), autocast(ranks.device, args.mixed_precision):
         logits, answer = model(batch)[0], model.answer(batch, args.max_new_tokens)[0]
-    native = F.interpolate(logits[None], (picture.height, picture.width), mode="bilinear", align_corners=False)
+    native = F.interpolate(logits[None], (image.height, image.width), mode="bilinear", align_corners=False)
     mask = native[0, 0].cpu().numpy() > 0
     if ranks.is_main:
-        stem = Path(args.checkpoint_dir) / "predictions" / Path(args.predict).stem
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)).save(f"{stem}_mask.png")
-        red = Image.new("RGB", picture.size, (255, 40, 40))
-        alpha = Image.fromarray(np.where(mask, 110, 0).astype(np.uint8))
-        Image.composite(red, picture, alpha).save(f"{stem}_overlay.png")
-        Path(f"{stem}.txt").write_text(f"{args.question}\n{answer}\n", encoding="utf-8")
-        where = f"{mask.mean():.1%} of the picture, position {position_of(mask)}"
-        print(f"{answer}\nmask: {where}; {stem}_mask.png, _overlay.png")
+        print(f"{answer}\nmask: {mask.mean():.1%} of the image, position {position_of(mask)}", flush=True)
+    stem = Path(args.checkpoint_dir) / "predictions" / Path(args.predict).stem
+    with du.agree_on_errors():
+        if ranks.is_main:
+            try:
+                write_prediction(stem, image, mask, f"{args.question}\n{answer}\n")
+            except OSError as error:
+                reason = error.strerror or error
+                raise InputError(f"{stem}: not written ({reason}); choose another --checkpoint_dir") from None
+            print(f"written: {stem}_mask.png, _overlay.png, .txt", flush=True)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -850,12 +594,11 @@ def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, 
         du.print_main(f"{changed} of {len(data)} rows ask another question about their picture")
     metrics, shown = evaluate(model, data, args.eval_split, args, ranks)
     if ranks.is_main:
-        print_metrics(name, metrics)
-        figures = Path(args.checkpoint_dir) / "figures"
-        figures.mkdir(parents=True, exist_ok=True)
-        draw_predictions(shown).savefig(figures / f"{name}_predictions.png", dpi=110)
+        print_metrics(name, metrics, count_rows(data.rows))
+        folder = Path(args.checkpoint_dir)
         text = json.dumps({**metrics, **more}, indent=2) + "\n"
-        (Path(args.checkpoint_dir) / f"eval_{name}.json").write_text(text, encoding="utf-8")
+        write_result(folder / f"eval_{name}.json", text.encode())
+        save_figure(folder / "figures" / f"{name}_predictions.png", draw_predictions(shown))
 
 
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
@@ -871,8 +614,12 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         needed = args.eval_split if args.eval_only else "train"
         if not args.predict and not any(row.split == needed for row in rows):
             raise InputError(f"{root}: no rows in split {needed!r}; correct the CSVs or choose another --eval_split")
-    if not args.skip_data_check:
-        identity = check_pictures(rows, ranks)
+    if rows and not args.skip_data_check:
+        files = inspect_files(rows, ranks)
+        findings = check_pairs(rows, files)
+        identity = {row.image: files[row.image].digest for row in rows}
+        if ranks.is_main:
+            print_data_check(len(rows), findings)
     check_splits(rows, identity)
     lock = (
         None
@@ -917,6 +664,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer, scaler = make_optimizer(model, args)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
+    state["best_metrics"] = None
     this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
@@ -948,6 +696,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
+    log.curves = [f"val/{name}" for name in CURVES]
     print_banner("PRS-Med", facts)
     if args.compile:
         model.compile()
@@ -966,20 +715,22 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         parts |= {"run": this_run, "precision": args.mixed_precision}
         ckpt.save_checkpoint(folder, parts | {"log": log.pending(state["step"])}, state["step"], args.keep_last)
 
-    drawn = -math.inf
+    drawn, best_shown = -math.inf, None
 
-    def report(split: str) -> dict[str, float]:
+    def report(split: str) -> tuple[dict[str, float], list[tuple]]:
         nonlocal drawn
         metrics, shown = evaluate(model, sets[split], split, args, ranks)
         log.write(state["step"], state["epoch"] + 1, metrics)
         if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
             log.figure(f"{split}_predictions", draw_predictions(shown), state["step"])
             drawn = time.time()
-        return metrics
+        return metrics, shown
 
     ends = last_step, planned_steps
     with contextlib.closing(log), du.StopSignal() as stop:
         say_if_finished(state["step"], last_step, "--num_epochs")
+        if state["step"] == 0 and ranks.is_main and (figure := draw_inputs(sets["train"])):
+            log.figure("inputs", figure, 0)
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
@@ -991,22 +742,30 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
             if state["step"] >= last_step:
                 log.write_rest(state["step"], state["epoch"] + 1)
             if len(sets["val"]):
-                dice = report("val")["val/dice"]
-                du.print_main(f"epoch {state['epoch'] + 1}: val dice {dice:.4f}")
-                keep_best(folder, state, dice, state["samples"] >= loader.batch_sampler.used)
+                metrics, shown = report("val")
+                dice = metrics["val/dice"]
+                du.print_main(f"epoch {state['epoch'] + 1}: val loss {metrics['val/loss']:.4f}, dice {dice:.4f}")
+                if keep_best(folder, state, dice, state["samples"] >= loader.batch_sampler.used):
+                    state["best_metrics"], best_shown = metrics, shown
             if state["step"] >= last_step:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
         if len(sets["val"]):
             load_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT))
-        for split in ("val", "test"):
-            if len(sets[split]):
-                metrics = report(split)
-                if ranks.is_main:
-                    print_metrics(f"{split}, best.pt", metrics)
+        results: dict[str, dict[str, float]] = {}
+        for split in (split for split in ("val", "test") if len(sets[split])):
+            if split == "val" and state["best_metrics"]:
+                # best.pt was evaluated and logged when it was chosen
+                results[split] = state["best_metrics"]
+            else:
+                results[split] = report(split)[0]
+            if ranks.is_main:
+                print_metrics(f"{split}, best.pt", results[split], count_rows(sets[split].rows))
+        if ranks.is_main and best_shown:
+            log.figure("val_predictions", draw_predictions(best_shown), state["step"])
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
-        log.finish(facts | {"seconds": round(time.time() - begun, 1)})
+        log.finish(facts | results.get("val", {}) | {"seconds": round(time.time() - begun, 1)})
         ckpt.export_weights(ckpt.trained_state(model, args.save_full_state), folder / "model.safetensors")
         du.print_main(
             f"weights: {folder}/model.safetensors; pictures: {folder}/figures; summary: {folder}/summary.json"

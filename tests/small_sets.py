@@ -25,21 +25,24 @@ def main() -> None:
             data = prs.PositionData(rows[:size], model.reader, True)
             metrics, _ = prs.evaluate(model, data, "test", args, ranks)
             if ranks.world_size == 1:
-                metrics |= reference(model, data)
+                metrics |= reference(model, data, args)
             if ranks.is_main:
                 print(json.dumps(metrics), flush=True)
 
 
 @torch.no_grad()
-def reference(model, data) -> dict[str, float]:
-    """Dice and IoU by MONAI, one sample after the other."""
+def reference(model, data, args) -> dict[str, float]:
+    """Dice and IoU by MONAI, one sample after the other; the losses as training computes them for one batch of all."""
     from monai.metrics import compute_dice, compute_iou
 
     batches = [model.reader.collate([data[i]]) for i in range(len(data))]
     pairs = [((model(batch)[0] > 0)[None].float(), batch["mask"][None].float()) for batch in batches]
     dice = torch.cat([compute_dice(a, b, ignore_empty=False) for a, b in pairs]).mean()
     iou = torch.cat([compute_iou(a, b, ignore_empty=False) for a, b in pairs]).mean()
-    return {"monai/dice": float(dice), "monai/iou": float(iou)}
+    batch = model.reader.collate([data[i] for i in range(len(data))])
+    losses = prs.batch_loss(model, batch, len(data), float((batch["answer"] >= 0).sum()), args).tolist()
+    losses = dict(zip(("train/loss", "train/loss_seg", "train/loss_txt"), losses, strict=True))
+    return {"monai/dice": float(dice), "monai/iou": float(iou), **losses}
 
 
 if __name__ == "__main__":

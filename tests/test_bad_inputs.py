@@ -83,6 +83,32 @@ def no_test_rows(root: Path, _) -> None:
         path.write_text("".join(line for line in lines if ",test," not in line))
 
 
+def resized(name: str, size: tuple[int, int]):
+    """Give the first file that matches `name` another size."""
+
+    def apply(root: Path, _) -> None:
+        path = next(iter(sorted(root.glob(name))))
+        Image.open(path).resize(size).save(path)
+
+    return apply
+
+
+def both(*changes):
+    def apply(root: Path, trained: Path) -> None:
+        for change in changes:
+            change(root, trained)
+
+    return apply
+
+
+def label_map(root: Path, _) -> None:
+    """A second organ of value 85 in the first mask."""
+    path = next(iter(sorted((root / "lung_CT" / "train_masks").iterdir())))
+    mask = Image.open(path).convert("L")
+    mask.paste(85, (0, 0, 8, 8))
+    mask.save(path)
+
+
 def text_as_picture(root: Path, _) -> None:
     (root / "bad.png").write_text("not a picture")
 
@@ -173,10 +199,16 @@ CASES = {
     "a copy in two splits": (copied_picture, NEW, "keep its rows in one split"),
     "no training rows": (only_test_rows, NEW, "no rows in split 'train'"),
     # the pictures
-    "picture truncated": (edit("lung_CT/train_images/*", lambda b: b[: len(b) // 2]), NEW, "is not a readable picture"),
-    "picture is text": (edit("lung_CT/test_images/*", lambda b: b"hello"), NEW, "is not a readable picture"),
-    "JPG truncated": (edit("skin_rgbimage/train_images/*", lambda b: b[:300]), NEW, "is not a readable picture"),
-    "mask truncated": (edit("lung_CT/val_masks/*", lambda b: b[:60]), NEW, "is not a readable picture"),
+    "picture truncated": (edit("lung_CT/train_images/*", lambda b: b[: len(b) // 2]), NEW, "is not a readable image"),
+    "picture is text": (edit("lung_CT/test_images/*", lambda b: b"hello"), NEW, "is not a readable image"),
+    "JPG truncated": (edit("skin_rgbimage/train_images/*", lambda b: b[:300]), NEW, "is not a readable image"),
+    "mask of another shape": (resized("lung_CT/train_masks/*", (32, 40)), NEW, "lung_CT.csv:3: "),
+    "mask transposed": (
+        both(resized("lung_CT/train_images/*", (40, 30)), resized("lung_CT/train_masks/*", (30, 40))), NEW,
+        "mask of 30 x 40 pixels does not fit its image of 40 x 30 (width and height swapped); replace",
+    ),
+    "label map": (label_map, NEW, "a label map: its value 85 would count as background"),
+    "mask truncated": (edit("lung_CT/val_masks/*", lambda b: b[:60]), NEW, "is not a readable image"),
     "predict a text": (text_as_picture, [*RUN, "--predict", "{root}/bad.png", "--question", "?"], "check --predict"),
     # the pretrained checkpoints
     "no VLM": (remove("llava_tiny"), NEW, "no llava checkpoint in a folder of it; download"),
@@ -295,7 +327,7 @@ def test_odd_but_good_data(data, tmp_path, zygote):
         Image.fromarray(np.asarray(Image.open(picture)).astype(np.uint16) * 200).save(picture)
     done = zygote(PRS_MED, "--data_root", root, "--checkpoint_dir", tmp_path / "run", *FLAGS)
     assert done.code == 0, done.stderr
-    import train_prs_med as prs
+    import prs_med_data as prs
 
     assert (
         np.array_equal(prs.open_mask(str(masks[0])), first > 0)

@@ -27,7 +27,7 @@ def test_run_folder(trained):
     for name in ("args.yaml", "metrics.jsonl", "last.pt", "best.pt", "manifest.sha256", "model.safetensors"):
         assert (trained / name).is_file()
     assert list((trained / "logs").glob("events.*"))
-    for name in ("val_predictions", "test_predictions", "curves"):
+    for name in ("inputs", "val_predictions", "test_predictions", "curves"):
         assert np.asarray(Image.open(trained / "figures" / f"{name}.png")).std() > 10
     summary = json.loads((trained / "summary.json").read_text())
     wanted = {
@@ -52,7 +52,87 @@ def test_run_folder(trained):
     assert wanted <= summary.keys()
     assert (summary["steps"], summary["world_size"], summary["precision"]) == (2, 1, "no")
     assert all(isinstance(value, int | float | str) for value in summary.values())
-    assert [record["step"] for record in records(trained)] == [1, 2, 2, 2, 2]
+    # two steps, the validation of best.pt once, and the test
+    assert [record["step"] for record in records(trained)] == [1, 2, 2, 2]
+    assert {
+        f"{split}/{name}" for split in ("val", "test") for name in ("loss", "loss_seg", "loss_txt")
+    } <= summary.keys()
+
+
+def test_figures_show_whole_sentences():
+    """The position stands at a sentence's end, so it is never cut off; odd characters and masks give no warning."""
+    import warnings
+
+    import prs_med_report
+    from prs_med_data import Row
+
+    ending = "is located in the top left of the image."
+    sentence = "The irregularly shaped hypodense tumour in the upper lobe of the lung " + ending
+    rng = np.random.default_rng(0)
+    masks = np.zeros((3, 16, 16), bool)
+    masks[1, 4:9, 3:8] = masks[2] = True
+    rows = [Row("lung_CT", "", "", "test", text, sentence, "lung_CT.csv:2") for text in (sentence, "$x_1^{", "肺?")]
+    shown = [
+        (row, rng.integers(0, 255, (3, 16, 16), dtype=np.uint8), mask, mask, answer, 0.5)
+        for row, mask, answer in zip(rows, masks, (sentence, "", "word " * 300 + ending), strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = prs_med_report.draw_predictions(shown)
+        figure.canvas.draw()
+    texts = [" ".join(text.get_text().split()) for axes in figure.axes for text in axes.texts]
+    assert texts[0].count(ending) == 3
+    assert texts[2].count("top left of the image.") == 2
+    for axes in figure.axes:
+        for text in axes.texts:
+            assert text.get_window_extent().height <= axes.get_window_extent().height
+
+
+def test_rows_of_each_group_are_printed(data, trained, tmp_path, zygote):
+    flags = ["--eval_only", "--resume_from", trained, "--eval_split", "val", "--max_new_tokens", "2"]
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *flags)
+    assert done.code == 0, done.stderr
+    table = [line.split() for line in done.stdout.partition("\nval ")[2].splitlines()]
+    assert table[0][0] == "n"
+    counts = {cells[0]: int(cells[1]) for cells in table[1:5]}
+    assert counts.pop("all") == sum(counts.values()) == 10
+
+
+def test_best_is_evaluated_once(data, tmp_path, zygote):
+    """One val line an epoch; the summary holds that of best.pt's epoch, also after a resume that chooses no other."""
+    flags = ["--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, "--num_epochs", "2", "--max_steps", "0"]
+    flags += ["--annotations", "lung_CT", "--save_every", "1", "--keep_last", "99"]
+    # the second epoch spoils the weights: the first is the best
+    flags += ["--learning_rate", "0.03", "--grad_clip", "0", "--seed", "1"]
+
+    def results() -> dict:
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        return {name: value for name, value in summary.items() if name.startswith(("val/", "test/"))}
+
+    done = zygote(PRS_MED, *flags)
+    assert done.code == 0, done.stderr
+    lines = [record for record in records(tmp_path) if "val/loss" in record]
+    assert [record["epoch"] for record in lines] == [1, 2]
+    assert lines[0]["val/dice"] > lines[1]["val/dice"]
+    first = results()
+    assert {name: first[name] for name in lines[0] if name.startswith("val/")} == {
+        name: value for name, value in lines[0].items() if name.startswith("val/")
+    }
+    done = zygote(PRS_MED, *flags, "--resume_from", tmp_path / f"step_{lines[1]['step'] - 1:08d}.pt")
+    assert done.code == 0, done.stderr
+    assert results() == first
+
+
+def test_checkpoints_without_the_metrics_of_best_resume(data, trained, tmp_path, zygote):
+    """As they were written before those were kept: best.pt is then evaluated again."""
+    contents = torch.load(trained / "last.pt", weights_only=True)
+    del contents["state"]["best_metrics"]
+    torch.save(contents, tmp_path / "old.pt")
+    flags = ["--data_root", data, "--checkpoint_dir", tmp_path / "new", *FLAGS, "--resume_from", tmp_path / "old.pt"]
+    done = zygote(PRS_MED, *flags)
+    assert done.code == 0, done.stderr
+    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
+    assert summary["val/loss"] == json.loads((trained / "summary.json").read_text())["val/loss"]
 
 
 def test_eval_only_of_any_split(data, trained, tmp_path, zygote):
@@ -87,6 +167,19 @@ def test_predict(data, trained, zygote):
     assert set(np.unique(mask)) <= {0, 255}
     assert Image.open(f"{stem}_overlay.png").size == (32, 32)
     assert "Where is the mole" in (stem.parent / f"{stem.name}.txt").read_text()
+
+
+def test_predict_turns_an_image_as_its_exif_tag_says(data, trained, tmp_path, zygote):
+    """The mask and the overlay are of the upright image."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 30), (90, 80, 70)).save(tmp_path / "turned.jpg", exif=exif)
+    flags = ["--predict", tmp_path / "turned.jpg", "--question", "Where is it?", "--max_new_tokens", "2"]
+    flags += ["--resume_from", trained / "best.pt", "--checkpoint_dir", tmp_path]
+    done = zygote(PRS_MED, "--data_root", data, *flags)
+    assert done.code == 0, done.stderr
+    for name in ("mask", "overlay"):
+        assert Image.open(tmp_path / "predictions" / f"turned_{name}.png").size == (30, 40)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +243,7 @@ def test_sam_vision_checkpoint(data, trained, tmp_path, zygote):
     ],
 )
 def test_position_in_a_sentence(text, position):
-    from train_prs_med import position_in
+    from prs_med_data import position_in
 
     assert position_in(text) == position
 
@@ -167,7 +260,7 @@ def test_position_in_a_sentence(text, position):
     ],
 )
 def test_position_of_a_box(box, position):
-    from train_prs_med import position_of
+    from prs_med_data import position_of
 
     mask = np.zeros((10, 10), bool)
     mask[box[0] : box[1], box[2] : box[3]] = True
@@ -177,7 +270,7 @@ def test_position_of_a_box(box, position):
 
 def test_sample_data(data):
     """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
-    import train_prs_med as prs
+    import prs_med_data as prs
 
     rows = prs.read_annotations(data, None, False)
     assert len(rows) == 54
@@ -198,7 +291,9 @@ def test_help_and_mistakes_are_quick():
         done = subprocess.run([sys.executable, PRS_MED, *words], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == code
         assert time.time() - begun < 3
-    assert "PER GPU" in subprocess.run([sys.executable, PRS_MED, "--help"], capture_output=True, text=True).stdout
+    text = subprocess.run([sys.executable, PRS_MED, "--help"], capture_output=True, text=True).stdout
+    assert "PER GPU" in text
+    assert " ".join(text.split("\n\n")[1].split()).endswith(" out.")
 
 
 def test_precedence_of_values(data, tmp_path, zygote):
