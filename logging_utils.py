@@ -228,7 +228,10 @@ class RunLog:
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
-    """Rank 0: {row name: {column: value}} as an aligned table."""
+    """Rank 0: {row name: {column: value}} as an aligned table; `title: none` where there are no rows."""
+    if not rows:
+        print(f"{title}: none", flush=True)
+        return
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     width = max(len(title), *(len(name) for name in rows))
     lines = [f"{title:<{width}}" + "".join(f"  {column:>12}" for column in columns)]

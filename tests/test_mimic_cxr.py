@@ -306,6 +306,35 @@ def test_of_two_jobs_one_waits(release, tmp_path, capsys):
     assert capsys.readouterr().out.count("another run builds the index") == 1
 
 
+NOTHING_LEFT_OUT = [
+    {"subject": 10000001, "study": 50000001, "split": "train", "images": [("aa", "PA", "")],
+     "questions": [("q1", "D02_has_finding", "4_A", pos()), ("q2", "B03_is_abnormal", "3_B", {"positiveness": "neg"})]},
+    {"subject": 11000003, "study": 50000003, "split": "validate", "images": [("bb", "PA", "")],
+     "questions": [("q1", "D02_has_finding", "4_A", pos())]},
+    {"subject": 11000004, "study": 50000004, "split": "test", "images": [("cc", "PA", "")],
+     "questions": [("q1", "D02_has_finding", "4_A", pos())]},
+]  # fmt: skip
+
+
+def test_a_run_on_data_of_which_nothing_is_left_out(chest, zygote, tmp_path):
+    """The table of what was left out has no rows."""
+    cxr, qba = write_release(tmp_path, NOTHING_LEFT_OUT)
+    words = [*chest, "--mimic_cxr_path", cxr, "--mimic_qa_path", qba, "--index_dir", tmp_path / "index"]
+    done = zygote(MIMIC, *words, "--max_steps", "1", "--output_dir", tmp_path / "run")
+    assert done.code == 0, done.stderr
+    assert "questions left out: none" in done.stdout
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_table_without_rows(capsys):
+    from logging_utils import print_table
+
+    print_table("questions left out", {})
+    assert capsys.readouterr().out == "questions left out: none\n"
+    print_table("counts", {"a": {"n": 1}})
+    assert capsys.readouterr().out.split() == ["counts", "n", "a", "1"]
+
+
 def test_a_trial_reads_few_studies(release, tmp_path):
     index = mci.open_index(tmp_path, *release, "B", limit=1)
     assert index.studies["dicom_id"].to_pylist() == ["aa", "ff", "ii"]
