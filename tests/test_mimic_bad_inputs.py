@@ -447,21 +447,6 @@ def index(change):
     return write
 
 
-def cut(pattern: str, keep: float):
-    def apply(folder: Path) -> None:
-        for path in folder.glob(pattern):
-            path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
-
-    return apply
-
-
-def flip_schema(folder: Path) -> None:
-    """The description of the columns at a file's end is overwritten."""
-    for path in folder.glob("part-*-train.arrow"):
-        content = path.read_bytes()
-        path.write_bytes(content[:-300] + b"\xff" * 290 + content[-10:])
-
-
 def no_lock(folder: Path) -> None:
     """A folder that has to be built but whose lock cannot be opened."""
     (folder / "index.json").unlink()
@@ -605,13 +590,6 @@ SETTINGS = {
     # the index
     "index is a file": (side("index", ""), INDEX, "index: cannot write here .*choose another --index_dir"),
     "index in a file": (side("f", ""), [*NEW, "--index_dir", "{tmp}/f/index"], "f/index: cannot write here"),
-    "index part cut": (index(cut("part-*-train.arrow", 0.6)), INDEX, r"part-\d+-train\.arrow: damaged index file"),
-    "index part empty": (index(cut("part-*-train.arrow", 0)), INDEX, r"part-\d+-train\.arrow: damaged index file"),
-    "index part overwritten": (index(flip_schema), INDEX, r"part-\d+-train\.arrow: damaged index file"),
-    "index of validation cut": (index(cut("part-*-validate.arrow", 0.6)), INDEX, r"part-\d+-validate\.arrow: damaged"),
-    "index studies cut": (index(cut("studies.arrow", 0.5)), INDEX, r"studies\.arrow: damaged index file .*delete its"),
-    "index part gone": (
-        index(lambda f: [p.unlink() for p in f.glob("*-train.arrow")]), INDEX, r"train\.arrow: damaged index file"),
     "index not writable": (index(no_lock), INDEX, r"cannot write here \(Is a directory\); choose another --index_dir"),
 }  # fmt: skip
 

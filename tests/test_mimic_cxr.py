@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -294,6 +295,135 @@ def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
     built.clear()
     mci.open_index(tmp_path / "broken", *paths)  # a second run starts from it at once
     assert built == []
+
+
+def whole_rows(index: mci.Index) -> list:
+    """Every question of an index, and its table of studies."""
+    questions = [index.questions(split) for split in mci.SPLITS]
+    return [[part.take(i) for i in range(len(part))] for part in questions] + [index.studies.to_pydict()]
+
+
+def flip(content: bytes, rng: np.random.Generator) -> bytes:
+    changed = bytearray(content)
+    changed[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    return bytes(changed)
+
+
+def truncate(content: bytes, rng: np.random.Generator) -> bytes:
+    return content[: rng.integers(len(content))]
+
+
+def zero_page(content: bytes, rng: np.random.Generator) -> bytes:
+    first = rng.integers(len(content)) // 512 * 512
+    return content[:first] + bytes(len(content[first : first + 512])) + content[first + 512 :]
+
+
+def damage(path: Path, content: bytes) -> None:
+    """Other bytes under the old modification time, as a disk that rots leaves them."""
+    times = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_damaged_index_files_give_no_wrong_questions(chest, tmp_path, capsys):
+    """40 damaged files, each mended or refused: flipped bits, lost ends, pages of zeros, files in another's place."""
+    paths = Path(chest[1]), Path(chest[3])
+    whole = mci.open_index(tmp_path / "index", *paths)
+    other = mci.open_index(tmp_path / "index", *paths, "A").folder
+    intact = {path.name: path.read_bytes() for path in whole.folder.glob("*.[aj]*")}
+    expected = whole_rows(whole)
+    rng = np.random.default_rng(0)
+    names = ["studies.arrow", "index.json"]
+    names += [sorted(name for name in intact if name.endswith(end))[1] for end in ("-train.arrow", "-test.arrow")]
+    parts = sorted(name for name in intact if re.fullmatch(r"part-\d+\.json", name))
+    cases = [(name, change) for name in names for change in (flip, flip, truncate, zero_page)] * 2
+    cases += [(name, other) for name in names] + [(parts[0], change) for change in (flip, truncate, zero_page)]
+    for name, change in cases:
+        path = whole.folder / name
+        damage(path, change(intact[name], rng) if callable(change) else (change / name).read_bytes())
+        if name in parts:  # is read again where a build goes on
+            (whole.folder / "index.json").unlink()
+        index = mci.open_index(tmp_path / "index", *paths)
+        assert whole_rows(index) == expected, (name, change)
+        assert {k: v for k, v in index.facts.items() if k != "seconds"} == {
+            k: v for k, v in whole.facts.items() if k != "seconds"
+        }
+    (whole.folder / names[2]).unlink()
+    assert whole_rows(mci.open_index(tmp_path / "index", *paths)) == expected
+    for first, second in ((parts[0], parts[1]), (names[2], parts[2].replace(".json", "-train.arrow"))):
+        damage(whole.folder / first, intact[second])
+        damage(whole.folder / second, intact[first])
+        (whole.folder / "index.json").unlink()
+        index = mci.open_index(tmp_path / "index", *paths)
+        assert whole_rows(index) == expected, (first, second)
+    assert len(cases) + 3 >= 40
+    capsys.readouterr()
+    damage(whole.folder / names[2], flip(intact[names[2]], rng))
+    mci.open_index(tmp_path / "index", *paths)
+    said = capsys.readouterr()
+    line = f"warning: {whole.folder / names[2]}: damaged (its sha256 is not the one written down); it is built again"
+    assert said.err.splitlines() == [line]
+    assert said.out.count("building the index") == 1
+
+
+def test_an_index_without_checksums_is_built_again(release, tmp_path, capsys):
+    """As versions before this one wrote it: said in one line, and the index is the same."""
+    whole = mci.open_index(tmp_path, *release)
+    expected = rows_of(whole)
+    for path in whole.folder.glob("*.json"):
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in facts.items() if key not in ("sha256", "files")}))
+    capsys.readouterr()
+    assert rows_of(mci.open_index(tmp_path, *release)) == expected
+    said = f"{whole.folder}/index.json: damaged, or of an earlier version without checksums; it is built again"
+    assert capsys.readouterr().out.count(said) == 1
+    mci.open_index(tmp_path, *release)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_index_that_stays_damaged_is_refused(release, tmp_path, monkeypatch):
+    """A disk that gives back other bytes than were written."""
+    mci.open_index(tmp_path, *release)
+    monkeypatch.setattr(mci, "file_sha256", lambda path: "0" * 64)
+    with pytest.raises(mci.InputError, match=r"\.arrow: damaged again after it was written.*--index_dir"):
+        mci.open_index(tmp_path, *release)
+
+
+def test_an_index_on_a_disk_one_may_only_read(release, tmp_path):
+    """Is used as it is; a damaged one is refused in one line."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        index = mci.open_index(disk, *release)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        expected = whole_rows(index)
+        assert whole_rows(mci.open_index(disk, *release)) == expected
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        path = index.folder / "part-00000-train.arrow"
+        path.write_bytes(flip(path.read_bytes(), np.random.default_rng(0)))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(
+            mci.InputError, match=r"cannot write here \(Read-only file system\); choose another --index_d"
+        ):
+            mci.open_index(disk, *release)
+    finally:
+        del index
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_ranks_mend_an_index_together(chest, zygote, tmp_path):
+    """One of 2 ranks meets the damage; both build, and one line says so."""
+    index = mci.open_index(tmp_path / "index", Path(chest[1]), Path(chest[3]))
+    path = index.folder / "part-00001-train.arrow"
+    content = path.read_bytes()
+    path.write_bytes(flip(content, np.random.default_rng(0)))
+    words = [*chest, "--index_dir", tmp_path / "index", "--max_steps", "1", "--max_samples", "24", "--batch_size", "4"]
+    done = zygote(MIMIC, *words, "--output_dir", tmp_path / "run", ranks=2)
+    assert done.code == 0, done.stderr
+    assert done.stderr.count("damaged") == 1
+    assert path.read_bytes() == content
 
 
 def test_of_two_jobs_one_waits(release, tmp_path, capsys):
