@@ -4,6 +4,7 @@ Every function may be called on all ranks; only rank 0 writes. A full disk never
 once, and the next checkpoint, which needs the space too, ends the run in order.
 """
 
+import io
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint_utils import clear_run_folder
+from checkpoint_utils import clear_run_folder, write_atomically
 from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
@@ -239,6 +240,24 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
         cells = ((f"{row[c]:.4f}" if isinstance(row[c], float) else str(row[c])) if c in row else "-" for c in columns)
         lines.append(f"{name:<{width}}" + "".join(f"  {cell:>12}" for cell in cells))
     print("\n".join(lines), flush=True)
+
+
+def write_result(path: Path, content: bytes) -> bool:
+    """Rank 0: put a result in place, whether that worked; a full disk is said, and ends nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        print(f"warning: {path}: not written ({error.strerror or error})", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def save_figure(path: Path, figure) -> bool:
+    """Rank 0: a matplotlib figure as a PNG, as write_result."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110)
+    return write_result(path, content.getvalue())
 
 
 def plot_curves(metrics: Path, chosen: list[str] | None = None):

@@ -153,10 +153,11 @@ import deepspeed_utils as dsu
 import distributed_utils as du
 import hardware_utils as hw
 import mimic_cxr_index as mci
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, print_banner, print_table, save_figure, write_result
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
+NO_QUESTION = {"study": 0, "head": 0, "target": 0, "type": "", "id": "", "question": ""}  # where none can be read
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
 
 
@@ -230,7 +231,11 @@ class QuestionData(Dataset):
         return f"{self.root}/{mci.picture_name(*ids)}"
 
     def __getitem__(self, i: int) -> dict:
-        row = self.row(i)
+        try:
+            row = self.row(i)
+        except InputError as reason:  # a file of the index that is gone or damaged since the start
+            picture = np.zeros((self.size, self.size), np.uint8)
+            return NO_QUESTION | {"index": i, "picture": picture, "error": str(reason).split("; ")[0]}
         path, error = self.picture_path(row["study"]), ""
         try:
             picture = self.cache.get(row["study"], path)
@@ -693,8 +698,8 @@ def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
     print_table(f"{title}: CheXpert", labels)
 
 
-def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarray]) -> None:
-    """--save_predictions: one row a question: ids, type, head, answer, truth, and CheXpert probabilities."""
+def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarray]) -> bool:
+    """--save_predictions: one row a question, with CheXpert probabilities; returns whether it could be written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -708,7 +713,7 @@ def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarra
     table |= {f"p({label})": found["chexpert"][:, i] for i, label in enumerate(mci.CHEXPERT)}
     content = pa.BufferOutputStream()
     pq.write_table(pa.table(table), content)
-    ckpt.write_atomically(path, lambda file: file.write(content.getvalue()))
+    return write_result(path, content.getvalue().to_pybytes())
 
 
 def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
@@ -888,22 +893,26 @@ def load_pretrained(model: ChestModel, path: str) -> None:
 
 
 def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step: int, args, ranks: du.Ranks) -> None:
-    """--eval_only: the metrics of one split, printed and written to eval_<split>.json."""
+    """--eval_only: the metrics of one split, printed and written to eval_<split>.json where the disk takes them."""
     folder = Path(args.output_dir)
     with du.agree_on_errors():
         try:
             (folder / "figures").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (FileExistsError, NotADirectoryError) as error:
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --output_dir") from None
+        except OSError:
+            pass  # a full or read-only disk: each file that is not written says so
     metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
     if ranks.is_main:
         print_metrics(f"{args.eval_split}, step {step}", metrics)
-        draw_answers(data, found).savefig(folder / "figures" / f"{args.eval_split}_answers.png", dpi=110)
-        draw_curves(found, index).savefig(folder / "figures" / f"{args.eval_split}_curves.png", dpi=110)
-        (folder / f"eval_{args.eval_split}.json").write_text(json.dumps({**metrics, "step": step}, indent=2) + "\n")
+        report = folder / f"eval_{args.eval_split}.json"
+        written = [write_result(report, (json.dumps({**metrics, "step": step}, indent=2) + "\n").encode())]
+        written += [save_figure(folder / "figures" / f"{args.eval_split}_answers.png", draw_answers(data, found))]
+        written += [save_figure(folder / "figures" / f"{args.eval_split}_curves.png", draw_curves(found, index))]
         if args.save_predictions:
-            write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)
-        print(f"{len(data):,} questions; written: {folder}/eval_{args.eval_split}.json, {folder}/figures", flush=True)
+            written += [write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)]
+        if all(written):
+            print(f"{len(data):,} questions; written: {report}, {folder}/figures", flush=True)
 
 
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
