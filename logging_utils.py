@@ -266,12 +266,15 @@ def plot_curves(metrics: Path, chosen: list[str] | None = None):
 
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     names = chosen or [
-        n for n in dict.fromkeys(n for r in records for n in r) if n.startswith("val/") and n.count("/") == 1
+        n
+        for n in dict.fromkeys(n for r in records for n in r)
+        if n.startswith("val/") and n.count("/") == 1 and not n.startswith("val/loss")
     ]
     figure = Figure(figsize=(10, 4))
     figure.subplots_adjust(left=0.06, right=0.98, bottom=0.13, top=0.97)
     left, right = figure.subplots(1, 2)
-    for axes, drawn in ((left, ["train/loss"]), (right, names)):
+    losses = [n for n in ("train/loss", "val/loss") if n not in names]
+    for axes, drawn in ((left, losses), (right, names)):
         for name in drawn:
             points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
             if points:

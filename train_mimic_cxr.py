@@ -612,7 +612,7 @@ def train_one_epoch(engine, loader, state: dict, total_steps: int, args, ranks: 
 @torch.no_grad()
 def predict(model: nn.Module, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> dict[str, np.ndarray]:
     """Every question of a split once, in row order and the same on every rank: index, head, target, predicted class,
-    study, type, and the study's CheXpert probabilities (n, 14)."""
+    study, type, the study's CheXpert probabilities (n, 14), and each question's part of the losses (entropy, bce)."""
     model.eval()
     options = {"num_workers": args.num_workers, "collate_fn": data.collate, **prefetch(args)}
     loader = du.create_distributed_dataloader(data, args.batch_size, train=False, **options)
@@ -629,16 +629,40 @@ def predict(model: nn.Module, data: QuestionData, args: argparse.Namespace, rank
             best = torch.stack([logits.argmax(1) for logits in answers], 1).gather(1, batch["head"][:, None])[:, 0]
             part = {name: batch[name].cpu().numpy() for name in ("index", "head", "target", "study")}
             part |= {"predicted": best.cpu().numpy(), "chexpert": chexpert.sigmoid().cpu().numpy()}
+            part |= question_losses(answers, chexpert, batch)
             found.append(part | {"type": np.array(batch["type"], dtype="U48")})
     with du.agree_on_errors():
         if error:
             raise InputError(f"{error}; replace it and go on")
-    names = ("index", "head", "target", "study", "predicted", "chexpert", "type")
+    names = ("index", "head", "target", "study", "predicted", "chexpert", "entropy", "bce", "known", "type")
     mine = {name: np.concatenate([part[name] for part in found]) if found else None for name in names}
     parts = [part for part in du.gather_objects(mine) if part["index"] is not None]
     whole = {name: np.concatenate([part[name] for part in parts]) for name in names}
     order = np.argsort(whole["index"], kind="stable")
     return {name: values[order] for name, values in whole.items()}
+
+
+def question_losses(answers: list[torch.Tensor], chexpert: torch.Tensor, batch: dict) -> dict[str, np.ndarray]:
+    """Each question's cross-entropy (of its own head), sum of CheXpert losses, and number of known labels."""
+    entropy = torch.zeros(len(chexpert), device=chexpert.device)
+    for place, logits in enumerate(answers):
+        mine = batch["head"] == place
+        entropy += mine * F.cross_entropy(logits, torch.where(mine, batch["target"], 0), reduction="none")
+    bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
+    values = {"entropy": entropy, "bce": (bce * batch["known"]).sum(1), "known": batch["known"].sum(1)}
+    return {name: value.double().cpu().numpy() for name, value in values.items()}
+
+
+def compute_losses(split: str, found: dict[str, np.ndarray], chexpert_weight: float) -> dict[str, float | None]:
+    """The training loss of a split and its two parts, as batch_loss has them. None where one is not finite."""
+    vqa = 0.0
+    for place, head in enumerate(mci.HEADS):
+        rows = found["head"] == place
+        if rows.any():
+            vqa += HEAD_WEIGHT[head] * float(found["entropy"][rows].mean())
+    labels = float(found["bce"].sum() / max(1.0, found["known"].sum()))
+    values = {"loss": vqa + chexpert_weight * labels, "loss_vqa": vqa, "loss_chexpert": labels}
+    return {f"{split}/{name}": value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) -> dict[str, float | None]:
@@ -684,16 +708,21 @@ def chexpert_truth(index: mci.Index, studies: np.ndarray) -> np.ndarray:
 
 
 def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
-    """Two tables: answers (all, heads, types) and CheXpert labels."""
+    """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels."""
+    losses: dict[str, dict] = {}
     answers: dict[str, dict] = {}
     labels: dict[str, dict] = {}
     for name, value in metrics.items():
         if "/" not in name:
             continue
         metric, *which = name.split("/", 2)[1:]
+        if metric.startswith("loss"):
+            losses[metric] = {"mean": "undefined" if value is None else value}
+            continue
         table = labels if metric.startswith("chexpert") else answers
         row = table.setdefault(which[0] if which else ("macro" if table is labels else "all"), {})
         row[metric.split("_")[1]] = "undefined" if value is None else value
+    print_table(f"{title}: loss", losses)
     print_table(f"{title}: answers", answers)
     print_table(f"{title}: CheXpert", labels)
 
@@ -769,7 +798,7 @@ def draw_curves(found: dict[str, np.ndarray], index: mci.Index):
 def evaluate(model: nn.Module, data: QuestionData, index: mci.Index, split: str, args, ranks: du.Ranks):
     """(metrics, raw predictions) of a split, the same on every rank and at any number of ranks."""
     found = predict(model, data, args, ranks)
-    return compute_metrics(split, found, index), found
+    return compute_losses(split, found, args.chexpert_weight) | compute_metrics(split, found, index), found
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -982,6 +1011,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
     effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
     total_steps = min(args.max_steps or math.inf, args.epochs * epoch_steps)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
+    state["best_metrics"] = None  # of the validation of best.pt
     this_run = {"training_questions": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
@@ -1032,7 +1062,8 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
 
     drawn, best_step = -math.inf, None
 
-    def report(split: str, final: bool = False) -> dict[str, float | None]:
+    def report(split: str, final: bool = False) -> tuple[dict, dict]:
+        """(metrics, raw predictions) of a split, logged."""
         nonlocal drawn
         metrics, found = evaluate(model, sets[split], index, split, args, ranks)
         if final:  # the row stands at the last step, but its weights may be older
@@ -1042,9 +1073,11 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             log.figure(f"{split}_answers", draw_answers(sets[split], found), state["step"])
             log.figure(f"{split}_curves", draw_curves(found, index), state["step"])
             drawn = time.time()
-        if ranks.is_main and final and args.save_predictions:
+        return metrics, found
+
+    def keep_predictions(split: str, found: dict) -> None:
+        if ranks.is_main and args.save_predictions:
             write_predictions(folder / f"predictions_{split}.parquet", sets[split], found)
-        return metrics
 
     with contextlib.closing(log), contextlib.closing(engine), du.StopSignal() as stop:
         if state["step"] >= total_steps:
@@ -1057,12 +1090,14 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
                 return code
             save()
             if len(sets["val"]):
-                metrics = report("val")
+                metrics, found = report("val")
                 accuracy, auroc = metrics["val/vqa_accuracy"], metrics["val/chexpert_auroc"]
                 shown = "undefined" if auroc is None else f"{auroc:.4f}"
                 du.print_main(f"epoch {state['epoch'] + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
                 if state["best"] is None or accuracy >= state["best"]:
                     state["best"], state["best_sha256"] = accuracy, ckpt.mark_best(folder, state["step"])
+                    state["best_metrics"] = metrics
+                    keep_predictions("val", found)
             if state["step"] >= total_steps:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
@@ -1073,11 +1108,16 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             best_step, name = best["step"], "best.pt"
         for split in ("val", "test"):
             if len(sets[split]):
-                metrics = report(split, final=True)
+                # the validation of best.pt has been run and logged, unless it is a checkpoint of an earlier version
+                metrics = state["best_metrics"] if split == "val" else None
+                if metrics is None:
+                    metrics, found = report(split, final=True)
+                    keep_predictions(split, found)
                 if ranks.is_main:
                     print_metrics(f"{split}, {name}", metrics)
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
-        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
+        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision, "best_step": best_step}
+        facts |= state["best_metrics"] or {}
         log.finish(facts | {"seconds": round(time.time() - begun, 1)})
         export(folder, state, FORMAT)
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")

@@ -562,6 +562,47 @@ def test_metrics_against_scikit_learn(release, tmp_path):
     assert got["test/chexpert_auroc"] == pytest.approx(np.mean(areas), abs=1e-6)
 
 
+def test_losses_of_a_split_are_those_of_training(chest, tmp_path):
+    """The evaluation's loss and its parts: batch_loss of the whole split as one batch, uncertain labels as asked."""
+    import train_mimic_cxr as script
+
+    args = script.parse_args([*chest, "--chexpert_uncertain", "soft", "--batch_size", "7", "--cache_gb", "0"])
+    args.mixed_precision, ranks = "no", script.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
+    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    model, tokenizer = script.build_model(args, ranks)
+    data = script.QuestionData(index, "val", args, tokenizer)
+    metrics = script.evaluate(model, data, index, "val", args, ranks)[0]
+    batch = data.collate([data[i] for i in range(len(data))])
+    with torch.no_grad():
+        expected = script.batch_loss(model.eval(), batch, script.batch_counts([batch]), args)
+    for name, value in zip(("loss", "loss_vqa", "loss_chexpert"), expected.tolist(), strict=True):
+        assert metrics[f"val/{name}"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_the_best_validation_is_neither_run_nor_logged_twice(chest, zygote, tmp_path):
+    """One line of metrics.jsonl for each epoch's validation, also after a resume; summary.json has the best one's."""
+    out = tmp_path / "run"
+    words = [*chest, "--batch_size", "16", "--max_samples", "40", "--learning_rate", "1e-3", "--output_dir", out]
+    for epochs in (2, 3):
+        done = zygote(MIMIC, *words, "--epochs", epochs, "--save_predictions", "--resume_from", "auto")
+        assert done.code == 0, done.stderr
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        validated = [line for line in lines if "val/loss" in line]
+        assert [line["step"] for line in validated] == [3 * (epoch + 1) for epoch in range(epochs)]
+        summary = json.loads((out / "summary.json").read_text())
+        best = next(line for line in validated if line["step"] == summary["best_step"])
+        assert best["val/vqa_accuracy"] == max(line["val/vqa_accuracy"] for line in validated)
+        assert {k: v for k, v in best.items() if "/" in k} == {k: v for k, v in summary.items() if k.startswith("val/")}
+        table = pq.read_table(out / "predictions_val.parquet").to_pylist()
+        right = np.mean([row["answer"] == row["truth"] for row in table])
+        assert right == pytest.approx(best["val/vqa_accuracy"])
+        shown = re.search(
+            r"val, best\.pt: loss +mean\nloss +([\d.]+)\nloss_vqa +([\d.]+)\nloss_chexpert +([\d.]+)\n", done.stdout
+        )
+        names = ("val/loss", "val/loss_vqa", "val/loss_chexpert")
+        assert [float(text) for text in shown.groups()] == [pytest.approx(best[name], abs=1e-4) for name in names]
+
+
 def test_the_chexpert_head_sees_the_picture_alone(chest, tmp_path):
     import train_mimic_cxr as script
 
