@@ -30,6 +30,7 @@ from cli_utils import (
     add_common_arguments,
     number,
     parse_arguments,
+    read_config,
     run_main,
     value_sources,
     whole,
@@ -40,6 +41,20 @@ LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
 SPLITS = {"train": "train", "val": "validate", "test": "test"}  # our names -> the release's
 GRADES = ("A++", "A+", "A", "B", "C", "D", "all")
 HERE = Path(__file__).resolve().parent
+# the guide's own config, and the settings of `python -m hardware_utils --json`: {section: {key: flag}}
+TRAINING = dict.fromkeys(("epochs", "learning_rate", "weight_decay", "warmup_steps", "grad_clip"))
+TRAINING |= dict.fromkeys(("gradient_accumulation_steps", "gradient_checkpointing", "prefetch_factor"))
+TRAINING |= dict.fromkeys(("mixed_precision", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size"))
+TRAINING |= dict.fromkeys(("engine", "zero_stage"))
+ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
+TRAINING = {key: key for key in TRAINING} | {"batch_size_per_gpu": "batch_size"}
+GUIDE_KEYS = ("batch_size_per_gpu", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size", "engine")
+GUIDE_KEYS += ("zero_stage", "enabled", "stage")
+SECTIONS = {
+    "training": TRAINING,
+    "settings": TRAINING,
+    "deepspeed": {"enabled": "deepspeed_enabled", "stage": "zero_stage"},
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,9 +125,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
     text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers, where no flag says otherwise"
     add("--debug", action="store_true", help=text)
-    add_common_arguments(parser)
-    args = parse_arguments(parser, argv)
-    args.source = value_sources(parser, args, argv)
+    add_common_arguments(parser, {"batch_size": "batch_size_per_gpu"})
+    add_guide_keys(parser)
+    args = parse_arguments(parser, argv, SECTIONS)
+    args.source = value_sources(parser, args, argv, SECTIONS)
+    choose_engine_of_guide(args)
     if args.use_deepspeed and args.use_ddp:
         parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
     if args.overwrite and (args.resume_from or args.eval_only):
@@ -133,6 +150,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             args.source[name] = "--debug"
         os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     return args
+
+
+def add_guide_keys(parser: Parser) -> None:
+    """Keys of the guide's config that are no flags here; translate_guide_keys says what each becomes."""
+
+    def add(name: str, **options) -> None:
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
+
+    add("--fp16", action=argparse.BooleanOptionalAction)
+    add("--pin_memory", action=argparse.BooleanOptionalAction)
+    add("--dataloader_num_workers", type=whole(0))
+    add("--effective_batch_size", type=whole(1))
+    add("--engine", choices=("python", "deepspeed", "torchrun"))
+    add("--deepspeed_enabled", action=argparse.BooleanOptionalAction)
+    add("--zero_stage", type=int, choices=(0, 2, 3))
+
+
+def choose_engine_of_guide(args: argparse.Namespace) -> None:
+    """The guide's keys for the engine, where no flag of the command line chooses one."""
+    if "command line" not in (args.source["use_deepspeed"], args.source["use_ddp"]):
+        args.use_deepspeed = args.use_deepspeed or args.deepspeed_enabled is True or args.engine == "deepspeed"
+        args.use_ddp = args.use_ddp or args.deepspeed_enabled is False or args.engine == "torchrun"
+    if args.zero_stage and args.deepspeed_config is None:
+        args.deepspeed_config = str(HERE / "configs" / ZERO_FILES[args.zero_stage])
 
 
 if __name__ == "__main__":
@@ -808,6 +849,74 @@ def prefetch(args: argparse.Namespace) -> dict:
     return {"prefetch_factor": args.prefetch_factor} if args.num_workers else {}
 
 
+def processes_per_node() -> int:
+    """Ranks that share their cores: srun may give each its own, torchrun gives all of a node the same."""
+    places = du.gather_objects((platform.node(), hw.core_numbers()))
+    return max(sum(bool(node == n and cores & c) for n, c in places) for node, cores in places)
+
+
+def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
+    """All ranks: turn the guide's keys into our flags, now that the processes are counted; rank 0 prints each.
+
+    A flag of the command line stands. Raises InputError when the file says one thing in both ways.
+    """
+    says = {"batch_size_per_gpu": f"--batch_size {args.batch_size}{given(args, 'batch_size')}"}
+    if args.fp16 is not None:
+        if args.source["mixed_precision"] != args.source["fp16"]:
+            says["fp16"] = translate_fp16(args, ranks.device)
+        else:
+            raise InputError(f"{args.config or 'command line'}: holds both fp16 and mixed_precision; remove one")
+    if args.dataloader_num_workers is not None:
+        local = processes_per_node()
+        note = given(args, "num_workers")
+        if args.source["num_workers"] not in ("command line", "--debug"):
+            args.num_workers = args.dataloader_num_workers // local
+            args.source["num_workers"] = args.source["dataloader_num_workers"]
+            note = f" (each of the node's {local} processes){given(args, 'num_workers')}"
+        says["dataloader_num_workers"] = f"--num_workers {args.num_workers}{note}"
+    engine = "--use_deepspeed" if args.use_deepspeed else "--use_ddp" if args.use_ddp else "one process, or as launched"
+    says["engine"] = says["enabled"] = engine + (given(args, "use_deepspeed") or given(args, "use_ddp"))
+    says["stage"] = "nothing to set here: no DeepSpeed"
+    if args.deepspeed_config:
+        file = Path(args.deepspeed_config)
+        shown = file.relative_to(HERE) if file.is_relative_to(HERE) else file
+        says["stage"] = f"--deepspeed_config {shown}{given(args, 'deepspeed_config')}"
+    says["zero_stage"] = says["stage"]
+    says["pin_memory"] = "nothing to set here: done by itself on a GPU"
+    says["effective_batch_size"] = "nothing to set here: batch x accumulation x processes"
+    for key, value in guide_keys(args.config):
+        du.print_main(f"{Path(args.config).name}: {key} {json.dumps(value)} -> {says[key.split('.')[-1]]}")
+    for name in ("fp16", "pin_memory", "dataloader_num_workers", "effective_batch_size", "engine"):
+        setattr(args, name, None)
+    args.deepspeed_enabled = args.zero_stage = None
+
+
+def translate_fp16(args: argparse.Namespace, device: torch.device) -> str:
+    """What `fp16` of the guide becomes: half precision where there is a GPU."""
+    note = given(args, "mixed_precision")
+    if not note:
+        args.mixed_precision = "fp16" if args.fp16 and device.type == "cuda" else "no"
+        note = " (fp16 needs a GPU)" if args.fp16 and device.type != "cuda" else ""
+    return f"--mixed_precision {args.mixed_precision}{note}"
+
+
+def given(args: argparse.Namespace, name: str) -> str:
+    """A note where another value than the guide's key will be used: the command line's, or the hardware's."""
+    source = args.source[name]
+    if source in ("command line", "--debug"):
+        return f" ({source})"
+    return ", but --auto_optimize finds its own" if args.auto_optimize and name in ("batch_size", "num_workers") else ""
+
+
+def guide_keys(config: str | None) -> list[tuple[str, object]]:
+    """[(section.key, value)] of a config's keys that translate_guide_keys explains."""
+    found = []
+    for name, value in (read_config(config) if config else {}).items():
+        inside = {f"{name}.{key}": item for key, item in value.items()} if name in SECTIONS else {name: value}
+        found += [(key, item) for key, item in inside.items() if key.split(".")[-1] in GUIDE_KEYS and item is not None]
+    return found
+
+
 def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
     """--auto_optimize: set what the command line did not from the weakest machine of the job (file < this < flags);
     returns the ZeRO stage for it."""
@@ -817,9 +926,7 @@ def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
         memory, compute = card.total_memory / 2**30, float(f"{card.major}.{card.minor}")
     facts = du.gather_objects([memory, compute, hw.usable_cores(), hw.available_ram_gb()])
     machine = [min((v for v in column if v is not None), default=None) for column in zip(*facts, strict=True)]
-    # ranks that share their cores: srun may give each its own, torchrun gives all of a node the same
-    places = du.gather_objects((platform.node(), hw.core_numbers()))
-    local = max(sum(bool(node == n and cores & c) for n, c in places) for node, cores in places)
+    local = processes_per_node()
     given = args.batch_size if args.source["batch_size"] == "command line" else None
     options = {"batch_size": given, "processes_per_node": local}
     chosen = hw.settings_for(ranks.world_size, *machine, dsu.available(), **options)
@@ -947,6 +1054,7 @@ def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step:
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun, folder, config, config_path = time.time(), Path(args.output_dir), None, ""
+    translate_guide_keys(args, ranks)
     stage = apply_hardware(args, ranks) if args.auto_optimize else 2
     with du.agree_on_errors():
         use_deepspeed, why_engine = choose_engine(args, ranks)

@@ -513,6 +513,17 @@ SETTINGS = {
     "config a list": configured("- a", ": must hold `flag: value` lines, not a list"),
     "config unknown key": configured("batch_sise: 2", ": unknown key 'batch_sise'; did you mean 'batch_size'"),
     "config nested": configured("train:\n  epochs: 2", ": unknown key 'train'"),
+    "config unknown key in a section": configured(
+        "training:\n  batch_size_per_gp: 2", ": unknown key 'batch_size_per_gp' in training; did you mean 'bat"),
+    "config section a number": configured("deepspeed: 2", ": deepspeed: must be a section of keys, not 2"),
+    "config key of another section": configured("training:\n  stage: 2", ": unknown key 'stage' in training"),
+    "config two names": configured(
+        "batch_size: 2\ntraining:\n  batch_size_per_gpu: 4", ": batch_size is given twice; remove one"),
+    "config two precisions": configured(
+        "mixed_precision: bf16\ntraining:\n  fp16: true", ": holds both fp16 and mixed_precision; remove one"),
+    "config fp16 a number": configured("training:\n  fp16: 1", ": fp16: must be true or false, not 1"),
+    "config stage 7": configured("deepspeed:\n  stage: 7", ": zero_stage: 7 is not one of 0, 2, 3"),
+    "config workers": configured("training:\n  dataloader_num_workers: -1", ": dataloader_num_workers: must be a who"),
     "config a negated key": configured("no_auto_optimize: true", ": unknown key 'no_auto_optimize'; did you mean 'aut"),
     "config wrong type": configured("batch_size: [2]", r": batch_size: must be a single value, not \[2\]"),
     "config nothing": configured("output_dir:", ": output_dir: wrong type NoneType"),

@@ -714,6 +714,97 @@ def test_banner_says_where_values_come_from(chest, zygote, tmp_path):
     assert "3 per GPU (my.yaml) x 7 accumulation (my.yaml) x 1 = 21" in done.stdout
 
 
+GUIDE_YAML = """\
+training:
+  batch_size_per_gpu: 16
+  gradient_accumulation_steps: 4
+  # Effective batch: 16 * 4 * 4 = 256
+  fp16: true
+  gradient_checkpointing: true
+  dataloader_num_workers: 12  # 3 per GPU
+
+deepspeed:
+  enabled: true
+  stage: 2
+"""
+
+
+def test_the_guides_own_yaml(chest, zygote, tmp_path):
+    """As the guide writes it: one line for each key that is named otherwise here; the command line wins."""
+    (tmp_path / "config.yaml").write_text(GUIDE_YAML)
+    words = [*chest, "--config", tmp_path / "config.yaml", "--max_steps", "1", "--max_samples", "40"]
+    done = zygote(MIMIC, *words, "--output_dir", tmp_path / "run", "--gradient_accumulation_steps", "1", ranks=2)
+    assert done.code == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("config.yaml: ")]
+    assert said == [
+        "config.yaml: training.batch_size_per_gpu 16 -> --batch_size 16",
+        "config.yaml: training.fp16 true -> --mixed_precision no (fp16 needs a GPU)",
+        "config.yaml: training.dataloader_num_workers 12 -> --num_workers 0 (command line)",
+        "config.yaml: deepspeed.enabled true -> --use_deepspeed",
+        "config.yaml: deepspeed.stage 2 -> --deepspeed_config configs/deepspeed_config.json",
+    ]
+    assert "16 per GPU (config.yaml) x 1 accumulation (command line) x 2 = 32" in done.stdout
+    assert re.search(r"engine +ZeRO-2", done.stdout)
+    assert re.search(r"checkpointing +True", done.stdout)
+    # args.yaml, a config again, holds what was translated under our names alone
+    import train_mimic_cxr as script
+
+    args = script.parse_args(["--config", str(tmp_path / "run" / "args.yaml")])
+    assert (args.use_deepspeed, args.batch_size, args.mixed_precision, args.fp16) == (True, 16, "no", None)
+    assert script.guide_keys(args.config) == []
+
+
+def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkeypatch, capsys):
+    """12 workers for the 4 processes of a node are 3 each; fp16 is taken on a GPU; what has no meaning is said."""
+    import train_mimic_cxr as script
+
+    flags = [word for word in chest if word not in ("--num_workers", "0")]
+    path = tmp_path / "config.yaml"
+    path.write_text(GUIDE_YAML.replace("training:", "pin_memory: true\ntraining:"))
+    monkeypatch.setattr(script, "processes_per_node", lambda: 4)
+    args = script.parse_args([*flags, "--config", str(path)])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    said = capsys.readouterr().out
+    assert (
+        "config.yaml: training.dataloader_num_workers 12 -> --num_workers 3 (each of the node's 4 processes)\n" in said
+    )
+    assert "config.yaml: training.fp16 true -> --mixed_precision fp16\n" in said
+    assert "config.yaml: pin_memory true -> nothing to set here: done by itself on a GPU\n" in said
+    assert (args.num_workers, args.mixed_precision, args.source["num_workers"]) == (3, "fp16", "config.yaml")
+    args = script.parse_args([*flags, "--config", str(path), "--use_ddp", "--mixed_precision", "bf16"])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    assert (args.use_deepspeed, args.mixed_precision) == (False, "bf16")
+    assert "deepspeed.enabled true -> --use_ddp (command line)" in capsys.readouterr().out
+    flags = [word for word in flags if word != "--no_auto_optimize"]
+    args = script.parse_args([*flags, "--config", str(path)])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    assert "batch_size_per_gpu 16 -> --batch_size 16, but --auto_optimize finds its own\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("section", ["", "training", "settings"])
+@pytest.mark.parametrize(("gpus", "memory"), [(4, 24), (4, 5), (1, 16), (2, None)])
+def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, section, gpus, memory):
+    """`python -m hardware_utils --json`, its settings as a config, in a section or not."""
+    import hardware_utils as hw
+    import train_mimic_cxr as script
+
+    hw.main(["--json", "--plan", "--gpus", str(gpus), *(["--gpu_memory", str(memory)] if memory else [])])
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({section: settings} if section else settings))
+    args = script.parse_args([*chest, "--config", str(path)])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, gpus, torch.device("cpu"), "torchrun"))
+    assert args.batch_size == settings["batch_size_per_gpu"]
+    for name in ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing"):
+        assert getattr(args, name) == settings[name]
+    assert args.use_deepspeed == (settings["engine"] == "deepspeed")
+    stage = {0: None, 2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}[settings["zero_stage"]]
+    assert (args.deepspeed_config and Path(args.deepspeed_config).name) == stage
+    said = capsys.readouterr().out
+    assert said.count("config.json: ") == 5  # batch, workers, effective batch, stage, engine
+    assert f"effective_batch_size {settings['effective_batch_size']} -> nothing to set here" in said
+
+
 def test_outputs_of_a_run(chest, zygote, tmp_path):
     """--debug with W&B offline: figures, tables, summary, predictions; --eval_only repeats the summary's numbers."""
     out = tmp_path / "run"
