@@ -9,7 +9,9 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
+import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -197,7 +199,7 @@ class RunLog:
 
             path = self.folder / "figures" / f"{name}.png"
             path.parent.mkdir(exist_ok=True)
-            figure.savefig(path, dpi=110)
+            path.write_bytes(figure_png(figure))
             self.writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
         self._guard(write)
@@ -255,9 +257,21 @@ def write_result(path: Path, content: bytes) -> bool:
 
 def save_figure(path: Path, figure) -> bool:
     """Rank 0: a matplotlib figure as a PNG, as write_result."""
+    return write_result(path, figure_png(figure))
+
+
+def figure_png(figure) -> bytes:
+    """A matplotlib figure as a PNG; a character that the font lacks is a box in it, and no warning."""
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    return write_result(path, content.getvalue())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
+
+
+def wrap(text: str, width: int) -> str:
+    """The text in lines of at most `width` characters, for a figure."""
+    return textwrap.fill(text, width)
 
 
 def plot_curves(metrics: Path, chosen: list[str] | None = None):

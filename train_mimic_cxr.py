@@ -194,7 +194,7 @@ import deepspeed_utils as dsu
 import distributed_utils as du
 import hardware_utils as hw
 import mimic_cxr_index as mci
-from logging_utils import RunLog, print_banner, print_table, save_figure, write_result
+from logging_utils import RunLog, print_banner, print_table, save_figure, wrap, write_result
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
@@ -748,8 +748,18 @@ def chexpert_truth(index: mci.Index, studies: np.ndarray) -> np.ndarray:
     return np.where(truth >= 0, truth, -1)
 
 
-def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
-    """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels."""
+def group_sizes(found: dict[str, np.ndarray], index: mci.Index) -> dict[str, int]:
+    """How many questions each row of the answers' table stands for, and how many studies each of the labels'."""
+    kinds, counts = np.unique(found["type"], return_counts=True)
+    sizes = {"all": len(found["index"])} | dict(zip(kinds.tolist(), counts.tolist(), strict=True))
+    sizes |= {head: int((found["head"] == place).sum()) for place, head in enumerate(mci.HEADS)}
+    studies = np.unique(found["study"])
+    known = (chexpert_truth(index, studies) >= 0).sum(0).tolist()
+    return sizes | {"macro": len(studies)} | dict(zip(mci.CHEXPERT, known, strict=True))
+
+
+def print_metrics(title: str, metrics: dict[str, float | None], sizes: dict[str, int]) -> None:
+    """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels, each with its n."""
     losses: dict[str, dict] = {}
     answers: dict[str, dict] = {}
     labels: dict[str, dict] = {}
@@ -761,7 +771,8 @@ def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
             losses[metric] = {"mean": "undefined" if value is None else value}
             continue
         table = labels if metric.startswith("chexpert") else answers
-        row = table.setdefault(which[0] if which else ("macro" if table is labels else "all"), {})
+        group = which[0] if which else ("macro" if table is labels else "all")
+        row = table.setdefault(group, {"n": sizes[group]})
         row[metric.split("_")[1]] = "undefined" if value is None else value
     print_table(f"{title}: loss", losses)
     print_table(f"{title}: answers", answers)
@@ -786,54 +797,116 @@ def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarra
     return write_result(path, content.getvalue().to_pybytes())
 
 
-def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
-    """A matplotlib figure: nine pictures, each with its question, the answer given and the true one."""
+def draw_images(items: list[dict], texts: list[str], colors: list[str]):
+    """A matplotlib figure: images as the model sees them, each under its text, three in a row."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 12))
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.94, wspace=0.05, hspace=0.24)
-    heads = list(mci.HEADS.values())
-    chosen = np.linspace(0, len(found["index"]) - 1, min(9, len(found["index"]))).astype(int)
-    for axes in figure.subplots(3, 3).flat:
+    # inches: the images are squares, and the longest text has room above each
+    side, gap = 3.8, 0.15
+    above = 0.2 + 0.17 * max((text.count("\n") + 1 for text in texts), default=1)
+    rows = max(1, math.ceil(len(items) / 3))
+    width, height = 3 * (side + gap) + gap, rows * (side + above)
+    figure = Figure(figsize=(width, height))
+    for k, (item, text, color) in enumerate(zip(items, texts, colors, strict=True)):
+        left = gap + k % 3 * (side + gap)
+        bottom = height - (k // 3 + 1) * (side + above)
+        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
         axes.axis("off")
-    for axes, k in zip(figure.axes, chosen, strict=False):
+        axes.imshow(item["picture"], cmap="gray", vmin=0, vmax=255)
+        # a dollar sign in a question is no formula
+        axes.set_title(text, fontsize=9, color=color, parse_math=False)
+    return figure
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """Up to `wanted` places of `count`, evenly spaced."""
+    return np.linspace(0, count - 1, min(wanted, count)).astype(int).tolist()
+
+
+def draw_inputs(data: QuestionData):
+    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+    items = [data[i] for i in evenly(len(data), 9)]
+    heads = list(mci.HEADS.values())
+    texts = []
+    for item in items:
+        labels = {name: column[item["study"]] for name, column in zip(mci.CHEXPERT, data.labels, strict=True)}
+        lines = [wrap(item["question"][:600], 48), f"answer: {heads[item['head']][item['target']]}"]
+        for word, value in (("present", 1), ("uncertain", -1), ("absent", 0)):
+            if names := [name for name, label in labels.items() if label == value]:
+                lines.append(wrap(f"{word}: {', '.join(names)}", 48))
+        texts.append("\n".join([*lines, "NOT READABLE"] if item["error"] else lines))
+    return draw_images(items, texts, ["black"] * len(items))
+
+
+def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
+    """A matplotlib figure: nine images, each with its question, the answer given and the true one."""
+    heads = list(mci.HEADS.values())
+    items, texts, colors = [], [], []
+    for k in evenly(len(found["index"]), 9):
         item, names = data[int(found["index"][k])], heads[found["head"][k]]
         says, true = names[found["predicted"][k]], names[found["target"][k]]
-        axes.imshow(item["picture"], cmap="gray", vmin=0, vmax=255)
-        text = f"{item['question'][:60]}\nsays: {says}\ntrue: {true}"
-        axes.set_title(text, fontsize=9, color="darkgreen" if says == true else "firebrick")
-    return figure
+        items.append(item)
+        texts.append(f"{wrap(item['question'][:600], 48)}\nsays: {says}\ntrue: {true}")
+        colors.append("darkgreen" if says == true else "firebrick")
+    return draw_images(items, texts, colors)
 
 
 def draw_curves(found: dict[str, np.ndarray], index: mci.Index):
     """A matplotlib figure: ROC curves of the CheXpert labels and the confusion matrix of each head."""
     from matplotlib.figure import Figure
-    from torchmetrics.functional.classification import binary_roc, multiclass_confusion_matrix
 
-    figure = Figure(figsize=(15, 9.5))
-    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.14, top=0.95, wspace=0.45, hspace=0.55)
-    axes = figure.subplots(2, 3)
+    # left edge, bottom edge and side of each square, inches
+    places = {"roc": (0.9, 11.6, 4.6), "binary": (9.9, 11.6, 4.6), "severity": (15.6, 11.6, 4.6)}
+    places |= {"category": (2.3, 2.0, 8.0), "region": (12.0, 2.0, 8.0)}
+    width, height = 20.3, 16.8
+    figure = Figure(figsize=(width, height))
+    for name, (left, bottom, side) in places.items():
+        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        if name == "roc":
+            draw_roc(axes, found, index)
+        else:
+            draw_confusion(axes, found, name)
+    return figure
+
+
+def draw_roc(axes, found: dict[str, np.ndarray], index: mci.Index) -> None:
+    """The ROC curve of each CheXpert label, each study once, with its area and number of studies beside."""
+    from torchmetrics.functional.classification import binary_auroc, binary_roc
+
     studies, first = np.unique(found["study"], return_index=True)
     truth = chexpert_truth(index, studies)
     for i, label in enumerate(mci.CHEXPERT):
         rows = truth[:, i] >= 0
         if len(np.unique(truth[rows, i])) == 2:
             scores = torch.from_numpy(found["chexpert"][first][rows, i])
-            false, true, _ = binary_roc(scores, torch.from_numpy(truth[rows, i].astype(np.int64)))
-            axes[0, 0].plot(false, true, label=label, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
-    axes[0, 0].set(title="CheXpert ROC", xlabel="false positive rate", ylabel="true positive rate")
-    if axes[0, 0].lines:
-        axes[0, 0].legend(fontsize=6)
-    for i, ((head, names), place) in enumerate(zip(mci.HEADS.items(), axes.flat[1:], strict=False)):
-        rows = found["head"] == i
-        pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
-        matrix = multiclass_confusion_matrix(*pair, len(names)).numpy()
-        place.imshow(matrix / matrix.sum(1, keepdims=True).clip(1), cmap="Blues", vmin=0, vmax=1)
-        place.set_title(f"{head} (rows: truth)", fontsize=9)
-        place.set_xticks(range(len(names)), names, rotation=90, fontsize=5)
-        place.set_yticks(range(len(names)), names, fontsize=5)
-    axes[1, 2].axis("off")
-    return figure
+            target = torch.from_numpy(truth[rows, i].astype(np.int64))
+            false, true, _ = binary_roc(scores, target)
+            text = f"{label}: {float(binary_auroc(scores, target)):.3f} (n {rows.sum()})"
+            axes.plot(false, true, label=text, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+    axes.set(title="CheXpert ROC, area, studies", xlabel="false positive rate", ylabel="true positive rate", aspect=1)
+    if len(axes.lines) > 1:
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, frameon=False)
+
+
+def draw_confusion(axes, found: dict[str, np.ndarray], head: str) -> None:
+    """The confusion matrix of a head: colours are shares of a row, numbers are questions."""
+    from torchmetrics.functional.classification import multiclass_confusion_matrix
+
+    names = mci.HEADS[head]
+    rows = found["head"] == list(mci.HEADS).index(head)
+    pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
+    matrix = multiclass_confusion_matrix(*pair, len(names)).numpy()
+    shares = matrix / matrix.sum(1, keepdims=True).clip(1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    size = 12 if len(names) < 8 else 8 if len(names) < 20 else 6
+    for row, column in zip(*np.nonzero(matrix), strict=True):
+        count, color = matrix[row, column], "white" if shares[row, column] > 0.6 else "black"
+        text = str(count) if count < 10_000 else f"{count / 1000:.0f}k"
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
+    axes.set_title(f"{head}: {rows.sum():,} questions (rows: truth)")
+    axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
 
 
 def evaluate(model: nn.Module, data: QuestionData, index: mci.Index, split: str, args, ranks: du.Ranks):
@@ -1040,7 +1113,7 @@ def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step:
             pass  # a full or read-only disk: each file that is not written says so
     metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
     if ranks.is_main:
-        print_metrics(f"{args.eval_split}, step {step}", metrics)
+        print_metrics(f"{args.eval_split}, step {step}", metrics, group_sizes(found, index))
         report = folder / f"eval_{args.eval_split}.json"
         written = [write_result(report, (json.dumps({**metrics, "step": step}, indent=2) + "\n").encode())]
         written += [save_figure(folder / "figures" / f"{args.eval_split}_answers.png", draw_answers(data, found))]
@@ -1169,11 +1242,15 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     drawn, best_step = -math.inf, None
+    sizes: dict[str, dict] = {}  # of the groups of each split that was evaluated
+    if contents is None and ranks.is_main:
+        log.figure("inputs", draw_inputs(sets["train"]), 0)
 
     def report(split: str, final: bool = False) -> tuple[dict, dict]:
         """(metrics, raw predictions) of a split, logged."""
         nonlocal drawn
         metrics, found = evaluate(model, sets[split], index, split, args, ranks)
+        sizes[split] = group_sizes(found, index)
         if final:  # the row stands at the last step, but its weights may be older
             metrics["best_step"] = best_step
         log.write(state["step"], state["epoch"] + 1, metrics)
@@ -1222,7 +1299,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
                     metrics, found = report(split, final=True)
                     keep_predictions(split, found)
                 if ranks.is_main:
-                    print_metrics(f"{split}, {name}", metrics)
+                    print_metrics(f"{split}, {name}", metrics, sizes[split])
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision, "best_step": best_step}
         facts |= state["best_metrics"] or {}

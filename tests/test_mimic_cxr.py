@@ -813,7 +813,8 @@ def test_outputs_of_a_run(chest, zygote, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2
     names = {path.name for path in (out / "figures").iterdir()}
-    assert {"val_answers.png", "test_answers.png", "test_curves.png", "curves.png"} <= names
+    assert {"inputs.png", "val_answers.png", "test_answers.png", "test_curves.png", "curves.png"} <= names
+    assert re.search(r"test, best\.pt: answers +n +accuracy.*\nall +64 +0\.\d{4}", done.stdout)
     assert list((out / "wandb").glob("offline-run-*"))
     assert not any("WANDB_API_KEY" in path.read_text(errors="ignore") for path in out.rglob("*.yaml"))
     table = pq.read_table(out / "predictions_test.parquet").to_pylist()
@@ -830,6 +831,46 @@ def test_outputs_of_a_run(chest, zygote, tmp_path):
     assert done.code == 0, done.stderr
     evaluated = json.loads((out / "eval_test.json").read_text())
     assert {name: evaluated[name] for name in before} == before
+
+
+def overlaps(one, other) -> bool:
+    return min(one.x1, other.x1) - max(one.x0, other.x0) > 1 and min(one.y1, other.y1) - max(one.y0, other.y0) > 1
+
+
+def test_figures_are_whole(chest, tmp_path, monkeypatch, recwarn):
+    """Long questions with odd characters: every title lies inside the figure and over nothing, and none is cut."""
+    import train_mimic_cxr as script
+    from logging_utils import save_figure
+
+    args = script.parse_args([*chest, "--cache_gb", "0"])
+    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    data = script.QuestionData(index, "test", args, None)
+    question, row = "Is there 水 $\\frac{1 at the $left$ \U0001f600 costophrenic angle? " * 4 + "The end?", data.row
+    monkeypatch.setattr(data, "row", lambda i: row(i) | {"question": question})
+    rows = [row(i) for i in range(len(data))]
+    found = {name: np.array([row[name] for row in rows]) for name in ("head", "target", "study", "type")}
+    probability = np.random.default_rng(0).random((len(index.studies), 14), dtype=np.float32)
+    found |= {"index": np.arange(len(rows)), "predicted": found["target"], "chexpert": probability[found["study"]]}
+    figures = [script.draw_answers(data, found), script.draw_inputs(data), script.draw_curves(found, index)]
+    for number, figure in enumerate(figures):
+        recwarn.clear()
+        save_figure(tmp_path / f"{number}.png", figure)
+        assert [str(warning.message) for warning in recwarn] == []
+        boxes = [axes.get_window_extent() for axes in figure.axes if axes.images or axes.lines]
+        titles = [axes.title.get_window_extent() for axes in figure.axes if axes.title.get_text()]
+        assert len(titles) == len(boxes)
+        legend = figure.axes[0].get_legend()
+        extents = [*titles, *([legend.get_window_extent()] if legend else [])]
+        for extent in extents:
+            assert figure.bbox.x0 <= extent.x0 <= extent.x1 <= figure.bbox.x1
+            assert figure.bbox.y0 <= extent.y0 <= extent.y1 <= figure.bbox.y1
+            assert not any(overlaps(extent, box) for box in boxes)
+            assert sum(overlaps(extent, other) for other in extents) == 1  # itself
+        if number < 2:
+            assert all("The end?" in axes.title.get_text() for axes in figure.axes)
+    assert re.fullmatch(r"Atelectasis: \d\.\d{3} \(n \d+\)", legend.get_texts()[0].get_text())
+    binary = [int(text.get_text()) for text in figures[2].axes[1].texts]
+    assert sum(binary) == (found["head"] == 0).sum()
 
 
 def test_out_of_memory(chest, zygote, tmp_path):
