@@ -108,9 +108,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
 
     add = parser.add_argument_group("engine").add_argument
-    text = "set batch, accumulation, workers, prefetch, precision and checkpointing from the hardware (the default)"
+    text = "set batch, accumulation, workers, prefetch and checkpointing from the hardware (default: %(default)s)"
     add("--auto_optimize", dest="auto_optimize", action="store_true", default=True, help=text)
-    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="take them from the file and defaults")
+    text = "take them from the file and the defaults (--auto_optimize: %(default)s)"
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help=text)
     text = "DeepSpeed ZeRO; with --auto_optimize the default for 2 or more processes"
     add("--use_deepspeed", action="store_true", help=text)
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")

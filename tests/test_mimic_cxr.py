@@ -805,6 +805,17 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     assert f"effective_batch_size {settings['effective_batch_size']} -> nothing to set here" in said
 
 
+def test_help_of_auto_optimize(capsys):
+    """Its default is said once, and turning it off is not called a default."""
+    import train_mimic_cxr as script
+
+    with pytest.raises(SystemExit):
+        script.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "checkpointing from the hardware (default: True)" in text
+    assert "take them from the file and the defaults (--auto_optimize: True) --use_deepspeed" in text
+
+
 def test_outputs_of_a_run(chest, zygote, tmp_path):
     """--debug with W&B offline: figures, tables, summary, predictions; --eval_only repeats the summary's numbers."""
     out = tmp_path / "run"
