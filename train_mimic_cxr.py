@@ -28,6 +28,7 @@ from cli_utils import (
     Parser,
     RunError,
     add_common_arguments,
+    end_with,
     number,
     parse_arguments,
     read_config,
@@ -47,7 +48,7 @@ TRAINING |= dict.fromkeys(("gradient_accumulation_steps", "gradient_checkpointin
 TRAINING |= dict.fromkeys(("mixed_precision", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size"))
 TRAINING |= dict.fromkeys(("engine", "zero_stage"))
 ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
-TRAINING = {key: key for key in TRAINING} | {"batch_size_per_gpu": "batch_size"}
+TRAINING = {key: key for key in ("batch_size_per_gpu", *TRAINING)}
 GUIDE_KEYS = ("batch_size_per_gpu", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size", "engine")
 GUIDE_KEYS += ("zero_stage", "enabled", "stage")
 SECTIONS = {
@@ -126,11 +127,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
     text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers, where no flag says otherwise"
     add("--debug", action="store_true", help=text)
-    add_common_arguments(parser, {"batch_size": "batch_size_per_gpu"})
+    add_common_arguments(parser)
     add_guide_keys(parser)
     args = parse_arguments(parser, argv, SECTIONS)
     args.source = value_sources(parser, args, argv, SECTIONS)
-    choose_engine_of_guide(args)
+    take_guide_keys(args)
     if args.use_deepspeed and args.use_ddp:
         parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
     if args.overwrite and (args.resume_from or args.eval_only):
@@ -159,6 +160,7 @@ def add_guide_keys(parser: Parser) -> None:
     def add(name: str, **options) -> None:
         parser.add_argument(name, help=argparse.SUPPRESS, **options)
 
+    add("--batch_size_per_gpu", type=whole(1))
     add("--fp16", action=argparse.BooleanOptionalAction)
     add("--pin_memory", action=argparse.BooleanOptionalAction)
     add("--dataloader_num_workers", type=whole(0))
@@ -168,8 +170,14 @@ def add_guide_keys(parser: Parser) -> None:
     add("--zero_stage", type=int, choices=(0, 2, 3))
 
 
-def choose_engine_of_guide(args: argparse.Namespace) -> None:
-    """The guide's keys for the engine, where no flag of the command line chooses one."""
+def take_guide_keys(args: argparse.Namespace) -> None:
+    """The guide's keys for batch and engine, where no flag of the command line says otherwise."""
+    for key, name in (("batch_size_per_gpu", "batch_size"), ("fp16", "mixed_precision")):
+        if getattr(args, key) is not None and args.source[key] == args.source[name]:
+            end_with(InputError(f"{args.config or 'command line'}: holds both {key} and {name}; remove one"))
+    if args.batch_size_per_gpu is not None and args.source["batch_size"] != "command line":
+        args.batch_size = args.batch_size_per_gpu
+        args.source["batch_size"] = args.source["batch_size_per_gpu"]
     if "command line" not in (args.source["use_deepspeed"], args.source["use_ddp"]):
         args.use_deepspeed = args.use_deepspeed or args.deepspeed_enabled is True or args.engine == "deepspeed"
         args.use_ddp = args.use_ddp or args.deepspeed_enabled is False or args.engine == "torchrun"
@@ -842,10 +850,14 @@ def draw_inputs(data: QuestionData):
 def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
     """A matplotlib figure: nine images, each with its question, the answer given and the true one."""
     heads = list(mci.HEADS.values())
-    items, texts, colors = [], [], []
+    items = []
+    texts = []
+    colors = []
     for k in evenly(len(found["index"]), 9):
-        item, names = data[int(found["index"][k])], heads[found["head"][k]]
-        says, true = names[found["predicted"][k]], names[found["target"][k]]
+        item = data[int(found["index"][k])]
+        names = heads[found["head"][k]]
+        says = names[found["predicted"][k]]
+        true = names[found["target"][k]]
         items.append(item)
         texts.append(f"{wrap(item['question'][:600], 48)}\nsays: {says}\ntrue: {true}")
         colors.append("darkgreen" if says == true else "firebrick")
@@ -902,7 +914,8 @@ def draw_confusion(axes, found: dict[str, np.ndarray], head: str) -> None:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     size = 12 if len(names) < 8 else 8 if len(names) < 20 else 6
     for row, column in zip(*np.nonzero(matrix), strict=True):
-        count, color = matrix[row, column], "white" if shares[row, column] > 0.6 else "black"
+        count = matrix[row, column]
+        color = "white" if shares[row, column] > 0.6 else "black"
         text = str(count) if count < 10_000 else f"{count / 1000:.0f}k"
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
     axes.set_title(f"{head}: {rows.sum():,} questions (rows: truth)")
@@ -932,14 +945,11 @@ def processes_per_node() -> int:
 def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
     """All ranks: turn the guide's keys into our flags, now that the processes are counted; rank 0 prints each.
 
-    A flag of the command line stands. Raises InputError when the file says one thing in both ways.
+    A flag of the command line stands.
     """
     says = {"batch_size_per_gpu": f"--batch_size {args.batch_size}{given(args, 'batch_size')}"}
     if args.fp16 is not None:
-        if args.source["mixed_precision"] != args.source["fp16"]:
-            says["fp16"] = translate_fp16(args, ranks.device)
-        else:
-            raise InputError(f"{args.config or 'command line'}: holds both fp16 and mixed_precision; remove one")
+        says["fp16"] = translate_fp16(args, ranks.device)
     if args.dataloader_num_workers is not None:
         local = processes_per_node()
         note = given(args, "num_workers")
@@ -960,7 +970,14 @@ def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
     says["effective_batch_size"] = "nothing to set here: batch x accumulation x processes"
     for key, value in guide_keys(args.config):
         du.print_main(f"{Path(args.config).name}: {key} {json.dumps(value)} -> {says[key.split('.')[-1]]}")
-    for name in ("fp16", "pin_memory", "dataloader_num_workers", "effective_batch_size", "engine"):
+    for name in (
+        "batch_size_per_gpu",
+        "fp16",
+        "pin_memory",
+        "dataloader_num_workers",
+        "effective_batch_size",
+        "engine",
+    ):
         setattr(args, name, None)
     args.deepspeed_enabled = args.zero_stage = None
 
