@@ -517,8 +517,7 @@ SETTINGS = {
         "training:\n  batch_size_per_gp: 2", ": unknown key 'batch_size_per_gp' in training; did you mean 'bat"),
     "config section a number": configured("deepspeed: 2", ": deepspeed: must be a section of keys, not 2"),
     "config key of another section": configured("training:\n  stage: 2", ": unknown key 'stage' in training"),
-    "config two names": configured(
-        "batch_size: 2\ntraining:\n  batch_size_per_gpu: 4", ": holds both batch_size_per_gpu and batch_size; remo"),
+    "config a key twice": configured("epochs: 2\ntraining:\n  epochs: 3", ": epochs is given twice; remove one"),
     "config two precisions": configured(
         "mixed_precision: bf16\ntraining:\n  fp16: true", ": holds both fp16 and mixed_precision; remove one"),
     "config fp16 a number": configured("training:\n  fp16: 1", ": fp16: must be true or false, not 1"),
