@@ -8,7 +8,9 @@ import io
 import json
 import math
 import sys
+import textwrap
 import time
+import warnings
 from argparse import Namespace
 from pathlib import Path
 
@@ -212,7 +214,7 @@ class RunLog:
             path = self.folder / "figures" / f"{name}.png"
             path.parent.mkdir(exist_ok=True)
             note_written(self.folder, f"figures/{name}.png")
-            figure.savefig(path, dpi=110)
+            path.write_bytes(figure_png(figure))
             self.writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
         self._guard(write)
@@ -245,24 +247,11 @@ class RunLog:
             self.warned = True
 
 
-def write_result(path: Path, content: bytes) -> None:
-    """Rank 0: put a result in place; a full or read-only disk is said, and ends nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write(content))
-    except OSError as error:
-        print(f"warning: {path}: not written ({error.strerror or error})", file=sys.stderr, flush=True)
-
-
-def save_figure(path: Path, figure) -> None:
-    """Rank 0: a matplotlib figure, otherwise as write_result."""
-    content = io.BytesIO()
-    figure.savefig(content, dpi=110)
-    write_result(path, content.getvalue())
-
-
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
-    """Rank 0: {row name: {column: value}} as an aligned table."""
+    """Rank 0: {row name: {column: value}} as an aligned table; `title: none` where there are no rows."""
+    if not rows:
+        print(f"{title}: none", flush=True)
+        return
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     width = max(len(title), *(len(name) for name in rows))
     lines = [f"{title:<{width}}" + "".join(f"  {column:>12}" for column in columns)]
@@ -270,6 +259,36 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
         cells = ((f"{row[c]:.4f}" if isinstance(row[c], float) else str(row[c])) if c in row else "-" for c in columns)
         lines.append(f"{name:<{width}}" + "".join(f"  {cell:>12}" for cell in cells))
     print("\n".join(lines), flush=True)
+
+
+def write_result(path: Path, content: bytes) -> bool:
+    """Rank 0: put a result in place, whether that worked; a full disk is said, and ends nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(content))
+    except OSError as error:
+        print(f"warning: {path}: not written ({error.strerror or error})", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def save_figure(path: Path, figure) -> bool:
+    """Rank 0: a matplotlib figure as a PNG, as write_result."""
+    return write_result(path, figure_png(figure))
+
+
+def figure_png(figure) -> bytes:
+    """A matplotlib figure as a PNG; a character that the font lacks is a box in it, and no warning."""
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure.savefig(content, format="png", dpi=110)
+    return content.getvalue()
+
+
+def wrap(text: str, width: int) -> str:
+    """The text in lines of at most `width` characters, for a figure."""
+    return textwrap.fill(text, width)
 
 
 def plot_curves(metrics: Path, chosen: list[str] | None = None):

@@ -26,8 +26,10 @@ from cli_utils import (
     InputError,
     Parser,
     add_common_arguments,
+    end_with,
     number,
     parse_arguments,
+    read_config,
     run_main,
     take_from_run,
     value_sources,
@@ -42,6 +44,20 @@ GRADES = ("A++", "A+", "A", "B", "C", "D", "all")
 OF_THE_RUN = ("mimic_cxr_path", "mimic_qa_path", "index_dir", "image_encoder", "text_encoder", "quality_grade", "view")
 OF_THE_RUN += ("image_size", "fusion_layers", "max_question_length", "chexpert_uncertain", "max_samples", "max_missing")
 HERE = Path(__file__).resolve().parent
+# the guide's own config, and the settings of `python -m hardware_utils --json`: {section: {key: flag}}
+TRAINING = dict.fromkeys(("epochs", "learning_rate", "weight_decay", "warmup_steps", "grad_clip"))
+TRAINING |= dict.fromkeys(("gradient_accumulation_steps", "gradient_checkpointing", "prefetch_factor"))
+TRAINING |= dict.fromkeys(("mixed_precision", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size"))
+TRAINING |= dict.fromkeys(("engine", "zero_stage"))
+ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
+TRAINING = {key: key for key in ("batch_size_per_gpu", *TRAINING)}
+GUIDE_KEYS = ("batch_size_per_gpu", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size", "engine")
+GUIDE_KEYS += ("zero_stage", "enabled", "stage")
+SECTIONS = {
+    "training": TRAINING,
+    "settings": TRAINING,
+    "deepspeed": {"enabled": "deepspeed_enabled", "stage": "zero_stage"},
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -95,9 +111,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
 
     add = parser.add_argument_group("engine").add_argument
-    text = "set batch, accumulation, workers, prefetch, precision and checkpointing from the hardware (the default)"
+    text = "set batch, accumulation, workers, prefetch and checkpointing from the hardware (default: %(default)s)"
     add("--auto_optimize", dest="auto_optimize", action="store_true", default=True, help=text)
-    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="take them from the file and defaults")
+    text = "take them from the file and the defaults (--auto_optimize: %(default)s)"
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help=text)
     text = "DeepSpeed ZeRO; with --auto_optimize the default for 2 or more processes"
     add("--use_deepspeed", action="store_true", help=text)
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
@@ -113,8 +130,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "a trial: 64 questions of 64 studies a split, 2 steps, no network, no workers, where no flag says otherwise"
     add("--debug", action="store_true", help=text)
     add_common_arguments(parser, {"learning_rate": "lr"})
-    args = parse_arguments(parser, argv)
-    args.source = value_sources(parser, args, argv)
+    add_guide_keys(parser)
+    args = parse_arguments(parser, argv, SECTIONS)
+    args.source = value_sources(parser, args, argv, SECTIONS)
+    take_guide_keys(args)
     if args.eval_only:
         take_from_run(parser, args, args.output_dir, OF_THE_RUN)
     if args.use_deepspeed and args.use_ddp:
@@ -139,6 +158,37 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def add_guide_keys(parser: Parser) -> None:
+    """Keys of the guide's config that are no flags here; translate_guide_keys says what each becomes."""
+
+    def add(name: str, **options) -> None:
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
+
+    add("--batch_size_per_gpu", type=whole(1))
+    add("--fp16", action=argparse.BooleanOptionalAction)
+    add("--pin_memory", action=argparse.BooleanOptionalAction)
+    add("--dataloader_num_workers", type=whole(0))
+    add("--effective_batch_size", type=whole(1))
+    add("--engine", choices=("python", "deepspeed", "torchrun"))
+    add("--deepspeed_enabled", action=argparse.BooleanOptionalAction)
+    add("--zero_stage", type=int, choices=(0, 2, 3))
+
+
+def take_guide_keys(args: argparse.Namespace) -> None:
+    """The guide's keys for batch and engine, where no flag of the command line says otherwise."""
+    for key, name in (("batch_size_per_gpu", "batch_size"), ("fp16", "mixed_precision")):
+        if getattr(args, key) is not None and args.source[key] == args.source[name]:
+            end_with(InputError(f"{args.config or 'command line'}: holds both {key} and {name}; remove one"))
+    if args.batch_size_per_gpu is not None and args.source["batch_size"] != "command line":
+        args.batch_size = args.batch_size_per_gpu
+        args.source["batch_size"] = args.source["batch_size_per_gpu"]
+    if "command line" not in (args.source["use_deepspeed"], args.source["use_ddp"]):
+        args.use_deepspeed = args.use_deepspeed or args.deepspeed_enabled is True or args.engine == "deepspeed"
+        args.use_ddp = args.use_ddp or args.deepspeed_enabled is False or args.engine == "torchrun"
+    if args.zero_stage and args.deepspeed_config is None:
+        args.deepspeed_config = str(HERE / "configs" / ZERO_FILES[args.zero_stage])
+
+
 if __name__ == "__main__":
     ARGS = parse_args()  # before the heavy imports: --help and a mistyped flag answer at once
 
@@ -157,11 +207,12 @@ import deepspeed_utils as dsu
 import distributed_utils as du
 import hardware_utils as hw
 import mimic_cxr_index as mci
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, print_banner, print_table, save_figure, wrap, write_result
 from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
+NO_QUESTION = {"study": 0, "head": 0, "target": 0, "type": "", "id": "", "question": ""}  # where none can be read
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
 
 
@@ -235,7 +286,11 @@ class QuestionData(Dataset):
         return f"{self.root}/{mci.picture_name(*ids)}"
 
     def __getitem__(self, i: int) -> dict:
-        row = self.row(i)
+        try:
+            row = self.row(i)
+        except InputError as reason:  # a file of the index that is gone or damaged since the start
+            picture = np.zeros((self.size, self.size), np.uint8)
+            return NO_QUESTION | {"index": i, "picture": picture, "error": str(reason).split("; ")[0]}
         path, error = self.picture_path(row["study"]), ""
         try:
             picture = self.cache.get(row["study"], path)
@@ -614,7 +669,7 @@ def train_one_epoch(
 @torch.no_grad()
 def predict(model: nn.Module, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> dict[str, np.ndarray]:
     """Every question of a split once, in row order and the same on every rank: index, head, target, predicted class,
-    study, type, and the study's CheXpert probabilities (n, 14)."""
+    study, type, the study's CheXpert probabilities (n, 14), and each question's part of the losses (entropy, bce)."""
     model.eval()
     options = {"num_workers": args.num_workers, "collate_fn": data.collate, **prefetch(args)}
     loader = du.create_distributed_dataloader(data, args.batch_size, train=False, **options)
@@ -631,16 +686,40 @@ def predict(model: nn.Module, data: QuestionData, args: argparse.Namespace, rank
             best = torch.stack([logits.argmax(1) for logits in answers], 1).gather(1, batch["head"][:, None])[:, 0]
             part = {name: batch[name].cpu().numpy() for name in ("index", "head", "target", "study")}
             part |= {"predicted": best.cpu().numpy(), "chexpert": chexpert.sigmoid().cpu().numpy()}
+            part |= question_losses(answers, chexpert, batch)
             found.append(part | {"type": np.array(batch["type"], dtype="U48")})
     with du.agree_on_errors():
         if error:
             raise InputError(f"{error}; replace it and go on")
-    names = ("index", "head", "target", "study", "predicted", "chexpert", "type")
+    names = ("index", "head", "target", "study", "predicted", "chexpert", "entropy", "bce", "known", "type")
     mine = {name: np.concatenate([part[name] for part in found]) if found else None for name in names}
     parts = [part for part in du.gather_objects(mine) if part["index"] is not None]
     whole = {name: np.concatenate([part[name] for part in parts]) for name in names}
     order = np.argsort(whole["index"], kind="stable")
     return {name: values[order] for name, values in whole.items()}
+
+
+def question_losses(answers: list[torch.Tensor], chexpert: torch.Tensor, batch: dict) -> dict[str, np.ndarray]:
+    """Each question's cross-entropy (of its own head), sum of CheXpert losses, and number of known labels."""
+    entropy = torch.zeros(len(chexpert), device=chexpert.device)
+    for place, logits in enumerate(answers):
+        mine = batch["head"] == place
+        entropy += mine * F.cross_entropy(logits, torch.where(mine, batch["target"], 0), reduction="none")
+    bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
+    values = {"entropy": entropy, "bce": (bce * batch["known"]).sum(1), "known": batch["known"].sum(1)}
+    return {name: value.double().cpu().numpy() for name, value in values.items()}
+
+
+def compute_losses(split: str, found: dict[str, np.ndarray], chexpert_weight: float) -> dict[str, float | None]:
+    """The training loss of a split and its two parts, as batch_loss has them. None where one is not finite."""
+    vqa = 0.0
+    for place, head in enumerate(mci.HEADS):
+        rows = found["head"] == place
+        if rows.any():
+            vqa += HEAD_WEIGHT[head] * float(found["entropy"][rows].mean())
+    labels = float(found["bce"].sum() / max(1.0, found["known"].sum()))
+    values = {"loss": vqa + chexpert_weight * labels, "loss_vqa": vqa, "loss_chexpert": labels}
+    return {f"{split}/{name}": value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) -> dict[str, float | None]:
@@ -685,23 +764,39 @@ def chexpert_truth(index: mci.Index, studies: np.ndarray) -> np.ndarray:
     return np.where(truth >= 0, truth, -1)
 
 
-def print_metrics(title: str, metrics: dict[str, float | None]) -> None:
-    """Two tables: answers (all, heads, types) and CheXpert labels."""
+def group_sizes(found: dict[str, np.ndarray], index: mci.Index) -> dict[str, int]:
+    """How many questions each row of the answers' table stands for, and how many studies each of the labels'."""
+    kinds, counts = np.unique(found["type"], return_counts=True)
+    sizes = {"all": len(found["index"])} | dict(zip(kinds.tolist(), counts.tolist(), strict=True))
+    sizes |= {head: int((found["head"] == place).sum()) for place, head in enumerate(mci.HEADS)}
+    studies = np.unique(found["study"])
+    known = (chexpert_truth(index, studies) >= 0).sum(0).tolist()
+    return sizes | {"macro": len(studies)} | dict(zip(mci.CHEXPERT, known, strict=True))
+
+
+def print_metrics(title: str, metrics: dict[str, float | None], sizes: dict[str, int]) -> None:
+    """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels, each with its n."""
+    losses: dict[str, dict] = {}
     answers: dict[str, dict] = {}
     labels: dict[str, dict] = {}
     for name, value in metrics.items():
         if "/" not in name:
             continue
         metric, *which = name.split("/", 2)[1:]
+        if metric.startswith("loss"):
+            losses[metric] = {"mean": "undefined" if value is None else value}
+            continue
         table = labels if metric.startswith("chexpert") else answers
-        row = table.setdefault(which[0] if which else ("macro" if table is labels else "all"), {})
+        group = which[0] if which else ("macro" if table is labels else "all")
+        row = table.setdefault(group, {"n": sizes[group]})
         row[metric.split("_")[1]] = "undefined" if value is None else value
+    print_table(f"{title}: loss", losses)
     print_table(f"{title}: answers", answers)
     print_table(f"{title}: CheXpert", labels)
 
 
-def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarray]) -> None:
-    """--save_predictions: one row a question: ids, type, head, answer, truth, and CheXpert probabilities."""
+def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarray]) -> bool:
+    """--save_predictions: one row a question, with CheXpert probabilities; returns whether it could be written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -715,63 +810,130 @@ def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarra
     table |= {f"p({label})": found["chexpert"][:, i] for i, label in enumerate(mci.CHEXPERT)}
     content = pa.BufferOutputStream()
     pq.write_table(pa.table(table), content)
-    ckpt.write_atomically(path, lambda file: file.write(content.getvalue()))
+    return write_result(path, content.getvalue().to_pybytes())
+
+
+def draw_images(items: list[dict], texts: list[str], colors: list[str]):
+    """A matplotlib figure: images as the model sees them, each under its text, three in a row."""
+    from matplotlib.figure import Figure
+
+    # inches: the images are squares, and the longest text has room above each
+    side, gap = 3.8, 0.15
+    above = 0.2 + 0.17 * max((text.count("\n") + 1 for text in texts), default=1)
+    rows = max(1, math.ceil(len(items) / 3))
+    width, height = 3 * (side + gap) + gap, rows * (side + above)
+    figure = Figure(figsize=(width, height))
+    for k, (item, text, color) in enumerate(zip(items, texts, colors, strict=True)):
+        left = gap + k % 3 * (side + gap)
+        bottom = height - (k // 3 + 1) * (side + above)
+        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        axes.axis("off")
+        axes.imshow(item["picture"], cmap="gray", vmin=0, vmax=255)
+        # a dollar sign in a question is no formula
+        axes.set_title(text, fontsize=9, color=color, parse_math=False)
+    return figure
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """Up to `wanted` places of `count`, evenly spaced."""
+    return np.linspace(0, count - 1, min(wanted, count)).astype(int).tolist()
+
+
+def draw_inputs(data: QuestionData):
+    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+    items = [data[i] for i in evenly(len(data), 9)]
+    heads = list(mci.HEADS.values())
+    texts = []
+    for item in items:
+        labels = {name: column[item["study"]] for name, column in zip(mci.CHEXPERT, data.labels, strict=True)}
+        lines = [wrap(item["question"][:600], 48), f"answer: {heads[item['head']][item['target']]}"]
+        for word, value in (("present", 1), ("uncertain", -1), ("absent", 0)):
+            if names := [name for name, label in labels.items() if label == value]:
+                lines.append(wrap(f"{word}: {', '.join(names)}", 48))
+        texts.append("\n".join([*lines, "NOT READABLE"] if item["error"] else lines))
+    return draw_images(items, texts, ["black"] * len(items))
 
 
 def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
-    """A matplotlib figure: nine pictures, each with its question, the answer given and the true one."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 12))
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.94, wspace=0.05, hspace=0.24)
+    """A matplotlib figure: nine images, each with its question, the answer given and the true one."""
     heads = list(mci.HEADS.values())
-    chosen = np.linspace(0, len(found["index"]) - 1, min(9, len(found["index"]))).astype(int)
-    for axes in figure.subplots(3, 3).flat:
-        axes.axis("off")
-    for axes, k in zip(figure.axes, chosen, strict=False):
-        item, names = data[int(found["index"][k])], heads[found["head"][k]]
-        says, true = names[found["predicted"][k]], names[found["target"][k]]
-        axes.imshow(item["picture"], cmap="gray", vmin=0, vmax=255)
-        text = f"{item['question'][:60]}\nsays: {says}\ntrue: {true}"
-        axes.set_title(text, fontsize=9, color="darkgreen" if says == true else "firebrick")
-    return figure
+    items = []
+    texts = []
+    colors = []
+    for k in evenly(len(found["index"]), 9):
+        item = data[int(found["index"][k])]
+        names = heads[found["head"][k]]
+        says = names[found["predicted"][k]]
+        true = names[found["target"][k]]
+        items.append(item)
+        texts.append(f"{wrap(item['question'][:600], 48)}\nsays: {says}\ntrue: {true}")
+        colors.append("darkgreen" if says == true else "firebrick")
+    return draw_images(items, texts, colors)
 
 
 def draw_curves(found: dict[str, np.ndarray], index: mci.Index):
     """A matplotlib figure: ROC curves of the CheXpert labels and the confusion matrix of each head."""
     from matplotlib.figure import Figure
-    from torchmetrics.functional.classification import binary_roc, multiclass_confusion_matrix
 
-    figure = Figure(figsize=(15, 9.5))
-    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.14, top=0.95, wspace=0.45, hspace=0.55)
-    axes = figure.subplots(2, 3)
+    # left edge, bottom edge and side of each square, inches
+    places = {"roc": (0.9, 11.6, 4.6), "binary": (9.9, 11.6, 4.6), "severity": (15.6, 11.6, 4.6)}
+    places |= {"category": (2.3, 2.0, 8.0), "region": (12.0, 2.0, 8.0)}
+    width, height = 20.3, 16.8
+    figure = Figure(figsize=(width, height))
+    for name, (left, bottom, side) in places.items():
+        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        if name == "roc":
+            draw_roc(axes, found, index)
+        else:
+            draw_confusion(axes, found, name)
+    return figure
+
+
+def draw_roc(axes, found: dict[str, np.ndarray], index: mci.Index) -> None:
+    """The ROC curve of each CheXpert label, each study once, with its area and number of studies beside."""
+    from torchmetrics.functional.classification import binary_auroc, binary_roc
+
     studies, first = np.unique(found["study"], return_index=True)
     truth = chexpert_truth(index, studies)
     for i, label in enumerate(mci.CHEXPERT):
         rows = truth[:, i] >= 0
         if len(np.unique(truth[rows, i])) == 2:
             scores = torch.from_numpy(found["chexpert"][first][rows, i])
-            false, true, _ = binary_roc(scores, torch.from_numpy(truth[rows, i].astype(np.int64)))
-            axes[0, 0].plot(false, true, label=label, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
-    axes[0, 0].set(title="CheXpert ROC", xlabel="false positive rate", ylabel="true positive rate")
-    if axes[0, 0].lines:
-        axes[0, 0].legend(fontsize=6)
-    for i, ((head, names), place) in enumerate(zip(mci.HEADS.items(), axes.flat[1:], strict=False)):
-        rows = found["head"] == i
-        pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
-        matrix = multiclass_confusion_matrix(*pair, len(names)).numpy()
-        place.imshow(matrix / matrix.sum(1, keepdims=True).clip(1), cmap="Blues", vmin=0, vmax=1)
-        place.set_title(f"{head} (rows: truth)", fontsize=9)
-        place.set_xticks(range(len(names)), names, rotation=90, fontsize=5)
-        place.set_yticks(range(len(names)), names, fontsize=5)
-    axes[1, 2].axis("off")
-    return figure
+            target = torch.from_numpy(truth[rows, i].astype(np.int64))
+            false, true, _ = binary_roc(scores, target)
+            text = f"{label}: {float(binary_auroc(scores, target)):.3f} (n {rows.sum()})"
+            axes.plot(false, true, label=text, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+    axes.set(title="CheXpert ROC, area, studies", xlabel="false positive rate", ylabel="true positive rate", aspect=1)
+    if len(axes.lines) > 1:
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, frameon=False)
+
+
+def draw_confusion(axes, found: dict[str, np.ndarray], head: str) -> None:
+    """The confusion matrix of a head: colours are shares of a row, numbers are questions."""
+    from torchmetrics.functional.classification import multiclass_confusion_matrix
+
+    names = mci.HEADS[head]
+    rows = found["head"] == list(mci.HEADS).index(head)
+    pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
+    matrix = multiclass_confusion_matrix(*pair, len(names)).numpy()
+    shares = matrix / matrix.sum(1, keepdims=True).clip(1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    size = 12 if len(names) < 8 else 8 if len(names) < 20 else 6
+    for row, column in zip(*np.nonzero(matrix), strict=True):
+        count = matrix[row, column]
+        color = "white" if shares[row, column] > 0.6 else "black"
+        text = str(count) if count < 10_000 else f"{count / 1000:.0f}k"
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
+    axes.set_title(f"{head}: {rows.sum():,} questions (rows: truth)")
+    axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
 
 
 def evaluate(model: nn.Module, data: QuestionData, index: mci.Index, split: str, args, ranks: du.Ranks):
     """(metrics, raw predictions) of a split, the same on every rank and at any number of ranks."""
     found = predict(model, data, args, ranks)
-    return compute_metrics(split, found, index), found
+    return compute_losses(split, found, args.chexpert_weight) | compute_metrics(split, found, index), found
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -779,6 +941,78 @@ def evaluate(model: nn.Module, data: QuestionData, index: mci.Index, split: str,
 
 def prefetch(args: argparse.Namespace) -> dict:
     return {"prefetch_factor": args.prefetch_factor} if args.num_workers else {}
+
+
+def processes_per_node() -> int:
+    """Ranks that share their cores: srun may give each its own, torchrun gives all of a node the same."""
+    places = du.gather_objects((platform.node(), hw.core_numbers()))
+    return max(sum(bool(node == n and cores & c) for n, c in places) for node, cores in places)
+
+
+def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
+    """All ranks: turn the guide's keys into our flags, now that the processes are counted; rank 0 prints each.
+
+    A flag of the command line stands.
+    """
+    says = {"batch_size_per_gpu": f"--batch_size {args.batch_size}{given(args, 'batch_size')}"}
+    if args.fp16 is not None:
+        says["fp16"] = translate_fp16(args, ranks.device)
+    if args.dataloader_num_workers is not None:
+        local = processes_per_node()
+        note = given(args, "num_workers")
+        if args.source["num_workers"] not in ("command line", "--debug"):
+            args.num_workers = args.dataloader_num_workers // local
+            args.source["num_workers"] = args.source["dataloader_num_workers"]
+            note = f" (each of the node's {local} processes){given(args, 'num_workers')}"
+        says["dataloader_num_workers"] = f"--num_workers {args.num_workers}{note}"
+    engine = "--use_deepspeed" if args.use_deepspeed else "--use_ddp" if args.use_ddp else "one process, or as launched"
+    says["engine"] = says["enabled"] = engine + (given(args, "use_deepspeed") or given(args, "use_ddp"))
+    says["stage"] = "nothing to set here: no DeepSpeed"
+    if args.deepspeed_config:
+        file = Path(args.deepspeed_config)
+        shown = file.relative_to(HERE) if file.is_relative_to(HERE) else file
+        says["stage"] = f"--deepspeed_config {shown}{given(args, 'deepspeed_config')}"
+    says["zero_stage"] = says["stage"]
+    says["pin_memory"] = "nothing to set here: done by itself on a GPU"
+    says["effective_batch_size"] = "nothing to set here: batch x accumulation x processes"
+    for key, value in guide_keys(args.config):
+        du.print_main(f"{Path(args.config).name}: {key} {json.dumps(value)} -> {says[key.split('.')[-1]]}")
+    for name in (
+        "batch_size_per_gpu",
+        "fp16",
+        "pin_memory",
+        "dataloader_num_workers",
+        "effective_batch_size",
+        "engine",
+    ):
+        setattr(args, name, None)
+    args.deepspeed_enabled = args.zero_stage = None
+
+
+def translate_fp16(args: argparse.Namespace, device: torch.device) -> str:
+    """What `fp16` of the guide becomes: half precision where there is a GPU."""
+    note = given(args, "mixed_precision")
+    if not note:
+        args.mixed_precision = "fp16" if args.fp16 and device.type == "cuda" else "no"
+        note = " (fp16 needs a GPU)" if args.fp16 and device.type != "cuda" else ""
+    return f"--mixed_precision {args.mixed_precision}{note}"
+
+
+def given(args: argparse.Namespace, name: str) -> str:
+    """A note where another value than the guide's key will be used: the command line's, or the hardware's."""
+    source = args.source[name]
+    if source in ("command line", "--debug"):
+        return f" ({source})"
+    return ", but --auto_optimize finds its own" if args.auto_optimize and name in ("batch_size", "num_workers") else ""
+
+
+def guide_keys(config: str | None) -> list[tuple[str, object]]:
+    """[(section.key, value)] of a config's keys that translate_guide_keys explains."""
+    found = []
+    for name, value in (read_config(config) if config else {}).items():
+        inside = {f"{name}.{key}": item for key, item in value.items()} if name in SECTIONS else {name: value}
+        found += [(key, item) for key, item in inside.items() if key.split(".")[-1] in GUIDE_KEYS and item is not None]
+    return found
 
 
 def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
@@ -790,9 +1024,7 @@ def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
         memory, compute = card.total_memory / 2**30, float(f"{card.major}.{card.minor}")
     facts = du.gather_objects([memory, compute, hw.usable_cores(), hw.available_ram_gb()])
     machine = [min((v for v in column if v is not None), default=None) for column in zip(*facts, strict=True)]
-    # ranks that share their cores: srun may give each its own, torchrun gives all of a node the same
-    places = du.gather_objects((platform.node(), hw.core_numbers()))
-    local = max(sum(bool(node == n and cores & c) for n, c in places) for node, cores in places)
+    local = processes_per_node()
     given = args.batch_size if args.source["batch_size"] == "command line" else None
     options = {"batch_size": given, "processes_per_node": local}
     chosen = hw.settings_for(ranks.world_size, *machine, dsu.available(), **options)
@@ -882,27 +1114,32 @@ def load_pretrained(model: ChestModel, path: str) -> None:
 
 
 def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step: int, args, ranks: du.Ranks) -> None:
-    """--eval_only: the metrics of one split, printed and written to eval_<split>.json."""
+    """--eval_only: the metrics of one split, printed and written to eval_<split>.json where the disk takes them."""
     folder = Path(args.output_dir)
     with du.agree_on_errors():
         try:
             (folder / "figures").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (FileExistsError, NotADirectoryError) as error:
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --output_dir") from None
+        except OSError:
+            pass  # a full or read-only disk: each file that is not written says so
     metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
     if ranks.is_main:
-        print_metrics(f"{args.eval_split}, step {step}", metrics)
-        draw_answers(data, found).savefig(folder / "figures" / f"{args.eval_split}_answers.png", dpi=110)
-        draw_curves(found, index).savefig(folder / "figures" / f"{args.eval_split}_curves.png", dpi=110)
-        (folder / f"eval_{args.eval_split}.json").write_text(json.dumps({**metrics, "step": step}, indent=2) + "\n")
+        print_metrics(f"{args.eval_split}, step {step}", metrics, group_sizes(found, index))
+        report = folder / f"eval_{args.eval_split}.json"
+        written = [write_result(report, (json.dumps({**metrics, "step": step}, indent=2) + "\n").encode())]
+        written += [save_figure(folder / "figures" / f"{args.eval_split}_answers.png", draw_answers(data, found))]
+        written += [save_figure(folder / "figures" / f"{args.eval_split}_curves.png", draw_curves(found, index))]
         if args.save_predictions:
-            write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)
-        print(f"{len(data):,} questions; written: {folder}/eval_{args.eval_split}.json, {folder}/figures", flush=True)
+            written += [write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)]
+        if all(written):
+            print(f"{len(data):,} questions; written: {report}, {folder}/figures", flush=True)
 
 
 def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun, folder, config, config_path = time.time(), Path(args.output_dir), None, ""
+    translate_guide_keys(args, ranks)
     stage = apply_hardware(args, ranks) if args.auto_optimize else 2
     with du.agree_on_errors():
         use_deepspeed, why_engine = choose_engine(args, ranks)
@@ -972,6 +1209,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
     planned_steps = args.epochs * epoch_steps
     last_step = min(args.max_steps or planned_steps, planned_steps)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
+    state["best_metrics"] = None  # of the validation of best.pt
     this_run = {"training_questions": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
     torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
     if contents:
@@ -1020,10 +1258,15 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     drawn, best_step = -math.inf, None
+    sizes: dict[str, dict] = {}  # of the groups of each split that was evaluated
+    if contents is None and ranks.is_main:
+        log.figure("inputs", draw_inputs(sets["train"]), 0)
 
-    def report(split: str, final: bool = False) -> dict[str, float | None]:
+    def report(split: str, final: bool = False) -> tuple[dict, dict]:
+        """(metrics, raw predictions) of a split, logged."""
         nonlocal drawn
         metrics, found = evaluate(model, sets[split], index, split, args, ranks)
+        sizes[split] = group_sizes(found, index)
         if final:  # the row stands at the last step, but its weights may be older
             metrics["best_step"] = best_step
         log.write(state["step"], state["epoch"] + 1, metrics)
@@ -1031,9 +1274,11 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             log.figure(f"{split}_answers", draw_answers(sets[split], found), state["step"])
             log.figure(f"{split}_curves", draw_curves(found, index), state["step"])
             drawn = time.time()
-        if ranks.is_main and final and args.save_predictions:
+        return metrics, found
+
+    def keep_predictions(split: str, found: dict) -> None:
+        if ranks.is_main and args.save_predictions:
             write_predictions(folder / f"predictions_{split}.parquet", sets[split], found)
-        return metrics
 
     ends = last_step, planned_steps
     with contextlib.closing(log), contextlib.closing(engine), du.StopSignal() as stop:
@@ -1048,11 +1293,13 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             if state["step"] >= last_step:
                 log.write_rest(state["step"], state["epoch"] + 1)
             if len(sets["val"]):
-                metrics = report("val")
+                metrics, found = report("val")
                 accuracy, auroc = metrics["val/vqa_accuracy"], metrics["val/chexpert_auroc"]
                 shown = "undefined" if auroc is None else f"{auroc:.4f}"
                 du.print_main(f"epoch {state['epoch'] + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
-                keep_best(folder, state, accuracy, state["samples"] >= loader.batch_sampler.used)
+                if keep_best(folder, state, accuracy, state["samples"] >= loader.batch_sampler.used):
+                    state["best_metrics"] = metrics
+                    keep_predictions("val", found)
             if state["step"] >= last_step:
                 break
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
@@ -1063,11 +1310,16 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             best_step, name = best["step"], "best.pt"
         for split in ("val", "test"):
             if len(sets[split]):
-                metrics = report(split, final=True)
+                # the validation of best.pt has been run and logged, unless it is a checkpoint of an earlier version
+                metrics = state["best_metrics"] if split == "val" else None
+                if metrics is None:
+                    metrics, found = report(split, final=True)
+                    keep_predictions(split, found)
                 if ranks.is_main:
-                    print_metrics(f"{split}, {name}", metrics)
+                    print_metrics(f"{split}, {name}", metrics, sizes[split])
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
-        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
+        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision, "best_step": best_step}
+        facts |= state["best_metrics"] or {}
         log.finish(facts | {"seconds": round(time.time() - begun, 1)})
         export(folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")

@@ -59,7 +59,10 @@ def write_index(folder: Path, rows: int) -> None:
         "dicom_id": [f"{i:08x}-89abcdef-01234567-89abcdef" for i in table["study_id"]],
     }
     labels = rng.choice(np.array([mci.BLANK, -1, 0, 1], np.int8), (count, len(mci.CHEXPERT)))
-    mci.write_table(index / "studies.arrow", pa.table(table | dict(zip(mci.CHEXPERT, labels.T, strict=True))))
+    files = {}
+    files["studies.arrow"] = mci.write_table(
+        index / "studies.arrow", pa.table(table | dict(zip(mci.CHEXPERT, labels.T, strict=True)))
+    )
     pairs = itertools.product(WORDINGS, mci.HEADS["severity"][1:], mci.CHEXPERT, mci.REGIONS)
     questions = pa.array([text.format(f"{how} {name.lower()}", place) for text, how, name, place in pairs])
     ids = pa.array([f"{kind}_{i:03d}" for kind in KINDS for i in range(1, 21)])
@@ -73,10 +76,11 @@ def write_index(folder: Path, rows: int) -> None:
         columns += [ids.take(pa.array(kind * 20 + rng.integers(20, size=n)))]
         columns += [questions.take(pa.array(rng.integers(len(questions), size=n)))]
         columns = [pa.array(c) if isinstance(c, np.ndarray) else c for c in columns]
-        mci.write_table(index / f"part-{part:05d}-train.arrow", pa.Table.from_arrays(columns, schema=mci.ROW))
+        name = f"part-{part:05d}-train.arrow"
+        files[name] = mci.write_table(index / name, pa.Table.from_arrays(columns, schema=mci.ROW))
         counts.append({"train": n, "validate": 0, "test": 0})
     facts = {"rows": counts, "studies": {}, "ratings": {}, "left_out": {}, "classes": {}, "missing": []}
-    (index / "index.json").write_text(json.dumps(facts))
+    mci.write_facts(index / "index.json", facts | {"files": files})
 
 
 def write_release(folder: Path, studies: int, questions: int = 185) -> float:

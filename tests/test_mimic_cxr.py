@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -296,6 +297,135 @@ def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
     assert built == []
 
 
+def whole_rows(index: mci.Index) -> list:
+    """Every question of an index, and its table of studies."""
+    questions = [index.questions(split) for split in mci.SPLITS]
+    return [[part.take(i) for i in range(len(part))] for part in questions] + [index.studies.to_pydict()]
+
+
+def flip(content: bytes, rng: np.random.Generator) -> bytes:
+    changed = bytearray(content)
+    changed[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    return bytes(changed)
+
+
+def truncate(content: bytes, rng: np.random.Generator) -> bytes:
+    return content[: rng.integers(len(content))]
+
+
+def zero_page(content: bytes, rng: np.random.Generator) -> bytes:
+    first = rng.integers(len(content)) // 512 * 512
+    return content[:first] + bytes(len(content[first : first + 512])) + content[first + 512 :]
+
+
+def damage(path: Path, content: bytes) -> None:
+    """Other bytes under the old modification time, as a disk that rots leaves them."""
+    times = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_damaged_index_files_give_no_wrong_questions(chest, tmp_path, capsys):
+    """40 damaged files, each mended or refused: flipped bits, lost ends, pages of zeros, files in another's place."""
+    paths = Path(chest[1]), Path(chest[3])
+    whole = mci.open_index(tmp_path / "index", *paths)
+    other = mci.open_index(tmp_path / "index", *paths, "A").folder
+    intact = {path.name: path.read_bytes() for path in whole.folder.glob("*.[aj]*")}
+    expected = whole_rows(whole)
+    rng = np.random.default_rng(0)
+    names = ["studies.arrow", "index.json"]
+    names += [sorted(name for name in intact if name.endswith(end))[1] for end in ("-train.arrow", "-test.arrow")]
+    parts = sorted(name for name in intact if re.fullmatch(r"part-\d+\.json", name))
+    cases = [(name, change) for name in names for change in (flip, flip, truncate, zero_page)] * 2
+    cases += [(name, other) for name in names] + [(parts[0], change) for change in (flip, truncate, zero_page)]
+    for name, change in cases:
+        path = whole.folder / name
+        damage(path, change(intact[name], rng) if callable(change) else (change / name).read_bytes())
+        if name in parts:  # is read again where a build goes on
+            (whole.folder / "index.json").unlink()
+        index = mci.open_index(tmp_path / "index", *paths)
+        assert whole_rows(index) == expected, (name, change)
+        assert {k: v for k, v in index.facts.items() if k != "seconds"} == {
+            k: v for k, v in whole.facts.items() if k != "seconds"
+        }
+    (whole.folder / names[2]).unlink()
+    assert whole_rows(mci.open_index(tmp_path / "index", *paths)) == expected
+    for first, second in ((parts[0], parts[1]), (names[2], parts[2].replace(".json", "-train.arrow"))):
+        damage(whole.folder / first, intact[second])
+        damage(whole.folder / second, intact[first])
+        (whole.folder / "index.json").unlink()
+        index = mci.open_index(tmp_path / "index", *paths)
+        assert whole_rows(index) == expected, (first, second)
+    assert len(cases) + 3 >= 40
+    capsys.readouterr()
+    damage(whole.folder / names[2], flip(intact[names[2]], rng))
+    mci.open_index(tmp_path / "index", *paths)
+    said = capsys.readouterr()
+    line = f"warning: {whole.folder / names[2]}: damaged (its sha256 is not the one written down); it is built again"
+    assert said.err.splitlines() == [line]
+    assert said.out.count("building the index") == 1
+
+
+def test_an_index_without_checksums_is_built_again(release, tmp_path, capsys):
+    """As versions before this one wrote it: said in one line, and the index is the same."""
+    whole = mci.open_index(tmp_path, *release)
+    expected = rows_of(whole)
+    for path in whole.folder.glob("*.json"):
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in facts.items() if key not in ("sha256", "files")}))
+    capsys.readouterr()
+    assert rows_of(mci.open_index(tmp_path, *release)) == expected
+    said = f"{whole.folder}/index.json: damaged, or of an earlier version without checksums; it is built again"
+    assert capsys.readouterr().out.count(said) == 1
+    mci.open_index(tmp_path, *release)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_index_that_stays_damaged_is_refused(release, tmp_path, monkeypatch):
+    """A disk that gives back other bytes than were written."""
+    mci.open_index(tmp_path, *release)
+    monkeypatch.setattr(mci, "file_sha256", lambda path: "0" * 64)
+    with pytest.raises(mci.InputError, match=r"\.arrow: damaged again after it was written.*--index_dir"):
+        mci.open_index(tmp_path, *release)
+
+
+def test_an_index_on_a_disk_one_may_only_read(release, tmp_path):
+    """Is used as it is; a damaged one is refused in one line."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        index = mci.open_index(disk, *release)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        expected = whole_rows(index)
+        assert whole_rows(mci.open_index(disk, *release)) == expected
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        path = index.folder / "part-00000-train.arrow"
+        path.write_bytes(flip(path.read_bytes(), np.random.default_rng(0)))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(
+            mci.InputError, match=r"cannot write here \(Read-only file system\); choose another --index_d"
+        ):
+            mci.open_index(disk, *release)
+    finally:
+        del index
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_ranks_mend_an_index_together(chest, zygote, tmp_path):
+    """One of 2 ranks meets the damage; both build, and one line says so."""
+    index = mci.open_index(tmp_path / "index", Path(chest[1]), Path(chest[3]))
+    path = index.folder / "part-00001-train.arrow"
+    content = path.read_bytes()
+    path.write_bytes(flip(content, np.random.default_rng(0)))
+    words = [*chest, "--index_dir", tmp_path / "index", "--max_steps", "1", "--max_samples", "24", "--batch_size", "4"]
+    done = zygote(MIMIC, *words, "--output_dir", tmp_path / "run", ranks=2)
+    assert done.code == 0, done.stderr
+    assert done.stderr.count("damaged") == 1
+    assert path.read_bytes() == content
+
+
 def test_of_two_jobs_one_waits(release, tmp_path, capsys):
     """The folder is locked by another job that builds; when it is gone, this one builds what is lacking."""
     folder = mci.index_folder(tmp_path, *release, "B", "frontal")
@@ -304,6 +434,35 @@ def test_of_two_jobs_one_waits(release, tmp_path, capsys):
     threading.Timer(2.5, other.clear).start()
     assert rows_of(mci.open_index(tmp_path, *release, "B"))["train"] == [Q1, Q2, Q3, Q4, Q5, OTHER]
     assert capsys.readouterr().out.count("another run builds the index") == 1
+
+
+NOTHING_LEFT_OUT = [
+    {"subject": 10000001, "study": 50000001, "split": "train", "images": [("aa", "PA", "")],
+     "questions": [("q1", "D02_has_finding", "4_A", pos()), ("q2", "B03_is_abnormal", "3_B", {"positiveness": "neg"})]},
+    {"subject": 11000003, "study": 50000003, "split": "validate", "images": [("bb", "PA", "")],
+     "questions": [("q1", "D02_has_finding", "4_A", pos())]},
+    {"subject": 11000004, "study": 50000004, "split": "test", "images": [("cc", "PA", "")],
+     "questions": [("q1", "D02_has_finding", "4_A", pos())]},
+]  # fmt: skip
+
+
+def test_a_run_on_data_of_which_nothing_is_left_out(chest, zygote, tmp_path):
+    """The table of what was left out has no rows."""
+    cxr, qba = write_release(tmp_path, NOTHING_LEFT_OUT)
+    words = [*chest, "--mimic_cxr_path", cxr, "--mimic_qa_path", qba, "--index_dir", tmp_path / "index"]
+    done = zygote(MIMIC, *words, "--max_steps", "1", "--output_dir", tmp_path / "run")
+    assert done.code == 0, done.stderr
+    assert "questions left out: none" in done.stdout
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_table_without_rows(capsys):
+    from logging_utils import print_table
+
+    print_table("questions left out", {})
+    assert capsys.readouterr().out == "questions left out: none\n"
+    print_table("counts", {"a": {"n": 1}})
+    assert capsys.readouterr().out.split() == ["counts", "n", "a", "1"]
 
 
 def test_a_trial_reads_few_studies(release, tmp_path):
@@ -401,6 +560,47 @@ def test_metrics_against_scikit_learn(release, tmp_path):
         assert got[f"test/chexpert_ap/{label}"] == pytest.approx(precision, abs=1e-6)
     assert 0 < len(areas) < 14
     assert got["test/chexpert_auroc"] == pytest.approx(np.mean(areas), abs=1e-6)
+
+
+def test_losses_of_a_split_are_those_of_training(chest, tmp_path):
+    """The evaluation's loss and its parts: batch_loss of the whole split as one batch, uncertain labels as asked."""
+    import train_mimic_cxr as script
+
+    args = script.parse_args([*chest, "--chexpert_uncertain", "soft", "--batch_size", "7", "--cache_gb", "0"])
+    args.mixed_precision, ranks = "no", script.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
+    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    model, tokenizer = script.build_model(args, ranks)
+    data = script.QuestionData(index, "val", args, tokenizer)
+    metrics = script.evaluate(model, data, index, "val", args, ranks)[0]
+    batch = data.collate([data[i] for i in range(len(data))])
+    with torch.no_grad():
+        expected = script.batch_loss(model.eval(), batch, script.batch_counts([batch]), args)
+    for name, value in zip(("loss", "loss_vqa", "loss_chexpert"), expected.tolist(), strict=True):
+        assert metrics[f"val/{name}"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_the_best_validation_is_neither_run_nor_logged_twice(chest, zygote, tmp_path):
+    """One line of metrics.jsonl for each epoch's validation, also after a resume; summary.json has the best one's."""
+    out = tmp_path / "run"
+    words = [*chest, "--batch_size", "16", "--max_samples", "40", "--learning_rate", "1e-3", "--output_dir", out]
+    for epochs in (2, 3):
+        done = zygote(MIMIC, *words, "--epochs", epochs, "--save_predictions", "--resume_from", "auto")
+        assert done.code == 0, done.stderr
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        validated = [line for line in lines if "val/loss" in line]
+        assert [line["step"] for line in validated] == [3 * (epoch + 1) for epoch in range(epochs)]
+        summary = json.loads((out / "summary.json").read_text())
+        best = next(line for line in validated if line["step"] == summary["best_step"])
+        assert best["val/vqa_accuracy"] == max(line["val/vqa_accuracy"] for line in validated)
+        assert {k: v for k, v in best.items() if "/" in k} == {k: v for k, v in summary.items() if k.startswith("val/")}
+        table = pq.read_table(out / "predictions_val.parquet").to_pylist()
+        right = np.mean([row["answer"] == row["truth"] for row in table])
+        assert right == pytest.approx(best["val/vqa_accuracy"])
+        shown = re.search(
+            r"val, best\.pt: loss +mean\nloss +([\d.]+)\nloss_vqa +([\d.]+)\nloss_chexpert +([\d.]+)\n", done.stdout
+        )
+        names = ("val/loss", "val/loss_vqa", "val/loss_chexpert")
+        assert [float(text) for text in shown.groups()] == [pytest.approx(best[name], abs=1e-4) for name in names]
 
 
 def test_the_chexpert_head_sees_the_picture_alone(chest, tmp_path):
@@ -514,6 +714,108 @@ def test_banner_says_where_values_come_from(chest, zygote, tmp_path):
     assert "3 per GPU (my.yaml) x 7 accumulation (my.yaml) x 1 = 21" in done.stdout
 
 
+GUIDE_YAML = """\
+training:
+  batch_size_per_gpu: 16
+  gradient_accumulation_steps: 4
+  # Effective batch: 16 * 4 * 4 = 256
+  fp16: true
+  gradient_checkpointing: true
+  dataloader_num_workers: 12  # 3 per GPU
+
+deepspeed:
+  enabled: true
+  stage: 2
+"""
+
+
+def test_the_guides_own_yaml(chest, zygote, tmp_path):
+    """As the guide writes it: one line for each key that is named otherwise here; the command line wins."""
+    (tmp_path / "config.yaml").write_text(GUIDE_YAML)
+    words = [*chest, "--config", tmp_path / "config.yaml", "--max_steps", "1", "--max_samples", "40"]
+    done = zygote(MIMIC, *words, "--output_dir", tmp_path / "run", "--gradient_accumulation_steps", "1", ranks=2)
+    assert done.code == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("config.yaml: ")]
+    assert said == [
+        "config.yaml: training.batch_size_per_gpu 16 -> --batch_size 16",
+        "config.yaml: training.fp16 true -> --mixed_precision no (fp16 needs a GPU)",
+        "config.yaml: training.dataloader_num_workers 12 -> --num_workers 0 (command line)",
+        "config.yaml: deepspeed.enabled true -> --use_deepspeed",
+        "config.yaml: deepspeed.stage 2 -> --deepspeed_config configs/deepspeed_config.json",
+    ]
+    assert "16 per GPU (config.yaml) x 1 accumulation (command line) x 2 = 32" in done.stdout
+    assert re.search(r"engine +ZeRO-2", done.stdout)
+    assert re.search(r"checkpointing +True", done.stdout)
+    # args.yaml, a config again, holds what was translated under our names alone
+    import train_mimic_cxr as script
+
+    args = script.parse_args(["--config", str(tmp_path / "run" / "args.yaml")])
+    assert (args.use_deepspeed, args.batch_size, args.mixed_precision, args.fp16) == (True, 16, "no", None)
+    assert script.guide_keys(args.config) == []
+
+
+def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkeypatch, capsys):
+    """12 workers for the 4 processes of a node are 3 each; fp16 is taken on a GPU; what has no meaning is said."""
+    import train_mimic_cxr as script
+
+    flags = [word for word in chest if word not in ("--num_workers", "0")]
+    path = tmp_path / "config.yaml"
+    path.write_text(GUIDE_YAML.replace("training:", "pin_memory: true\ntraining:"))
+    monkeypatch.setattr(script, "processes_per_node", lambda: 4)
+    args = script.parse_args([*flags, "--config", str(path)])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    said = capsys.readouterr().out
+    assert (
+        "config.yaml: training.dataloader_num_workers 12 -> --num_workers 3 (each of the node's 4 processes)\n" in said
+    )
+    assert "config.yaml: training.fp16 true -> --mixed_precision fp16\n" in said
+    assert "config.yaml: pin_memory true -> nothing to set here: done by itself on a GPU\n" in said
+    assert (args.num_workers, args.mixed_precision, args.source["num_workers"]) == (3, "fp16", "config.yaml")
+    args = script.parse_args([*flags, "--config", str(path), "--use_ddp", "--mixed_precision", "bf16"])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    assert (args.use_deepspeed, args.mixed_precision) == (False, "bf16")
+    assert "deepspeed.enabled true -> --use_ddp (command line)" in capsys.readouterr().out
+    flags = [word for word in flags if word != "--no_auto_optimize"]
+    args = script.parse_args([*flags, "--config", str(path)])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    assert "batch_size_per_gpu 16 -> --batch_size 16, but --auto_optimize finds its own\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("section", ["", "training", "settings"])
+@pytest.mark.parametrize(("gpus", "memory"), [(4, 24), (4, 5), (1, 16), (2, None)])
+def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, section, gpus, memory):
+    """`python -m hardware_utils --json`, its settings as a config, in a section or not."""
+    import hardware_utils as hw
+    import train_mimic_cxr as script
+
+    hw.main(["--json", "--plan", "--gpus", str(gpus), *(["--gpu_memory", str(memory)] if memory else [])])
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({section: settings} if section else settings))
+    args = script.parse_args([*chest, "--config", str(path)])
+    script.translate_guide_keys(args, script.du.Ranks(0, 0, gpus, torch.device("cpu"), "torchrun"))
+    assert args.batch_size == settings["batch_size_per_gpu"]
+    for name in ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing"):
+        assert getattr(args, name) == settings[name]
+    assert args.use_deepspeed == (settings["engine"] == "deepspeed")
+    stage = {0: None, 2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}[settings["zero_stage"]]
+    assert (args.deepspeed_config and Path(args.deepspeed_config).name) == stage
+    said = capsys.readouterr().out
+    assert said.count("config.json: ") == 5  # batch, workers, effective batch, stage, engine
+    assert f"effective_batch_size {settings['effective_batch_size']} -> nothing to set here" in said
+
+
+def test_help_of_auto_optimize(capsys):
+    """Its default is said once, and turning it off is not called a default."""
+    import train_mimic_cxr as script
+
+    with pytest.raises(SystemExit):
+        script.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "checkpointing from the hardware (default: True)" in text
+    assert "take them from the file and the defaults (--auto_optimize: True) --use_deepspeed" in text
+
+
 def test_outputs_of_a_run(chest, zygote, tmp_path):
     """--debug with W&B offline: figures, tables, summary, predictions; --eval_only repeats the summary's numbers."""
     out = tmp_path / "run"
@@ -522,7 +824,8 @@ def test_outputs_of_a_run(chest, zygote, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2
     names = {path.name for path in (out / "figures").iterdir()}
-    assert {"val_answers.png", "test_answers.png", "test_curves.png", "curves.png"} <= names
+    assert {"inputs.png", "val_answers.png", "test_answers.png", "test_curves.png", "curves.png"} <= names
+    assert re.search(r"test, best\.pt: answers +n +accuracy.*\nall +64 +0\.\d{4}", done.stdout)
     assert list((out / "wandb").glob("offline-run-*"))
     assert not any("WANDB_API_KEY" in path.read_text(errors="ignore") for path in out.rglob("*.yaml"))
     table = pq.read_table(out / "predictions_test.parquet").to_pylist()
@@ -539,6 +842,46 @@ def test_outputs_of_a_run(chest, zygote, tmp_path):
     assert done.code == 0, done.stderr
     evaluated = json.loads((out / "eval_test.json").read_text())
     assert {name: evaluated[name] for name in before} == before
+
+
+def overlaps(one, other) -> bool:
+    return min(one.x1, other.x1) - max(one.x0, other.x0) > 1 and min(one.y1, other.y1) - max(one.y0, other.y0) > 1
+
+
+def test_figures_are_whole(chest, tmp_path, monkeypatch, recwarn):
+    """Long questions with odd characters: every title lies inside the figure and over nothing, and none is cut."""
+    import train_mimic_cxr as script
+    from logging_utils import save_figure
+
+    args = script.parse_args([*chest, "--cache_gb", "0"])
+    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    data = script.QuestionData(index, "test", args, None)
+    question, row = "Is there 水 $\\frac{1 at the $left$ \U0001f600 costophrenic angle? " * 4 + "The end?", data.row
+    monkeypatch.setattr(data, "row", lambda i: row(i) | {"question": question})
+    rows = [row(i) for i in range(len(data))]
+    found = {name: np.array([row[name] for row in rows]) for name in ("head", "target", "study", "type")}
+    probability = np.random.default_rng(0).random((len(index.studies), 14), dtype=np.float32)
+    found |= {"index": np.arange(len(rows)), "predicted": found["target"], "chexpert": probability[found["study"]]}
+    figures = [script.draw_answers(data, found), script.draw_inputs(data), script.draw_curves(found, index)]
+    for number, figure in enumerate(figures):
+        recwarn.clear()
+        save_figure(tmp_path / f"{number}.png", figure)
+        assert [str(warning.message) for warning in recwarn] == []
+        boxes = [axes.get_window_extent() for axes in figure.axes if axes.images or axes.lines]
+        titles = [axes.title.get_window_extent() for axes in figure.axes if axes.title.get_text()]
+        assert len(titles) == len(boxes)
+        legend = figure.axes[0].get_legend()
+        extents = [*titles, *([legend.get_window_extent()] if legend else [])]
+        for extent in extents:
+            assert figure.bbox.x0 <= extent.x0 <= extent.x1 <= figure.bbox.x1
+            assert figure.bbox.y0 <= extent.y0 <= extent.y1 <= figure.bbox.y1
+            assert not any(overlaps(extent, box) for box in boxes)
+            assert sum(overlaps(extent, other) for other in extents) == 1  # itself
+        if number < 2:
+            assert all("The end?" in axes.title.get_text() for axes in figure.axes)
+    assert re.fullmatch(r"Atelectasis: \d\.\d{3} \(n \d+\)", legend.get_texts()[0].get_text())
+    binary = [int(text.get_text()) for text in figures[2].axes[1].texts]
+    assert sum(binary) == (found["head"] == 0).sum()
 
 
 def test_out_of_memory(chest, zygote, tmp_path):
