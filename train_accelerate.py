@@ -38,6 +38,7 @@ from cli_utils import (
     number,
     parse_arguments,
     run_main,
+    seed_number,
     value_sources,
     whole,
 )
@@ -103,6 +104,8 @@ def stage_list(text: str) -> list[dict]:
         stages = json.loads(text)
     except json.JSONDecodeError as error:
         raise wrong(f"not valid JSON ({error.msg})") from None
+    except (RecursionError, ValueError) as error:
+        raise wrong(f"not a list of stages ({error})") from None
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise wrong("must be a list of at least one stage, each with name, volume_size, voxel_dim ...")
     checked = []
@@ -165,7 +168,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "folder of patients: <id>/<id>.nii.gz (.nii, .npy), <id>_pa_drr.png (_pa, _frontal), <id>_lat_drr.png (_lat, "
     )
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help=text + "_lateral)")
-    add("--split_seed", type=int, default=42, help="seed of the 80/10/10 split by patient")
+    add("--split_seed", type=seed_number, default=42, help="seed of the 80/10/10 split by patient")
     text = "text files with one patient id a line, instead of the random split"
     add("--split_files", nargs=3, metavar=("TRAIN", "VAL", "TEST"), help=text)
     text = "pictures show the head at the top (upside down relative to the CT's voxel order); --no-...: the feet"
@@ -278,7 +281,9 @@ from logging_utils import RunLog, print_banner, print_table
 
 def build_net(k: int, args: argparse.Namespace, device: torch.device) -> StageNet:
     """The net of stage k (from 0) with the same random weights on every rank."""
-    torch.manual_seed(args.seed * 1000003 + k)
+    seed = args.seed * 1000003 + k
+    # torch takes 64 bits
+    torch.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**63)
     stage = args.stage_configs[k]
     net = StageNet(stage, args, k == 0, halvings(stage["volume_size"], stage["token_grid"]))
     for module in net.modules():

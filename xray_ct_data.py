@@ -131,6 +131,8 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
             image = nibabel.load(path)
             if len(image.shape) != 3:
                 raise InputError(f"{path}: has {len(image.shape)} dimensions {image.shape}, not three; replace it")
+            if 0 in image.shape:
+                raise InputError(f"{path}: has no voxels: its shape is {image.shape}; replace it")
             if image.get_data_dtype().kind not in "fiu":
                 raise InputError(f"{path}: holds {image.get_data_dtype()}, not numbers; replace it")
             image = nibabel.as_closest_canonical(image)

@@ -70,6 +70,10 @@ def torn(folder):
     path.write_bytes(path.read_bytes()[:-200])
 
 
+def without_voxels(folder):
+    save(ct(folder), np.zeros((16, 0, 14), np.int16))
+
+
 def two_dimensional(folder):
     save(ct(folder), np.zeros((16, 16), np.int16))
 
@@ -194,6 +198,7 @@ FILES = [
     (four_dimensional, r"patient_0003.nii.gz: has 4 dimensions"),
     (not_a_number, r"patient_0003.nii.gz: 1 voxels are NaN or infinite"),
     (not_hu, r"patient_0003.nii.gz: its lowest value is -?\d+, so it is not in HU \(air is -1000\); convert it"),
+    (without_voxels, r"patient_0003.nii.gz: has no voxels: its shape is \(16, 0, 14\); replace it"),
     (uniform, r"patient_0003.nii.gz: holds one value everywhere"),
     (thin, r"patient_0003.nii.gz: only .* x 2 voxels"),
     (flat_affine, r"patient_0003.nii.gz: voxels of \[.*\] mm; correct its affine"),
