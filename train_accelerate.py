@@ -274,7 +274,7 @@ import hardware_utils as hw
 import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, figure_text, print_banner, print_table
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
 
@@ -614,13 +614,18 @@ def draw_inputs(k: int, data: xd.XrayCtDataset, scheduler, args, ranks: du.Ranks
     noisy = scheduler.add_noise(batch["volume"], noise, timestep)
     rows = []
     for i, index in enumerate(batch["index"]):
-        name = data.patients[index].id
-        rows.append((f"{name}: CT", cm.middle_slices(batch["volume"][i, 0])))
-        rows.append((f"noisy, t = {int(timestep[i])}", cm.middle_slices(noisy[i, 0])))
+        name = figure_text(data.patients[index].id, 16)
+        noisy_slices = cm.middle_slices(noisy[i, 0])
+        rows.append((f"input: noisy CT\nt = {int(timestep[i])}", [*noisy_slices, *batch["seen"][i].cpu().numpy()]))
         if previous:
-            rows.append((f"stage before, noise {float(previous[1][i]):.2f}", cm.middle_slices(previous[0][i, 0])))
-        rows.append(cm.xray_row(batch["seen"][i]))
-    return cm.draw_rows(rows)
+            slices = cm.middle_slices(previous[0][i, 0])
+            rows.append((f"input: stage before\nnoise {float(previous[1][i]):.2f}", slices))
+        rows.append((f"target: CT of\n{name}", cm.middle_slices(batch["volume"][i, 0])))
+    columns = [*cm.SLICES, *(f"input X-ray, {cm.PLACES[view]}" for view in drr.VIEWS[: args.num_views])]
+    heading = (
+        f"{figure_text(args.stage_configs[k]['name'])}: what the net is given in training (t of {args.num_timesteps})"
+    )
+    return cm.draw_rows(heading, columns, rows)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

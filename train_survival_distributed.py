@@ -207,7 +207,7 @@ import distributed_utils as du
 import hardware_utils as hw
 import survival_data as sd
 import survival_metrics as sm
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, figure_text, print_banner, print_table
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -635,14 +635,18 @@ def draw_cases(cohort: sd.Cohort, rows: np.ndarray, log_hazard: np.ndarray, args
     """A matplotlib figure: slices of the cases ordered best and worst among the validation cases."""
     volumes = dataset(cohort, rows, args).volumes
     best, worst = sm.easiest_and_hardest(log_hazard, cohort.event[rows], cohort.time[rows])
+    share, pairs = sm.pairs_in_order(log_hazard, cohort.event[rows], cohort.time[rows])
     images, titles = [], []
     for name, places in (("best", best), ("worst", worst)):
         for k in places:
             i = rows[k]
             images.append(volumes.get(cohort.path[i])[0].float().numpy())
             what = f"{'event' if cohort.event[i] else 'censored'} at {cohort.time[i]:.1f} y"
-            titles.append(f"{name}: {cohort.case[i]}\n{what}\nlog-hazard {log_hazard[k]:.2f}")
-    return sm.draw_volumes(images, titles)
+            right = f"{share[k]:.0%} of {pairs[k]} pairs right"
+            titles.append(f"{name}: {figure_text(cohort.case[i])}\n{right}\n{what}\nlog-hazard {log_hazard[k]:.2f}")
+    heading = "validation cases that are most often (best) and least often (worst) in the right order with others:\n"
+    heading += "of two cases, the one whose event is known to come first should have the higher log-hazard"
+    return sm.draw_volumes(images, titles, heading)
 
 
 def draw_inputs(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace):
@@ -651,7 +655,9 @@ def draw_inputs(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace):
     items = [dataset(cohort, rows, args).load(i) for i in chosen]
     images = torch.stack([item["image"] for item in items])
     images = sd.augment(images, chosen, args.seed, 0) if args.augment else images
-    return sm.draw_volumes([image[0].float().numpy() for image in images], [cohort.case[i] for i in chosen])
+    heading = "training cases as the net sees them" + (", flipped and turned at random" if args.augment else "")
+    titles = [f"case {figure_text(cohort.case[i])}" for i in chosen]
+    return sm.draw_volumes([image[0].float().numpy() for image in images], titles, heading)
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -889,7 +895,8 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
         facts |= {"seconds": round(time.time() - begun, 1)}
         write_file(folder / "summary.json", (json.dumps(metrics | facts, indent=2) + "\n").encode())
         years = [year for year in args.eval_years if year < until]
-        figure = sm.draw_survival(risk, event, when, years, survival, (event, when))
+        heading = f"{len(splits)} folds pooled, last epoch"
+        figure = sm.draw_survival(risk, event, when, years, survival, (event, when), heading)
         save_figure(folder / "figures" / "survival.png", figure)
     du.print_main(f"pooled: {folder}/predictions.csv, {folder}/summary.json; each fold: {folder}/fold_*")
     del lock
@@ -1018,7 +1025,8 @@ def draw_results(cohort: sd.Cohort, split: tuple, found: dict, args: argparse.Na
     train, val, values = split.train, split.val, found["val"][:, 0]
     survival, outcome = partial(sm.survival_at, found["baseline"], values), (cohort.event[val], cohort.time[val])
     training = cohort.event[train], cohort.time[train]
-    figures = {"val_survival": sm.draw_survival(values, *outcome, args.eval_years, survival, training)}
+    heading = f"validation on {figure_text(split.name)}"
+    figures = {"val_survival": sm.draw_survival(values, *outcome, args.eval_years, survival, training, heading)}
     if sm.concordance(values, *outcome) is not None:  # no case is right or wrong without a pair to compare
         figures["val_cases"] = draw_cases(cohort, val, values, args)
     return figures
