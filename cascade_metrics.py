@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import drr_projector as drr
-from logging_utils import print_table
+from logging_utils import figure_text, print_table
 
 
 def projection_error(
@@ -61,49 +61,45 @@ def middle_slices(volume: torch.Tensor) -> list[np.ndarray]:
     return [axial.numpy(), drr.as_picture(volume[:, y]).numpy(), drr.as_picture(volume[x]).numpy()]
 
 
-COLUMNS = ("axial", "coronal", "sagittal", "pa", "lat")
+SLICES = ("axial slice", "coronal slice", "sagittal slice")
+PLACES = {"pa": "frontal", "lat": "lateral"}
 
 
-def draw_rows(rows: list[tuple[str, list]]):
-    """A matplotlib figure: one row of pictures per name, the columns as in COLUMNS; None leaves a place free. Slices
-    are shown from -1000 to 1000 HU, projections of one column on the scale of its first."""
+def draw_rows(heading: str, columns: list[str], rows: list[tuple[str, list]]):
+    """A matplotlib figure: one row of images per name, below the columns' titles; None leaves a place free.
+
+    The first three columns are slices, shown from -1000 to 1000 HU. A row whose name begins with "input" shows grey
+    values; other projections of one column are on the scale of its first.
+    """
     from matplotlib.figure import Figure
 
-    columns = max(len(pictures) for _, pictures in rows)
-    figure = Figure(figsize=(2.2 * columns + 1, 2.3 * len(rows) + 0.3))
-    axes = figure.subplots(len(rows), columns, squeeze=False)
+    width, height = 2.2 * len(columns) + 1, 2.3 * len(rows) + 0.8
+    figure = Figure(figsize=(width, height))
+    figure.suptitle(heading, fontsize=11, y=1 - 0.12 / height)
+    axes = figure.subplots(len(rows), len(columns), squeeze=False)
     scales: list = [(-1.0, 0.0)] * 3 + [None] * 2
-    for line, (name, pictures) in zip(axes, rows, strict=True):
-        line[0].set_ylabel(name, fontsize=9)
-        for place, cell in enumerate(line):
-            cell.set_xticks([])
-            cell.set_yticks([])
-            picture = pictures[place] if place < len(pictures) else None
-            if line is axes[0]:
-                cell.set_title(COLUMNS[place], fontsize=9)
-            if picture is None:
+    for k, (name, images) in enumerate(rows):
+        axes[k, 0].set_ylabel(name, fontsize=9)
+        for place, cell in enumerate(axes[k]):
+            cell.set(xticks=[], yticks=[])
+            if k == 0:
+                cell.set_title(columns[place], fontsize=9)
+            image = images[place] if place < len(images) else None
+            if image is None:
                 for side in cell.spines.values():
                     side.set_visible(False)
                 continue
-            xray = name.startswith("X-ray")  # grey values, on their own scale
-            if scales[place] is None:
-                scales[place] = float(picture.min()), float(picture.max())
-            low, high = (-1.0, 1.0) if xray else scales[place]
-            high = high if not xray else float(picture.max())
-            cell.imshow(picture, cmap="gray", vmin=low, vmax=high, aspect="auto")
-    figure.subplots_adjust(
-        left=0.08, right=0.99, bottom=0.01, top=1 - 0.3 / (2.3 * len(rows) + 0.3), wspace=0.03, hspace=0.05
-    )
+            grey_values = place >= 3 and name.startswith("input")
+            if scales[place] is None and not grey_values:
+                scales[place] = float(image.min()), float(image.max())
+            low, high = (-1.0, float(image.max())) if grey_values else scales[place]
+            cell.imshow(image, cmap="gray", vmin=low, vmax=high, aspect="auto")
+    figure.subplots_adjust(left=0.6 / width, right=0.99, bottom=0.01, top=1 - 0.75 / height, wspace=0.03, hspace=0.05)
     return figure
 
 
-def xray_row(pictures: torch.Tensor) -> tuple[str, list]:
-    """The X-rays (views, H, W) under the columns of their views."""
-    return "X-rays", [None, None, None, *(picture.cpu().numpy() for picture in pictures)]
-
-
 def draw_result(shown: dict, args):
-    """True and sampled volume of one patient, of every stage, and the projections of each above the X-rays."""
+    """X-rays, true and sampled volume of one patient, of every stage, and the projections of each volume."""
     batch, views = shown["batch"], drr.VIEWS[: args.num_views]
     extent, true = batch["extent"][:1], batch["volume"][:1]
 
@@ -112,8 +108,11 @@ def draw_result(shown: dict, args):
         shadows = [drr.project(volume, spacing, view)[0, 0].cpu().numpy() for view in views]
         return middle_slices(volume[0, 0]) + shadows
 
-    rows = [("true CT, its DRRs", row(true))]
+    rows = [("input X-rays", [None, None, None, *(image.cpu().numpy() for image in batch["xrays"][0])])]
+    rows.append(("true CT", row(true)))
     for stage, volume in reversed(list(zip(args.stage_configs, shown["volumes"], strict=False))):
-        rows.append((f"sampled, {stage['name']}", row(volume)))
-    rows += [("mean volume", row(shown["mean"])), ("back-projection", row(shown["back"]))]
-    return draw_rows([*rows, xray_row(batch["xrays"][0])])
+        size = " x ".join(map(str, volume.shape[2:]))
+        rows.append((f"sample of {figure_text(stage['name'], 16)}\n{size}", row(volume)))
+    rows += [("mean of the training CTs", row(shown["mean"])), ("back-projected X-rays", row(shown["back"]))]
+    columns = [*SLICES, *(f"{PLACES[view]} projection" for view in views)]
+    return draw_rows("one patient: middle slices, and the projections beside the X-rays", columns, rows)

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+MOST_VALUES = 100_000  # in a config file
+
 
 class InputError(Exception):
     """Something the user gave is wrong. Shown as `error: <file>[:row]: <what is wrong>; <what to do>`; exit code 2."""
@@ -49,6 +51,18 @@ def whole(low: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def seed_number(text: str) -> int:
+    """argparse type: a whole number of 64 bits, negative ones included."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not -(2**63) <= value < 2**64:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise argparse.ArgumentTypeError(f"must be a whole number from -2^63 to 2^64 - 1, not {shown!r}")
+    return value
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
@@ -106,7 +120,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     """The flags that mean the same in every script (DESIGN: command line). also: {flag: a guide's name for it}."""
     add = parser.add_argument_group("run").add_argument
     add("--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it")
-    add("--seed", type=int, default=0, help="initial weights, sample order, and all else that is drawn")
+    add("--seed", type=seed_number, default=0, help="initial weights, sample order, and all else that is drawn")
     add(
         "--max_steps", type=whole(0), default=0, help="stop after so many optimizer steps in all; 0: the whole training"
     )
@@ -156,13 +170,31 @@ def without_comments(text: str) -> str:
     return re.sub(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*', lambda found: found[1] or "", text)
 
 
+def check_aliases(path: str, root) -> None:
+    """InputError when a few lines of YAML stand for more than 100 000 values, by aliases of aliases."""
+    waiting, count = [root], 0
+    while waiting:
+        value = getattr(waiting.pop(), "value", None)
+        count += 1
+        if count > MOST_VALUES:
+            raise InputError(f"{path}: its aliases stand for more than {MOST_VALUES} values; write them out")
+        if isinstance(value, list):
+            for entry in value:
+                waiting.extend(entry if isinstance(entry, tuple) else [entry])
+
+
 def read_config(path: str) -> dict:
     """A YAML or JSON (with // comments) mapping. Raises InputError naming file and line."""
     import yaml
 
+    kind = "JSON" if path.endswith(".json") else "YAML"
     try:
         text = Path(path).read_text(encoding="utf-8")
-        values = json.loads(without_comments(text)) if path.endswith(".json") else yaml.safe_load(text)
+        if kind == "JSON":
+            values = json.loads(without_comments(text))
+        else:
+            check_aliases(path, yaml.compose(text, yaml.SafeLoader))
+            values = yaml.safe_load(text)
     except OSError as error:
         shipped = Path(__file__).resolve().parent / "configs"
         near = difflib.get_close_matches(Path(path).name, [file.name for file in shipped.glob("*.*")], n=1)
@@ -173,6 +205,10 @@ def read_config(path: str) -> dict:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
         raise InputError(f"{path}{line}: not valid YAML; correct the file") from None
+    except RecursionError:
+        raise InputError(f"{path}: nested too deeply for a config; correct the file") from None
+    except ValueError as error:  # a number of thousands of digits, a 31st of February
+        raise InputError(f"{path}: not valid {kind} ({error}); correct the file") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -266,6 +302,8 @@ def parse_arguments(
                 given[action.dest] = key
                 parser.set_defaults(**{action.dest: check_config_value(path, action, value)})
                 action.required = False
+        except RecursionError:
+            end_with(InputError(f"{path}: nested too deeply for a config; correct the file"))
         except InputError as error:
             end_with(error)
     return parser.parse_args(argv)

@@ -8,6 +8,7 @@ that ends on the hidden goal is rewarded with 1. Goal g of the file is cell g.
 """
 
 import hashlib
+import math
 import random
 from pathlib import Path
 
@@ -62,6 +63,39 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
+class BadLink(Exception):
+    """Why a link of an HDF5 file is not followed."""
+
+
+def find_inside(file, path: str):
+    """The group, data set or type at a path of an open HDF5 file; None where there is none.
+
+    Raises BadLink for a link that leads out of the file or in a circle: another file is never opened.
+    """
+    import h5py
+
+    here, names, followed = file, path.split("/"), 0
+    while names:
+        name = names.pop(0)
+        if name in ("", "."):
+            continue
+        if not isinstance(here, h5py.Group) or not here.id.links.exists(name.encode()):
+            return None
+        kind = here.id.links.get_info(name.encode()).type
+        if kind == h5py.h5l.TYPE_HARD:
+            here = here[name]
+            continue
+        if kind != h5py.h5l.TYPE_SOFT:
+            raise BadLink("a link into another file, which is not followed")
+        followed += 1
+        if followed > 16:
+            raise BadLink("a link that leads in a circle")
+        target = here.id.links.get_val(name.encode()).decode(errors="replace")
+        here = file if target.startswith("/") else here
+        names = target.split("/") + names
+    return here
+
+
 class Histories:
     """The histories of every goal, decoded in memory (8 bytes a step), or mapped and decoded where they are needed.
 
@@ -109,18 +143,50 @@ class Histories:
         try:
             with h5py.File(self.path) as file:
                 for goal in range(CELLS):
-                    if str(goal) not in file:
+                    group = self._find(file, goal)
+                    if group is None:
                         raise self._wrong(goal, f"is missing; there must be '0' to '{CELLS - 1}', one for each goal")
-                    group = file[str(goal)]
-                    if lacking := [name for name in FIELDS if name not in group]:
+                    fields = {name: self._find(file, goal, name) for name in FIELDS}
+                    if lacking := [name for name in FIELDS if fields[name] is None]:
                         raise self._wrong(goal, f"has no {lacking[0]!r}")
-                    self.raw[goal] = {name: self._array(goal, group[name]) for name in FIELDS}
-        except OSError as error:
+                    self.raw[goal] = {name: self._array(goal, name, data) for name, data in fields.items()}
+        except InputError:
+            raise
+        except (OSError, KeyError, RuntimeError, ValueError, TypeError, OverflowError) as error:  # all are h5py's
             kind = "truncated HDF5 file" if "truncated" in str(error) else "not a readable HDF5 file"
             raise InputError(f"{self.path}: {kind} of {self.path.stat().st_size} bytes; get or make it anew") from None
 
-    def _array(self, goal: int, data) -> np.ndarray:
-        name = data.name.split("/")[-1]
+    def _find(self, file, goal: int, name: str = ""):
+        """A goal's group, or its data set `name`; None where there is none. Raises InputError for any other thing."""
+        import h5py
+
+        subject = f"{name} " if name else ""
+        try:
+            found = find_inside(file, f"{goal}/{name}")
+        except BadLink as error:
+            raise self._wrong(goal, f"{subject}is {error}") from None
+        kinds = {h5py.Group: "a group", h5py.Dataset: "a data set", h5py.Datatype: "a named type"}
+        wanted = h5py.Dataset if name else h5py.Group
+        if found is not None and not isinstance(found, wanted):
+            what = next(text for kind, text in kinds.items() if isinstance(found, kind))
+            raise self._wrong(goal, f"{subject}is {what}, not {kinds[wanted]}")
+        return found
+
+    def _array(self, goal: int, name: str, data) -> np.ndarray:
+        """A data set's values, in memory or mapped. Raises InputError for one whose values are not in this file."""
+        if data.shape is None:
+            raise self._wrong(goal, f"{name} is an empty (null) data set")
+        if data.is_virtual or data.external:
+            raise self._wrong(goal, f"{name} keeps its values in another file, which is not read")
+        if data.dtype.kind not in "biuf":
+            raise self._wrong(goal, f"{name} holds {data.dtype}, not numbers")
+
+        # no compression of HDF5 reaches a factor of 2000: before memory is taken, such a size is known to be wrong
+        declared, stored = data.dtype.itemsize * math.prod(data.shape), data.id.get_storage_size()
+        if declared > max(2**30, 2000 * stored):
+            shape = " x ".join(map(str, data.shape))
+            text = f"{name} is declared as {shape}, {declared / 1e12:.1f} TB, of which {stored} bytes are there"
+            raise self._wrong(goal, text)
         if self.in_memory:
             return data[()]
         offset = data.id.get_offset()

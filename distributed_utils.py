@@ -6,6 +6,7 @@ Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate la
 
 import contextlib
 import ctypes
+import functools
 import gc
 import math
 import os
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from cli_utils import InputError, RunError, environment_number
+from hardware_utils import usable_cores
 
 # More processes than any machine has: a larger number is a mistake.
 MOST_RANKS = 10**6
@@ -263,6 +265,16 @@ def _quiet_worker(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+@functools.cache
+def limit_workers(num_workers: int) -> int:
+    """At most as many loading processes (or threads) as there are cores to use; rank 0 says once what was lowered."""
+    cores = usable_cores()
+    if num_workers > cores:
+        cpu = "1 CPU core" if cores == 1 else f"{cores} CPU cores"
+        print_main(f"--num_workers {num_workers}: this machine has {cpu} to use, so {cores} are started per process")
+    return min(num_workers, cores)
+
+
 def create_distributed_dataloader(
     dataset: Dataset, batch_size: int = 8, train: bool = True, seed: int = 0, num_workers: int = 0,
     accumulation: int = 1, drop_last: bool = True, **options,
@@ -272,6 +284,7 @@ def create_distributed_dataloader(
     Shuffled and dealt out when `train` (call `loader.batch_sampler.set_position(epoch)` before each epoch), in order
     and unpadded otherwise. Without drop_last the last step of an epoch is uneven: weight it as TrainBatchSampler.window
     says. A data set with a `train_sampler` of its own (one of which each rank holds a part) is dealt out by that.
+    num_workers is lowered to the cores there are.
     Raises InputError for persistent workers beside one that `changes` with the epoch: they would keep its first state.
     """
     rank, world_size = world()
@@ -291,7 +304,7 @@ def create_distributed_dataloader(
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        num_workers=num_workers,
+        num_workers=limit_workers(num_workers),
         generator=generator,
         worker_init_fn=_quiet_worker,
         **options,

@@ -72,7 +72,11 @@ def draw_returns(curve: dict, metrics: dict, source, baseline: dict | None, mode
     axes.plot(np.arange(1, len(source) + 1), source, color="tab:green", label="source of the histories")
     for kind, style in (("optimal", "k--"), ("random", "k:")):
         axes.axhline(metrics[f"test/return_{kind}"], color=style[0], linestyle=style[1:], label=kind, linewidth=1)
-    axes.set(xlabel="episode in the context", ylabel="return", title="unseen goals: mean and 95 % interval")
+    axes.set(
+        xlabel="episode in the context",
+        ylabel=f"return, of {dr.HORIZON} steps",
+        title="unseen goals: mean and 95 % interval",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
@@ -91,8 +95,10 @@ def draw_paths(paths: np.ndarray, returns: np.ndarray, goals: list[int]):
             axes[row].plot(*divmod(goal, dr.GRID)[::-1], "*", color="tab:red", markersize=10)
             axes[row].plot(*divmod(dr.START, dr.GRID)[::-1], "s", color="k", markersize=3)
             axes[row].set(xlim=(-0.6, dr.GRID - 0.4), ylim=(dr.GRID - 0.4, -0.6), xticks=[], yticks=[], aspect="equal")
-            axes[row].set_title(f"{place} episode: {returns[k, 0, episode]:.0f}", fontsize="small")
-    text = "unseen goals (star) from the start (square): an agent's first episode and its last, return above; i is down"
+            axes[row].set_title(f"{place} episode, return {returns[k, 0, episode]:.0f}", fontsize="small")
+    text = (
+        "unseen goals (star) from the start (square): an agent's first episode and its last; i is down, j to the right"
+    )
     figure.suptitle(text, fontsize="medium")
     return figure
 
@@ -104,7 +110,9 @@ def draw_accuracy(by_place: np.ndarray):
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     for depth, values in enumerate(by_place):
-        axes.plot(values, linewidth=1, label=f"after {depth} compressions")
+        text = "1 compression" if depth == 1 else f"{depth} compressions"
+        axes.plot(values, linewidth=1, label=f"after {text}")
+    axes.axhline(1 / dr.ACTIONS, color="k", linestyle=":", linewidth=1, label="chance")
     axes.set(xlabel="transitions in the context", ylabel="accuracy", title="next action on unseen goals' histories")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -116,23 +124,23 @@ def draw_inputs(segments: dr.SegmentDataset):
     from matplotlib.figure import Figure
 
     batch = segments.__getitems__([k * len(segments) // 4 for k in range(4)])
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure.suptitle("what the net is given: cells (i, j) and rewards of a history; lines part the blocks", fontsize=11)
     for k, axes in enumerate(figure.subplots(4, 1)):
         depth, length = int(batch["depth"][k]), int(batch["length"][k])
         blocks = [*range(depth), -1]
         cells = np.concatenate([batch["cells"][k, b] for b in blocks])[: depth * segments.n_transit + length]
         rewards = np.concatenate([batch["rewards"][k, b] for b in blocks])[: len(cells)]
-        axes.plot(cells[:, 2] // dr.GRID, linewidth=0.7, label="i")
-        axes.plot(cells[:, 2] % dr.GRID, linewidth=0.7, label="j")
+        axes.plot(cells[:, 2] // dr.GRID, linewidth=0.7, label="i of the cell reached")
+        axes.plot(cells[:, 2] % dr.GRID, linewidth=0.7, label="j of the cell reached")
         at = np.flatnonzero(rewards)
         axes.plot(at, np.full(len(at), -0.7), "|", color="tab:red", label="reward")
         for block in range(1, depth + 1):
             axes.axvline(block * segments.n_transit, color="k", linewidth=0.8)
-        text = (
-            f"sample {int(batch['sample'][k])}: context of {length} transitions, blocks to compress before it: {depth}"
-        )
-        axes.set(ylim=(-1.5, dr.GRID), title=text)
+        before = "1 block" if depth == 1 else f"{depth} blocks"
+        text = f"sample {int(batch['sample'][k])}: {before} to compress, then a context of {length} transitions"
+        axes.set(ylim=(-1.5, dr.GRID), title=text, ylabel="i, j", xmargin=0.01)
         axes.title.set_fontsize("small")
-        axes.legend(fontsize="x-small", loc="upper right", ncols=3)
-    figure.supxlabel("transition: cell (i, j) that it led to", fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside lower right", ncols=3)
+    figure.supxlabel("transition", fontsize="small")
     return figure

@@ -4,6 +4,7 @@ Every function may be called on all ranks; only rank 0 writes. A full disk never
 once, and the next checkpoint, which needs the space too, ends the run in order.
 """
 
+import functools
 import io
 import json
 import math
@@ -245,6 +246,26 @@ class RunLog:
                     f"warning: {self.folder}: log not written ({error.strerror or error})", file=sys.stderr, flush=True
                 )
             self.warned = True
+
+
+@functools.cache
+def drawable_characters() -> frozenset[int]:
+    """Code points that matplotlib's default font has."""
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+    return frozenset(font.get_charmap())
+
+
+def figure_text(text: str, most: int = 32) -> str:
+    """A user's text as a figure can show it, on one line of at most so many characters.
+
+    What the font lacks becomes a question mark, and a dollar sign begins no formula.
+    """
+    text = " ".join(str(text).split())
+    text = text if len(text) <= most else text[: most - 3] + "..."
+    text = "".join(letter if ord(letter) in drawable_characters() else "?" for letter in text)
+    return text.replace("$", r"\$")
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:

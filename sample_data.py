@@ -115,6 +115,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def save_model(model, path: Path) -> None:
+    """save_pretrained without a progress bar.
+
+    It also asks Accelerate whether DeepSpeed has wrapped the model, which imports DeepSpeed: seconds, and a warning
+    about its accelerator. No model here is wrapped, so the answer is given without it.
+    """
+    from unittest import mock
+
+    from accelerate.utils import other
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with mock.patch.object(other, "is_deepspeed_available", return_value=False):
+        model.save_pretrained(path)
+
+
 def smooth_noise(rng, size: int, cells: int):
     """(size, size) float32 field of mean 0 and range about +-1 whose features are size/cells pixels wide."""
     import numpy as np
@@ -292,7 +308,7 @@ def write_tiny_llava(path: Path, texts: list[str], seed: int) -> None:
     ):
         layer.weight.data *= factor
     model.lm_head.weight.data *= 3
-    model.save_pretrained(path)
+    save_model(model, path)
     tokenizer.save_pretrained(path)
     clip = {
         "image_processor_type": "CLIPImageProcessor",
@@ -319,7 +335,7 @@ def write_tiny_sam(path: Path, image_size: int, seed: int) -> None:
         hidden_size=64, mlp_dim=64, num_hidden_layers=1, num_attention_heads=2, iou_head_hidden_dim=16
     )
     config = SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=decoder)
-    SamModel(config).save_pretrained(path)
+    save_model(SamModel(config), path)
     sam = {"image_processor_type": "SamImageProcessor", "size": {"longest_edge": side}}
     sam |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
     (path / "preprocessor_config.json").write_text(json.dumps(sam, indent=2))
@@ -897,7 +913,7 @@ def write_tiny_convnext(path: Path, seed: int) -> None:
             weight.dim() > 1
         ):  # the usual 0.02 suits wide layers; in these narrow ones a block would pass on next to nothing
             torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
-    model.save_pretrained(path)
+    save_model(model, path)
     image = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}
     image |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
     (path / "preprocessor_config.json").write_text(json.dumps(image, indent=2))
@@ -925,7 +941,7 @@ def write_tiny_bert(path: Path, texts: list[str], seed: int) -> None:
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
         max_position_embeddings=128, initializer_range=0.1,
     )  # fmt: skip
-    BertModel(config).save_pretrained(path)
+    save_model(BertModel(config), path)
     tokenizer.save_pretrained(path)
 
 

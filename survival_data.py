@@ -315,6 +315,8 @@ def examine(path: str, geometry: bool) -> str:
         volume = nibabel.load(path)
         if len(volume.shape) != 3:
             return f"has {len(volume.shape)} dimensions {volume.shape}, not three"
+        if 0 in volume.shape:
+            return f"has no voxels: its shape is {volume.shape}"
         values = np.asanyarray(volume.dataobj.get_unscaled())
         if values.dtype.kind not in "fiu":
             return f"holds {values.dtype}, not numbers"
@@ -439,7 +441,8 @@ class MultiGPUSurvivalDataset(Dataset):
             rows = np.flatnonzero(np.array(columns[plain(fold_column)]) == fold)
             if not len(rows):
                 raise InputError(f"{self.cohort.source}: no rows with {fold!r} in {fold_column}; pass another fold")
-        self.rows, self.raise_errors, self.threads = rows, raise_errors, max(1, num_workers)
+        self.rows, self.raise_errors = rows, raise_errors
+        self.threads = max(1, du.limit_workers(num_workers))
         self.volumes = Volumes(image_size, window, spacing, orientation, cache_dir)
         self.mine = self.cache = self.epoch = None
         self.event_balanced = event_balanced

@@ -166,12 +166,16 @@ def logrank_p(group: np.ndarray, event: np.ndarray, time: np.ndarray) -> float:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def draw_survival(log_hazard, event, time, years: list[float], survival, train: tuple):
-    """A matplotlib figure: Kaplan-Meier by risk tertile with log-rank p, AUC over time, calibration at each horizon."""
+def draw_survival(log_hazard, event, time, years: list[float], survival, train: tuple, heading: str = ""):
+    """A matplotlib figure: Kaplan-Meier by risk tertile with log-rank p, AUC over time, calibration at each horizon.
+
+    heading: what was scored by what, beside which the number of cases stands.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7.5))
-    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.93, hspace=0.4, wspace=0.25)
+    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.88, hspace=0.4, wspace=0.25)
+    figure.suptitle(f"{heading}: {count(len(time), 'case')}, {count(int(event.sum()), 'event')}", fontsize=13)
     left, right = figure.add_subplot(2, 2, 1), figure.add_subplot(2, 2, 2)
     rank = np.argsort(np.argsort(log_hazard, kind="stable"), kind="stable")
     third = np.minimum(3 * rank // max(1, len(rank)), 2)
@@ -185,7 +189,7 @@ def draw_survival(log_hazard, event, time, years: list[float], survival, train: 
                 curve,
                 where="post",
                 color=f"C{k}",
-                label=f"{name} risk ({rows.sum()}, {event[rows].sum()} events)",
+                label=f"{name} risk ({count(rows.sum(), 'case')}, {count(event[rows].sum(), 'event')})",
             )
     left.set(title=f"tertiles of predicted risk, log-rank p = {logrank_p(third, event, time):.2g}", ylim=(0, 1.02))
     left.set(xlabel="years", ylabel="without event")
@@ -197,12 +201,13 @@ def draw_survival(log_hazard, event, time, years: list[float], survival, train: 
     ]
     if values:
         right.plot(*zip(*values, strict=True), marker=".")
-    right.axhline(0.5, color="grey", linewidth=0.8)
-    right.set(title="time-dependent AUC", xlabel="years", ylim=(0, 1.02))
+    right.axhline(0.5, color="grey", linewidth=0.8, label="chance")
+    right.set(title="AUC of an event before each time", xlabel="years", ylim=(0, 1.02))
+    right.legend(fontsize=8, loc="lower right")
     for place, year in enumerate(years):
         axes = figure.add_subplot(2, max(1, len(years)), max(1, len(years)) + place + 1)
-        axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-        axes.set(title=f"calibration, {year:g} y", xlabel="predicted risk")
+        axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="perfectly calibrated")
+        axes.set(title=f"risk within {year:g} y", xlabel="predicted, mean of a fifth")
         if year >= time.max():
             axes.text(0.5, 0.5, "beyond\nfollow-up", ha="center", va="center", transform=axes.transAxes)
             continue
@@ -214,31 +219,50 @@ def draw_survival(log_hazard, event, time, years: list[float], survival, train: 
         axes.set(xlim=(0, edge), ylim=(0, edge))
         if place == 0:
             axes.set_ylabel("observed (Kaplan-Meier)")
+            axes.legend(fontsize=7, loc="upper left")
     return figure
 
 
-def easiest_and_hardest(log_hazard, event, time, count: int = 3) -> tuple[list[int], list[int]]:
-    """Places of the cases whose comparable pairs are most and least often in the right order."""
+def count(number: int, name: str) -> str:
+    """1 case, 2 cases."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def pairs_in_order(log_hazard, event, time) -> tuple[np.ndarray, np.ndarray]:
+    """(share in the right order, number) of the comparable pairs that each case belongs to."""
     before = event[:, None] & ((time[:, None] < time) | ((time[:, None] == time) & ~event))
     right = (log_hazard[:, None] > log_hazard) + 0.5 * (log_hazard[:, None] == log_hazard)
     pairs = before.sum(1) + before.sum(0)
-    share = ((before * right).sum(1) + (before * right).sum(0)) / np.maximum(pairs, 1)
+    return ((before * right).sum(1) + (before * right).sum(0)) / np.maximum(pairs, 1), pairs
+
+
+def easiest_and_hardest(log_hazard, event, time, most: int = 3) -> tuple[list[int], list[int]]:
+    """Places of the cases whose comparable pairs are most and least often in the right order."""
+    share, pairs = pairs_in_order(log_hazard, event, time)
     order = [int(i) for i in np.argsort(share, kind="stable") if pairs[i]]
-    return order[::-1][:count], order[:count]
+    return order[::-1][:most], order[:most]
 
 
-def draw_volumes(volumes: list[np.ndarray], titles: list[str]):
+def draw_volumes(volumes: list[np.ndarray], titles: list[str], heading: str):
     """A matplotlib figure: three orthogonal slices of each (X, Y, Z) volume, one column a volume."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.3 * len(volumes), 7))
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.92, wspace=0.05, hspace=0.05)
+    width = 2.3 * max(3, len(volumes)) + 0.3
+    # inches for the lines of the heading and of the columns' titles
+    above = 0.4 + 0.18 * (1 + heading.count("\n")) + 0.16 * (1 + max(title.count("\n") for title in titles))
+    height = 6.4 + above
+    figure = Figure(figsize=(width, height))
+    figure.subplots_adjust(left=0.3 / width, right=0.99, bottom=0.01, top=1 - above / height, wspace=0.05, hspace=0.05)
+    figure.suptitle(heading, fontsize=10 if len(volumes) > 3 else 8, y=1 - 0.12 / height)
+    planes = ("X-Y", "X-Z", "Y-Z")
     for row, axes in enumerate(figure.subplots(3, len(volumes), squeeze=False)):
         for place, volume, title in zip(axes, volumes, titles, strict=True):
             middle = [n // 2 for n in volume.shape]
             cut = (volume[:, :, middle[2]], volume[:, middle[1], :], volume[middle[0], :, :])[row]
             place.imshow(cut.T, cmap="gray", vmin=0, vmax=1, origin="lower", aspect="auto")
-            place.axis("off")
+            place.set(xticks=[], yticks=[])
             if row == 0:
                 place.set_title(title, fontsize=8)
+            if place is axes[0]:
+                place.set_ylabel(f"{planes[row]} plane, middle", fontsize=8)
     return figure

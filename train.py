@@ -21,7 +21,17 @@ import sys
 import time
 from pathlib import Path
 
-from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, value_sources, whole
+from cli_utils import (
+    InputError,
+    Parser,
+    add_common_arguments,
+    number,
+    parse_arguments,
+    run_main,
+    seed_number,
+    value_sources,
+    whole,
+)
 
 FORMAT = "compressed_ad/1"
 LOSSES = ["loss", "accuracy", "grad_norm", "skipped"]
@@ -63,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("data").add_argument
     text = "HDF5 file of learning histories, or a folder that holds one in datasets/"
     add("--data", default="datasets/history_darkroom_PPO_alg-seed42.hdf5", metavar="FILE", help=text)
-    add("--split_seed", type=int, default=0, help="seed of the split into 73 training goals and 8 unseen ones")
+    add("--split_seed", type=seed_number, default=0, help="seed of the split into 73 training goals and 8 unseen ones")
     text = "decode all histories into the memory of each process (60 MB); --no-...: map the file, read what is needed"
     add("--cache_in_memory", action=yes_no, default=True, help=text)
 

@@ -38,6 +38,7 @@ from cli_utils import (
     number,
     parse_arguments,
     run_main,
+    seed_number,
     take_from_run,
     value_sources,
     whole,
@@ -104,6 +105,8 @@ def stage_list(text: str) -> list[dict]:
         stages = json.loads(text)
     except json.JSONDecodeError as error:
         raise wrong(f"not valid JSON ({error.msg})") from None
+    except (RecursionError, ValueError) as error:
+        raise wrong(f"not a list of stages ({error})") from None
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise wrong("must be a list of at least one stage, each with name, volume_size, voxel_dim ...")
     checked = []
@@ -166,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "folder of patients: <id>/<id>.nii.gz (.nii, .npy), <id>_pa_drr.png (_pa, _frontal), <id>_lat_drr.png (_lat, "
     )
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help=text + "_lateral)")
-    add("--split_seed", type=int, default=42, help="seed of the 80/10/10 split by patient")
+    add("--split_seed", type=seed_number, default=42, help="seed of the 80/10/10 split by patient")
     text = "text files with one patient id a line, instead of the random split"
     add("--split_files", nargs=3, metavar=("TRAIN", "VAL", "TEST"), help=text)
     text = "pictures show the head at the top (upside down relative to the CT's voxel order); --no-...: the feet"
@@ -274,7 +277,7 @@ import hardware_utils as hw
 import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, figure_text, print_banner, print_table
 from loop_utils import forget_other_best, keep_best, release_memory, say_if_finished
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
@@ -282,7 +285,9 @@ from loop_utils import forget_other_best, keep_best, release_memory, say_if_fini
 
 def build_net(k: int, args: argparse.Namespace, device: torch.device) -> StageNet:
     """The net of stage k (from 0) with the same random weights on every rank."""
-    torch.manual_seed(args.seed * 1000003 + k)
+    seed = args.seed * 1000003 + k
+    # torch takes 64 bits
+    torch.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**63)
     stage = args.stage_configs[k]
     net = StageNet(stage, args, k == 0, halvings(stage["volume_size"], stage["token_grid"]))
     for module in net.modules():
@@ -613,13 +618,18 @@ def draw_inputs(k: int, data: xd.XrayCtDataset, scheduler, args, ranks: du.Ranks
     noisy = scheduler.add_noise(batch["volume"], noise, timestep)
     rows = []
     for i, index in enumerate(batch["index"]):
-        name = data.patients[index].id
-        rows.append((f"{name}: CT", cm.middle_slices(batch["volume"][i, 0])))
-        rows.append((f"noisy, t = {int(timestep[i])}", cm.middle_slices(noisy[i, 0])))
+        name = figure_text(data.patients[index].id, 16)
+        noisy_slices = cm.middle_slices(noisy[i, 0])
+        rows.append((f"input: noisy CT\nt = {int(timestep[i])}", [*noisy_slices, *batch["seen"][i].cpu().numpy()]))
         if previous:
-            rows.append((f"stage before, noise {float(previous[1][i]):.2f}", cm.middle_slices(previous[0][i, 0])))
-        rows.append(cm.xray_row(batch["seen"][i]))
-    return cm.draw_rows(rows)
+            slices = cm.middle_slices(previous[0][i, 0])
+            rows.append((f"input: stage before\nnoise {float(previous[1][i]):.2f}", slices))
+        rows.append((f"target: CT of\n{name}", cm.middle_slices(batch["volume"][i, 0])))
+    columns = [*cm.SLICES, *(f"input X-ray, {cm.PLACES[view]}" for view in drr.VIEWS[: args.num_views])]
+    heading = (
+        f"{figure_text(args.stage_configs[k]['name'])}: what the net is given in training (t of {args.num_timesteps})"
+    )
+    return cm.draw_rows(heading, columns, rows)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

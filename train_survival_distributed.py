@@ -21,7 +21,6 @@ import io
 import json
 import math
 import platform
-import sys
 import time
 import warnings
 from functools import partial
@@ -44,6 +43,7 @@ from cli_utils import (
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
 NETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+CHOSEN = "(chosen on this fold)"  # after a checkpoint's name: its score is optimistic
 EVAL_BATCH = 4  # cases per forward pass of an evaluation: the same at any world size, so that results are too
 # what a checkpoint prescribes to a run that goes on from it or uses it
 FIXED = ("task", "resnet", "base_channels", "norm", "image_size", "hu_window", "spacing", "orientation")
@@ -69,7 +69,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--folds", type=whole(0), default=0, help="make so many folds by --seed, events spread evenly; 0: --fold_column"
     )
-    text = "train and validate on each fold in turn (--folds, or columns Fold_1, Fold_2 ...), and pool the predictions"
+    text = "train and validate on each fold in turn (--folds, or columns Fold_1, Fold_2 ...), and pool the predictions "
+    text += "of the last epoch's weights"
     add("--cross_validate", action="store_true", help=text)
     text = "voxels of the net's input along the file's X, Y and Z; lower them on OOM"
     add("--image_size", type=whole(8), nargs=3, default=[256, 256, 64], metavar=("X", "Y", "Z"), help=text)
@@ -211,7 +212,7 @@ import distributed_utils as du
 import hardware_utils as hw
 import survival_data as sd
 import survival_metrics as sm
-from logging_utils import RunLog, print_banner, print_table
+from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
 from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -641,14 +642,18 @@ def draw_cases(cohort: sd.Cohort, rows: np.ndarray, log_hazard: np.ndarray, args
     """A matplotlib figure: slices of the cases ordered best and worst among the validation cases."""
     volumes = dataset(cohort, rows, args).volumes
     best, worst = sm.easiest_and_hardest(log_hazard, cohort.event[rows], cohort.time[rows])
+    share, pairs = sm.pairs_in_order(log_hazard, cohort.event[rows], cohort.time[rows])
     images, titles = [], []
     for name, places in (("best", best), ("worst", worst)):
         for k in places:
             i = rows[k]
             images.append(volumes.get(cohort.path[i])[0].float().numpy())
             what = f"{'event' if cohort.event[i] else 'censored'} at {cohort.time[i]:.1f} y"
-            titles.append(f"{name}: {cohort.case[i]}\n{what}\nlog-hazard {log_hazard[k]:.2f}")
-    return sm.draw_volumes(images, titles)
+            right = f"{share[k]:.0%} of {pairs[k]} pairs right"
+            titles.append(f"{name}: {figure_text(cohort.case[i])}\n{right}\n{what}\nlog-hazard {log_hazard[k]:.2f}")
+    heading = "validation cases that are most often (best) and least often (worst) in the right order with others:\n"
+    heading += "of two cases, the one whose event is known to come first should have the higher log-hazard"
+    return sm.draw_volumes(images, titles, heading)
 
 
 def draw_inputs(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace):
@@ -657,23 +662,9 @@ def draw_inputs(cohort: sd.Cohort, rows: np.ndarray, args: argparse.Namespace):
     items = [dataset(cohort, rows, args).load(i) for i in chosen]
     images = torch.stack([item["image"] for item in items])
     images = sd.augment(images, chosen, args.seed, 0) if args.augment else images
-    return sm.draw_volumes([image[0].float().numpy() for image in images], [cohort.case[i] for i in chosen])
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Rank 0: put a result in place; a full disk is said, and ends nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ckpt.write_atomically(path, lambda file: file.write(content))
-    except OSError as error:
-        print(f"warning: {path}: not written ({error.strerror})", file=sys.stderr, flush=True)
-
-
-def save_figure(path: Path, figure) -> None:
-    """Rank 0: as write_file."""
-    content = io.BytesIO()
-    figure.savefig(content, dpi=110)
-    write_file(path, content.getvalue())
+    heading = "training cases as the net sees them" + (", flipped and turned at random" if args.augment else "")
+    titles = [f"case {figure_text(cohort.case[i])}" for i in chosen]
+    return sm.draw_volumes([image[0].float().numpy() for image in images], titles, heading)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -811,8 +802,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
 def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args, ranks: du.Ranks) -> int:
     """Each fold in a folder of its own, then the metrics of all predictions together; returns the exit code.
 
-    The nets of different folds have log-hazards with different constants. Each fold's baseline hazard brings them on
-    one scale before they are compared: the log of the cumulative hazard at the last time that all folds know.
+    Predictions, baseline hazards and metrics are of the last epoch's weights: each fold's best.pt was chosen by its
+    score on that same fold. What best.pt would have reached stands beside, as `c_index_best`.
     """
     begun = time.time()
     with du.agree_on_errors():
@@ -832,7 +823,7 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
                 save_args(folder / "args.yaml", args)
         except OSError as error:
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
-    parts, scores, steps = [], [], 0
+    parts, best_parts, scores, best_scores, steps = [], [], [], [], 0
     sizes = args.batch_size, args.gradient_accumulation_steps
     for k, split in enumerate(splits, start=1):
         args.batch_size, args.gradient_accumulation_steps = sizes
@@ -847,11 +838,12 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
         if code or (found["signal"] and k < len(splits)):
             return code or found["signal"]
         parts.append((split, found["val"][:, 0], found["baseline"]))
+        best_parts.append((split, found["best"]["val"][:, 0], found["best"]["baseline"]))
         scores.append(found["c_index"])
+        best_scores.append(found["c_index_best"])
         steps += found["steps"]
     if ranks.is_main:
         rows, until = np.concatenate([split.val for split, *_ in parts]), min(b["until"] for *_, b in parts)
-        scaled = [sm.log_cumulative_hazard(baseline, values, [until])[:, 0] for _, values, baseline in parts]
 
         def survival(at) -> np.ndarray:
             return np.concatenate([sm.survival_at(baseline, values, at) for _, values, baseline in parts])
@@ -860,7 +852,7 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
             curves = [sm.kaplan_meier(cohort.event[train], cohort.time[train], at) for (_, train, *_), *_ in parts]
             return np.concatenate([np.tile(c, (len(v), 1)) for c, (_, v, _) in zip(curves, parts, strict=True)])
 
-        risk, event, when = np.concatenate(scaled), cohort.event[rows], cohort.time[rows]
+        risk, event, when = pooled_risk(parts, until), cohort.event[rows], cohort.time[rows]
         outcome = event, when, event, when
         metrics = sm.score(risk, *outcome, args.eval_years, survival, True, reference, until)
         metrics = {f"val/{name}": value for name, value in metrics.items()}
@@ -869,19 +861,38 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
         known = [value for value in scores if value is not None]
         metrics |= {"val/c_index_mean": float(np.mean(known)), "val/c_index_sd": float(np.std(known))} if known else {}
         metrics |= {f"val/c_index/fold_{k}": value for k, value in enumerate(scores, start=1)}
-        print_metrics(f"{len(splits)} folds pooled", metrics, args.eval_years)
+        metrics["val/c_index_best"] = sm.concordance(pooled_risk(best_parts, until), event, when)
+        metrics |= {f"val/c_index_best/fold_{k}": value for k, value in enumerate(best_scores, start=1)}
+        print_metrics(f"{len(splits)} folds pooled, last epoch", metrics, args.eval_years)
+        by_fold = {}
+        for split, last, best in zip(splits, scores, best_scores, strict=True):
+            row = {"c_index": last, "c_index_best": best}
+            by_fold[split.name] = {name: "undefined" if value is None else value for name, value in row.items()}
+        print_table("fold", by_fold)
+        print("c_index_best: of each fold's best.pt, chosen on the same fold and therefore optimistic", flush=True)
         table = [(name, val, values, baseline) for (name, _, val, _), values, baseline in parts]
-        write_file(folder / "predictions.csv", predictions_table(cohort, table, args.eval_years))
+        write_result(folder / "predictions.csv", predictions_table(cohort, table, args.eval_years))
         facts = {"steps": steps, "epochs": args.epochs, "folds": len(splits), "world_size": ranks.world_size}
         facts |= {"effective_batch_size": math.prod(sizes), "precision": args.mixed_precision}
         facts |= {"seconds": round(time.time() - begun, 1)}
-        write_file(folder / "summary.json", (json.dumps(metrics | facts, indent=2) + "\n").encode())
+        write_result(folder / "summary.json", (json.dumps(metrics | facts, indent=2) + "\n").encode())
         years = [year for year in args.eval_years if year < until]
-        figure = sm.draw_survival(risk, event, when, years, survival, (event, when))
+        heading = f"{len(splits)} folds pooled, last epoch"
+        figure = sm.draw_survival(risk, event, when, years, survival, (event, when), heading)
         save_figure(folder / "figures" / "survival.png", figure)
     du.print_main(f"pooled: {folder}/predictions.csv, {folder}/summary.json; each fold: {folder}/fold_*")
     del lock
     return 0
+
+
+def pooled_risk(parts: list[tuple], until: float) -> np.ndarray:
+    """The risks of all folds' validation cases on one scale. parts: (split, log-hazards, baseline) of each fold.
+
+    The nets of different folds have log-hazards with different constants. Each fold's baseline hazard makes them
+    comparable: taken is the log of the cumulative hazard at `until`, the last time that all folds know.
+    """
+    risks = [sm.log_cumulative_hazard(baseline, values, [until])[:, 0] for _, values, baseline in parts]
+    return np.concatenate(risks)
 
 
 def load_model(contents: dict, args: argparse.Namespace, ranks: du.Ranks) -> RiskNet:
@@ -932,8 +943,10 @@ def evaluate_only(cohort: sd.Cohort, split: tuple, contents: dict, used: str, ar
         raise InputError(f"{used}: a net of {model.head.out_features} outputs, the table asks {target.outputs}")
     metrics, found = evaluate(model, cohort, split.train, split.val, target, args, ranks, final=True)
     if ranks.is_main:
-        print_metrics(f"val, {Path(used).name}", metrics, args.eval_years)
-        write_file(
+        same_fold = split.flags.items() <= contents["settings"].items()
+        chosen = f" {CHOSEN}" if same_fold and Path(used).name == "best.pt" else ""
+        print_metrics(f"val, {Path(used).name}{chosen}", metrics, args.eval_years)
+        write_result(
             folder / "eval_val.json", (json.dumps({**metrics, "step": contents["step"]}, indent=2) + "\n").encode()
         )
         if args.task == "survival":
@@ -959,20 +972,24 @@ def read_baselines(path: Path) -> dict:
     return kept if isinstance(kept, dict) else {}
 
 
+def add_baseline(checkpoint: Path, baseline: dict) -> None:
+    """Rank 0: keep a checkpoint's baseline hazard for --predict: baseline.json beside it, under its sha256."""
+    path = checkpoint.parent / "baseline.json"
+    kept = read_baselines(path) | {ckpt.file_sha256(checkpoint): baseline}
+    write_result(path, (json.dumps(kept) + "\n").encode())
+
+
 def write_results(
-    cohort: sd.Cohort, split: tuple, found: dict, contents: dict, folder: Path, best: Path, args: argparse.Namespace
+    cohort: sd.Cohort, split: tuple, found: dict, contents: dict, folder: Path, used: Path, args: argparse.Namespace
 ) -> None:
-    """Rank 0: predictions.csv of both folds; and for --predict the baseline hazard, in baseline.json beside the
-    checkpoint, under the checkpoint's sha256."""
+    """Rank 0: predictions.csv of both folds, and the baseline hazard of the checkpoint that was used."""
     train, val, baseline = split.train, split.val, found["baseline"]
     if contents["run"]["training_data"] == fingerprint(cohort, train):
-        path = best.parent / "baseline.json"
-        kept = read_baselines(path) | {ckpt.file_sha256(best): baseline}
-        write_file(path, (json.dumps(kept) + "\n").encode())
+        add_baseline(used, baseline)
     else:
-        print(f"warning: {best} was trained on other cases than {cohort.source} has; some may be among those evaluated")
+        print(f"warning: {used} was trained on other cases than {cohort.source} has; some may be among those evaluated")
     parts = [(n, r, found[n][:, 0], baseline) for n, r in (("val", val), ("train", train))]
-    write_file(folder / "predictions.csv", predictions_table(cohort, parts, args.eval_years))
+    write_result(folder / "predictions.csv", predictions_table(cohort, parts, args.eval_years))
 
 
 def draw_results(cohort: sd.Cohort, split: tuple, found: dict, args: argparse.Namespace) -> dict:
@@ -980,7 +997,8 @@ def draw_results(cohort: sd.Cohort, split: tuple, found: dict, args: argparse.Na
     train, val, values = split.train, split.val, found["val"][:, 0]
     survival, outcome = partial(sm.survival_at, found["baseline"], values), (cohort.event[val], cohort.time[val])
     training = cohort.event[train], cohort.time[train]
-    figures = {"val_survival": sm.draw_survival(values, *outcome, args.eval_years, survival, training)}
+    heading = f"validation on {figure_text(split.name)}"
+    figures = {"val_survival": sm.draw_survival(values, *outcome, args.eval_years, survival, training, heading)}
     if sm.concordance(values, *outcome) is not None:  # no case is right or wrong without a pair to compare
         figures["val_cases"] = draw_cases(cohort, val, values, args)
     return figures
@@ -1120,23 +1138,39 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
             state["epoch"], state["samples"] = state["epoch"] + 1, 0
         net = None
         data.close()
+        last_value = metrics[f"val/{headline}"]
+        # best.pt was chosen on the fold that is scored: a cross-validation scores the last epoch's weights instead
+        if args.cross_validate:
+            last_metrics, last_found = evaluate(model, cohort, train, val, target, args, ranks, final=True)
+            ckpt.export_weights(ckpt.trained_state(model, everything=True), folder / "model.safetensors")
         best = ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)
         ckpt.load_trained(model, best["model"])
-        metrics, found = evaluate(model, cohort, train, val, target, args, ranks, final=True)
+        best_metrics, best_found = evaluate(model, cohort, train, val, target, args, ranks, final=True)
+        if args.cross_validate:
+            scored, title = "last.pt", "val, last epoch"
+            metrics, found = last_metrics, last_found
+            metrics[f"val/{headline}_best"] = best_metrics[f"val/{headline}"]
+        else:
+            scored, title = "best.pt", f"val, best.pt {CHOSEN}"
+            metrics, found = best_metrics, best_found
+            metrics[f"val/{headline}_last"] = last_value
+            ckpt.export_weights(best["model"], folder / "model.safetensors")
         log.write(state["step"], state["epoch"] + 1, metrics | {"best_step": best["step"]})
-        ckpt.export_weights(best["model"], folder / "model.safetensors")
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | {"seconds": round(time.time() - begun, 1)})
         if ranks.is_main:
-            print_metrics("val, best.pt", metrics, args.eval_years)
+            print_metrics(title, metrics, args.eval_years)
             if args.task == "survival":
-                write_results(cohort, split, found, best, folder, folder / "best.pt", args)
+                if args.cross_validate:
+                    add_baseline(folder / "best.pt", best_found["baseline"])
+                write_results(cohort, split, found, best, folder, folder / scored, args)
                 for title, figure in draw_results(cohort, split, found, args).items():
                     log.figure(title, figure, state["step"])
         signal = int(du.reduce_max([stop.code])[0])  # came too late to save: all is done, but for other folds
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
-    return 0, found | {"c_index": metrics.get("val/c_index"), "steps": state["step"], "signal": signal}
+    results = {"steps": state["step"], "signal": signal, "best": best_found}
+    return 0, found | results | {name: metrics.get(f"val/{name}") for name in ("c_index", "c_index_best")}
 
 
 def main(args: argparse.Namespace) -> int:

@@ -131,6 +131,8 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
             image = nibabel.load(path)
             if len(image.shape) != 3:
                 raise InputError(f"{path}: has {len(image.shape)} dimensions {image.shape}, not three; replace it")
+            if 0 in image.shape:
+                raise InputError(f"{path}: has no voxels: its shape is {image.shape}; replace it")
             if image.get_data_dtype().kind not in "fiu":
                 raise InputError(f"{path}: holds {image.get_data_dtype()}, not numbers; replace it")
             image = nibabel.as_closest_canonical(image)
@@ -403,6 +405,16 @@ def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return b @ a.T
 
 
+def fitting_turn(integral: np.ndarray, picture: np.ndarray, sign: float, now: float) -> str:
+    """How to turn a single picture so that it fits its CT, for an error message; "" where no turn helps much."""
+    turns = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
+    values = {}
+    for name, (up, along) in turns.items():
+        values[name] = sign * float(correlations(integral[None], picture[None, ::up, ::along])[0, 0])
+    best = max(values, key=values.__getitem__)
+    return f"; {best} it fits ({values[best]:.2f})" if values[best] > max(0.5, now + 0.3) else ""
+
+
 def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np.ndarray) -> None:
     """Whether each X-ray is one of its own CT, as one looks at the patient. Raises InputError
     naming those that are not.
@@ -410,7 +422,8 @@ def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np
     A picture must look like its CT's projection (|r| >= 0.5), and more so than like the other view's. With 5 patients
     or more, what is peculiar to a patient (the difference from the mean picture) must agree too: where all are turned
     alike, the turn that helps is named; a picture whose agreement lies far below the others' (by 0.5) belongs to
-    somebody else, and is said to fit whom it fits best.
+    somebody else, and is said to fit whom it fits best. Negative pictures (bone dark) are as good. A mirrored picture
+    of an asymmetric crop looks like a negative, so sign and turn are chosen together, by the largest |r|.
     """
     views = drr.VIEWS[: integrals.shape[1]]
     raw = {(a, b): correlations(integrals[:, j], pictures[:, k])
@@ -425,25 +438,32 @@ def check_alignment(patients: list[Patient], integrals: np.ndarray, pictures: np
         return correlations(integrals[:, k] - integrals[:, k].mean(0), shown - shown.mean(0))
 
     for k, view in enumerate(views):
-        own = np.diag(raw[view, view])
-        sign = 1.0 if np.median(own) >= 0 else -1.0  # negative pictures (bone dark) are as good
-        own, mine = sign * own, sign * peculiar(k)
         turns = {
             "--flip_drrs_vertical the other way": (-1, 1),
             f"--flip_drrs_horizontal {view}": (1, -1),
             f"--flip_drrs_vertical the other way and --flip_drrs_horizontal {view}": (-1, -1),
         }
-        turned = {name: float(np.median(sign * np.diag(peculiar(k, *turn)))) for name, turn in turns.items()}
-        best, now = max(turned, key=turned.__getitem__), float(np.median(np.diag(mine)))
-        if turned[best] > now + (0.2 if many else 0.05):
+        turned = {name: float(np.median(np.diag(peculiar(k, *turn)))) for name, turn in turns.items()}
+        best = max(turned, key=lambda name: abs(turned[name]))
+        now = float(np.median(np.diag(peculiar(k))))
+        # a turn must win by a margin; hardly one where it also makes negatives positive, or the reverse
+        margin = 0.2 if many else 0.05
+        if now * turned[best] < 0 and abs(turned[best]) >= 0.5:
+            margin = 0.01
+        if abs(turned[best]) > abs(now) + margin:
             text = f"the {view} pictures do not lie as the CTs do (median correlation {now:.2f}, turned"
             raise InputError(f"--dataset_path: {text} {turned[best]:.2f}); give {best}")
-        wrong = {int(i): "" for i in np.flatnonzero(own < 0.5)}
+        own = np.diag(raw[view, view])
+        sign = 1.0 if np.median(own) >= 0 else -1.0
+        own, mine, now = sign * own, sign * peculiar(k), sign * now
+        # {place of a patient: what its picture is instead, if that is known}
+        wrong = {int(i): fitting_turn(integrals[i, k], pictures[i, k], sign, own[i]) for i in np.flatnonzero(own < 0.5)}
         if many and now > 0.6:
             for i in np.flatnonzero(np.diag(mine) < now - 0.5):
                 j = int(mine[i].argmax())
                 fits = mine[i, j] > mine[i, i] + 0.3
-                wrong[int(i)] = f"; it fits the CT of {patients[j].id} ({mine[i, j]:.2f})" if fits else ""
+                somebody = f"; it fits the CT of {patients[j].id} ({mine[i, j]:.2f})" if fits else ""
+                wrong[int(i)] = wrong.get(int(i)) or somebody
         for other in views:
             for i in np.flatnonzero(sign * np.diag(raw[other, view]) > own + 0.05):
                 wrong[int(i)] = f"; it looks like the {other} view"

@@ -12,6 +12,8 @@ import torch
 from conftest import ROOT, SMALL_STAGES, tree
 from PIL import Image
 
+from cli_utils import InputError
+
 CASCADE = str(ROOT / "train_accelerate.py")
 
 
@@ -66,6 +68,10 @@ def save(path: Path, values: np.ndarray, affine=None) -> None:
 def torn(folder):
     path = ct(folder)
     path.write_bytes(path.read_bytes()[:-200])
+
+
+def without_voxels(folder):
+    save(ct(folder), np.zeros((16, 0, 14), np.int16))
 
 
 def two_dimensional(folder):
@@ -192,6 +198,7 @@ FILES = [
     (four_dimensional, r"patient_0003.nii.gz: has 4 dimensions"),
     (not_a_number, r"patient_0003.nii.gz: 1 voxels are NaN or infinite"),
     (not_hu, r"patient_0003.nii.gz: its lowest value is -?\d+, so it is not in HU \(air is -1000\); convert it"),
+    (without_voxels, r"patient_0003.nii.gz: has no voxels: its shape is \(16, 0, 14\); replace it"),
     (uniform, r"patient_0003.nii.gz: holds one value everywhere"),
     (thin, r"patient_0003.nii.gz: only .* x 2 voxels"),
     (flat_affine, r"patient_0003.nii.gz: voxels of \[.*\] mm; correct its affine"),
@@ -393,6 +400,66 @@ def test_accelerate_config_of_another_kind(torsos, zygote, tmp_path):
     done = zygote(CASCADE, *words, ACCELERATE_USE_DEEPSPEED="true")
     assert done.code == 2
     assert done.stderr.startswith("error: accelerate config: DEEPSPEED is not supported here; choose multi-GPU")
+
+
+def asymmetric_crops(count: int):
+    """(patients, line integrals, grey values -1..1), the last two (count, views, 32, 32): crops of one side of a chest.
+
+    Dense on one side, air on the other, so that a mirrored picture looks like a negative.
+    """
+    import drr_projector as drr
+    import xray_ct_data as xd
+
+    noise = np.random.default_rng(5)
+    slope = np.linspace(-900, 300, 20)
+    integrals = []
+    for _ in range(count):
+        hu = slope[:, None, None] + 0.8 * slope[None, :, None] + 0.3 * slope[None, None]
+        hu = hu + 250 * drr.resize(torch.from_numpy(noise.standard_normal((5, 5, 5))), (20, 20, 20)).numpy()
+        volume = drr.normalise(torch.from_numpy(hu))[None, None]
+        spacing = torch.full((1, 3), 5.0)
+        projections = [drr.resize(drr.project(volume, spacing, view), (32, 32))[0, 0] for view in drr.VIEWS]
+        integrals.append(torch.stack(projections).numpy())
+    integrals = np.stack(integrals)
+    patients = []
+    for k in range(count):
+        xrays = Path(f"p{k}_pa.png"), Path(f"p{k}_lat.png")
+        patients.append(xd.Patient(f"p{k}", Path(f"p{k}.nii.gz"), xrays))
+    return patients, integrals, drr.grey_values(torch.from_numpy(integrals)).numpy() * 2 - 1
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
+    """Sign and turn are chosen together, so that each combination is told by the flag that mends it."""
+    import drr_projector as drr
+    import xray_ct_data as xd
+
+    patients, integrals, pictures = asymmetric_crops(count)
+    for k, view in enumerate(drr.VIEWS):
+        mirrored = f"--flip_drrs_horizontal {view}"
+        flags = {(1, 1): "", (1, -1): mirrored, (-1, 1): "--flip_drrs_vertical the other way"}
+        flags[-1, -1] = f"--flip_drrs_vertical the other way and {mirrored}"
+        for sign in (1, -1):
+            for (up, along), flag in flags.items():
+                turned = pictures.copy()
+                turned[:, k] = turned[:, k, ::up, ::along]
+                try:
+                    xd.check_alignment(patients, integrals, sign * turned)
+                    message = ""
+                except InputError as error:
+                    message = str(error)
+                case = f"{count} patients, {view}, sign {sign}, turn {up} {along}: {message}"
+                assert message.endswith(f"; give {flag}" if flag else ""), case
+                assert f"the {view} pictures do not lie" in message if flag else not message, case
+
+
+def test_a_single_mirrored_picture_of_an_asymmetric_crop():
+    import xray_ct_data as xd
+
+    patients, integrals, pictures = asymmetric_crops(12)
+    pictures[4, 0] = pictures[4, 0, :, ::-1]
+    with pytest.raises(InputError, match=r"p4_pa\.png: not a pa picture of p4\.nii\.gz .*; mirrored it fits \(1\.00\)"):
+        xd.check_alignment(patients, integrals, pictures)
 
 
 def test_layout_with_every_alias(torsos, tmp_path):

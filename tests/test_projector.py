@@ -134,3 +134,17 @@ def test_rendered_file_has_square_pixels_and_fixed_greys(patient):
     assert abs(picture.shape[0] / picture.shape[1] - height / width) < 0.01
     integral = drr.project(as_input(hu), torch.tensor([spacing.tolist()]), "pa")[0, 0]
     assert abs(picture.max() / 255 * drr.P_MAX - float(integral.max())) < 0.05 * float(integral.max())
+
+
+def test_figures_name_their_columns():
+    """Above the first row, also where that has no image in a column; X-rays keep their own grey values."""
+    from cascade_metrics import SLICES, draw_rows
+
+    slices, xrays = [np.zeros((4, 4))] * 3, [np.full((4, 4), -1.0), np.eye(4)]
+    columns = [*SLICES, "frontal projection", "lateral projection"]
+    rows = [("input X-rays", [None, None, None, *xrays]), ("true CT", [*slices, np.eye(4) * 7, np.eye(4) * 9])]
+    figure = draw_rows("one patient", columns, rows)
+    assert [axes.get_title() for axes in figure.axes] == columns + [""] * 5
+    assert [axes.get_ylabel() for axes in figure.axes[::5]] == ["input X-rays", "true CT"]
+    assert [axes.images[0].get_clim() for axes in figure.axes[3:5]] == [(-1, -1), (-1, 1)]
+    assert [axes.images[0].get_clim() for axes in figure.axes[8:]] == [(0, 7), (0, 9)]

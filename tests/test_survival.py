@@ -1,6 +1,7 @@
 """train_survival_distributed.py: the same answer from any number of processes, and from a run that was killed."""
 
 import csv
+import hashlib
 import json
 import random
 import re
@@ -216,6 +217,102 @@ def test_predict_scores_new_patients(flags, zygote, one, scans, tmp_path):
         assert all(row["S(1y)"] == "" for row in csv.DictReader(file))
 
 
+def checkpoint_predictions(table: Path, path: Path) -> dict[str, dict[str, tuple]]:
+    """{fold: {case: (log-hazard, event, years)}} of a checkpoint of a --folds 3 run, without the script's evaluation.
+
+    fold: "val" or "train".
+    """
+    import survival_data as sd
+    import train_survival_distributed as tsd
+
+    words = ["--csv_path", str(table), *TINY, "--folds", "3", "--cross_validate"]
+    args = tsd.parse_args(words)
+    args.mixed_precision = "no"
+    contents = torch.load(path, weights_only=True)
+    net = tsd.RiskNet(args, 1)
+    net.load_state_dict(contents["model"])
+    net.eval()
+    cohort = sd.read_cohort(str(table))
+    volumes = sd.Volumes(args.image_size, tuple(args.hu_window))
+    trained = set(contents["trained_cases"])
+    found: dict[str, dict[str, tuple]] = {"val": {}, "train": {}}
+    for i, case in enumerate(cohort.case):
+        with torch.no_grad():
+            value = float(net(volumes.get(cohort.path[i])[None].float())[0, 0])
+        found["train" if case in trained else "val"][case] = value, bool(cohort.event[i]), float(cohort.time[i])
+    return found
+
+
+def pooled_c_index(folds: list[dict]) -> float:
+    """Harrell's C over all folds by scikit-survival: its Breslow baselines bring the log-hazards on one scale."""
+    from sksurv.linear_model.coxph import BreslowEstimator
+    from sksurv.metrics import concordance_index_censored
+
+    trained = [[np.array(column) for column in zip(*fold["train"].values(), strict=True)] for fold in folds]
+    until = min(years.max() for _, _, years in trained)
+    risks, events, times = [], [], []
+    for fold, (log_hazard, event, years) in zip(folds, trained, strict=True):
+        baseline = BreslowEstimator().fit(log_hazard, event, years).cum_baseline_hazard_(until)
+        risk, event, years = (np.array(column) for column in zip(*fold["val"].values(), strict=True))
+        risks.append(risk + np.log(baseline))
+        events.append(event)
+        times.append(years)
+    return concordance_index_censored(np.concatenate(events), np.concatenate(times), np.concatenate(risks))[0]
+
+
+def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, scans, tmp_path):
+    """best.pt is chosen on the very fold that is scored; its score stands beside the last epoch's, and says so.
+
+    Stopped in the second fold and resumed, all numbers are the same.
+    """
+    out, stopped = tmp_path / "run", tmp_path / "stopped"
+    more = ["--folds", "3", "--cross_validate", "--epochs", "4", "--lr", "1e-2", "--seed", "1"]
+    done = go(zygote, flags(out, *more))
+    summary = json.loads((out / "summary.json").read_text())
+    value = {}
+    for name in ("last", "best"):
+        folds = [checkpoint_predictions(scans / "dataset.csv", out / f"fold_{k}" / f"{name}.pt") for k in (1, 2, 3)]
+        value[name] = pooled_c_index(folds)
+        if name == "last":
+            last = folds
+    assert summary["val/c_index"] == pytest.approx(value["last"], abs=1e-6)
+    assert summary["val/c_index_best"] == pytest.approx(value["best"], abs=1e-6)
+    assert value["best"] > value["last"] + 0.005  # otherwise this test says nothing
+    assert "3 folds pooled, last epoch" in done.stdout
+    assert "c_index_best: of each fold's best.pt, chosen on the same fold and therefore optimistic" in done.stdout
+
+    # predictions and baseline hazards are those of the scored weights
+    with open(out / "predictions.csv", newline="") as file:
+        rows = {row["case"]: row for row in csv.DictReader(file)}
+    for k, fold in enumerate(last, start=1):
+        digest = hashlib.sha256((out / f"fold_{k}" / "last.pt").read_bytes()).hexdigest()
+        assert digest in json.loads((out / f"fold_{k}" / "baseline.json").read_text())
+        with open(out / f"fold_{k}" / "predictions.csv", newline="") as file:
+            own = {row["case"]: row for row in csv.DictReader(file)}
+        for case, (log_hazard, *_) in fold["val"].items():
+            assert float(rows[case]["log_hazard"]) == pytest.approx(log_hazard, abs=1e-5)
+            assert own[case]["log_hazard"] == rows[case]["log_hazard"]
+            assert own[case]["S(3y)"] == rows[case]["S(3y)"]
+        own_summary = json.loads((out / f"fold_{k}" / "summary.json").read_text())
+        assert own_summary["val/c_index"] == summary[f"val/c_index/fold_{k}"]
+        assert own_summary["val/c_index_best"] == summary[f"val/c_index_best/fold_{k}"]
+        assert own_summary["val/c_index_best"] >= own_summary["val/c_index"]
+
+    # the second fold ends after its first epoch, then the whole goes on
+    shutil.copytree(out, stopped)
+    shutil.rmtree(stopped / "fold_3")
+    for path in (stopped / "fold_2").glob("*.pt"):
+        if path.name not in ("step_00000015.pt", "best.pt"):
+            path.unlink()
+    (stopped / "summary.json").unlink()
+    go(zygote, flags(stopped, *more, "--resume_from", "auto"))
+    again = json.loads((stopped / "summary.json").read_text())
+    assert {name: v for name, v in again.items() if name != "seconds"} == {
+        name: v for name, v in summary.items() if name != "seconds"
+    }
+    assert (stopped / "predictions.csv").read_text() == (out / "predictions.csv").read_text()
+
+
 def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     """Each case is predicted once by a net that has not seen it; killed after a fold, the rest goes on."""
     out = tmp_path / "run"
@@ -227,8 +324,10 @@ def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     assert {row["fold"] for row in rows} == {f"fold {k} of 3" for k in (1, 2, 3)}
     event, when, risk = (np.array([float(row[c]) for row in rows]) for c in ("event", "time_years", "log_hazard"))
     summary = json.loads((out / "summary.json").read_text())
-    kept = [json.loads((out / f"fold_{k}" / "baseline.json").read_text()) for k in (1, 2, 3)]
-    baselines = {f"fold {k} of 3": next(iter(values.values())) for k, values in enumerate(kept, start=1)}
+    baselines = {}
+    for k in (1, 2, 3):
+        digest = hashlib.sha256((out / f"fold_{k}" / "last.pt").read_bytes()).hexdigest()
+        baselines[f"fold {k} of 3"] = json.loads((out / f"fold_{k}" / "baseline.json").read_text())[digest]
     last = min(baseline["until"] for baseline in baselines.values())
     scale = {
         name: max(h for t, h in zip(b["time"], b["log_hazard"], strict=True) if t <= last)

@@ -184,6 +184,9 @@ def test_the_table_itself(small, zygote):
 # --- volumes ----------------------------------------------------------------------------------------------------------
 
 
+SHAPES = {"flat": (6, 6), "series": (6, 6, 4, 2), "without voxels": (6, 0, 4)}
+
+
 def spoil(path: Path, kind: str) -> None:
     values, content = np.zeros((6, 6, 4), np.float32), path.read_bytes()
     if kind == "truncated":
@@ -201,9 +204,7 @@ def spoil(path: Path, kind: str) -> None:
         values[0] = np.inf
         nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
     else:
-        nibabel.save(
-            nibabel.Nifti1Image(np.zeros({"flat": (6, 6), "series": (6, 6, 4, 2)}[kind], np.int16), np.eye(4)), path
-        )
+        nibabel.save(nibabel.Nifti1Image(np.zeros(SHAPES[kind], np.int16), np.eye(4)), path)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,7 @@ def spoil(path: Path, kind: str) -> None:
         ("infinite", "holds 24 values that are NaN or infinite"),
         ("constant", "holds one value everywhere"),
         ("flat", r"has 2 dimensions \(6, 6\), not three"),
+        ("without voxels", r"has no voxels: its shape is \(6, 0, 4\)"),
         ("series", r"has 4 dimensions \(6, 6, 4, 2\), not three"),
     ],
 )

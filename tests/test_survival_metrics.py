@@ -1,5 +1,6 @@
 """survival_metrics.py against scikit-survival, lifelines and textbook formulas."""
 
+import itertools
 import warnings
 
 import numpy as np
@@ -128,3 +129,24 @@ def test_best_and_worst_cases():
     best, worst = sm.easiest_and_hardest(np.array([5.0, 1.0, 2.0, 0.0]), event, time, 1)
     assert best[0] in (0, 3)
     assert worst[0] in (1, 2)
+
+
+def test_figures_take_any_name_and_explain_themselves(recwarn):
+    """No glyph is missing, no dollar sign begins a formula, no title runs into the next one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from logging_utils import figure_text
+
+    names = ["\u60a3\u8005 7", "a$b$c", "x\ty\nz", "long" * 40, "$", "7"]
+    assert figure_text(names[0]) == "?? 7"
+    assert figure_text(names[2]) == "x y z"
+    assert len(figure_text(names[3])) == 32
+    titles = [f"best: {figure_text(name)}\n50% of 12 pairs right" for name in names]
+    figure = sm.draw_volumes([np.zeros((6, 5, 4))] * 6, titles, "what best means\nand worst")
+    figure.canvas = FigureCanvasAgg(figure)
+    figure.canvas.draw()
+    assert not recwarn.list
+    boxes = [axes.title.get_window_extent() for axes in figure.axes[:6]]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert all(box.y1 < figure._suptitle.get_window_extent().y0 for box in boxes)
+    assert [axes.get_ylabel() for axes in figure.axes[::6]] == [f"{n} plane, middle" for n in ("X-Y", "X-Z", "Y-Z")]

@@ -102,7 +102,86 @@ def too_short(file):
         write(file, 7, name, file["7"][name][:10])
 
 
+def linked_to_another_file(file):
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
+        file.copy("7", other)
+    del file["7"]
+    file["7"] = h5py.ExternalLink("other.h5", "/7")
+
+
+def linked_through_another_file(file):
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
+        file.copy("7/actions", other)
+    del file["7"]["actions"]
+    file["7"]["actions"] = h5py.SoftLink("/elsewhere/actions")
+    file["elsewhere"] = h5py.ExternalLink("other.h5", "/")
+
+
+def stored_in_another_file(file):
+    values = file["7"]["actions"][()]
+    raw = Path(file.filename).with_name("actions.raw")
+    raw.write_bytes(values.tobytes())
+    del file["7"]["actions"]
+    external = [(str(raw), 0, values.nbytes)]
+    file["7"].create_dataset("actions", values.shape, values.dtype, external=external)
+
+
+def virtual_of_another_file(file):
+    values = file["7"]["actions"][()]
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
+        other["actions"] = values
+    layout = h5py.VirtualLayout(values.shape, values.dtype)
+    layout[:] = h5py.VirtualSource("other.h5", "actions", values.shape)
+    del file["7"]["actions"]
+    file["7"].create_virtual_dataset("actions", layout)
+
+
+def a_link_in_a_circle(file):
+    del file["7"]
+    file["7"] = h5py.SoftLink("/seven")
+    file["seven"] = h5py.SoftLink("/7")
+
+
+def a_link_to_nothing(file):
+    del file["7"]["dones"]
+    file["7"]["dones"] = h5py.SoftLink("/7/done")
+
+
+def a_group_for_actions(file):
+    del file["7"]["actions"]
+    file["7"].create_group("actions")
+
+
+def a_data_set_for_a_goal(file):
+    del file["7"]
+    file["7"] = np.zeros((200, 3))
+
+
+def a_null_data_set(file):
+    write(file, 7, "actions", h5py.Empty("i8"))
+
+
+def a_type_for_actions(file):
+    write(file, 7, "actions", np.dtype("i8"))
+
+
+def terabytes_of_nothing(file):
+    del file["7"]["rewards"]
+    file["7"].create_dataset("rewards", (10**6, 10**6), "f4", chunks=(100, 100))
+
+
 HISTORIES = [
+    (linked_to_another_file, r"group '7': is a link into another file, which is not followed"),
+    (linked_through_another_file, r"group '7': actions is a link into another file, which is not followed"),
+    (stored_in_another_file, r"group '7': actions keeps its values in another file, which is not read"),
+    (virtual_of_another_file, r"group '7': actions keeps its values in another file, which is not read"),
+    (a_link_in_a_circle, r"group '7': is a link that leads in a circle"),
+    (a_link_to_nothing, r"group '7': has no 'dones'"),
+    (a_group_for_actions, r"group '7': actions is a group, not a data set"),
+    (a_data_set_for_a_goal, r"group '7': is a data set, not a group"),
+    (a_null_data_set, r"group '7': actions is an empty \(null\) data set"),
+    (a_type_for_actions, r"group '7': actions is a named type, not a data set"),
+    (terabytes_of_nothing, r"group '7': rewards is declared as 1000000 x 1000000, 4.0 TB, of which 0 bytes are there"),
     (without_a_group, r"group '80': is missing; there must be '0' to '80'"),
     (without_rewards, r"group '7': has no 'rewards'"),
     (of_another_shape, r"group '7': states has shape \(200, 3\); expected \(T, streams, 2\)"),

@@ -1,0 +1,115 @@
+"""Numbers and config files that are out of all proportion, in each of the five scripts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import PRS_MED, ROOT
+from test_survival import TINY
+
+import distributed_utils as du
+from hardware_utils import usable_cores
+
+SCRIPTS = ("train_prs_med", "train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train")
+
+
+def nested(opening: str, closing: str) -> str:
+    return opening * 10_000 + closing * 10_000
+
+
+def laughs(key: str) -> str:
+    """Ten lines of YAML that stand for 10^10 values, as lists of lists or by merged keys."""
+    merged = key == "<<"
+    lines = ["a0: &a0 {x: 1}"] if merged else ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for k in range(1, 10):
+        ten = "[" + ", ".join([f"*a{k - 1}"] * 10) + "]"
+        lines.append(f"a{k}: &a{k} {{<<: {ten}}}" if merged else f"a{k}: &a{k} {ten}")
+    return "\n".join(lines)
+
+
+CONFIGS = {
+    "deep.json": ('{"seed": ' + nested("[", "]") + "}", "nested too deeply for a config"),
+    "deep.yaml": ("seed: " + nested("[", "]"), "nested too deeply for a config"),
+    "maps.yaml": (nested("{a: ", "}"), "nested too deeply for a config"),
+    "laughs.yaml": (laughs("list"), "its aliases stand for more than 100000 values"),
+    "merged.yaml": (laughs("<<"), "its aliases stand for more than 100000 values"),
+    "circle.yaml": ("seed: &a [*a]", "its aliases stand for more than 100000 values"),
+    "digits.json": ('{"seed": ' + "9" * 5000 + "}", "not valid JSON"),
+    "digits.yaml": ("seed: " + "9" * 5000, "not valid YAML"),
+    "date.yaml": ("seed: 2001-99-99", "not valid YAML"),
+    "seed.yaml": (f"seed: {2**70}", r"seed: must be a whole number from -2^63 to 2^64 - 1"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_configs_that_explode_and_seeds_of_70_bits(zygote, tmp_path, script):
+    for name, (text, message) in CONFIGS.items():
+        (tmp_path / name).write_text(text)
+        done = zygote(ROOT / f"{script}.py", "--config", tmp_path / name)
+        assert (done.code, done.stderr.count("\n")) == (2, 1), (name, done.stderr[-500:])
+        assert done.stderr.startswith(f"error: {tmp_path / name}: {message}"), (name, done.stderr[:300])
+    for seed in (2**70, -(2**70), "9" * 5000):
+        done = zygote(ROOT / f"{script}.py", "--seed", seed)
+        assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr[-500:]
+        assert "--seed: must be a whole number from -2^63 to 2^64 - 1, not" in done.stderr
+
+
+@pytest.fixture
+def one_step(request, zygote, tmp_path):
+    """run(script, *more): one optimizer step of a small run; returns its output and its training numbers."""
+    out = tmp_path / "run"
+
+    def words(script: str) -> list:
+        if script == "train_prs_med":
+            return [
+                PRS_MED,
+                "--data_root",
+                request.getfixturevalue("data"),
+                "--checkpoint_dir",
+                out,
+                "--batch_size",
+                2,
+                "--cache_gb",
+                0,
+            ]
+        if script == "train_mimic_cxr":
+            flags = request.getfixturevalue("chest")
+            few = ["--max_samples", 16, "--batch_size", 4]
+            return [ROOT / "train_mimic_cxr.py", *flags, "--output_dir", out, *few]
+        if script == "train_survival_distributed":
+            table = request.getfixturevalue("scans") / "dataset.csv"
+            more = ["--cache_dir", tmp_path / "cache", "--log_dir", out]
+            return [ROOT / "train_survival_distributed.py", "--csv_path", table, *TINY, *more]
+        if script == "train_accelerate":
+            return [ROOT / "train_accelerate.py", *request.getfixturevalue("cascade")(out)]
+        return [ROOT / "train.py", *request.getfixturevalue("in_context")(out)]
+
+    def run(script: str, *more) -> tuple[str, list]:
+        done = zygote(*words(script), "--max_steps", 1, "--log_every", 1, "--overwrite", *more)
+        assert done.code == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        lines = [json.loads(line) for line in Path(out / "metrics.jsonl").read_text().splitlines()]
+        return done.stdout, [line["train/loss"] for line in lines if "train/loss" in line]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "script", [*(pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS[:2]), *SCRIPTS[2:]]
+)
+def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
+    """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""
+    cores = usable_cores()
+    text, losses = one_step(script, "--seed", 2**64 - 1, "--num_workers", 10_000)
+    assert text.count("--num_workers 10000: this machine has ") == 1
+    assert f"so {cores} are started per process" in text
+    assert len(losses) == 1
+    if script in ("train_survival_distributed", "train"):
+        text, alone = one_step(script, "--seed", 2**64 - 1, "--num_workers", 0)
+        assert "--num_workers" not in text
+        assert alone == losses
+
+
+def test_the_shared_loader_is_limited_by_the_cores():
+    for wanted in (0, 1, 10_000):
+        loader = du.create_distributed_dataloader(list(range(64)), 4, num_workers=wanted)
+        assert loader.num_workers == min(wanted, usable_cores())
