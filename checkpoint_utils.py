@@ -27,8 +27,10 @@ from manifest_utils import (
     find_damage,
     identify,
     is_checkpoint_name,
+    is_own_checkpoint,
     link,
     misnamed,
+    prepare_link,
     read_manifest,
     read_seal,
     recover_manifest,
@@ -132,18 +134,25 @@ def _manifest_of_this_run(run_folder: Path, run_id: str | None) -> Manifest:
 
 def _save(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None:
     manifest = _manifest_of_this_run(run_folder, contents.get("log", {}).get("run_id"))
+    saved_before = manifest.checkpoints.pop(path.name, None)
     digest = write_checkpoint(path, contents | {"run_id": manifest.run_id})
 
     # from the manifest on, the new file counts and the oldest ones do not
-    manifest.checkpoints.pop(path.name, None)
     manifest.checkpoints |= {path.name: digest, "last.pt": digest}
     outdated = [name for name in manifest.obsolete if name not in manifest.checkpoints and is_checkpoint_name(name)]
     manifest.obsolete = [name for name in outdated if (run_folder / name).exists()]
     for name in manifest.steps()[:-keep_last]:
         del manifest.checkpoints[name]
         manifest.obsolete.append(name)
-    write_manifest(run_folder, manifest)
-    link(path, run_folder / "last.pt")
+    try:
+        last = prepare_link(path, run_folder / "last.pt")
+        write_manifest(run_folder, manifest)
+    except OSError:
+        # the disk is full: leave no file that is in no manifest
+        if saved_before is None:
+            path.unlink()
+        raise
+    os.replace(last, run_folder / "last.pt")
     delete_obsolete(run_folder, manifest)
 
 
@@ -157,9 +166,10 @@ def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)
                 raise RunError(f"{path}: was removed while the run was writing there; start again")
             manifest.checkpoints |= dict.fromkeys(names, manifest.checkpoints[path.name])
             try:
+                links = {name: prepare_link(path, run_folder / name) for name in names}
                 write_manifest(run_folder, manifest)
-                for name in names:
-                    link(path, run_folder / name)
+                for name, temporary in links.items():
+                    os.replace(temporary, run_folder / name)
             except OSError as error:
                 raise _not_written(run_folder / names[0], error) from None
     return best_sha256(run_folder, names[0])
@@ -233,7 +243,7 @@ def find_newest(run_folder: Path) -> Path | None:
         path = run_folder / name
         if not path.exists():
             continue
-        if file_sha256(path) == manifest.checkpoints[name]:
+        if file_sha256(path) == manifest.checkpoints[name] or is_own_checkpoint(path, manifest):
             return path
         print_main(
             f"warning: {path} is damaged (its sha256 is not the manifest's); trying the one before", file=sys.stderr
@@ -299,7 +309,8 @@ def _resolve(path: Path) -> Path:
         raise InputError(f"{path}: cannot be read ({error.strerror}); choose another --resume_from") from None
     manifest = read_manifest(path.parent)
     expected = manifest.checkpoints.get(path.name, digest) if manifest else digest
-    if digest != expected and (reason or not _was_linked_early(path, digest, manifest)):
+    meant = digest == expected or (not reason and _was_linked_early(path, digest, manifest))
+    if not meant and not is_own_checkpoint(path, manifest):
         # the manifest is written before best.pt and last.pt are linked: a kill in between leaves the old link
         for name, other in manifest.checkpoints.items():
             if name.startswith("step_") and other == expected and file_is(path.parent / name, expected):

@@ -83,15 +83,24 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def link(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, replacing what it was, atomically; a copy where there are no links."""
+def prepare_link(source: Path, target: Path) -> Path:
+    """A file that os.replace makes `target`, another name of `source`; a copy where there are no links."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
     except OSError:
-        shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
+        try:
+            shutil.copyfile(source, temporary)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    return temporary
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` another name of `source`, replacing what it was, atomically."""
+    os.replace(prepare_link(source, target), target)
 
 
 # --- the manifest: which run a folder holds, and what belongs to it ---------------------------------------------------
@@ -237,6 +246,16 @@ def find_damage(path: Path) -> str:
 def misnamed(name: str, step: int) -> str:
     match = re.fullmatch(r"step_(\d+)\.pt", name)
     return f"it holds step {step}, another than its name says" if match and int(match[1]) != step else ""
+
+
+def is_own_checkpoint(path: Path, manifest: Manifest) -> bool:
+    """Whether a `step_` file is a good checkpoint of the manifest's run, whatever sha256 the manifest has for it.
+
+    A step may be saved twice, and a kill between file and manifest leaves the second file under the first's line.
+    """
+    seal = read_seal(path)
+    own = seal is not None and manifest.run_id != "" and seal.run_id == manifest.run_id
+    return own and path.name.startswith("step_") and not find_damage(path)
 
 
 def is_checkpoint_name(name: str) -> bool:
