@@ -4,6 +4,9 @@ A run folder holds `step_00000120.pt` files, hard links `last.pt` and `best.pt` 
 checkpoint counts once it is in the manifest, and nothing in a run folder is deleted or cut before the manifest says so.
 """
 
+import contextlib
+import hashlib
+import json
 import os
 import random
 import re
@@ -145,15 +148,28 @@ def _save(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None:
         del manifest.checkpoints[name]
         manifest.obsolete.append(name)
     try:
-        last = prepare_link(path, run_folder / "last.pt")
-        write_manifest(run_folder, manifest)
+        _write_with_links(run_folder, manifest, path, ("last.pt",))
     except OSError:
         # the disk is full: leave no file that is in no manifest
-        if saved_before is None:
+        on_disk = read_manifest(run_folder)
+        if saved_before is None and on_disk and path.name not in on_disk.checkpoints:
             path.unlink()
         raise
-    os.replace(last, run_folder / "last.pt")
     delete_obsolete(run_folder, manifest)
+
+
+def _write_with_links(run_folder: Path, manifest: Manifest, path: Path, names: tuple[str, ...]) -> None:
+    """Write the manifest and make a checkpoint's other names; what needs room on the disk comes before it."""
+    links = {}
+    try:
+        for name in names:
+            links[name] = prepare_link(path, run_folder / name)
+        write_manifest(run_folder, manifest)
+        for name, temporary in links.items():
+            os.replace(temporary, run_folder / name)
+    finally:
+        for temporary in links.values():
+            temporary.unlink(missing_ok=True)
 
 
 def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)) -> str:
@@ -166,10 +182,7 @@ def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)
                 raise RunError(f"{path}: was removed while the run was writing there; start again")
             manifest.checkpoints |= dict.fromkeys(names, manifest.checkpoints[path.name])
             try:
-                links = {name: prepare_link(path, run_folder / name) for name in names}
-                write_manifest(run_folder, manifest)
-                for name, temporary in links.items():
-                    os.replace(temporary, run_folder / name)
+                _write_with_links(run_folder, manifest, path, names)
             except OSError as error:
                 raise _not_written(run_folder / names[0], error) from None
     return best_sha256(run_folder, names[0])
@@ -240,14 +253,18 @@ def find_newest(run_folder: Path) -> Path | None:
     if manifest is None or not manifest.steps():
         manifest = recover_manifest(run_folder)
     for name in reversed(manifest.steps()):
-        path = run_folder / name
-        if not path.exists():
-            continue
-        if file_sha256(path) == manifest.checkpoints[name] or is_own_checkpoint(path, manifest):
-            return path
-        print_main(
-            f"warning: {path} is damaged (its sha256 is not the manifest's); trying the one before", file=sys.stderr
-        )
+        digest = manifest.checkpoints[name]
+        # last.pt or best.pt may be another copy of the same checkpoint
+        names = [name, *(other for other, its in manifest.checkpoints.items() if its == digest and other != name)]
+        for path in (run_folder / other for other in names):
+            if file_sha256(path) == digest or is_own_checkpoint(path, manifest):
+                return path
+        if (run_folder / name).exists():
+            reason = "is damaged (its sha256 is not the manifest's); trying the one before"
+            print_main(f"warning: {run_folder / name} {reason}", file=sys.stderr)
+    for name, digest in manifest.checkpoints.items():
+        if file_is(run_folder / name, digest):
+            raise InputError(f"{run_folder}: of its checkpoints only {name} is intact; name it with --resume_from")
     if manifest.checkpoints:
         raise InputError(f"{run_folder}: no intact checkpoint is left; start afresh with --overwrite")
     return None
@@ -266,6 +283,8 @@ def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resu
     with agree_on_errors():
         if world()[0] == 0:
             choice = find_newest(run_folder) if resume_from == "auto" else _resolve(Path(resume_from))
+            if choice is None and resume:
+                _check_no_results(run_folder)
     choice = broadcast_object(choice)
     if choice is None:
         return None
@@ -276,6 +295,21 @@ def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resu
             raise InputError(f"{run_folder}: holds another run than {choice}; choose an empty output folder")
     print_main(f"loaded {choice} (step {contents['step']})")
     return contents
+
+
+def _check_no_results(run_folder: Path) -> None:
+    """InputError for a folder with the results of a run whose checkpoints are gone: `auto` would start it anew."""
+    metrics = run_folder / "metrics.jsonl"
+    manifest = read_manifest(run_folder)
+    # what a kill left while --overwrite deleted it is no result
+    gone = ("args.yaml", "metrics.jsonl", *(manifest.obsolete if manifest else ()))
+    found = [name for name in RESULT_FILES if name not in gone and (run_folder / name).exists()]
+    # a run that was killed before its first checkpoint leaves a manifest
+    if metrics.is_file() and metrics.stat().st_size and manifest is None:
+        found.append(metrics.name)
+    if found:
+        text = f"holds {found[0]} and no checkpoint to resume; choose another folder, or --overwrite it"
+        raise InputError(f"{run_folder}: {text}")
 
 
 def _read(path: Path, format: str) -> Checkpoint:
@@ -295,18 +329,19 @@ def _read(path: Path, format: str) -> Checkpoint:
 
 def _resolve(path: Path) -> Path:
     """The file that a path given by the user means. Raises InputError for a damaged or missing one."""
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise InputError(f"--resume_from {path}: {error.strerror}; check --resume_from") from None
+    if is_folder:
         newest = find_newest(path)
         if newest is None:
             raise InputError(f"{path}: holds no intact checkpoint; check --resume_from")
         return newest
-    if not path.is_file():
+    if not is_file:
         raise InputError(f"{path}: no such checkpoint; check --resume_from")
-    try:
-        reason = find_damage(path)
-        digest = file_sha256(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); choose another --resume_from") from None
+    reason = find_damage(path)
+    digest = file_sha256(path)
     manifest = read_manifest(path.parent)
     expected = manifest.checkpoints.get(path.name, digest) if manifest else digest
     meant = digest == expected or (not reason and _was_linked_early(path, digest, manifest))
@@ -411,10 +446,16 @@ def check_run_folder(run_folder: Path, may_exist: bool, overwrite: bool) -> None
     """InputError when starting here would write over files that are not this run's to replace."""
     if not run_folder.is_dir():
         return
-    manifest = read_manifest(run_folder)
     names = {*RESULT_FILES, MANIFEST}
     files = [path for path in run_folder.iterdir() if path.name in names or is_checkpoint_name(path.name)]
-    files += [path for path in (run_folder / "logs", run_folder / "figures") if path.exists()]
+    folders = [path for path in (run_folder / "logs", run_folder / "figures") if path.exists()]
+    # opening a pipe would wait for ever
+    odd = [path for path in (*files, run_folder / ".lock") if path.exists() and not path.is_file()]
+    odd += [path for path in folders if not path.is_dir()]
+    if odd:
+        raise InputError(f"{odd[0]}: is not what a run writes under this name; move it away, or choose another folder")
+    manifest = read_manifest(run_folder)
+    files += [path for path in folders if any(path.iterdir())]
     ours = manifest is not None or _is_args_file(run_folder / "args.yaml")
     if not may_exist and files:
         if ours or any(is_checkpoint_name(path.name) or path.name == "metrics.jsonl" for path in files):
@@ -461,7 +502,7 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
         if name in (*RESULT_FILES, MANIFEST) or is_checkpoint_name(name):
             path.unlink()
     if contents is None:
-        return _begin_afresh(run_folder), 0
+        return begin_afresh(run_folder), 0
     if not _is_of_run(contents, run_folder):
         return _begin_from_another_run(run_folder, contents), 0
     manifest = read_manifest(run_folder)
@@ -469,6 +510,7 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
         manifest = recover_manifest(run_folder)
     manifest.run_id = manifest.run_id or secrets.token_hex(8)
     manifest.written = list(dict.fromkeys([*manifest.written, *RESULT_FILES]))
+    size = _check_log(run_folder, contents)
     newest = _go_back(run_folder, manifest, contents)
     if not newest.exists():
         # the step's own name was dropped, and best.pt or a copy still has it
@@ -477,32 +519,66 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
     if not file_is(newest, manifest.checkpoints[newest.name]):
         link(contents.path, newest)
     _mend_links(run_folder, manifest)
-    return manifest.run_id, contents["log"]["bytes"]
+    return manifest.run_id, size
 
 
-def _begin_afresh(run_folder: Path) -> str:
-    old = read_manifest(run_folder) or Manifest()
-    obsolete = old.files()
-    if _is_args_file(run_folder / "args.yaml"):
-        # check_run_folder has seen to it that all checkpoints here are of the one run
-        obsolete += [path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name)]
-        # a manifest from before it named them has no other files of the run
-        obsolete += RESULT_FILES
-        obsolete += [f"logs/{path.name}" for path in run_folder.glob("logs/events.out.tfevents.*")]
+def _check_log(run_folder: Path, contents: Checkpoint) -> int:
+    """How many bytes of metrics.jsonl belong to the checkpoint. Raises InputError when they are another branch's.
+
+    A copy of a checkpoint may be of a branch that the folder has left, or has not seen.
+    """
+    size, sha256 = contents["log"]["bytes"], contents["log"].get("sha256")
+    path = run_folder / "metrics.jsonl"
+    data = path.read_bytes() if path.exists() else b""
+    lost = len(data) < size
+    other = not lost and sha256 and hashlib.sha256(data[:size]).hexdigest() != sha256
+    if other or (lost and contents.path.parent.resolve() != run_folder.resolve()):
+        text = f"{path} is of another branch of the run than {contents.path}; choose an empty output folder"
+        raise InputError(text)
+    return size
+
+
+def begin_afresh(run_folder: Path, parts: tuple[Path, ...] = ()) -> str:
+    """Rank 0: begin a new run where an old one was, and delete the old one's files; returns the new run's id.
+
+    parts: run folders inside this one (the folds of a cross-validation) whose runs end with it. One manifest names all
+    that goes before anything does: finish_deleting completes it after a kill.
+    """
+    obsolete = _files_of_run(run_folder)
+    for part in parts:
+        obsolete += [f"{part.name}/{name}" for name in (*_files_of_run(part), MANIFEST)]
     present = [name for name in dict.fromkeys(obsolete) if (run_folder / name).is_file()]
     manifest = Manifest(secrets.token_hex(8), written=list(RESULT_FILES), obsolete=present)
     write_manifest(run_folder, manifest)
-    delete_obsolete(run_folder, manifest)
-    # names that the new run uses again must not stay in the list
-    write_manifest(run_folder, manifest)
+    finish_deleting(run_folder)
     return manifest.run_id
+
+
+def finish_deleting(run_folder: Path) -> None:
+    """Rank 0: delete what begin_afresh called obsolete."""
+    manifest = read_manifest(run_folder)
+    if manifest and manifest.obsolete:
+        delete_obsolete(run_folder, manifest)
+        # names that the new run uses again must not stay in the list
+        write_manifest(run_folder, manifest)
+
+
+def _files_of_run(run_folder: Path) -> list[str]:
+    """What a run wrote, by its manifest, and by its args.yaml where the manifest is from before it named all."""
+    files = (read_manifest(run_folder) or Manifest()).files()
+    if _is_args_file(run_folder / "args.yaml"):
+        # check_run_folder has seen to it that all checkpoints here are of the one run
+        files += [path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name)]
+        files += RESULT_FILES
+        files += [f"logs/{path.name}" for path in run_folder.glob("logs/events.out.tfevents.*")]
+    return files
 
 
 def _begin_from_another_run(run_folder: Path, contents: Checkpoint) -> str:
     """The other run's checkpoint becomes the first of a new run, so that `auto` finds it from now on."""
     run_id = secrets.token_hex(8)
     path = run_folder / f"step_{contents['step']:08d}.pt"
-    log = dict(contents["log"]) | {"bytes": 0, "run_id": run_id}
+    log = dict(contents["log"]) | {"bytes": 0, "sha256": "", "run_id": run_id}
     digest = write_checkpoint(path, contents.plain() | {"run_id": run_id, "log": log})
     write_manifest(run_folder, Manifest(run_id, {path.name: digest}, list(RESULT_FILES)))
     return run_id
@@ -532,8 +608,30 @@ def _mend_links(run_folder: Path, manifest: Manifest) -> None:
     for name, digest in manifest.checkpoints.items():
         path = run_folder / name
         target = steps.get(digest)
-        if target not in (None, path) and target.exists() and not (path.exists() and os.path.samefile(path, target)):
+        if target not in (None, path) and not file_is(path, digest) and file_is(target, digest):
             link(target, path)
+
+
+def at_end_of_step(contents: Checkpoint, run_folder: Path) -> Checkpoint:
+    """All ranks: the same checkpoint, resumed behind all that was logged of its step, the evaluation included.
+
+    For what comes after a training that is over (guide 3's next stage) and does not repeat its last evaluation.
+    """
+    if not _is_of_run(contents, run_folder):
+        return contents
+    size, rows = 0, contents["log"]["rows"]
+    with contextlib.suppress(OSError), open(run_folder / "metrics.jsonl", "rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                if record["step"] > contents["step"]:
+                    break
+                if record["step"] == contents["step"] and "train/loss" in record:
+                    # the interval that the checkpoint cut in two was written after it
+                    rows = []
+            size += len(line)
+    log = contents["log"] | {"rows": rows, "bytes": size, "sha256": ""}
+    return Checkpoint(contents.plain() | {"log": log}, contents.path)
 
 
 def cut_metrics(path: Path, size: int) -> None:

@@ -333,10 +333,14 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
     args.source must be there. Mistakes in the file end the process with one line and code 2.
     """
     folder = Path(run_folder)
-    if args.resume_from not in (None, "auto"):
-        folder = Path(args.resume_from) if Path(args.resume_from).is_dir() else Path(args.resume_from).parent
-    path = folder / "args.yaml"
-    if not path.is_file():
+    try:
+        if args.resume_from not in (None, "auto"):
+            folder = Path(args.resume_from) if Path(args.resume_from).is_dir() else Path(args.resume_from).parent
+        path = folder / "args.yaml"
+        if not path.is_file():
+            return
+    except OSError:
+        # such as a name that is too long: what looks for the checkpoint says so
         return
     actions = {action.dest: action for action in parser._actions}
     taken = []

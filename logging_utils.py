@@ -4,7 +4,9 @@ Every function may be called on all ranks; only rank 0 writes. A full disk never
 once, and the next checkpoint, which needs the space too, ends the run in order.
 """
 
+import contextlib
 import functools
+import hashlib
 import io
 import json
 import math
@@ -147,7 +149,11 @@ class RunLog:
         """All ranks: for the checkpoint of `step`: the interval begun, and how far metrics.jsonl belongs to it."""
         self.collect()
         interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
-        return interval | {"bytes": self.written, "step": step, "run_id": self.run_id}
+        sha256 = ""
+        if self.ranks.is_main:
+            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
+                sha256 = hashlib.sha256(file.read(self.written)).hexdigest()
+        return interval | {"bytes": self.written, "sha256": sha256, "step": step, "run_id": self.run_id}
 
     def write_rest(self, step: int, epoch: int) -> None:
         """All ranks, at the end of training and after its last checkpoint: the steps since the last full interval."""
@@ -228,7 +234,11 @@ class RunLog:
             whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in whole.items()}
             text = json.dumps(whole, indent=2) + "\n"
             self._guard(lambda: (self.folder / "summary.json").write_text(text, encoding="utf-8"))
-            self.figure("curves", plot_curves(self.folder / "metrics.jsonl", self.curves), values["steps"])
+
+            def draw():
+                self.figure("curves", plot_curves(self.folder / "metrics.jsonl", self.curves), values["steps"])
+
+            self._guard(draw)
 
     def close(self) -> None:
         for resource in (self.bar, self.writer, self.jsonl):
@@ -319,7 +329,11 @@ def plot_curves(metrics: Path, chosen: list[str] | None = None):
     """
     from matplotlib.figure import Figure
 
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = []
+    for line in metrics.read_text().splitlines():
+        # a line that a full disk cut short is no point of a curve
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
     names = chosen or [
         n for n in dict.fromkeys(n for r in records for n in r) if n.startswith("val/") and n.count("/") == 1
     ]

@@ -1,6 +1,7 @@
 """What must be the same in every training loop: a batch that fits, the best checkpoint, what is said at the end."""
 
 import gc
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def forget_other_best(run_folder: Path, state: dict, name: str = "best.pt") -> N
 
     In another folder, or after going back to an older checkpoint, it holds another one or none.
     """
-    if best_sha256(run_folder, name) != state["best_sha256"]:
+    if best_sha256(run_folder, name) != state["best_sha256"] or not math.isfinite(state["best"] or 0.0):
         state["best"] = None
 
 
@@ -82,10 +83,12 @@ def keep_best(
     """All ranks, after an evaluation: best.pt becomes the checkpoint of state["step"] if its value is the best so far.
 
     planned: False where --max_steps cut an epoch short. Such an evaluation is no part of the uninterrupted run, so it
-    leaves no trace in `state`, and gives best.pt its first checkpoint only. lower: smaller values are better. Returns
-    whether best.pt is now this checkpoint.
+    leaves no trace in `state`, and gives best.pt its first checkpoint only; nor does one that is not finite, which
+    nothing would ever beat. lower: smaller values are better. Returns whether best.pt is now this checkpoint.
     """
-    if planned and (state["best"] is None or (value <= state["best"] if lower else value >= state["best"])):
+    best = state["best"]
+    better = best is None or (value <= best if lower else value >= best)
+    if planned and better and math.isfinite(value):
         state["best"] = value
         state["best_sha256"] = mark_best(run_folder, state["step"], names)
         return True

@@ -87,6 +87,8 @@ def prepare_link(source: Path, target: Path) -> Path:
     """A file that os.replace makes `target`, another name of `source`; a copy where there are no links."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
+    # a link to a symbolic link would follow what that points to later
+    source = Path(os.path.realpath(source))
     try:
         os.link(source, temporary)
     except OSError:
@@ -192,9 +194,12 @@ SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{
 
 def read_seal(path: Path) -> Seal | None:
     """The seal of a checkpoint; None for files written before there were seals, and for files of other programs."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 256))
-        match = SEAL.search(file.read())
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 256))
+            match = SEAL.search(file.read())
+    except OSError:
+        return None
     if match is None:
         return None
     return Seal(int(match[1]), match[2].decode(), match[3].decode(), len(match[0]))
@@ -213,13 +218,16 @@ def write_checkpoint(path: Path, contents: dict) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """The sha256 of a file, as the manifest has it."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """The sha256 of a file, as the manifest has it; "" for a file that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def find_damage(path: Path) -> str:
-    """Why a checkpoint file cannot be trusted, by what it says of itself; "" for a good one. Raises OSError.
+    """Why a checkpoint file cannot be trusted, by what it says of itself; "" for a good one.
 
     A sealed file is compared with its seal, and its name with the step in it. One without a seal is checked by the
     checksums of torch's zip archive.
@@ -229,15 +237,20 @@ def find_damage(path: Path) -> str:
         try:
             with zipfile.ZipFile(path) as archive:
                 record = archive.testzip()
-        except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, ValueError) as error:
+        except OSError as error:
+            return f"cannot be read ({error.strerror or error})"
+        except Exception as error:  # damaged archives raise errors of each of the compression methods
             return f"not a readable checkpoint ({error})"
         return f"its part {record} does not match its checksum" if record else ""
     sha256 = hashlib.sha256()
-    left = path.stat().st_size - seal.size
-    with open(path, "rb") as file:
-        while left > 0 and (data := file.read(min(left, 1 << 20))):
-            sha256.update(data)
-            left -= len(data)
+    try:
+        with open(path, "rb") as file:
+            left = os.fstat(file.fileno()).st_size - seal.size
+            while left > 0 and (data := file.read(min(left, 1 << 20))):
+                sha256.update(data)
+                left -= len(data)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     if sha256.hexdigest() != seal.sha256:
         return "its bytes do not match the sha256 that it ends with"
     return misnamed(path.name, seal.step)
@@ -303,11 +316,8 @@ def recover_manifest(run_folder: Path) -> Manifest:
 
 def identify(path: Path) -> tuple[int, str, str]:
     """(step, run, reason why it is not a good checkpoint of this project or "") of a file, by what is in it."""
-    try:
-        reason = find_damage(path)
-        seal = read_seal(path)
-    except OSError as error:
-        return 0, "", f"cannot be read ({error.strerror})"
+    reason = find_damage(path)
+    seal = read_seal(path)
     if reason or seal:
         return (seal.step, seal.run_id, reason) if seal else (0, "", reason)
     try:

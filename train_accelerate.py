@@ -948,6 +948,9 @@ def fit_stage(
         parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if fp16 else {}}
         ckpt.save_checkpoint(folder, parts | save_parts(k, log.pending(state["step"])), state["step"], args.keep_last)
 
+    if state["stage_step"] == 0 and k:
+        # written down at once: from here on the stage before is done
+        save()
     if state["stage_step"] == 0 and ranks.is_main:
         log.figure(f"{stage['name']}_inputs", draw_inputs(k, train, scheduler, args, ranks), state["step"])
     while True:
@@ -1044,7 +1047,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     table = plan_stages(first, data.greys, args, ranks)
     effective = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in stages]
     this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective[first]}
-    begun_from = contents
+    begun_from = ckpt.at_end_of_step(contents, folder) if contents and anew else contents
     earlier: list[StageNet] = []
     if contents:
         ckpt.check_same_run(contents, {name: this_run[name] for name in list(this_run)[: 2 if anew else 3]})
@@ -1100,6 +1103,10 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, begun_from)
+    if begun_from and anew:
+        # what the stage before had not logged yet
+        log.context = {"stage": first}
+        log.write_rest(state["step"], begun_from["state"]["epoch"] + 1)
     del begun_from
     log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
     print_banner("X-RAY TO CT CASCADE", facts)

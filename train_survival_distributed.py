@@ -815,11 +815,16 @@ def cross_validate(cohort: sd.Cohort, splits: list, folder: Path, why: str, args
             places = [folder, *sorted(folder.glob("fold_*"))] if ranks.is_main else []
             for place in places:
                 ckpt.check_run_folder(place, True, True)
-            for place in places:
-                ckpt.begin_run(place, None)
+            try:
+                if places:
+                    ckpt.begin_afresh(folder, tuple(places[1:]))
+            except OSError as error:
+                raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
     with du.agree_on_errors():
         try:
             if ranks.is_main:
+                # folds of an old run that a kill left while --overwrite deleted them
+                ckpt.finish_deleting(folder)
                 save_args(folder / "args.yaml", args)
         except OSError as error:
             raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --log_dir") from None

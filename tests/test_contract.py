@@ -345,3 +345,22 @@ def test_help_and_other_names(task, small_run, zygote, tmp_path):
         assert "must be a number above 0, not '-1'" in line
     line = one_error_line(zygote(script, *flags, "--config", "config/prs_med_demo.yml"))
     assert line.endswith("there is configs/prs_med_demo.yaml")
+
+
+def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(small_run, zygote, tmp_path):
+    """Guide 3: what stage 1 logged stays, and stage 2 is what `auto` goes on with, from its first step on."""
+    out = tmp_path / "run"
+    done = zygote(*small_run("cascade", out, "--stage", "1"))
+    assert done.code == 0, done.stderr[-2000:]
+    step = torch.load(out / "stage1_best.pt", weights_only=True)["step"]
+    logged = [line for line in lines(out) if line["step"] <= step]
+    words = ["--stage", "2", "--resume_from", out / "stage1_best.pt"]
+    done = zygote(*small_run("cascade", out, *words, "--max_steps", str(step + 1)))
+    assert done.code == 0, done.stderr[-2000:]
+    assert lines(out)[: len(logged)] == logged
+    assert [line["step"] for line in lines(out) if "train/loss" in line][-1] == step + 1
+    # the first checkpoint of stage 2 was written before its first step
+    (out / f"step_{step + 1:08d}.pt").unlink()
+    done = zygote(*small_run("cascade", out, "--stage", "2", "--resume_from", "auto", "--max_steps", str(step + 1)))
+    assert done.code == 0, done.stderr[-2000:]
+    assert f"start          step {step}, stage2, epoch 1" in done.stdout

@@ -19,6 +19,7 @@ import torch
 from conftest import tree
 
 import checkpoint_utils as ckpt
+import loop_utils
 import manifest_utils
 from cli_utils import InputError, RunError
 from distributed_utils import Ranks
@@ -460,3 +461,136 @@ def test_the_state_of_another_optimizer():
     for wrong in (saved, {"state": {}, "param_groups": []}, {"state": {}}):
         with pytest.raises(InputError, match="the state of another optimizer"):
             ckpt.restore_optimizer(other, wrong, 0.0)
+
+
+# --- what a review found ----------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_another_branch_is_not_cut(runs, tmp_path):
+    """A copy of a checkpoint that the folder has left, or has not seen yet, is refused; the folder stays as it was."""
+    folder = tmp_path / "run"
+    toy_run(folder, 8)
+    copy = shutil.copy(folder / "step_00000008.pt", tmp_path / "copy.pt")
+    shutil.copytree(folder, tmp_path / "twin")
+    toy_run(folder, 12, str(folder / "step_00000007.pt"))
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().replace("8.0", "8.5", 1))
+    for target, checkpoint in ((folder, copy), (tmp_path / "twin", folder / "last.pt")):
+        before = tree(target)
+        with pytest.raises(InputError, match="of another branch of the run"):
+            toy_run(target, 14, str(checkpoint))
+        assert {name: tree(target)[name] for name in before} == before
+
+
+def test_a_good_best_is_not_replaced_by_a_damaged_step(runs, tmp_path):
+    """In a copy of the folder best.pt is a file of its own; the step it equals is damaged, the newest is not."""
+    folder = tmp_path / "run"
+    toy_run(folder, 3)
+    toy_run(folder, 4, "auto")
+    shutil.copytree(folder, tmp_path / "copy")
+    damage(tmp_path / "copy" / "step_00000003.pt", "flip", random.Random(0))
+    toy_run(tmp_path / "copy", 5, "auto")
+    assert ckpt.load_checkpoint(str(tmp_path / "copy" / "best.pt"), folder, "toy")["step"] == 3
+
+
+def test_the_last_intact_copy_is_found(tmp_path):
+    """One step, damaged, and last.pt good: `auto` resumes from that; only best.pt good: it is named."""
+    folder = tmp_path / "run"
+    toy_run(folder, 3)
+    shutil.copytree(folder, tmp_path / "copy")
+    for name in ("step_00000002.pt", "step_00000003.pt"):
+        damage(tmp_path / "copy" / name, "flip", random.Random(0))
+    assert toy_run(tmp_path / "copy", 4, "auto") == 3
+    assert manifest_utils.find_damage(tmp_path / "copy" / "step_00000003.pt") == ""
+
+
+def test_a_failed_save_deletes_nothing_that_counts(tmp_path, monkeypatch):
+    """The disk fails after the manifest took its place: what it names stays."""
+    folder = tmp_path / "run"
+    toy_run(folder, 3)
+    real, calls = manifest_utils._sync_folder, []
+
+    def fail(path):
+        calls.append(path)
+        # the second time in a save is the manifest's
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    contents = ckpt.load_checkpoint("auto", folder, "toy").plain()
+    monkeypatch.setattr(manifest_utils, "_sync_folder", fail)
+    with pytest.raises(RunError, match="not written"):
+        ckpt.save_checkpoint(folder, contents, 4, keep_last=1)
+    assert not list(folder.glob(".*.tmp"))
+    monkeypatch.undo()
+    assert ckpt.load_checkpoint("auto", folder, "toy")["step"] == 4
+
+
+def test_a_symbolic_link_as_checkpoint(runs, tmp_path):
+    """A link to best.pt, whose step has lost its own name, becomes a checkpoint and not a link to what follows."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "run", folder)
+    (tmp_path / "mine.pt").symlink_to(folder / "best.pt")
+    assert toy_run(folder, 4, str(tmp_path / "mine.pt")) == 3
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    assert toy_run(folder, 5, "auto") == 4
+
+
+def test_results_without_checkpoints_are_not_started_anew(runs, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "run", folder)
+    for path in (*folder.glob("*.pt"), folder / "manifest.sha256"):
+        path.unlink()
+    (folder / "args.yaml").write_text(ARGS)
+    before = tree(folder)
+    with pytest.raises(InputError, match="no checkpoint to resume"):
+        toy_run(folder, 6, "auto")
+    assert tree(folder) == before
+    assert toy_run(folder, 6, overwrite=True) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["step_00000009.pt", "best.pt", "manifest.sha256", "args.yaml", "metrics.jsonl", ".lock"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_names_of_a_run_that_are_no_files(name, kind, runs, tmp_path):
+    """A pipe would be waited for, for ever; a folder ended the run after its first validation."""
+    for mode in (("auto", False), (None, True)):
+        folder = tmp_path / str(mode[1])
+        shutil.copytree(runs / "run", folder)
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name) if kind == "pipe" else (folder / name).mkdir()
+        with pytest.raises(InputError, match="is not what a run writes under this name"):
+            toy_run(folder, 6, *mode)
+
+
+def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
+    toy_run(tmp_path, 2)
+    state = {"step": 1, "best": None, "best_sha256": None}
+    for value, best in ((float("nan"), None), (0.9, 0.9), (float("inf"), 0.9)):
+        loop_utils.keep_best(tmp_path, state, value, planned=True)
+        assert state["best"] == best
+    state["best"] = float("nan")
+    loop_utils.forget_other_best(tmp_path, state)
+    assert state["best"] is None
+
+
+def test_folds_are_overwritten_all_or_none(runs, tmp_path):
+    """A kill while --overwrite deletes the folds of a cross-validation: the next start finishes that first."""
+    folder = tmp_path / "folds"
+    for name in ("fold_1", "fold_2"):
+        shutil.copytree(runs / "run", folder / name)
+    (folder / "args.yaml").write_text(ARGS)
+    real, calls = Path.unlink, []
+
+    def unlink(self, missing_ok=False):
+        calls.append(self)
+        if len(calls) == 5:
+            raise Killed
+        real(self, missing_ok=missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(Killed):
+            ckpt.begin_afresh(folder, (folder / "fold_1", folder / "fold_2"))
+    ckpt.finish_deleting(folder)
+    assert [toy_run(folder / name, 2, "auto") for name in ("fold_1", "fold_2")] == [0, 0]
