@@ -351,6 +351,8 @@ def _resolve(path: Path) -> Path:
             if name.startswith("step_") and other == expected and file_is(path.parent / name, expected):
                 return path.parent / name
         reason = reason or "it is another checkpoint than the manifest names"
+    if reason.startswith("not a readable checkpoint"):
+        raise InputError(f"{path}: {reason}; choose another --resume_from")
     if reason:
         raise InputError(f"{path}: damaged ({reason}); choose another, or --resume_from auto")
     return path

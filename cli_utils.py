@@ -111,6 +111,8 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str):
+        # one name for a flag that has several
+        message = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)+:", r"argument \1:", message)
         if is_first_process():
             print(f"error: {message}; see --help", file=sys.stderr)
         sys.exit(2)

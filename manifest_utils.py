@@ -25,8 +25,8 @@ MANIFEST = "manifest.sha256"
 # What a run writes into its folder beside checkpoints, logs and figures.
 RESULT_FILES = (
     "args.yaml", "metrics.jsonl", "summary.json", "model.safetensors", "model_last.safetensors", "eval_val.json",
-    "eval_test.json", "eval_val_shuffled.json", "eval_test_shuffled.json", "predictions.csv", "predictions_val.parquet",
-    "predictions_test.parquet", "baseline.json",
+    "eval_test.json", "eval_last.json", "eval_val_shuffled.json", "eval_test_shuffled.json", "predictions.csv",
+    "predictions_val.parquet", "predictions_test.parquet", "baseline.json",
 )  # fmt: skip
 
 

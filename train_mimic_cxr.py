@@ -19,6 +19,7 @@ import math
 import os
 import platform
 import time
+import warnings
 import zlib
 from pathlib import Path
 
@@ -623,6 +624,7 @@ def train_one_epoch(
     of the whole training, which the learning rate follows). Between log lines nothing is read back from the GPU. Raises
     InputError on all ranks for an unreadable picture of any of them.
     """
+    warnings.filterwarnings("ignore", message="Grad strides do not match")  # depthwise kernels have two layouts at once
     engine.model.train()
     batches, sampler = iter(loader), loader.batch_sampler
     while state["step"] < ends[0] and state["samples"] < sampler.used:

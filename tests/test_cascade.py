@@ -618,6 +618,7 @@ def test_augmentation(torsos):
         assert (shadow - picture).abs().mean() < 0.7 * (shadow - unmoved).abs().mean()
 
 
+@pytest.mark.soak
 def test_config_keys_have_an_effect(cascade, zygote, torsos, one, tmp_path):
     """The guide's nested JSON with // comments; each key arrives."""
     first = second_loss(one)

@@ -236,6 +236,7 @@ def test_a_bad_file_on_two_ranks_and_several_at_once(small, zygote):
     fails(zygote, small, expect=r"patient_000[35].nii.gz: .*\(and 1 more patients with bad files\)", ranks=2)
 
 
+@pytest.mark.soak
 def test_what_the_messages_say_works(small, zygote, tmp_path):
     """Flipped pictures with the flag; a missing lateral view with one view, or rendered; a mismatch let pass."""
     words = [

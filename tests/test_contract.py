@@ -117,17 +117,15 @@ def test_stopping_by_max_steps_and_going_on_is_the_uninterrupted_run(task, small
 def test_weight_decay_changed_on_resume_is_taken(task, small_run, finished, zygote, tmp_path):
     """From the checkpoint in the middle on, with a large weight decay: smaller weights at the end."""
     middle = sorted(finished(task).glob("step_*.pt"))[0]
+    out = tmp_path / "run"
+    done = zygote(*small_run(task, out, "--resume_from", middle, "--weight_decay", "10"))
+    assert done.code == 0, done.stderr[-2000:]
     norms = []
-    for decay in ("0", "10"):
-        out = tmp_path / decay
-        done = zygote(*small_run(task, out, "--resume_from", middle, "--weight_decay", decay))
-        assert done.code == 0, done.stderr[-2000:]
-        contents = torch.load(out / "last.pt", weights_only=True)
+    for folder in (out, finished(task)):
+        contents = torch.load(folder / "last.pt", weights_only=True)
         weights = contents["net"] if "net" in contents else contents["model"]
-        norms.append(
-            sum(float(value.double().square().sum()) for value in weights.values() if value.is_floating_point())
-        )
-    assert norms[1] < 0.9999 * norms[0]
+        norms.append(sum(float(w.double().square().sum()) for w in weights.values() if w.is_floating_point()))
+    assert norms[0] < 0.9999 * norms[1]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -360,7 +358,9 @@ def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(small_run, zy
     assert lines(out)[: len(logged)] == logged
     assert [line["step"] for line in lines(out) if "train/loss" in line][-1] == step + 1
     # the first checkpoint of stage 2 was written before its first step
-    (out / f"step_{step + 1:08d}.pt").unlink()
+    for path in out.glob("*.pt"):
+        if torch.load(path, weights_only=True)["step"] > step:
+            path.unlink()
     done = zygote(*small_run("cascade", out, "--stage", "2", "--resume_from", "auto", "--max_steps", str(step + 1)))
     assert done.code == 0, done.stderr[-2000:]
     assert f"start          step {step}, stage2, epoch 1" in done.stdout

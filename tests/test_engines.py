@@ -207,7 +207,8 @@ def test_ten_kills(flags, zygote, whole, tmp_path):
         assert same
 
 
-@pytest.mark.parametrize("engine", ["--deepspeed", pytest.param("--torchrun", marks=SLOW)])
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["--deepspeed", "--torchrun"])
 def test_signals_to_the_launcher_reach_every_worker(flags, engine, tmp_path):
     """SIGTERM to launch_distributed_training.sh: saved at the step reached, no process left behind."""
     out = tmp_path / "run"

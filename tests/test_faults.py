@@ -27,6 +27,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.soak
 def test_full_disk(data, small_disk, tmp_path, zygote):
     """The save that does not fit ends the run with one line; the checkpoint before is intact and can be resumed."""
     out = small_disk / "run"

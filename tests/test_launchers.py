@@ -31,7 +31,7 @@ def torchrun_curve(data, tmp_path_factory):
 @pytest.mark.parametrize(
     "launcher",
     [
-        ["deepspeed", "--num_gpus=2"],
+        pytest.param(["deepspeed", "--num_gpus=2"], marks=pytest.mark.soak),
         ["./run_multi_gpu_train.sh"],
         pytest.param([sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"], marks=pytest.mark.soak),
         pytest.param(["accelerate", "launch", "--multi_gpu", "--num_processes=2"], marks=pytest.mark.soak),

@@ -489,7 +489,7 @@ SETTINGS = {
     "dropout 1": (same, [*NEW, "--dropout", "1"], "--dropout: must be a number at least 0 and at most 0.99"),
     "epochs 1.5": (same, [*NEW, "--epochs", "1.5"], "--epochs: must be a whole number of at least 1"),
     "workers -1": (same, [*NEW, "--num_workers", "-1"], "--num_workers: must be a whole number of at least 0"),
-    "seed x": (same, [*NEW, "--seed", "x"], "--seed: invalid int value: 'x'"),
+    "seed x": (same, [*NEW, "--seed", "x"], "--seed: must be a whole number from .*, not 'x'"),
     "grade E": (same, [*NEW, "--quality_grade", "E"], r"--quality_grade: invalid choice: 'E' \(choose from"),
     "view": (same, [*NEW, "--view", "sagittal"], "--view: invalid choice: 'sagittal'"),
     "uncertain": (same, [*NEW, "--chexpert_uncertain", "zeros"], "--chexpert_uncertain: invalid choice: 'zeros'"),
@@ -687,6 +687,7 @@ def disk(tmp_path):
     subprocess.run(["umount", folder], capture_output=True)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("size", "options", "reason", "ranks"),
     [("1m", ["nr_inodes=1"], "No space left on device", 1), ("1m", ["ro"], "Read-only file system", 2)],
@@ -713,6 +714,7 @@ UNREADABLE = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("split", "how", "ranks"), [*UNREADABLE, ("test", "deleted", 2)])
 def test_images_that_become_unreadable(chest, chest_root, run, tmp_path, zygote, split, how, ranks):
     """After the index was built, in training, validation and --eval_only: one line on all ranks, exit code 2."""

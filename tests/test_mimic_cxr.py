@@ -681,6 +681,7 @@ def test_precision_of_the_deepspeed_file():
     assert script.choose_precision(None, "bf16", cpu)[0] == "bf16"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["deepspeed_config", pytest.param("deepspeed_zero3", marks=pytest.mark.soak)])
 def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
     """As they are, in bf16: offload, checkpointing, a frozen encoder; then DDP goes on from there."""
@@ -697,6 +698,7 @@ def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3]
 
 
+@pytest.mark.soak
 def test_banner_says_where_values_come_from(chest, zygote, tmp_path):
     """file < hardware < command line."""
     config = tmp_path / "my.yaml"

@@ -207,6 +207,7 @@ def test_settings(data, tmp_path, zygote, flags):
         assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
+@pytest.mark.soak
 def test_full_state_resumes(data, tmp_path, zygote):
     flags = ["--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, "--save_full_state", "--lora_rank", "4"]
     assert zygote(PRS_MED, *flags).code == 0

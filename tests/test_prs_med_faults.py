@@ -33,6 +33,7 @@ def reshape(row: prs_med_data.Row) -> None:
     Image.open(row.mask).resize((32, 48)).save(row.mask)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("split", "damage", "ranks", "flags", "message"),
     [
@@ -74,6 +75,7 @@ def closed_disk(request, tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.soak
 def test_evaluation_on_a_closed_disk(data, trained, closed_disk, zygote):
     """The table is printed, each file that is not there is named, and the evaluation has not failed."""
     flags = ["--eval_only", "--resume_from", trained, "--max_new_tokens", "2", "--annotations", "lung_CT"]

@@ -398,6 +398,7 @@ def test_splits_that_overlap_cannot_be_pooled(small, zygote):
     )
 
 
+@pytest.mark.soak
 def test_overwrite_deletes_nothing_before_the_last_check(small, zygote, monkeypatch):
     """wandb without an account is found wrong last of all; the old run is still there."""
     run = small.parent / "run"

@@ -175,6 +175,7 @@ def test_accelerate_launch_with_the_config_file(in_context, zygote, tmp_path):
     assert curve(out) == curve(bare)
 
 
+@pytest.mark.soak
 def test_rates_follow_the_effective_batch_and_nothing_else(in_context, zygote, one, tmp_path):
     """--lr_scaling sqrt: doubling the batch multiplies the rate by the square root of 2, however it is made up."""
     rates = {}
@@ -286,6 +287,7 @@ def test_resume_at_another_world_size(in_context, zygote, one, tmp_path):
     assert off(training(out), training(one)) < 1e-5
 
 
+@pytest.mark.soak
 def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path):
     """--max_steps ends with an evaluation that the unbroken run has not: it chooses nothing, and leaves no line."""
     out, whole = tmp_path / "run", tmp_path / "whole"
@@ -383,6 +385,7 @@ def test_nothing_to_compress_is_no_hang(in_context, zygote, tmp_path):
     assert len(training(tmp_path / "run")) == 2
 
 
+@pytest.mark.soak
 def test_full_disk(in_context, zygote, rooms, tmp_path):
     """One line, and the checkpoint before is intact, on disks of several sizes; histories that do not fit, likewise."""
     for kilobytes in (300, 700, 1100):
@@ -414,9 +417,9 @@ def test_a_disk_that_fills_at_any_byte_is_an_os_error(tmp_path, monkeypatch):
     """torch.save turns some of them into a RuntimeError of its own."""
     import errno
 
-    import checkpoint_utils as ckpt
+    import manifest_utils
 
-    written = ckpt._HashingFile.write
+    written = manifest_utils._HashingFile.write
     contents, room = {"a": torch.zeros(3000), "b": torch.zeros(100)}, 0
 
     def write(self, data) -> int:
@@ -424,11 +427,11 @@ def test_a_disk_that_fills_at_any_byte_is_an_os_error(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(self, data)
 
-    monkeypatch.setattr(ckpt._HashingFile, "write", write)
+    monkeypatch.setattr(manifest_utils._HashingFile, "write", write)
     while room < 14000:
         room += 250
         with pytest.raises(OSError, match="No space left"):
-            ckpt.write_atomically(tmp_path / "x.pt", lambda file: torch.save(contents, file))
+            manifest_utils.write_atomically(tmp_path / "x.pt", lambda file: torch.save(contents, file))
         assert not list(tmp_path.iterdir())
 
 
@@ -673,6 +676,7 @@ def test_defaults_are_those_of_the_config(in_context):
     assert baseline.output_dir == "runs/ad"
 
 
+@pytest.mark.soak
 def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
     """Each of the facts' keys arrives, by its own name: in the net, in the data, in the run."""
     import train
