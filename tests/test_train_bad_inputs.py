@@ -290,7 +290,7 @@ FLAGS = [
     (["--model", "ad"], r"--n_latent: --model ad does not compress; leave it out"),
     (["--model", "dt"], r"argument --model: invalid choice: '?dt'?"),
     (["--num_warmup_steps", "8"], r"--num_warmup_steps 8 \(command line\): must be below --train_timesteps 8"),
-    (["--train_batch_size", "0"], r"--train_batch_size/--batch_size: must be a whole number of at least 1, not '0'"),
+    (["--train_batch_size", "0"], r"--train_batch_size: must be a whole number of at least 1, not '0'"),
     (["--n_transit", "1"], r"--n_transit: must be a whole number of at least 2"),
     (["--lr", "-1"], r"argument --lr: must be a number above 0, not '-1'"),
     (["--lr_scaling", "cube"], r"argument --lr_scaling: invalid choice"),
