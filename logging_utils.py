@@ -349,8 +349,11 @@ def plot_curves(metrics: Path, chosen: list[str] | None = None):
     drawn = [(title, {n: points(n) for n in names if points(n)}, place) for title, names, place in panels]
     drawn = [panel for panel in drawn if panel[1]]
     wide = any(place[1] == 1 for _, _, place in drawn)
-    figure = Figure(figsize=(11 if wide else 6, 5), layout="constrained")
-    grid = figure.add_gridspec(4, 2 if wide else 1)
+    figure = Figure(figsize=(11 if wide else 6, 5))
+    left = 0.06 if wide else 0.11
+    grid = figure.add_gridspec(
+        4, 2 if wide else 1, left=left, right=0.98, bottom=0.1, top=0.94, hspace=1.4, wspace=0.15
+    )
     for title, curves, place in drawn:
         axes = figure.add_subplot(grid[place])
         for name, values in curves.items():

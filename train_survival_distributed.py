@@ -1087,6 +1087,9 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
+    # the scores of every epoch; those of the end alone would be single points
+    curves = ("loss", "c_index", "c_index_uno", "auc") if args.task == "survival" else ("loss", "r2")
+    log.curves = [f"val/{name}" for name in curves]
     if args.use_smart_cache and (need := data.cached * data.volumes.bytes() / 2**30) > hw.available_ram_gb():
         have = f"{hw.available_ram_gb():.1f} GB are available"
         du.print_main(f"warning: the smart cache takes {need:.1f} GB for each process, {have}; lower --cache_rate")
