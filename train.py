@@ -157,7 +157,7 @@ import hardware_utils as hw
 import in_context_report as report
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from in_context_net import GRID, Agents, InContextNet, Layer
-from logging_utils import RunLog, print_banner
+from logging_utils import RunLog, print_banner, save_figure, write_result
 from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
 
 # --- data and net -----------------------------------------------------------------------------------------------------
@@ -420,12 +420,8 @@ def final_test(
     facts |= {"return_last_by_goal": by_goal, "return_by_episode": curve}
     facts |= {"eval_episodes": args.eval_episodes, "eval_seeds": args.eval_seeds, "data": str(data.histories.path)}
     folder = Path(args.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**metrics, **facts}, indent=2) + "\n"
-        ckpt.write_atomically(folder / f"eval_{name}.json", lambda file: file.write(text.encode()))
-    except OSError as error:
-        print(f"warning: {folder}: not written ({error.strerror})", file=sys.stderr, flush=True)
+    text = json.dumps({**metrics, **facts}, indent=2) + "\n"
+    write_result(folder / f"eval_{name}.json", text.encode())
     report.print_returns(
         "test, best.pt" if name == "test" else name, metrics, curve, source, baseline, by_goal, data.unseen
     )
@@ -513,15 +509,10 @@ def evaluate_only(args: argparse.Namespace, ranks: du.Ranks) -> int:
     name = "test" if stem == "best" else stem
     _, figures = final_test(net, name, data, contents["step"], baseline, accelerator, args, ranks)
     if ranks.is_main:
-        try:
-            (folder / "figures").mkdir(parents=True, exist_ok=True)
-            for kind, figure in figures.items():
-                figure.savefig(
-                    folder / "figures" / (f"{kind}.png" if name == "test" else f"{name}_{kind}.png"), dpi=110
-                )
+        prefix = "" if name == "test" else f"{name}_"
+        written = [save_figure(folder / "figures" / f"{prefix}{kind}.png", fig) for kind, fig in figures.items()]
+        if all(written):
             print(f"written: {folder}/eval_{name}.json, {folder}/figures", flush=True)
-        except OSError as error:
-            print(f"warning: {folder}/figures: not written ({error.strerror})", file=sys.stderr, flush=True)
     accelerator.free_memory()
     return 0
 

@@ -25,7 +25,6 @@ import json
 import math
 import platform
 import re
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -277,7 +276,7 @@ import hardware_utils as hw
 import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
-from logging_utils import RunLog, figure_text, print_banner, print_table
+from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
 from loop_utils import forget_other_best, keep_best, release_memory, say_if_finished
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
@@ -875,13 +874,9 @@ def evaluate_only(contents: dict, used: str, args: argparse.Namespace, accelerat
         cm.print_metrics(f"test, {Path(used).name}", "test", metrics)
         folder = Path(args.checkpoint_dir)
         text = json.dumps({**metrics, "step": contents["step"], "stage": len(nets)}, indent=2) + "\n"
-        try:
-            (folder / "figures").mkdir(parents=True, exist_ok=True)
-            ckpt.write_atomically(folder / "eval_test.json", lambda file: file.write(text.encode()))
-            if shown:
-                cm.draw_result(shown, args).savefig(folder / "figures" / "eval_test.png", dpi=110)
-        except OSError as error:
-            print(f"warning: {folder}: not written ({error.strerror})", file=sys.stderr, flush=True)
+        write_result(folder / "eval_test.json", text.encode())
+        if shown:
+            save_figure(folder / "figures" / "eval_test.png", cm.draw_result(shown, args))
         print(f"{len(test)} patients; written: {folder}/eval_test.json, {folder}/figures/eval_test.png", flush=True)
     return 0
 

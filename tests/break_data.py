@@ -1,6 +1,10 @@
-"""break_data.py ROOT PATTERN SCRIPT FLAGS...: runs it, and cuts the files short after its first checkpoint."""
+"""break_data.py ROOT PATTERN SCRIPT FLAGS...: runs it, and cuts the files short after its first checkpoint.
+
+With the pattern `.` the folder itself is removed, as a user might do.
+"""
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +16,9 @@ def main() -> None:
 
     def save_checkpoint(*args, **kwargs):
         path = real(*args, **kwargs)
-        if path.name == "step_00000001.pt":
+        if path.name == "step_00000001.pt" and pattern == ".":
+            shutil.rmtree(root)
+        elif path.name == "step_00000001.pt":
             for file in root.glob(pattern):
                 file.write_bytes(file.read_bytes()[:40])
         return path

@@ -305,7 +305,7 @@ def test_an_image_that_becomes_unreadable(task, ranks, small_run, data, chest, s
 def test_the_run_folder_is_removed_while_training(task, small_run, zygote, tmp_path):
     """One line at the next checkpoint, not a traceback at the end."""
     out = tmp_path / "run"
-    done = zygote(ROOT / "tests" / "take_away.py", out, *small_run(task, out, "--save_every", "1"))
+    done = zygote(ROOT / "tests" / "break_data.py", out, ".", *small_run(task, out, "--save_every", "1"))
     assert "was removed while the run was writing there" in one_error_line(done, code=1)
 
 
