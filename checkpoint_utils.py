@@ -238,6 +238,11 @@ class Checkpoint(_Part):
                 self[key] = _Part(value)
                 self[key].path = path
 
+    def need(self, *keys: str) -> None:
+        """Raises InputError, before anything is changed, where one of these parts is missing."""
+        for key in keys:
+            self[key]
+
     def plain(self) -> dict:
         """The same as dicts that torch.save writes without naming a class."""
         return {key: dict(value) if isinstance(value, _Part) else value for key, value in self.items()}

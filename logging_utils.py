@@ -15,6 +15,7 @@ import textwrap
 import time
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -209,12 +210,15 @@ class RunLog:
 
         self._guard(write)
 
-    def figure(self, name: str, figure, step: int) -> None:
-        """Rank 0: a matplotlib figure as figures/<name>.png and in TensorBoard."""
+    def figures(self, draw: Callable[[], dict], step: int) -> None:
+        """Rank 0: the matplotlib figures that draw() returns by name, as figures/<name>.png and in TensorBoard.
+
+        The other ranks do not call draw. None in place of a figure is left out.
+        """
         if not self.ranks.is_main:
             return
 
-        def write():
+        def write(name: str, figure) -> None:
             import numpy as np
             from PIL import Image
 
@@ -224,7 +228,9 @@ class RunLog:
             path.write_bytes(figure_png(figure))
             self.writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
-        self._guard(write)
+        for name, figure in draw().items():
+            if figure:
+                self._guard(functools.partial(write, name, figure))
 
     def finish(self, values: dict) -> None:
         """Rank 0, at the end: summary.json (one flat object: the last value of every metric, and `values`) and the
@@ -235,10 +241,10 @@ class RunLog:
             text = json.dumps(whole, indent=2) + "\n"
             self._guard(lambda: (self.folder / "summary.json").write_text(text, encoding="utf-8"))
 
-            def draw():
-                self.figure("curves", plot_curves(self.folder / "metrics.jsonl", self.curves), values["steps"])
+            def draw() -> dict:
+                return {"curves": plot_curves(self.folder / "metrics.jsonl", self.curves)}
 
-            self._guard(draw)
+            self._guard(lambda: self.figures(draw, values["steps"]))
 
     def close(self) -> None:
         for resource in (self.bar, self.writer, self.jsonl):

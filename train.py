@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cli_utils import (
@@ -399,11 +400,11 @@ def read_baseline(args: argparse.Namespace) -> dict | None:
 def final_test(
     net: InContextNet, name: str, data: Data, step: int, baseline: dict | None, accelerator, args, ranks: du.Ranks,
     stop=None,
-) -> tuple[dict | None, dict]:  # fmt: skip
-    """The full evaluation on the unseen goals; (metrics, figures by name), and rank 0 writes and prints it."""
+) -> tuple[dict | None, Callable[[], dict] | None]:  # fmt: skip
+    """The full evaluation on the unseen goals; (metrics, what draws its figures); rank 0 writes and prints it."""
     returns, paths = act_in_context(net, data.unseen, args.eval_seeds, args.eval_episodes, args, ranks, stop)
     if returns is None:
-        return None, {}
+        return None, None
     metrics, by_place = action_accuracy("test", data.unseen, net, data, accelerator, args, ranks)
     metrics |= report.return_metrics("test", returns, data.unseen)
     source = data.histories.learning_curve(data.unseen).mean(1)
@@ -412,7 +413,7 @@ def final_test(
     if baseline:
         metrics |= {f"test/return_ad_{part}": baseline[f"test/return_{part}"] for part in ("first", "last")}
     if not ranks.is_main:
-        return metrics, {}
+        return metrics, None
     rows = [report.interval(episode) for episode in returns.transpose(2, 0, 1)]
     curve = {name: [row[k] for row in rows] for k, name in enumerate(("mean", "low", "high"))}
     facts = {"model": args.model, "step": step, "goals": [list(divmod(goal, GRID)) for goal in data.unseen]}
@@ -425,12 +426,15 @@ def final_test(
     report.print_returns(
         "test, best.pt" if name == "test" else name, metrics, curve, source, baseline, by_goal, data.unseen
     )
-    figures = {"returns": report.draw_returns(curve, metrics, source, baseline, args.model)}
-    figures |= {
-        "trajectories": report.draw_paths(paths, returns, data.unseen),
-        "accuracy": report.draw_accuracy(by_place),
-    }
-    return metrics, figures
+
+    def draw() -> dict:
+        return {
+            "returns": report.draw_returns(curve, metrics, source, baseline, args.model),
+            "trajectories": report.draw_paths(paths, returns, data.unseen),
+            "accuracy": report.draw_accuracy(by_place),
+        }
+
+    return metrics, draw
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -507,10 +511,10 @@ def evaluate_only(args: argparse.Namespace, ranks: du.Ranks) -> int:
         ckpt.load_trained(net, contents["net"])
     stem = Path(used).stem  # of another checkpoint than the best: beside the run's own test, not in its place
     name = "test" if stem == "best" else stem
-    _, figures = final_test(net, name, data, contents["step"], baseline, accelerator, args, ranks)
+    _, draw = final_test(net, name, data, contents["step"], baseline, accelerator, args, ranks)
     if ranks.is_main:
         prefix = "" if name == "test" else f"{name}_"
-        written = [save_figure(folder / "figures" / f"{prefix}{kind}.png", fig) for kind, fig in figures.items()]
+        written = [save_figure(folder / "figures" / f"{prefix}{kind}.png", fig) for kind, fig in draw().items()]
         if all(written):
             print(f"written: {folder}/eval_{name}.json, {folder}/figures", flush=True)
     accelerator.free_memory()
@@ -617,8 +621,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     wrapped = accelerator.prepare_model(net)
     tools = wrapped, net, accelerator, optimizer, scaler, loader
     with contextlib.closing(log), du.StopSignal() as stop:
-        if state["step"] == 0 and ranks.is_main:
-            log.figure("inputs", report.draw_inputs(data.train), 0)
+        if state["step"] == 0:
+            log.figures(lambda: {"inputs": report.draw_inputs(data.train)}, 0)
         say_if_finished(state["step"], last_step, "--train_timesteps")
         while True:
             planned = state["step"] >= args.train_timesteps
@@ -649,7 +653,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         ckpt.load_trained(net, best["net"])
         trained = time.time() - begun
         options = baseline, accelerator, args, ranks, stop
-        metrics, figures = final_test(net, "test", data, best["step"], *options)
+        metrics, draw = final_test(net, "test", data, best["step"], *options)
         if metrics is None:
             return stopped(stop, state)
         log.write(state["step"], passes(state), metrics | {"best_step": best["step"]})
@@ -657,8 +661,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         facts = {"steps": state["step"], "epochs": passes(state), "world_size": world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | {"train_seconds": round(trained, 1), "seconds": round(time.time() - begun, 1)})
-        for name, figure in figures.items():
-            log.figure(name, figure, state["step"])
+        log.figures(draw, state["step"])
         du.print_main(f"{trained:.0f} seconds of training, {time.time() - begun:.0f} in all")
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
     accelerator.free_memory()

@@ -946,8 +946,8 @@ def fit_stage(
     if state["stage_step"] == 0 and k:
         # written down at once: from here on the stage before is done
         save()
-    if state["stage_step"] == 0 and ranks.is_main:
-        log.figure(f"{stage['name']}_inputs", draw_inputs(k, train, scheduler, args, ranks), state["step"])
+    if state["stage_step"] == 0:
+        log.figures(lambda: {f"{stage['name']}_inputs": draw_inputs(k, train, scheduler, args, ranks)}, state["step"])
     while True:
         sampler.set_position(state["epoch"], state["samples"])
         log.restart_clock()
@@ -1053,6 +1053,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         del nets
         if anew:
             contents = None
+        else:
+            contents.need("net", "ema", "optimizer", "scaler", "rng")
     if anew:
         begin_stage(state, first)
     else:
@@ -1139,7 +1141,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             log.write(state["step"], state["epoch"] + 1, metrics)
             if ranks.is_main:
                 cm.print_metrics(f"val, {name}", "val", metrics)
-                log.figure(f"{name}_val", cm.draw_result(shown, args), state["step"])
+            log.figures(lambda n=name, patients=shown: {f"{n}_val": cm.draw_result(patients, args)}, state["step"])
             if "train/samples_per_s" in log.last:
                 speed[f"train/samples_per_s_per_gpu/{name}"] = log.last["train/samples_per_s"] / world_size
                 speed[f"train/peak_memory_gb/{name}"] = log.last["train/peak_memory_gb"]
@@ -1163,7 +1165,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         if ranks.is_main:
             cm.print_metrics(f"test, {stages[len(earlier) - 1]['name']}", "test", metrics)
             print_speed(stages, speed, ranks)
-            log.figure("test", cm.draw_result(shown, args), state["step"])
+        log.figures(lambda: {"test": cm.draw_result(shown, args)}, state["step"])
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
     del lock
     return 0

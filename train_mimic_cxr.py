@@ -1261,8 +1261,8 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
 
     drawn, best_step = -math.inf, None
     sizes: dict[str, dict] = {}  # of the groups of each split that was evaluated
-    if contents is None and ranks.is_main:
-        log.figure("inputs", draw_inputs(sets["train"]), 0)
+    if contents is None:
+        log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
 
     def report(split: str, final: bool = False) -> tuple[dict, dict]:
         """(metrics, raw predictions) of a split, logged."""
@@ -1272,9 +1272,14 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         if final:  # the row stands at the last step, but its weights may be older
             metrics["best_step"] = best_step
         log.write(state["step"], state["epoch"] + 1, metrics)
-        if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
-            log.figure(f"{split}_answers", draw_answers(sets[split], found), state["step"])
-            log.figure(f"{split}_curves", draw_curves(found, index), state["step"])
+        if split == "test" or time.time() - drawn > 60:  # short epochs: not every one is drawn
+            log.figures(
+                lambda: {
+                    f"{split}_answers": draw_answers(sets[split], found),
+                    f"{split}_curves": draw_curves(found, index),
+                },
+                state["step"],
+            )
             drawn = time.time()
         return metrics, found
 

@@ -721,16 +721,16 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         nonlocal drawn
         metrics, shown = evaluate(model, sets[split], split, args, ranks)
         log.write(state["step"], state["epoch"] + 1, metrics)
-        if ranks.is_main and (split == "test" or time.time() - drawn > 60):  # short epochs: not every one is drawn
-            log.figure(f"{split}_predictions", draw_predictions(shown), state["step"])
+        if split == "test" or time.time() - drawn > 60:  # short epochs: not every one is drawn
+            log.figures(lambda: {f"{split}_predictions": draw_predictions(shown)}, state["step"])
             drawn = time.time()
         return metrics, shown
 
     ends = last_step, planned_steps
     with contextlib.closing(log), du.StopSignal() as stop:
         say_if_finished(state["step"], last_step, "--num_epochs")
-        if state["step"] == 0 and ranks.is_main and (figure := draw_inputs(sets["train"])):
-            log.figure("inputs", figure, 0)
+        if state["step"] == 0:
+            log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
@@ -761,8 +761,8 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
                 results[split] = report(split)[0]
             if ranks.is_main:
                 print_metrics(f"{split}, best.pt", results[split], count_rows(sets[split].rows))
-        if ranks.is_main and best_shown:
-            log.figure("val_predictions", draw_predictions(best_shown), state["step"])
+        if best_shown:
+            log.figures(lambda: {"val_predictions": draw_predictions(best_shown)}, state["step"])
         facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
         facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
         log.finish(facts | results.get("val", {}) | {"seconds": round(time.time() - begun, 1)})

@@ -1116,8 +1116,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         dataset(cohort, val, args).read_ahead()
     with contextlib.closing(log), contextlib.closing(data), du.StopSignal() as stop:
         say_if_finished(state["step"], last_step, "--epochs")
-        if state["step"] == 0 and ranks.is_main:
-            log.figure("train_inputs", draw_inputs(cohort, train, args), 0)
+        if state["step"] == 0:
+            log.figures(lambda: {"train_inputs": draw_inputs(cohort, train, args)}, 0)
         while True:
             frozen = state["epoch"] < args.freeze_epochs
             if net is None or state["epoch"] == args.freeze_epochs:
@@ -1173,8 +1173,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
                 if args.cross_validate:
                     add_baseline(folder / "best.pt", best_found["baseline"])
                 write_results(cohort, split, found, best, folder, folder / scored, args)
-                for title, figure in draw_results(cohort, split, found, args).items():
-                    log.figure(title, figure, state["step"])
+                log.figures(lambda: draw_results(cohort, split, found, args), state["step"])
         signal = int(du.reduce_max([stop.code])[0])  # came too late to save: all is done, but for other folds
         du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
     results = {"steps": state["step"], "signal": signal, "best": best_found}

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
-from conftest import ROOT
+from conftest import ROOT, torchrun
 
 
 class Run:
@@ -48,3 +48,12 @@ class Run:
         for process in chosen:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
+
+
+def interrupt(words: list, out: Path, who: str, step: int, delay: float, number: int = signal.SIGKILL) -> int:
+    """A script and its flags on two processes of torchrun, and a signal so long after a checkpoint of this step."""
+    run = Run([*torchrun(2), *words], str(words[0]), out)
+    run.wait_for_step(step)
+    time.sleep(delay)
+    run.kill(who, number)
+    return run.end()

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -152,19 +153,21 @@ def in_context(rooms):
 
 @pytest.fixture(scope="session")
 def zygote():
-    """run(script, *flags, address_space=bytes, ranks=n, NAME=value of the environment ...) -> code, stdout, stderr,
-    seconds: see zygote.py."""
+    """run(script, *flags, address_space=bytes, ranks=n, figures=drawn or not, interrupt=..., NAME=value of the
+    environment ...) -> code, stdout, stderr and seconds: see zygote.py."""
     server = subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert any("ready" in line for line in server.stdout)  # deepspeed has a word to say first
 
-    def run(*argv, address_space: int = 0, ranks: int = 1, **environment):
+    def run(*argv, address_space: int = 0, ranks: int = 1, figures: bool = False, interrupt=None, **environment):
         request = {
             "argv": [str(word) for word in argv],
             "cwd": str(ROOT),
             "address_space": address_space,
             "ranks": ranks,
+            "figures": figures,
+            "interrupt": interrupt,
             "environment": environment,
         }
         server.stdin.write(json.dumps(request) + "\n")
@@ -196,6 +199,11 @@ def forked(zygote, data: Path, out: Path, processes: int, *flags):
     done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, *flags, ranks=processes)
     assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def at_step(out: Path, step: int, who: str, number: int = signal.SIGKILL) -> dict:
+    """For zygote(..., interrupt=): a signal once there is a checkpoint of this step, to "rank0", "worker" or "all"."""
+    return {"out": str(out), "step": step, "who": who, "number": int(number)}
 
 
 def records(out: Path) -> list[dict]:

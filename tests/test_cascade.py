@@ -7,15 +7,14 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import nibabel
 import numpy as np
 import pytest
 import torch
-from background import Run
-from conftest import ROOT, SMALL_STAGES, torchrun
+from background import interrupt
+from conftest import ROOT, SMALL_STAGES, at_step, torchrun
 from scipy.ndimage import uniform_filter
 
 CASCADE = str(ROOT / "train_accelerate.py")
@@ -61,8 +60,8 @@ def off(a: list[tuple], b: list[tuple]) -> float:
     return most
 
 
-def go(zygote, words: list[str], ranks: int = 1, code: int = 0):
-    done = zygote(CASCADE, *words, ranks=ranks)
+def go(zygote, words: list[str], ranks: int = 1, code: int = 0, figures: bool = False):
+    done = zygote(CASCADE, *words, ranks=ranks, figures=figures)
     assert done.code == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -71,7 +70,7 @@ def go(zygote, words: list[str], ranks: int = 1, code: int = 0):
 def one(cascade, zygote, tmp_path_factory) -> Path:
     """A whole run in one process, 6 patients a step: 2 steps an epoch, the second with the 5 that are left."""
     out = tmp_path_factory.mktemp("one") / "run"
-    done = go(zygote, cascade(out, "--batch_size", "6", "--check_conditioning"))
+    done = go(zygote, cascade(out, "--batch_size", "6", "--check_conditioning"), figures=True)
     assert "stage1  " in done.stdout  # the table of stages
     assert re.search(r"cascade +\d", done.stdout)
     return out
@@ -198,14 +197,6 @@ def whole(cascade, zygote, tmp_path_factory) -> Path:
     return out
 
 
-def interrupt(words: list[str], out: Path, who: str, step: int, delay: float, number: int = signal.SIGKILL) -> int:
-    run = Run([*torchrun(2), CASCADE, *words], CASCADE, out)
-    run.wait_for_step(step)
-    time.sleep(delay)
-    run.kill(who, number)
-    return run.end()
-
-
 def same_end(out: Path, whole: Path) -> None:
     assert curve(out) == curve(whole)
     a, b = (torch.load(folder / "last.pt", weights_only=True) for folder in (out, whole))
@@ -222,12 +213,14 @@ def same_end(out: Path, whole: Path) -> None:
 
 
 def test_kill_and_resume_across_the_stages(cascade, zygote, whole, tmp_path):
-    """A worker killed in stage 1, SIGTERM to the launcher in stage 2: the rest is the unbroken run's, bit for bit."""
+    """A worker killed in stage 1, SIGTERM to both in stage 2: the rest is the unbroken run's, bit for bit."""
     out = tmp_path / "run"
-    assert interrupt(cascade(out, *KILLED), out, "worker", 4, 0.0) != 0
-    interrupt(cascade(out, *KILLED), out, "launcher", STAGE_STEPS + 3, 0.0, signal.SIGTERM)
-    assert "signal: saved at step" in (tmp_path / "run.log").read_text()
-    go(zygote, cascade(out, *KILLED), 2)
+    words = cascade(out, *KILLED)
+    assert zygote(CASCADE, *words, ranks=2, interrupt=at_step(out, 4, "worker")).code != 0
+    stopped = zygote(CASCADE, *words, ranks=2, interrupt=at_step(out, STAGE_STEPS + 3, "all", signal.SIGTERM))
+    assert "signal: saved at step" in stopped.stdout
+    assert stopped.code == 143
+    go(zygote, words, 2)
     same_end(out, whole)
 
 
@@ -240,7 +233,7 @@ def test_ten_kills(cascade, zygote, whole, tmp_path):
         step = chance.choice([STAGE_STEPS - 1, STAGE_STEPS]) if k % 2 else chance.randrange(2 * STAGE_STEPS - 1)
         who = chance.choice(["worker", "rank0", "all"])
         delay = chance.uniform(0, 0.8)
-        interrupt(cascade(out, *KILLED), out, who, step, delay)
+        interrupt([CASCADE, *cascade(out, *KILLED)], out, who, step, delay)
         print(f"kill {k}: {who}, {delay:.2f} s after step {step}: {sorted(p.name for p in out.glob('step*'))}")
         go(zygote, cascade(out, *KILLED), 2)
         same_end(out, whole)

@@ -3,12 +3,11 @@
 import json
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from background import Run
-from conftest import ROOT, torchrun
+from background import Run, interrupt
+from conftest import ROOT, at_step
 
 MIMIC = str(ROOT / "train_mimic_cxr.py")
 CONFIGS = {
@@ -172,19 +171,12 @@ def whole(request, flags, zygote, tmp_path_factory):
     return request.param, out
 
 
-def interrupt(flags, engine: str, out: Path, who: str, step: int, delay: float, number: int) -> int:
-    run = Run([*torchrun(2), MIMIC, *flags(engine, out, *RESUME)], MIMIC, out)
-    run.wait_for_step(step)
-    time.sleep(delay)
-    run.kill(who, number)
-    return run.end()
-
-
 def test_killed_and_resumed_exactly(flags, zygote, whole, tmp_path):
-    """A worker killed, then SIGTERM to all: the remaining losses and metrics are the unbroken run's to the bit."""
+    """A worker killed: the remaining losses and metrics are the unbroken run's to the bit."""
     engine, reference = whole
     out = tmp_path / "run"
-    assert interrupt(flags, engine, out, "worker", 4, 0.1, signal.SIGKILL) != 0
+    words = flags(engine, out, *RESUME)
+    assert zygote(MIMIC, *words, ranks=2, interrupt=at_step(out, 4, "worker")).code != 0
     done = zygote(MIMIC, *flags(engine, out, *RESUME), ranks=2)
     assert done.code == 0, done.stderr
     assert curve(out) == curve(reference)
@@ -198,7 +190,7 @@ def test_ten_kills(flags, zygote, whole, tmp_path):
         out = tmp_path / f"run{number}"
         who, step = ("worker", "rank0", "all", "launcher")[number % 4], chance.randrange(0, 14)
         delay = chance.uniform(0, 0.8) + (6 if step == 0 else 0)
-        interrupt(flags, engine, out, who, step, delay, signal.SIGKILL)
+        interrupt([MIMIC, *flags(engine, out, *RESUME)], out, who, step, delay)
         reached = sorted(path.name for path in out.glob("step_*.pt"))[-1:]
         done = zygote(MIMIC, *flags(engine, out, *RESUME), ranks=2)
         assert done.code == 0, done.stderr

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import PRS_MED, ROOT, losses, records, torchrun, train
+from conftest import PRS_MED, ROOT, forked, losses, records, torchrun, train
 
 FLAGS = ["--batch_size", "4", "--max_new_tokens", "2", "--log_every", "1"]
 
@@ -81,11 +81,11 @@ def poison(root, rows: int) -> None:
         table.write_text("\n".join(lines) + "\n")
 
 
-def test_a_non_finite_step_is_skipped_by_all_ranks(poisoned, tmp_path):
+def test_a_non_finite_step_is_skipped_by_all_ranks(poisoned, zygote, tmp_path):
     """One bad sample on one of 2 ranks: that step is skipped on both, counted, and the run ends well."""
     poison(poisoned, 1)
     out = tmp_path / "run"
-    train(poisoned, out, 2, *FLAGS, "--num_epochs", "1")
+    forked(zygote, poisoned, out, 2, *FLAGS, "--num_epochs", "1")
     lines = [record for record in records(out) if "train/loss" in record]
     assert [line["train/skipped"] for line in lines].count(1.0) == 1
     assert sum(line["train/loss"] is None for line in lines) == 1
@@ -105,12 +105,10 @@ def test_too_many_bad_steps_stop_the_run(poisoned, tmp_path, zygote):
     assert len(records(out)) == 2  # the third is the error
 
 
-STUCK = pytest.param(signal.SIGSTOP, id="stuck", marks=pytest.mark.soak)  # torchrun gives it 30 s to answer SIGTERM
-
-
-@pytest.mark.parametrize("number", [STUCK, pytest.param(signal.SIGKILL, id="dead")])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stuck", "dead"])
 def test_a_stuck_or_dead_rank_ends_the_job(data, tmp_path, number):
-    """Within the timeout, not never; no process is left."""
+    """Within the timeout, not never (torchrun gives a stuck one 30 s to answer SIGTERM); no process is left."""
     command = [*torchrun(2), PRS_MED, "--data_root", str(data), *FLAGS, "--num_epochs", "500"]
     command += ["--checkpoint_dir", str(tmp_path / "run"), "--dist_timeout", "5"]
     launcher = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PRS_MED, ROOT, SAME, losses, train
+from conftest import PRS_MED, ROOT, SAME, forked, losses, train
 
 FLAGS = [*SAME, "--batch_size", "4", "--max_steps", "2"]
 
@@ -21,10 +21,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def torchrun_curve(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("launch") / "torchrun"
-    done = train(data, out, 2, *FLAGS)
-    assert "torchrun, world size 2" in done.stdout
+def expected_curve(data, zygote, tmp_path_factory):
+    """Of two processes that no launcher started."""
+    out = tmp_path_factory.mktemp("launch") / "forked"
+    forked(zygote, data, out, 2, *FLAGS)
     return losses(out)
 
 
@@ -39,7 +39,7 @@ def torchrun_curve(data, tmp_path_factory):
     ],
     ids=["deepspeed", "run_multi_gpu_train.sh", "torch.distributed.launch", "accelerate", "--world_size"],
 )
-def test_same_curve(data, tmp_path, torchrun_curve, launcher, monkeypatch):
+def test_same_curve(data, tmp_path, expected_curve, launcher, monkeypatch):
     out, port = tmp_path / "run", str(free_port())
     monkeypatch.setenv("MASTER_PORT", port)
     if launcher[0] == "./run_multi_gpu_train.sh":
@@ -53,12 +53,12 @@ def test_same_curve(data, tmp_path, torchrun_curve, launcher, monkeypatch):
         flag = {"accelerate": ["--main_process_port", port], "deepspeed": ["--master_port", port]}
         done = train(data, out, 2, *FLAGS, launcher=[*launcher, *flag.get(launcher[0], [f"--master_port={port}"])])
     assert "world size 2" in done.stdout
-    assert losses(out) == torchrun_curve
+    assert losses(out) == expected_curve
     assert json.loads((out / "summary.json").read_text())["world_size"] == 2
 
 
 @pytest.mark.soak
-def test_two_nodes_on_one_machine(data, tmp_path, torchrun_curve):
+def test_two_nodes_on_one_machine(data, tmp_path, expected_curve):
     """The guide's two-node command: two agents of one process each, told apart by --node_rank."""
     port, out = free_port(), tmp_path / "run"
     command = ["torchrun", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
@@ -71,7 +71,7 @@ def test_two_nodes_on_one_machine(data, tmp_path, torchrun_curve):
     assert [node.returncode for node in nodes] == [0, 0]
     assert "world size 2" in texts[1]
     assert "world size" not in texts[0]  # rank 0 alone speaks
-    assert losses(out) == torchrun_curve
+    assert losses(out) == expected_curve
 
 
 @pytest.mark.parametrize("value", ["node[07-09,12]", "node07,node08", "node07"])
@@ -191,7 +191,7 @@ def test_guide_commands_parse():
 
 
 @pytest.mark.soak
-def test_two_nodes_in_two_network_namespaces(data, tmp_path, torchrun_curve):
+def test_two_nodes_in_two_network_namespaces(data, tmp_path, expected_curve):
     """The guide's two-node command between two hosts of their own addresses, joined by a virtual cable."""
     names = [f"prs{os.getpid()}a", f"prs{os.getpid()}b"]
     if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode:
@@ -221,7 +221,7 @@ def test_two_nodes_in_two_network_namespaces(data, tmp_path, torchrun_curve):
             nodes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         texts = [node.communicate(timeout=200) for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], texts
-        assert losses(out) == torchrun_curve
+        assert losses(out) == expected_curve
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)

@@ -821,7 +821,8 @@ def test_help_of_auto_optimize(capsys):
 def test_outputs_of_a_run(chest, zygote, tmp_path):
     """--debug with W&B offline: figures, tables, summary, predictions; --eval_only repeats the summary's numbers."""
     out = tmp_path / "run"
-    done = zygote(MIMIC, *chest, "--output_dir", out, "--debug", "--save_predictions", "--wandb", "--batch_size", "16")
+    words = ["--debug", "--save_predictions", "--wandb", "--batch_size", "16"]
+    done = zygote(MIMIC, *chest, "--output_dir", out, *words, figures=True)
     assert done.code == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2

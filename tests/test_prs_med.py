@@ -18,7 +18,7 @@ FLAGS = ["--batch_size", "4", "--max_steps", "2", "--max_new_tokens", "3", "--lo
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory, zygote):
     out = tmp_path_factory.mktemp("prs") / "run"
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS)
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, figures=True)
     assert done.code == 0, done.stderr
     return out
 

@@ -6,13 +6,12 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from background import Run
-from conftest import PRS_MED, forked, losses, torchrun, train
+from background import interrupt
+from conftest import PRS_MED, at_step, forked, losses, train
 
 # dropout on: the random state of every rank must come back too
 FLAGS = ["--batch_size", "3", "--num_epochs", "4", "--save_every", "2", "--log_every", "3", "--max_new_tokens", "3"]
@@ -28,27 +27,18 @@ def whole(data, zygote, tmp_path_factory):
     return out
 
 
-def start(data: Path, out: Path, processes: int = 2, *flags: str) -> Run:
-    command = [*torchrun(processes), PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, *flags]
-    return Run(command, PRS_MED, out)
-
-
-def interrupt(data, out, who: str, step: int, delay: float = 0.0, number: int = signal.SIGKILL) -> int:
-    run = start(data, out)
-    run.wait_for_step(step)
-    time.sleep(delay)
-    run.kill(who, number)
-    return run.end()
+def words(data: Path, out: Path, *flags: str) -> list:
+    return [PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, *flags]
 
 
 def test_kill_and_resume(data, zygote, whole, tmp_path):
-    """One run: a worker killed, SIGTERM to the launcher (which loses no step), the newest checkpoint damaged."""
+    """One run: a worker killed, SIGTERM (which loses no step), the newest checkpoint damaged."""
     out = tmp_path / "run"
-    assert interrupt(data, out, "worker", 4, 0.05) != 0
+    assert interrupt(words(data, out), out, "worker", 4, 0.05) != 0
     assert list(out.glob("step_*.pt"))
-    interrupt(data, out, "launcher", 8, 0.0, signal.SIGTERM)
-    log = (tmp_path / "run.log").read_text()
-    saved = int(log.split("signal: saved at step ")[-1].split(";")[0])
+    stopped = zygote(*words(data, out), ranks=2, interrupt=at_step(out, 8, "all", signal.SIGTERM))
+    assert stopped.code == 143
+    saved = int(stopped.stdout.split("signal: saved at step ")[-1].split(";")[0])
     newest = sorted(out.glob("step_*.pt"))[-1]
     assert newest.name == f"step_{saved:08d}.pt"
     content = bytearray(newest.read_bytes())
@@ -63,16 +53,12 @@ def test_kill_and_resume(data, zygote, whole, tmp_path):
     assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak), (signal.SIGINT, 130)]
-)
-def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path, number, code):
-    """SIGTERM: 143 (in the quick suite train.py's); SIGINT: 130; the checkpoint is of the very step reached."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path, zygote, number, code):
+    """SIGTERM: 143; SIGINT: 130; the checkpoint is of the very step reached."""
     out = tmp_path / str(code)
-    run = start(data, out, 1, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
-    run.wait_for_step(2)
-    run.kill("launcher", number)
-    assert run.end() == code
+    flags = words(data, out, "--save_every", "1", "--num_epochs", "200", "--log_every", "1")
+    assert zygote(*flags, interrupt=at_step(out, 2, "all", number)).code == code
     logged = [record["step"] for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())]
     assert torch.load(out / "last.pt", weights_only=True)["step"] == logged[-1]
 
@@ -102,7 +88,7 @@ def test_twenty_kills(data, whole, tmp_path, number):
         out = tmp_path / f"run{kills}"
         who = ("worker", "rank0", "all", "launcher")[kills % 4]
         step, delay = chance.randrange(0, STEPS), chance.uniform(0, 0.6)
-        interrupt(data, out, who, step, delay + (5 if step == 0 else 0), number)
+        interrupt(words(data, out), out, who, step, delay + (5 if step == 0 else 0), number)
         reached = sorted(out.glob("step_*.pt"))
         train(data, out, 2, *FLAGS)
         same = losses(out) == losses(whole)

@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from background import Run
-from conftest import ROOT, torchrun
+from background import Run, interrupt
+from conftest import ROOT, at_step, torchrun
 
 import survival_metrics as sm
 
@@ -59,8 +58,8 @@ def off(a: list[tuple], b: list[tuple]) -> float:
     return max(abs(x[1] - y[1]) / max(1.0, abs(y[1])) for x, y in zip(a, b, strict=True))
 
 
-def go(zygote, words: list[str], ranks: int = 1):
-    done = zygote(SURVIVAL, *words, ranks=ranks)
+def go(zygote, words: list[str], ranks: int = 1, figures: bool = False):
+    done = zygote(SURVIVAL, *words, ranks=ranks, figures=figures)
     assert done.code == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done
 
@@ -69,7 +68,7 @@ def go(zygote, words: list[str], ranks: int = 1):
 def one(flags, zygote, tmp_path_factory) -> Path:
     """The run of one process: 34 cases, 6 a step, the last step of an epoch has 4."""
     out = tmp_path_factory.mktemp("one") / "run"
-    go(zygote, flags(out))
+    go(zygote, flags(out), figures=True)
     return out
 
 
@@ -503,21 +502,15 @@ def whole(flags, zygote, tmp_path_factory) -> Path:
     return out
 
 
-def interrupt(words: list[str], out: Path, who: str, step: int, delay: float, number: int = signal.SIGKILL) -> int:
-    run = Run([*torchrun(2), SURVIVAL, *words], SURVIVAL, out)
-    run.wait_for_step(step)
-    time.sleep(delay)
-    run.kill(who, number)
-    return run.end()
-
-
 def test_kill_and_resume_with_smart_cache(flags, zygote, whole, tmp_path):
-    """A worker killed, then the launcher told to stop: the rest is that of the unbroken run, bit for bit."""
+    """A worker killed, then both told to stop: the rest is that of the unbroken run, bit for bit."""
     out = tmp_path / "run"
-    assert interrupt(flags(out, *KILLED), out, "worker", 6, 0.05) != 0
-    interrupt(flags(out, *KILLED), out, "launcher", 12, 0.0, signal.SIGTERM)
-    assert "signal: saved at step" in (tmp_path / "run.log").read_text()
-    go(zygote, flags(out, *KILLED), 2)
+    words = flags(out, *KILLED)
+    assert zygote(SURVIVAL, *words, ranks=2, interrupt=at_step(out, 6, "worker")).code != 0
+    stopped = zygote(SURVIVAL, *words, ranks=2, interrupt=at_step(out, 12, "all", signal.SIGTERM))
+    assert "signal: saved at step" in stopped.stdout
+    assert stopped.code == 143
+    go(zygote, words, 2)
     assert curve(out) == curve(whole)
     a, b = (torch.load(folder / "last.pt", weights_only=True) for folder in (out, whole))
     assert all(torch.equal(value, b["model"][name]) for name, value in a["model"].items())
@@ -595,7 +588,7 @@ def test_ten_kills_with_smart_cache(flags, whole, tmp_path):
         out = tmp_path / f"run{k}"
         who = ("worker", "rank0", "all", "launcher")[k % 4]
         step, delay = chance.randrange(0, 22), chance.uniform(0, 0.4)
-        interrupt(flags(out, *KILLED), out, who, step, delay + (6 if step < 2 else 0))
+        interrupt([SURVIVAL, *flags(out, *KILLED)], out, who, step, delay + (6 if step < 2 else 0))
         reached = sorted(path.name for path in out.glob("step_*.pt"))
         words = [*torchrun(2), SURVIVAL, *flags(out, *KILLED)]
         subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=200)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from background import Run
-from conftest import ROOT, torchrun
+from background import Run, interrupt
+from conftest import ROOT, at_step, torchrun
 
 from manifest_utils import read_manifest
 
@@ -64,7 +64,7 @@ def go(zygote, words: list[str], ranks: int = 1, code: int = 0, **environment):
 def one(in_context, zygote, tmp_path_factory) -> Path:
     """A whole run in one process, 12 segments a step."""
     out = tmp_path_factory.mktemp("one") / "run"
-    done = go(zygote, in_context(out))
+    done = go(zygote, in_context(out), figures=True)
     assert (
         "Distributed training: NO\nNumber of processes: 1\nMixed precision: no\nProcess 0 using device: cpu"
         in done.stdout
@@ -231,14 +231,6 @@ def whole(in_context, zygote, tmp_path_factory) -> Path:
     return out
 
 
-def interrupt(words: list[str], out: Path, who: str, step: int, delay: float, number: int = signal.SIGKILL) -> int:
-    run = Run([*torchrun(2), TRAIN, *words], TRAIN, out)
-    run.wait_for_step(step)
-    time.sleep(delay)
-    run.kill(who, number)
-    return run.end()
-
-
 def same_end(out: Path, whole: Path) -> None:
     assert curve(out) == curve(whole)
     a, b = (torch.load(folder / "last.pt", weights_only=True) for folder in (out, whole))
@@ -255,12 +247,14 @@ def same_end(out: Path, whole: Path) -> None:
 
 
 def test_kill_and_resume(in_context, zygote, whole, tmp_path):
-    """A worker killed, then SIGTERM to the launcher: the rest is the unbroken run's, bit for bit."""
+    """A worker killed, then SIGTERM to both: the rest is the unbroken run's, bit for bit."""
     out = tmp_path / "run"
-    assert interrupt(in_context(out, *KILLED), out, "worker", 6, 0.0) != 0
-    interrupt(in_context(out, *KILLED), out, "launcher", 12, 0.0, signal.SIGTERM)
-    assert "signal: saved at step" in (tmp_path / "run.log").read_text()
-    go(zygote, in_context(out, *KILLED), 2)
+    words = in_context(out, *KILLED)
+    assert zygote(TRAIN, *words, ranks=2, interrupt=at_step(out, 6, "worker")).code != 0
+    stopped = zygote(TRAIN, *words, ranks=2, interrupt=at_step(out, 12, "all", signal.SIGTERM))
+    assert "signal: saved at step" in stopped.stdout
+    assert stopped.code == 143
+    go(zygote, words, 2)
     same_end(out, whole)
 
 
@@ -273,7 +267,7 @@ def test_ten_kills(in_context, zygote, whole, tmp_path):
         step = chance.choice([18, 20]) if k % 2 else chance.randrange(36)
         who = chance.choice(["worker", "rank0", "all"])
         delay = chance.uniform(0, 0.4)
-        interrupt(in_context(out, *KILLED), out, who, step, delay)
+        interrupt([TRAIN, *in_context(out, *KILLED)], out, who, step, delay)
         print(f"kill {k}: {who}, {delay:.2f} s after step {step}: {sorted(p.name for p in out.glob('step*'))}")
         go(zygote, in_context(out, *KILLED), 2)
         same_end(out, whole)
