@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PRS_MED = str(ROOT / "train_prs_med.py")
+SAMPLE_DATA = str(ROOT / "sample_data.py")
 sys.path.insert(0, str(ROOT))
 os.environ |= {
     "OMP_NUM_THREADS": "1",
@@ -45,21 +46,26 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
 
 
+def made(done) -> None:
+    """Of sample_data.py: the files are there."""
+    assert done.code == 0, done.stderr
+
+
 @pytest.fixture(scope="session")
-def data(tmp_path_factory) -> Path:
+def data(zygote, tmp_path_factory) -> Path:
     """34 training, 10 validation and 10 test rows of 32 x 32 pixels, with tiny checkpoints."""
     out = tmp_path_factory.mktemp("data") / "prs_med"
     sizes = ["--num_train", "17", "--num_val", "5", "--num_test", "5", "--image_size", "32"]
-    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), "prs_med", str(out), *sizes], check=True, cwd=ROOT)
+    made(zygote(SAMPLE_DATA, "prs_med", out, *sizes))
     return out
 
 
 @pytest.fixture(scope="session")
-def chest(tmp_path_factory) -> list[str]:
+def chest(zygote, tmp_path_factory) -> list[str]:
     """Flags of train_mimic_cxr.py for a small MIMIC-CXR (about 700 training questions) with tiny checkpoints."""
     out = tmp_path_factory.mktemp("data") / "mimic_cxr"
     sizes = ["--num_train", "24", "--num_val", "6", "--num_test", "6", "--image_size", "80"]
-    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(out), *sizes], check=True, cwd=ROOT)
+    made(zygote(SAMPLE_DATA, "mimic_cxr", out, *sizes))
     words = ["--mimic_cxr_path", out / "mimic-cxr-jpg", "--mimic_qa_path", out / "mimic-ext-cxr-qba"]
     words += ["--image_encoder", out / "convnext_tiny", "--text_encoder", out / "bert_tiny", "--image_size", "64"]
     words += ["--index_dir", out / "index", "--no_auto_optimize", "--num_workers", "0"]
@@ -67,11 +73,11 @@ def chest(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def scans(tmp_path_factory) -> Path:
+def scans(zygote, tmp_path_factory) -> Path:
     """44 patients with a chest CT of 14 x 11 x 5 voxels or so, 17 with an event; 34 train in Fold_1, 10 validate."""
     out = tmp_path_factory.mktemp("data") / "survival"
     sizes = ["--num_patients", "44", "--matrix", "14", "--event_rate", "0.4"]
-    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), "survival", str(out), *sizes], check=True, cwd=ROOT)
+    made(zygote(SAMPLE_DATA, "survival", out, *sizes))
     return out
 
 
@@ -83,11 +89,11 @@ SMALL_STAGES = [
 
 
 @pytest.fixture(scope="session")
-def torsos(tmp_path_factory) -> Path:
+def torsos(zygote, tmp_path_factory) -> Path:
     """13 patients with a CT of 16 x 13 x 14 voxels or so and two X-rays each."""
     out = tmp_path_factory.mktemp("data") / "cascade"
     words = ["cascade", str(out), "--num_patients", "13", "--matrix", "16"]
-    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True, cwd=ROOT)
+    made(zygote(SAMPLE_DATA, *words))
     return out
 
 
@@ -116,11 +122,11 @@ def cascade(torsos, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def rooms(tmp_path_factory) -> Path:
+def rooms(zygote, tmp_path_factory) -> Path:
     """Learning histories of Darkroom: 3 streams of 200 steps for each goal."""
     out = tmp_path_factory.mktemp("data") / "compressed_ad"
     words = ["compressed_ad", str(out), "--streams", "3", "--steps", "200"]
-    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True, cwd=ROOT)
+    made(zygote(SAMPLE_DATA, *words))
     return out
 
 

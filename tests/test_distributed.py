@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tracemalloc
 
 import pytest
@@ -19,7 +18,7 @@ def test_collectives(processes):
     assert f"all well at {processes}" in done.stdout
 
 
-def test_readme_example(tmp_path):
+def test_readme_example(zygote, tmp_path):
     """The README's own loop of 20 lines ends with the same weight in 1 and 2 processes."""
     section = (ROOT / "README.md").read_text().split("## Your own training loop")[1]
     code = re.search(r"```python\n(from distributed_utils.*?)```", section, re.DOTALL)[1]
@@ -27,9 +26,9 @@ def test_readme_example(tmp_path):
     script = tmp_path / "my_loop.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}")
     outputs = []
-    for command in ([sys.executable], torchrun(2)):
-        done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr[-3000:]
+    for ranks in (1, 2):
+        done = zygote(script, ranks=ranks)
+        assert done.code == 0, done.stderr[-3000:]
         outputs.append(done.stdout)
     numbers = [[float(word) for word in re.findall(r"-?\d+\.\d+", output)] for output in outputs]
     assert numbers[0]

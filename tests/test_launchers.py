@@ -32,7 +32,7 @@ def expected_curve(data, zygote, tmp_path_factory):
     "launcher",
     [
         pytest.param(["deepspeed", "--num_gpus=2"], marks=pytest.mark.soak),
-        ["./run_multi_gpu_train.sh"],
+        pytest.param(["./run_multi_gpu_train.sh"], marks=pytest.mark.soak),  # for real: test_launch_utils.py
         pytest.param([sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2"], marks=pytest.mark.soak),
         pytest.param(["accelerate", "launch", "--multi_gpu", "--num_processes=2"], marks=pytest.mark.soak),
         pytest.param([sys.executable], marks=pytest.mark.soak),
