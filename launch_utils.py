@@ -62,7 +62,9 @@ def end_of_signal(number: int) -> int:
     workers = [item for item in gc.get_objects() if type(item) is subprocess.Popen]
     for worker in workers:
         if worker.poll() is None:
-            worker.send_signal(number)
+            # Windows has told every process of the console already, and knows no other way to.
+            if sys.platform != "win32":
+                worker.send_signal(number)
             worker.wait()
 
     # Those that had no time to listen to the signal yet have ended by it.

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,7 @@ def combinations(count: int) -> list[list[str]]:
 
 @wine
 def test_bat_and_sh_give_the_same_argv(prefix, stubs, tmp_path):
-    lines = combinations(32)
+    lines = combinations(20)
     found = by_bat(prefix, stubs, tmp_path, lines, start="call")
     for words, (_, said, argv, windows) in zip(lines, found, strict=True):
         shell, expected, environment = by_shell(stubs, tmp_path, words)
@@ -271,6 +272,33 @@ def test_bat_called_directly(prefix, stubs, tmp_path):
     assert done.returncode == 7
     assert argv[-3].endswith("my folder\\train_accelerate.py")
     assert argv[-2:] == ["--config", "a  b=c.json"]
+
+
+@wine
+@pytest.mark.parametrize("place", ["Scripts", "."], ids=["venv", "conda"])
+def test_bat_runs_the_launcher_by_its_own_python(prefix, tmp_path, place):
+    """Where there is an accelerate.exe: its environment's python, beside it or a folder above, runs launch_utils.py."""
+    (tmp_path / "env" / "Scripts").mkdir(parents=True)
+    (tmp_path / "env" / "Scripts" / "accelerate.exe").touch()
+    python = tmp_path / "env" / place / "python.exe"
+    # wine starts a program of the system's own, too
+    python.write_text(
+        f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{tmp_path}/argv.part && mv {tmp_path}/argv.part {tmp_path}/argv\n"
+    )
+    python.chmod(0o755)
+    (tmp_path / "train_accelerate.py").touch()
+    base = {key: text for key, text in os.environ.items() if key not in ENVIRONMENT}
+    base |= {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all"}
+    base |= {"WINEPATH": "Z:" + str(tmp_path / "env" / "Scripts").replace("/", "\\")}
+    bat = "Z:" + str(ROOT / "train_4gpu.bat").replace("/", "\\")
+    command = ["wine", "cmd", "/c", bat, "--cpu", "--config", "a=b.json"]
+    subprocess.run(command, cwd=tmp_path, env=base, capture_output=True, timeout=60)
+    deadline = time.time() + 20
+    while not (tmp_path / "argv").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    argv = (tmp_path / "argv").read_text().splitlines()
+    assert argv[0].endswith("\\launch_utils.py")
+    assert argv[1:] == [*START, "--config", "a=b.json"]
 
 
 def test_from_another_folder(stubs, tmp_path):
