@@ -115,8 +115,14 @@ def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int)
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
+    if not path.parent.is_dir():
+        return _removed(path.parent)
     reason = f"not written ({error.strerror or error}), the checkpoint before is intact"
     return RunError(f"{path}: {reason}; make room, then go on with --resume_from auto")
+
+
+def _removed(run_folder: Path) -> RunError:
+    return RunError(f"{run_folder}: was removed while the run was writing there; start again")
 
 
 def _manifest_of_this_run(run_folder: Path, run_id: str | None) -> Manifest:
@@ -126,7 +132,7 @@ def _manifest_of_this_run(run_folder: Path, run_id: str | None) -> Manifest:
     """
     if not run_folder.is_dir():
         if run_id is not None:
-            raise RunError(f"{run_folder}: was removed while the run was writing there; start again")
+            raise _removed(run_folder)
         run_folder.mkdir(parents=True)
     manifest = read_manifest(run_folder) or recover_manifest(run_folder)
     if run_id is not None and manifest.run_id not in ("", run_id):
@@ -517,7 +523,7 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
         manifest = recover_manifest(run_folder)
     manifest.run_id = manifest.run_id or secrets.token_hex(8)
     manifest.written = list(dict.fromkeys([*manifest.written, *RESULT_FILES]))
-    size = _check_log(run_folder, contents)
+    size = _check_log(run_folder, manifest, contents)
     newest = _go_back(run_folder, manifest, contents)
     if not newest.exists():
         # the step's own name was dropped, and best.pt or a copy still has it
@@ -529,19 +535,26 @@ def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
     return manifest.run_id, size
 
 
-def _check_log(run_folder: Path, contents: Checkpoint) -> int:
-    """How many bytes of metrics.jsonl belong to the checkpoint. Raises InputError when they are another branch's.
+def _check_log(run_folder: Path, manifest: Manifest, contents: Checkpoint) -> int:
+    """How many bytes of metrics.jsonl belong to the checkpoint. Raises InputError when they are not what it knows.
 
-    A copy of a checkpoint may be of a branch that the folder has left, or has not seen.
+    A copy of a checkpoint may be of a branch that the folder has left, or has not seen. A file that is too short has
+    lost lines, which is said.
     """
     size, sha256 = contents["log"]["bytes"], contents["log"].get("sha256")
     path = run_folder / "metrics.jsonl"
     data = path.read_bytes() if path.exists() else b""
     lost = len(data) < size
     other = not lost and sha256 and hashlib.sha256(data[:size]).hexdigest() != sha256
+    if other and file_sha256(contents.path) in manifest.checkpoints.values():
+        text = f"{path}: was changed after {contents.path.name} was written"
+        raise InputError(f"{text}; move it away and a new one is begun, or choose an empty output folder")
     if other or (lost and contents.path.parent.resolve() != run_folder.resolve()):
         text = f"{path} is of another branch of the run than {contents.path}; choose an empty output folder"
         raise InputError(text)
+    if lost:
+        text = f"lacks lines that were logged before {contents.path.name}; the run goes on, its curves are without them"
+        print(f"warning: {path}: {text}", file=sys.stderr, flush=True)
     return size
 
 

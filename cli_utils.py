@@ -108,6 +108,11 @@ class Parser(argparse.ArgumentParser):
             flags = [text for action in self._actions for text in action.option_strings]
             near = difflib.get_close_matches(extra[0].split("=")[0], flags, n=1)
             self.error(f"unknown argument {extra[0]!r}" + (f", nearest is {near[0]}" if near else ""))
+        # a variable that a job script never set; as a path it would be the working folder
+        for action in self._actions:
+            value = getattr(parsed, action.dest, None)
+            if value == "" or (isinstance(value, list) and "" in value):
+                self.error(f"argument {'/'.join(action.option_strings) or action.dest}: must not be empty")
         return parsed
 
     def error(self, message: str):

@@ -15,7 +15,7 @@ while (($#)); do
   case $1 in
     --num_gpus=* | --script=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
     --num_gpus) count=${2:-} && shift $(($# > 1)) ;;
-    --script) script=${2:-} && shift $(($# > 1)) ;;
+    --script) (($# > 1)) || fail "--script needs a value" && script=$2 && shift ;;
     --deepspeed | --torchrun | --debug | --dry_run | --use_deepspeed | --use_ddp) on+=" ${1/use_ddp/torchrun}" ;;
     -h | --help) sed -n '2,6s/^# //p' "$0" && exit 0 ;;
     *) words+=("$1") ;;

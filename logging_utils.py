@@ -370,8 +370,9 @@ def plot_curves(metrics: Path, chosen: list[str] | None = None):
         axes.set_title(title, fontsize="medium")
         axes.grid(alpha=0.3, which="both")
         axes.set_xlabel("optimizer step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         if title == "learning rate":
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(bottom=0, top=1.1 * axes.dataLim.y1 or 1)
         else:
             axes.legend(fontsize="small")
     return figure

@@ -341,6 +341,9 @@ def test_help_and_other_names(task, small_run, zygote, tmp_path):
     for name in ("--lr", "--learning_rate"):
         line = one_error_line(zygote(script, *flags, name, "-1"))
         assert "must be a number above 0, not '-1'" in line
+    # a variable that a job script never set
+    for name in ("--resume_from", "--config"):
+        assert f"{name}: must not be empty" in one_error_line(zygote(script, *flags, name, ""))
     line = one_error_line(zygote(script, *flags, "--config", "config/prs_med_demo.yml"))
     assert line.endswith("there is configs/prs_med_demo.yaml")
 

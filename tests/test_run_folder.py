@@ -321,6 +321,20 @@ def test_a_run_that_lost_its_folder(runs, tmp_path, monkeypatch):
         assert not takes_over or tree(folder) == tree(runs / "other")
 
 
+def test_a_run_that_loses_its_folder_in_the_middle_of_a_save(tmp_path, monkeypatch):
+    """As above: no word of a full disk, and none of a checkpoint before that is intact."""
+    folder, real = tmp_path / "run", ckpt.write_checkpoint
+
+    def write(path, contents):
+        if contents["step"] == 3:
+            shutil.rmtree(folder)
+        return real(path, contents)
+
+    monkeypatch.setattr(ckpt, "write_checkpoint", write)
+    with pytest.raises(RunError, match="was removed while the run was writing there"):
+        toy_run(folder, 4)
+
+
 # --- damaged checkpoints ----------------------------------------------------------------------------------------------
 
 
@@ -479,6 +493,33 @@ def test_the_log_of_another_branch_is_not_cut(runs, tmp_path):
         with pytest.raises(InputError, match="of another branch of the run"):
             toy_run(target, 14, str(checkpoint))
         assert {name: tree(target)[name] for name in before} == before
+
+
+def test_a_log_changed_by_hand_is_not_called_another_branch(tmp_path):
+    """An editor that saves other line ends: what to do is said, and nothing is touched."""
+    folder = tmp_path / "run"
+    toy_run(folder, 4)
+    log = folder / "metrics.jsonl"
+    content = log.read_bytes()
+    log.write_bytes(content.replace(b"\n", b"\r\n"))
+    before = tree(folder)
+    with pytest.raises(InputError, match=r"was changed after step_00000004\.pt was written; move it away"):
+        toy_run(folder, 6, "auto")
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_a_log_that_lost_lines_is_said(left, tmp_path, capsys):
+    folder = tmp_path / "run"
+    toy_run(folder, 4)
+    log = folder / "metrics.jsonl"
+    kept = b"".join(log.read_bytes().splitlines(keepends=True)[:left])
+    log.write_bytes(kept) if left else log.unlink()
+    assert toy_run(folder, 6, "auto") == 4
+    assert logged(folder) == [*range(1, left + 1), 5, 6]
+    said = capsys.readouterr().err.splitlines()
+    text = "lacks lines that were logged before step_00000004.pt; the run goes on, its curves are without them"
+    assert said == [f"warning: {log}: {text}"]
 
 
 def test_a_good_best_is_not_replaced_by_a_damaged_step(runs, tmp_path):
