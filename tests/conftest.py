@@ -208,8 +208,16 @@ def forked(zygote, data: Path, out: Path, processes: int, *flags):
 
 
 def at_step(out: Path, step: int, who: str, number: int = signal.SIGKILL) -> dict:
-    """For zygote(..., interrupt=): a signal once there is a checkpoint of this step, to "rank0", "worker" or "all"."""
+    """For zygote(..., interrupt=): a signal to the last rank ("worker") or "all" at a checkpoint of this step."""
     return {"out": str(out), "step": step, "who": who, "number": int(number)}
+
+
+def kill_then_stop(zygote, command: list, out: Path, kill_at: int, stop_at: int) -> None:
+    """Two processes, of which one is killed; resumed, both are told to stop by SIGTERM, and save."""
+    assert zygote(*command, ranks=2, interrupt=at_step(out, kill_at, "worker")).code != 0
+    stopped = zygote(*command, ranks=2, interrupt=at_step(out, stop_at, "all", signal.SIGTERM))
+    assert "signal: saved at step" in stopped.stdout
+    assert stopped.code == 143
 
 
 def records(out: Path) -> list[dict]:

@@ -5,7 +5,6 @@ import json
 import random
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from background import interrupt
-from conftest import ROOT, SMALL_STAGES, at_step, torchrun
+from conftest import ROOT, SMALL_STAGES, kill_then_stop, torchrun
 from scipy.ndimage import uniform_filter
 
 CASCADE = str(ROOT / "train_accelerate.py")
@@ -216,10 +215,7 @@ def test_kill_and_resume_across_the_stages(cascade, zygote, whole, tmp_path):
     """A worker killed in stage 1, SIGTERM to both in stage 2: the rest is the unbroken run's, bit for bit."""
     out = tmp_path / "run"
     words = cascade(out, *KILLED)
-    assert zygote(CASCADE, *words, ranks=2, interrupt=at_step(out, 4, "worker")).code != 0
-    stopped = zygote(CASCADE, *words, ranks=2, interrupt=at_step(out, STAGE_STEPS + 3, "all", signal.SIGTERM))
-    assert "signal: saved at step" in stopped.stdout
-    assert stopped.code == 143
+    kill_then_stop(zygote, [CASCADE, *words], out, 4, STAGE_STEPS + 3)
     go(zygote, words, 2)
     same_end(out, whole)
 

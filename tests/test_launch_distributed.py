@@ -138,6 +138,7 @@ def test_cpu_processes(tmp_path):
         ("--use_deepspeed --torchrun", {}, "--deepspeed: not with --torchrun"),
         ("--deepspeed", {}, "--deepspeed: it is not installed"),
         ("--script nowhere.py", {}, "nowhere.py; check --script"),
+        ("--script", {}, "--script needs a value"),
         ("--csv_path a.csv", {}, "--csv_path belongs to another script; add --script train_survival_distributed.py"),
         ("--epochs 3 --data_root=data", {}, "--data_root belongs to another script; add --script train_prs_med.py"),
         ("--dataset_path data", {}, "--dataset_path belongs to another script; add --script train_accelerate.py"),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from background import Run, interrupt
-from conftest import ROOT, at_step, torchrun
+from conftest import ROOT, kill_then_stop, torchrun
 
 import survival_metrics as sm
 
@@ -506,10 +506,7 @@ def test_kill_and_resume_with_smart_cache(flags, zygote, whole, tmp_path):
     """A worker killed, then both told to stop: the rest is that of the unbroken run, bit for bit."""
     out = tmp_path / "run"
     words = flags(out, *KILLED)
-    assert zygote(SURVIVAL, *words, ranks=2, interrupt=at_step(out, 6, "worker")).code != 0
-    stopped = zygote(SURVIVAL, *words, ranks=2, interrupt=at_step(out, 12, "all", signal.SIGTERM))
-    assert "signal: saved at step" in stopped.stdout
-    assert stopped.code == 143
+    kill_then_stop(zygote, [SURVIVAL, *words], out, 6, 12)
     go(zygote, words, 2)
     assert curve(out) == curve(whole)
     a, b = (torch.load(folder / "last.pt", weights_only=True) for folder in (out, whole))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from background import Run, interrupt
-from conftest import ROOT, at_step, torchrun
+from conftest import ROOT, kill_then_stop, torchrun
 
 from manifest_utils import read_manifest
 
@@ -250,10 +250,7 @@ def test_kill_and_resume(in_context, zygote, whole, tmp_path):
     """A worker killed, then SIGTERM to both: the rest is the unbroken run's, bit for bit."""
     out = tmp_path / "run"
     words = in_context(out, *KILLED)
-    assert zygote(TRAIN, *words, ranks=2, interrupt=at_step(out, 6, "worker")).code != 0
-    stopped = zygote(TRAIN, *words, ranks=2, interrupt=at_step(out, 12, "all", signal.SIGTERM))
-    assert "signal: saved at step" in stopped.stdout
-    assert stopped.code == 143
+    kill_then_stop(zygote, [TRAIN, *words], out, 6, 12)
     go(zygote, words, 2)
     same_end(out, whole)
 

@@ -1,11 +1,14 @@
 """Runs scripts in forks of one process that has the heavy libraries imported: a real run of the script's main guard in
 0.3 s.
 
-Reads one JSON object a line ({"argv", "cwd", "address_space", "ranks", "figures", "interrupt", "environment"}) and
-answers with one ({"code", "stdout", "stderr", "seconds"}). With ranks > 1 it is the launcher of so many processes, and
-as torchrun does it tells the others to stop when one of them fails. Drawing is half the time of a small run: without
-"figures" the pictures of a training run are left out. Runs by real launchers have them. "interrupt" sends a signal to
-the first or last rank or to all of them, once there is a checkpoint of a step: {"who", "number", "out", "step"}.
+Reads one JSON object a line and answers with one: {"code", "stdout", "stderr", "seconds"}. What a request holds:
+
+argv, cwd, environment: of the script.
+address_space: bytes that it may take beside what is there already; 0 for no limit.
+ranks: how many processes it is the launcher of. As torchrun does, it tells the others to stop when one fails.
+figures: whether the pictures of a training run are drawn. That is half the time of a small run.
+interrupt: {"who", "number", "out", "step"} sends a signal to the last rank ("worker") or to all of them ("all"), once
+    there is a checkpoint of this step; null for none.
 """
 
 import gc
@@ -62,7 +65,7 @@ def wait_for_all(children: list[int], interrupt: dict | None) -> list[int]:
                 for other in running:
                     os.kill(other, signal.SIGTERM)
         elif any(int(path.stem[5:]) >= interrupt["step"] for path in Path(interrupt["out"]).glob("step_*.pt")):
-            chosen = {"worker": children[-1:], "rank0": children[:1], "all": children}[interrupt["who"]]
+            chosen = children if interrupt["who"] == "all" else children[-1:]
             for process in set(chosen) & set(running):
                 os.kill(process, interrupt["number"])
             interrupt = None
