@@ -9,11 +9,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import drr_projector as drr
+from hardware_utils import GroupNorm
 
 
-def groups(channels: int) -> int:
-    """Groups of a GroupNorm: at most 8, of at least 4 channels where there are as many."""
-    return math.gcd(channels, max(1, min(8, channels // 4)))
+def norm(channels: int) -> GroupNorm:
+    """A GroupNorm of at most 8 groups, of at least 4 channels each where there are as many."""
+    return GroupNorm(math.gcd(channels, max(1, min(8, channels // 4))), channels)
 
 
 def sinusoid(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -32,9 +33,9 @@ class XrayEncoder(nn.Module):
         layers: list[nn.Module] = []
         before = 1
         for channels in (dim // 8, dim // 4, dim):
-            layers += [nn.Conv2d(before, channels, 3, 2, 1), Norm(channels), nn.SiLU()]
+            layers += [nn.Conv2d(before, channels, 3, 2, 1), norm(channels), nn.SiLU()]
             before = channels
-        self.layers = nn.Sequential(*layers, nn.Conv2d(dim, dim, 3, 1, 1), Norm(dim), nn.SiLU())
+        self.layers = nn.Sequential(*layers, nn.Conv2d(dim, dim, 3, 1, 1), norm(dim), nn.SiLU())
         self.view = nn.Parameter(0.02 * torch.randn(views, dim))
 
     def forward(self, xrays: torch.Tensor) -> torch.Tensor:
@@ -76,25 +77,13 @@ class Block(nn.Module):
         return x + shifts[8] * self.mlp(adapted(2))
 
 
-class Norm(nn.GroupNorm):
-    """GroupNorm in the precision of its input: autocast would raise it to fp32, at full resolution most of the
-    memory. Sums are in fp32 all the same."""
-
-    def __init__(self, channels: int):
-        super().__init__(groups(channels), channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
-
-
 class ConvBlock(nn.Module):
     """Two 3^3 convolutions with a shortcut; the condition shifts and scales between them."""
 
     def __init__(self, channels: int, condition: int):
         super().__init__()
-        self.norm1, self.conv1 = Norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
-        self.norm2, self.conv2 = Norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
+        self.norm1, self.conv1 = norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
+        self.norm2, self.conv2 = norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
         self.modulation = nn.Linear(condition, 2 * channels)
         nn.init.zeros_(self.conv2.weight)
         nn.init.zeros_(self.conv2.bias)
@@ -138,9 +127,7 @@ class StageNet(nn.Module):
         self.leave = nn.Linear(dim, widths[-1])
         self.grow = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, 2) for a, b in pairwise(widths))
         self.up_blocks = nn.ModuleList(ConvBlock(w, dim) for w in widths[:-1])
-        self.last = nn.Sequential(
-            nn.GroupNorm(groups(widths[0]), widths[0]), nn.SiLU(), nn.Conv3d(widths[0], 1, 3, 1, 1)
-        )
+        self.last = nn.Sequential(norm(widths[0]), nn.SiLU(), nn.Conv3d(widths[0], 1, 3, 1, 1))
         nn.init.zeros_(self.last[2].weight)
         nn.init.zeros_(self.last[2].bias)
 

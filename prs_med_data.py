@@ -340,7 +340,8 @@ class Reader:
         batch["answer_at"] = pad_rows(places, 0)
         batch["answer"] = pad_rows([item["answer"] for item in items], -100)
         batch["error"] = next((item["error"] for item in items if item["error"]), "")
-        return batch | {name: [item[name] for item in items] for name in ("index", "position", "prompt")}
+        batch["prompt_length"] = [len(item["prompt"]) for item in items]
+        return batch | {name: [item[name] for item in items] for name in ("index", "position")}
 
 
 class PositionData(Dataset):
@@ -411,7 +412,7 @@ def fits_in_memory(rows: list[Row], reader: Reader, limit_gb: float) -> bool:
     return need <= limit_gb * 2**30
 
 
-def pad_rows(rows: list[list[int]], value: int, left: bool = False) -> torch.Tensor:
+def pad_rows(rows: list[list[int]], value: int) -> torch.Tensor:
     """int64 (B, longest), each row padded with `value`."""
     longest = max(map(len, rows))
-    return torch.tensor([[value] * (longest - len(r)) + r if left else r + [value] * (longest - len(r)) for r in rows])
+    return torch.tensor([row + [value] * (longest - len(row)) for row in rows])

@@ -141,12 +141,12 @@ from prs_med_data import (
     fits_in_memory,
     inspect_files,
     open_picture,
-    pad_rows,
     position_in,
     position_of,
     read_annotations,
     swap_questions,
 )
+from prs_med_memory import fold_relative_positions, recompute_lora_dropout
 from prs_med_report import draw_inputs, draw_predictions, print_data_check, print_metrics, write_prediction
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -237,9 +237,12 @@ class PRSMed(nn.Module):
     @torch.no_grad()
     def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
         """Greedy answers to the prompts of a batch, from the picture and the question alone."""
-        ids = pad_rows(batch["prompt"], self.reader.pad, left=True).to(batch["vlm"].device)
-        lengths = torch.tensor([[len(prompt)] for prompt in batch["prompt"]], device=ids.device)
-        mask = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths).long()
+        # the prompts without their answers, padded on the left
+        longest = max(batch["prompt_length"])
+        lengths = torch.tensor(batch["prompt_length"], device=batch["ids"].device)
+        places = torch.arange(longest, device=lengths.device) - (longest - lengths)[:, None]
+        mask = (places >= 0).long()
+        ids = batch["ids"].gather(1, places.clamp_min(0)).masked_fill(places < 0, self.reader.pad)
         end = {"pad_token_id": self.reader.pad, "eos_token_id": self.reader.tokenizer.eos_token_id}
         pixels = self.vlm_pixels(batch["vlm"])
         out = self.vlm.generate(
@@ -279,6 +282,7 @@ def find_pretrained(root: Path, given: str | None, kinds: tuple[str, ...], missi
 def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
     """Load both checkpoints, add LoRA to the language model, freeze the rest of the VLM. Raises InputError."""
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
     from transformers import AutoTokenizer, LlavaForConditionalGeneration, SamModel, SamVisionModel, utils
     from transformers.image_processing_base import ImageProcessingMixin
 
@@ -321,6 +325,10 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
         r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, target_modules=targets
     )
     vlm = inject_adapter_in_model(lora, vlm)
+    for module in vlm.modules():
+        # or each LoRA layer keeps an fp32 copy of its input, which autocast lowers again
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
     for name, parameter in vlm.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
@@ -334,6 +342,8 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
         image_tokens = len(vlm.model.get_image_features(pixel_values=blank, return_dict=True).pooler_output[0])
     model = PRSMed(vlm, sam, Reader(tokenizer, vlm.config, processors, size, image_tokens)).to(ranks.device)
     if ranks.device.type == "cuda":
+        fold_relative_positions(model.sam)
+        recompute_lora_dropout(model.vlm)
         model.sam.to(memory_format=torch.channels_last)
         model.decoder.to(memory_format=torch.channels_last)
     model.base = {"name": Path(vlm_path).name, "fingerprint": fingerprint(model)}
@@ -346,6 +356,14 @@ def fingerprint(model: nn.Module) -> torch.Tensor:
     frozen = [parameter.detach().flatten() for parameter in model.parameters() if not parameter.requires_grad]
     places = [torch.arange(min(16, len(flat))) * (len(flat) - 1) // 15 for flat in frozen]
     return torch.cat([flat[at.to(flat.device)].float().cpu() for flat, at in zip(frozen, places, strict=True)])
+
+
+def check_same_base(model: PRSMed) -> None:
+    """All ranks: InputError unless all have loaded the same frozen weights, which DDP does not send to them."""
+    ours = model.base["fingerprint"]
+    others = du.gather_objects(ours)
+    if any(other.numpy().tobytes() != ours.numpy().tobytes() for other in others):
+        raise InputError("--vlm_path: the processes have loaded different weights; give every node the same files")
 
 
 def adopt_architecture(args: argparse.Namespace, contents: dict | None) -> None:
@@ -633,6 +651,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     adopt_architecture(args, contents)
     with du.agree_on_errors():
         model = build_model(args, ranks)
+    check_same_base(model)
+    with du.agree_on_errors():
         if contents:
             load_weights(model, contents)
     if args.predict:
@@ -703,6 +723,9 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     wrapped = model
     if ranks.world_size > 1:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
+        # or rank 0 would send all 14 GB of frozen weights to the others, who have loaded the same file
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        DDP._set_params_and_buffers_to_ignore_for_model(model, frozen)
         wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
     def save() -> None:

@@ -246,7 +246,7 @@ class RiskNet(nn.Module):
             for name, child in list(module.named_children()):
                 # MONAI's `norm` argument reaches the first layer only
                 if args.norm == "group" and isinstance(child, nn.BatchNorm3d):
-                    setattr(module, name, nn.GroupNorm(8, child.num_features))
+                    setattr(module, name, hw.GroupNorm(8, child.num_features))
         if shortcut == "A":
             for stage in (self.backbone.layer1, self.backbone.layer2, self.backbone.layer3, self.backbone.layer4):
                 if (old := stage[0].downsample) is not None:

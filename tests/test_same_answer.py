@@ -143,9 +143,9 @@ def test_short_window_is_divided_by_its_true_size(runs, data):
     model.eval()
     with torch.no_grad():
         labels = torch.full_like(batch["ids"], -100)
-        for k, prompt in enumerate(batch["prompt"]):
+        for k, length in enumerate(batch["prompt_length"]):
             answer = [token for token in batch["answer"][k].tolist() if token >= 0]
-            labels[k, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+            labels[k, length : length + len(answer)] = torch.tensor(answer)
         pixels = model.vlm_pixels(batch["vlm"])
         text = model.vlm(
             input_ids=batch["ids"], pixel_values=pixels, labels=labels

@@ -1,0 +1,93 @@
+"""What PRS-Med's two large models do on a GPU to need less memory; the results are the same.
+
+SAM adds to the score of a query and a key one number for their vertical and one for their horizontal distance. As a
+bias these take heads x tokens^2 numbers a layer: 3 GiB for 8 images of 1024 x 1024. With h(q) and w(q) for what a query
+gives to each row and column of the grid, the same scores are a plain product, which attention kernels never store:
+
+    q.k / sqrt(d) + h(q)[row of k] + w(q)[column of k] = [q / sqrt(d), h(q), w(q)] . [k, one_hot(row), one_hot(column)]
+
+LoRA keeps for each of its 224 layers in a 7B model its own dropped-out copy of the input, and the mask: 18 GiB for 8
+images. Most of these layers share their input, so that keeping it and drawing the mask again takes less than half.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+def fold_relative_positions(encoder: nn.Module) -> None:
+    """Let each layer of transformers' SamVisionEncoder attend by `folded_attention`; its weights stay as they are."""
+    for layer in encoder.layers:
+        if layer.attn.use_rel_pos:
+            layer.attn.forward = partial(folded_attention, layer.attn)
+
+
+def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """SamVisionSdpaAttention.forward: (B, H, W, C) -> ((B, H, W, C), no attention weights)."""
+    batch, height, width, _ = hidden_states.shape
+    heads = attention.num_attention_heads
+    qkv = attention.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+    # what each query gives to the rows and columns of keys: (B, heads, H, W, H) and (B, heads, H, W, W)
+    grid = query.unflatten(2, (height, width))
+    to_rows = torch.einsum("bnhwc,hck->bnhwk", grid, distance_table(attention.rel_pos_h, height))
+    to_columns = torch.einsum("bnhwc,wck->bnhwk", grid, distance_table(attention.rel_pos_w, width))
+    distances = torch.cat([to_rows, to_columns], dim=-1).flatten(2, 3)
+
+    # kernels take one width for all three, a multiple of 8
+    channels = query.shape[-1]
+    padding = -(channels + height + width) % 8
+    query = F.pad(torch.cat([query * attention.scale, distances], dim=-1), (0, padding))
+    places = grid_places(height, width, key).expand(batch, heads, -1, -1)
+    key = F.pad(torch.cat([key, places], dim=-1), (0, padding))
+    value = F.pad(value, (0, query.shape[-1] - channels))
+
+    out = F.scaled_dot_product_attention(query, key, value, scale=1.0)[..., :channels]
+    out = out.transpose(1, 2).reshape(batch, height, width, -1)
+    return attention.proj(out), None
+
+
+def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
+    """(2 size - 1, C) embeddings of the distances 1 - size ... size - 1 -> (size, C, size) of each query and key.
+
+    Embeddings of another image size are first interpolated, as SAM does. Windows over the reversed list: no index
+    tensor, for which the host would wait.
+    """
+    if len(positions) != 2 * size - 1:
+        positions = F.interpolate(positions.T[None], size=2 * size - 1, mode="linear")[0].T
+    return positions.flip(0).unfold(0, size, 1).flip(0)
+
+
+def grid_places(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """(H W, H + W): row and column of each place of a grid, one-hot."""
+    rows = torch.eye(height, dtype=like.dtype, device=like.device)[:, None].expand(-1, width, -1)
+    columns = torch.eye(width, dtype=like.dtype, device=like.device)[None].expand(height, -1, -1)
+    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
+
+
+def recompute_lora_dropout(model: nn.Module) -> None:
+    """Let each LoRA layer compute its dropout and first matrix again in the backward pass."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        for name, dropout in layer.lora_dropout.items():
+            if isinstance(dropout, nn.Dropout):
+                layer.lora_dropout[name] = nn.Identity()
+                layer.lora_A[name].forward = partial(dropped_linear, layer.lora_A[name], dropout.p)
+
+
+def dropped_linear(linear: nn.Linear, probability: float, inputs: torch.Tensor) -> torch.Tensor:
+    """linear(dropout(inputs)), with the same random numbers when it is computed again; (..., in) -> (..., rank)."""
+
+    def compute(inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.dropout(inputs, probability), linear.weight)
+
+    if not linear.training:
+        return F.linear(inputs, linear.weight)
+    if not torch.is_grad_enabled():
+        return compute(inputs)
+    return checkpoint(compute, inputs, use_reentrant=False)

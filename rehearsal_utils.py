@@ -1,0 +1,274 @@
+"""One training step on a GPU that need not be there: its memory, FLOPs and waits, traced on torch's fake tensors.
+
+A fake tensor has a shape, a dtype and a device but no memory, so a step at full size takes seconds on a laptop. What is
+not seen: kernels' own workspaces, NCCL, fragmentation and time. `--rehearse` of every script and tests/test_fake_gpu.py
+use this file.
+"""
+
+import collections
+import contextlib
+import math
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fake_cuda_utils
+from distributed_utils import Ranks
+
+GIB = 2**30
+# What the allocator rounds each tensor up to, bytes.
+BLOCK = 512
+# Operations that launch nothing on a GPU: they make a view, or memory that nothing is written to.
+NO_LAUNCH = {
+    "alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided",
+    "_unsafe_view", "_reshape_alias",
+}  # fmt: skip
+# Operations whose CUDA kernels add in an order that varies from run to run, unless torch is told otherwise.
+UNORDERED = (
+    "adaptive_avg_pool2d_backward", "adaptive_avg_pool3d_backward", "adaptive_max_pool", "avg_pool3d_backward",
+    "max_pool3d_with_indices_backward", "upsample_linear1d_backward", "upsample_bilinear2d_backward",
+    "upsample_bicubic2d_backward", "upsample_trilinear3d_backward", "grid_sampler", "reflection_pad", "replication_pad",
+    "scatter_add", "scatter_reduce", "index_add", "index_put", "_unsafe_index_put", "put_", "embedding_dense_backward",
+    "_embedding_bag", "nll_loss2d", "histc", "bincount", "cumsum", "kthvalue", "median",
+    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward", "_cudnn_convolution_backward",
+)  # fmt: skip
+
+
+class Trace(TorchDispatchMode):
+    """Watches what a piece of code does on one kind of device, on fake tensors or on real ones.
+
+    Attributes, all of the device: `now` and `peak` (bytes of live tensors), `launches`, `traffic` (bytes read and
+    written), `waits` (where the host waits for the GPU), `casts` and `layout_copies` (bytes, by place), `unordered`
+    (operations whose order of summation varies), `attention` (kernels chosen, by name).
+    """
+
+    def __init__(self, device_type: str = "cuda"):
+        super().__init__()
+        self.device_type = device_type
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self.launches = self.traffic = 0
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.casts: collections.Counter[str] = collections.Counter()
+        self.layout_copies: collections.Counter[str] = collections.Counter()
+        self.unordered: collections.Counter[str] = collections.Counter()
+        self.attention: collections.Counter[str] = collections.Counter()
+
+    # --- memory
+
+    def hold(self, tensor) -> None:
+        """Count a tensor's memory until it is freed."""
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = math.ceil(storage.nbytes() / BLOCK) * BLOCK
+        self.now += self.sizes[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key)
+
+    def hold_all(self, *modules: torch.nn.Module) -> None:
+        """Count the parameters and buffers that are there already."""
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.hold(tensor.data)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key, 0)
+
+    # --- operations
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function._schema.name.split("::")[1]
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        on_device = [value for value in inputs if value.device.type == self.device_type]
+
+        # a number is read back: a fake tensor has none, so any plausible one is given
+        if name == "_local_scalar_dense":
+            if on_device:
+                self.waits[f"item() in {_place()}"] += 1
+            if isinstance(args[0], FakeTensor):
+                return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+
+        out = function(*args, **kwargs)
+        outputs = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        made = [value for value in outputs if value.device.type == self.device_type]
+        self._note_waits(name, args, kwargs, on_device, outputs)
+        if made and not function.is_view and name not in NO_LAUNCH:
+            self.launches += 1
+            self.traffic += sum(map(_bytes, on_device)) + sum(map(_bytes, made))
+            self._note_copies(name, args, inputs, made)
+            if name.startswith(UNORDERED):
+                self.unordered[name] += 1
+        for value in made:
+            self.hold(value)
+        return out
+
+    def _note_waits(self, name: str, args: tuple, kwargs: dict, on_device: list, outputs: list) -> None:
+        """Operations for which the host waits until the GPU has caught up."""
+        if name in ("nonzero", "masked_select", "_unique2") and on_device:
+            self.waits[f"{name} in {_place()}"] += 1
+        if name in ("index", "index_put", "index_put_", "_unsafe_index_put") and on_device:
+            indices = [index for index in args[1] if index is not None]
+            if any(index.device.type != self.device_type for index in indices):
+                self.waits[f"index on the CPU in {_place()}"] += 1
+            if any(index.dtype == torch.bool for index in indices):
+                self.waits[f"index by a mask in {_place()}"] += 1
+        if name in ("_to_copy", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            target = args[0] if name == "copy_" else outputs[0]
+            positional = len(args) > 2 and args[2]
+            free_running = kwargs.get("non_blocking", positional)
+            kinds = {source.device.type, target.device.type}
+            if len(kinds) == 2 and self.device_type in kinds and not free_running:
+                self.waits[f"copy {source.device.type} -> {target.device.type} in {_place()}"] += 1
+
+    def _note_copies(self, name: str, args: tuple, inputs: list, made: list) -> None:
+        """Traffic that computes nothing: another dtype, another memory format."""
+        if name in ("_to_copy", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            if source.device.type == made[0].device.type and source.dtype != made[0].dtype:
+                kind = f"{source.dtype} -> {made[0].dtype} in {_place()}".replace("torch.", "")
+                self.casts[kind] += _bytes(source) + _bytes(made[0])
+        if name == "clone" and inputs[0].numel() > 2**16 and inputs[0].stride() != made[0].stride():
+            self.layout_copies[f"{tuple(inputs[0].shape)} in {_place()}"] += 2 * _bytes(made[0])
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _place() -> str:
+    """`file:line` of the innermost frame that is neither torch's nor this file's; `backward` where there is none."""
+    frame = sys._getframe(1)
+    while frame:
+        path = frame.f_code.co_filename
+        inside = f"{os.sep}torch{os.sep}" in path or path in (__file__, mock.__file__, contextlib.__file__)
+        if not inside and not path.startswith("<"):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"
+
+
+# --- a GPU that is not there ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
+    """Inside, every new tensor is a fake one, CUDA tensors can be made, and `trace` knows the attention kernels.
+
+    Yields the ranks of one process on that GPU. fake_cuda_utils.load_before_torch must have been called.
+    """
+    fake_cuda_utils.use_guard()
+    real_attention = F.scaled_dot_product_attention
+
+    def attention(*args, **kwargs):
+        return choose_attention(real_attention, trace, *args, **kwargs)
+
+    # torch asks the driver in these places; the last one swaps storages, which a fake tensor does not allow
+    patches = {
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.nn.functional.scaled_dot_product_attention": attention,
+        "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
+        "torch.cuda.get_device_capability": lambda *_: (9, 0),
+        "torch.cuda.is_bf16_supported": lambda *_, **__: True,
+        "torch.cuda.current_device": lambda: 0,
+        "torch.nn.Module._apply": apply_to_module,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in patches.items():
+            stack.enter_context(mock.patch(name, replacement))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield Ranks(0, 0, 1, torch.device("cuda", 0), "rehearsal")
+
+
+def apply_to_module(module: torch.nn.Module, function, recurse: bool = True) -> torch.nn.Module:
+    """nn.Module._apply by new parameters instead of swapped storages."""
+    for child in module.children() if recurse else ():
+        apply_to_module(child, function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                changed = function(parameter)
+            if changed is not parameter:
+                module._parameters[name] = torch.nn.Parameter(changed.detach(), parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+def choose_attention(
+    real, trace: Trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """scaled_dot_product_attention by the kernel that torch takes on GPUs from Ampere on."""
+    if query.device.type != "cuda":
+        return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (_lowered(tensor, dtype) for tensor in (query, key, value))
+        attn_mask = attn_mask if attn_mask is None else _lowered(attn_mask, dtype)
+    if enable_gqa:
+        copies = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+
+    # the flash kernel takes half precision, one width for all, and no mask
+    width = query.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if attn_mask is None and half and width <= 256 and value.shape[-1] == width:
+        trace.attention[f"flash, width {width}"] += 1
+        padding = -width % 8
+        if padding:
+            query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        scale = scale or 1 / math.sqrt(width)
+        out = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :width] if padding else out
+
+    # the memory-efficient kernel takes a mask to add, its rows a multiple of 8 long
+    kind = "no mask" if attn_mask is None else f"{attn_mask.dtype} mask".removeprefix("torch.")
+    trace.attention[f"memory-efficient, {kind}"] += 1
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
+        columns = attn_mask.shape[-1]
+        if columns % 8:
+            attn_mask = F.pad(attn_mask, (0, -columns % 8))[..., :columns]
+        attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return efficient(query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale)[0]
+
+
+def _lowered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An fp32 tensor in autocast's dtype, others as they are."""
+    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
+
+
+@contextlib.contextmanager
+def random_weights() -> Iterator[None]:
+    """Inside, transformers' from_pretrained builds a model from its config.json, without the file of weights."""
+    import transformers
+
+    def build(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **__):
+        config = config or cls.config_class.from_pretrained(path)
+        with torch.device((device_map or {}).get("", "cpu")):
+            model = cls._from_config(config, dtype=dtype or torch.float32).eval()
+        return (model, {"missing_keys": []}) if output_loading_info else model
+
+    with mock.patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(build)):
+        yield

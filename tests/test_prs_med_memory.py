@@ -1,0 +1,59 @@
+"""PRS-Med's memory-saving forms on a GPU, against the libraries' own on a CPU."""
+
+import pytest
+import torch
+from transformers import SamVisionConfig, SamVisionModel
+
+from prs_med_memory import fold_relative_positions, recompute_lora_dropout
+
+
+@pytest.mark.parametrize("image_size", [64, 96], ids=["its own size", "positions interpolated"])
+def test_folded_attention_equals_the_bias(image_size):
+    """Outputs and all gradients of an encoder with global and windowed layers, windows with padding among them."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "mlp_dim": 64, "output_channels": 16}
+    config = SamVisionConfig(image_size=64, patch_size=8, window_size=3, global_attn_indexes=[1], **sizes)
+    model = SamVisionModel(config).double()
+    encoder = model.vision_encoder
+    for layer in encoder.layers:
+        for positions in (layer.attn.rel_pos_h, layer.attn.rel_pos_w):
+            torch.nn.init.normal_(positions)
+    if image_size != 64:
+        encoder.patch_embed.image_size = (image_size, image_size)
+        encoder.pos_embed = torch.nn.Parameter(torch.randn(1, image_size // 8, image_size // 8, 32).double())
+
+    images = torch.randn(2, 3, image_size, image_size).double()
+    weights = torch.randn(2, 16, image_size // 8, image_size // 8).double()
+    results = []
+    for folded in (False, True):
+        if folded:
+            fold_relative_positions(encoder)
+        out = encoder(images).last_hidden_state
+        gradients = torch.autograd.grad((out * weights).sum(), list(encoder.parameters()))
+        results.append([out, *gradients])
+    for expected, seen in zip(*results, strict=True):
+        torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_lora_dropout_computed_again_is_the_same_dropout():
+    """Output and gradients of a LoRA layer with dropout are equal to the bit to peft's own, in training and not."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, target_modules=["0"], init_lora_weights=False)
+    model = inject_adapter_in_model(config, torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Tanh()))
+    inputs = torch.randn(8, 32, requires_grad=True)
+    trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+
+    results = []
+    for recomputed in (False, True):
+        if recomputed:
+            recompute_lora_dropout(model)
+        torch.manual_seed(1)
+        out = model.train()(inputs)
+        torch.manual_seed(2)
+        gradients = torch.autograd.grad(out.square().sum(), [inputs, *trained])
+        results.append([out, *gradients, model.eval()(inputs)])
+    for expected, seen in zip(*results, strict=True):
+        assert torch.equal(seen, expected)
+    assert not torch.equal(results[0][0], results[0][-1])
