@@ -7,12 +7,14 @@ use this file.
 
 import collections
 import contextlib
+import json
 import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -23,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import fake_cuda_utils
 from distributed_utils import Ranks
+from flops_utils import FlopCount
+from loop_utils import MARGIN_BYTES, MARGIN_SHARE
 
 GIB = 2**30
 # What the allocator rounds each tensor up to, bytes.
@@ -78,6 +82,13 @@ class Trace(TorchDispatchMode):
         self.now += self.sizes[key]
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._free, key)
+
+    def forget_operations(self) -> None:
+        """Count operations from here on; memory that is held stays counted."""
+        self.launches = self.traffic = 0
+        self.peak = self.now
+        for counter in (self.waits, self.casts, self.layout_copies, self.unordered, self.attention):
+            counter.clear()
 
     def hold_all(self, *modules: torch.nn.Module) -> None:
         """Count the parameters and buffers that are there already."""
@@ -272,3 +283,109 @@ def random_weights() -> Iterator[None]:
 
     with mock.patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(build)):
         yield
+
+
+# --- the rehearsal ----------------------------------------------------------------------------------------------------
+
+
+class Rehearsed(NamedTuple):
+    """What one optimizer step of one process takes. state: bytes of weights, optimizer state and DDP's buckets, which
+    are there all the time; peak: bytes at most; flops: of all its micro-batches."""
+
+    state: int
+    peak: int
+    flops: int
+
+
+def rehearse_step(
+    trace: Trace, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trial: Callable[[], None],
+    accumulation: int = 1, processes: int = 1,
+) -> Rehearsed:  # fmt: skip
+    """Trace one optimizer step inside imaginary_gpu: `trial` (a micro-batch, forward and backward), clip, update.
+
+    As in a real run from the second step on, the optimizer has its state, and from the second micro-batch on there are
+    gradients. The counters of `trace` are those of one micro-batch and one update.
+    """
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = trained[0].device
+    trace.hold_all(model)
+
+    # what is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients
+    with trace:
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        buckets = [torch.empty_like(parameter) for parameter in trained] if processes > 1 else []
+        state = trace.now
+        gradients = [torch.zeros_like(parameter) for parameter in trained] if accumulation > 1 else []
+        for parameter, gradient in zip(trained, gradients, strict=False):
+            parameter.grad = gradient
+    trace.forget_operations()
+
+    with trace, FlopCount() as count:
+        trial()
+        scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
+        scaler.scale(torch.zeros((), device=device))
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        scaler.step(optimizer)
+        scaler.update(1.0)
+        optimizer.zero_grad(set_to_none=True)
+    del buckets
+    return Rehearsed(state, trace.peak, count.total * accumulation)
+
+
+def largest_fitting_batch(step: Rehearsed, batch_size: int, memory_gb: float) -> int:
+    """The most samples a micro-batch may have, as activations grow with them; 0 where not even one fits."""
+    room = (memory_gb * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - step.state
+    return max(0, math.floor(room * batch_size / (step.peak - step.state)))
+
+
+def report_rehearsal(
+    title: str, step: Rehearsed, batch_size: int, memory_gb: float, words: Callable[[int], str], otherwise: str
+) -> None:
+    """Print what a step takes, whether it fits into a GPU of memory_gb, and last the same as one JSON object.
+
+    batch_size: samples of a micro-batch. words(samples): the flags that ask for so many. otherwise: what to do when
+    not even one sample fits.
+    """
+    margin = MARGIN_SHARE * step.peak + MARGIN_BYTES
+    fits = step.peak + margin <= memory_gb * GIB
+    spare = memory_gb - (step.peak + margin) / GIB
+    most = largest_fitting_batch(step, batch_size, memory_gb)
+    if fits:
+        advice = f"fits a GPU of {memory_gb:g} GB with {spare:.1f} GB to spare"
+    else:
+        change = words(most) if most else otherwise
+        advice = f"does not fit a GPU of {memory_gb:g} GB ({-spare:.1f} GB too much): {change}"
+
+    activations = step.peak - step.state
+    lines = {
+        "state": f"{step.state / GIB:8.2f} GiB  weights, optimizer state, gradient buckets",
+        "activations": f"{activations / GIB:8.2f} GiB  and gradients, at the peak",
+        "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.5 GB, for what torch does not see",
+        "in all": f"{(step.peak + margin) / GIB:8.2f} GiB",
+        "arithmetic": f"{step.flops / 1e12:8.2f} TFLOP per step and GPU",
+    }
+    print(f"== rehearsal: {title} ".ljust(100, "="))
+    print("\n".join(f"  {name:<12} {value}" for name, value in lines.items()))
+    print(f"{advice}\n")
+    found = {"peak_gib": step.peak / GIB, "state_gib": step.state / GIB, "activations_gib": activations / GIB}
+    found |= {"tflop_per_step": step.flops / 1e12}
+    found = {name: round(value, 4) for name, value in found.items()}
+    print(json.dumps(found | {"fits": fits, "advice": advice}), flush=True)
+
+
+def memory_to_plan_for(gpu_memory_gb: float | None) -> float:
+    """--gpu_memory, or what this machine's GPU has, or 80 (GB as sold, which is about what it reports in GiB)."""
+    if gpu_memory_gb is not None:
+        return gpu_memory_gb
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0
+
+
+def end_rehearsal() -> None:
+    """Leave at once: torch's threads for a device that is not there would abort a regular exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
