@@ -141,8 +141,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
     text = "batches per GPU summed into one step; on OOM double it and halve the batch size, the result stays the same"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
-    text = "while the largest batch does not fit, halve the batch size and double --gradient_accumulation_steps"
-    add("--auto_batch", action="store_true", help=text)
+    text = "fit the batch to memory, the effective one stays; left out: on GPUs, not on CPU"
+    add("--auto_batch", action=argparse.BooleanOptionalAction, help=text)
     add(
         "--num_workers", type=whole(0), default=4, help="data loading processes PER GPU; 0: the training process itself"
     )
@@ -365,11 +365,30 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
         print(f"from {path}: {' '.join(taken)}", flush=True)
 
 
+def set_derived(args: argparse.Namespace, reason: str = "", **values) -> None:
+    """Replace flags by what follows from the machine. args.yaml keeps what was asked for: a resumed run derives anew.
+
+    reason: where the values come from, for a banner; empty where args.source stays as it is.
+    """
+    before = vars(args).setdefault("asked", {})
+    for name, value in values.items():
+        before.setdefault(name, getattr(args, name))
+        setattr(args, name, value)
+        if reason:
+            args.source[name] = reason
+
+
+def asked(args: argparse.Namespace, name: str):
+    """The value of a flag before set_derived replaced it."""
+    return vars(args).get("asked", {}).get(name, getattr(args, name))
+
+
 def save_args(path: Path, args: argparse.Namespace) -> None:
     """Write the merged arguments as YAML that --config reads again."""
     import yaml
 
-    values = {key: value for key, value in vars(args).items() if key not in ("config", "local_rank", "source")}
+    own = ("config", "local_rank", "source", "asked")
+    values = {name: asked(args, name) for name in vars(args) if name not in own}
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(yaml.safe_dump(values), encoding="utf-8")
     os.replace(temporary, path)

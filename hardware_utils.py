@@ -68,18 +68,33 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 # CUDA's and torch's own words (AcceleratorError, NCCL's `Cuda failure 2 'out of memory'`, the driver's); cuBLAS, cuDNN,
-# cuSOLVER and cuFFT; the host's allocators, C++'s, and oneDNN's when it is refused memory for the code it writes
+# cuSOLVER and cuFFT; the host's allocators, C++'s, NumPy's (whose class a loading process loses), and oneDNN's when it
+# is refused memory for the code it writes
 OUT_OF_MEMORY = re.compile(
     r"out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|ALLOC_FAILED|ALLOCATION_FAILED"
     r"|can't allocate memory|not enough memory|cannot allocate memory|Failed to CUDA (?:calloc|malloc|host alloc)"
-    r"|std::bad_alloc|bad allocation|could not create a (?:primitive|memory object)",
+    r"|std::bad_alloc|bad allocation|could not create a (?:primitive|memory object)|Unable to allocate .* for an array",
     re.IGNORECASE,
 )
+# Nearly always memory: cuBLAS has none for its handle (the other cause is an index out of range before it, which no
+# made-up batch has), and torch hides each cuDNN engine's lack of a workspace until no engine is left.
+PROBABLY_OUT_OF_MEMORY = re.compile(
+    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `?cublasCreate|unable to find an engine to execute this computation"
+    r"|unable to find a valid cuDNN algorithm",
+    re.IGNORECASE,
+)
+# the limit on locked memory (ulimit -l), which no smaller batch helps
+LOCKED_MEMORY = re.compile(r"ibv_\w+.{0,20} failed", re.IGNORECASE)
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is the GPU's or the host's allocator giving up, under any of the names that libraries give it."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if LOCKED_MEMORY.search(text):
+        return False
+    return bool(OUT_OF_MEMORY.search(text) or PROBABLY_OUT_OF_MEMORY.search(text))
 
 
 def split_batch(batch_size: int, accumulation: int) -> tuple[int, int]:

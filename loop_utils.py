@@ -2,50 +2,161 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from checkpoint_utils import best_sha256, mark_best
 from cli_utils import RunError
-from distributed_utils import any_rank, print_main
+from distributed_utils import print_main, reduce_max, world
 from hardware_utils import out_of_memory, split_batch
+
+# What a GPU must have beside a trial's peak: the share is for fragmentation, the bytes are for what NCCL, cuDNN and
+# cuBLAS allocate past torch's allocator.
+MARGIN_SHARE = 0.05
+MARGIN_BYTES = 1.5e9
+
+
+class Trial(NamedTuple):
+    """What a trial step came to on this rank.
+
+    peak, room: bytes that torch reserved at most, and that the GPU has for this process; None on a CPU. error: the
+    first line of what ran out, empty where nothing did. fits: it ran, and a GPU has room for the margin, too.
+    """
+
+    fits: bool
+    error: str
+    peak: int | None
+    room: int | None
+
+
+class Fitted(NamedTuple):
+    """A batch per process and an accumulation that fit, and why they are not those asked for ("" where they are).
+
+    recomputed: recomputation was turned on for it. peak_gib: of the trial step, over all ranks; None on a CPU.
+    """
+
+    size: int
+    accumulation: int
+    reason: str
+    recomputed: bool
+    peak_gib: float | None
+
+
+def fits_by_itself(auto_batch: bool | None, device: torch.device) -> bool:
+    """Whether the batch is fitted: as --auto_batch says; left out on a GPU, since a CPU's trial takes long."""
+    return device.type == "cuda" if auto_batch is None else auto_batch
+
+
+def auto_batch_advice(auto_batch: bool | None, device: torch.device) -> str:
+    """The end of an out-of-memory message: how the batch could have been fitted, empty where it was."""
+    if auto_batch is False:
+        return ", or leave out --no-auto_batch, which keeps the batch as given"
+    return "" if fits_by_itself(auto_batch, device) else ", or --auto_batch, which tries by itself"
+
+
+def batch_flags(size: int, accumulation: int, flag: str = "--batch_size", processes: int = 1) -> str:
+    """How a user asks for a batch; processes: how many of them the flag counts together."""
+    return f"{flag} {size * processes} --gradient_accumulation_steps {accumulation}"
+
+
+def copies_held() -> int:
+    """Copies of the trained parameters beside them and their gradients: AdamW's two moments, and DDP's buckets."""
+    return 2 + (world()[1] > 1)
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """(bytes that torch has reserved at most, bytes that this process may have) of a GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device)
+    limit = total * torch.cuda.get_per_process_memory_fraction(device)
+    return torch.cuda.max_memory_reserved(device), int(min(room, limit))
+
+
+def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, passes: int = 2) -> Trial:
+    """Run try_once with `copies` times the trained parameters' bytes held beside. Leaves no trace but the time it took.
+
+    In the second pass, the gradients of the first are there already. Raises what is not a lack of memory.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = trained[0].device
+    count = int(copies * sum(parameter.nbytes for parameter in trained))
+    statistics = [buffer.clone() for buffer in model.buffers()]
+    error, held = "", []
+    release_memory()
+
+    # dropout and noise of the run are those of a run without a trial
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            held.append(torch.empty(count, dtype=torch.uint8, device=device))
+            for _ in range(passes):
+                try_once()
+            if device.type == "cuda":
+                # what a kernel ran out of is told when one waits for it
+                torch.cuda.synchronize(device)
+        except (RuntimeError, MemoryError) as reason:
+            if not out_of_memory(reason):
+                raise
+            error = str(reason).partition("\n")[0] or type(reason).__name__
+
+    memory = gpu_memory(device)
+    for parameter in trained:
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), statistics, strict=True):
+            buffer.copy_(before)
+    held.clear()
+    release_memory()
+    if memory is None:
+        return Trial(not error, error, None, None)
+    peak, room = memory
+    return Trial(not error and (1 + MARGIN_SHARE) * peak + MARGIN_BYTES <= room, error, peak, room)
 
 
 def fit_batch_to_memory(
-    try_once: Callable[[int], None], parameters: Iterable[torch.nn.Parameter], batch_size: int, accumulation: int,
-    flag: str, advice: str, processes: int = 1,
-) -> tuple[int, int]:  # fmt: skip
-    """--auto_batch: (batch size per GPU, accumulation), halved and doubled by all ranks together until a step fits.
+    try_once: Callable[[int], None], model: nn.Module, wanted: tuple[int, int], words: Callable[[int, int], str],
+    advice: str, copies: float | None = None, recompute: Callable[[], None] | None = None,
+) -> Fitted:  # fmt: skip
+    """The batch and accumulation that fit into memory, the effective batch as wanted; all ranks decide together.
 
-    try_once(batch_size) makes the forward and backward pass of the largest batch there can be. parameters: those that
-    learn; two moments of each are held beside, as the optimizer will. flag: the batch size's name; processes: how many
-    it counts together. Raises RunError with the advice when not even one sample fits.
+    The batch is halved and the accumulation doubled until a step fits. Where not even one sample does, `recompute`
+    turns on the recomputation of activations, and the batch starts again from the wanted one.
+
+    try_once(size): forward and backward pass of the largest batch there can be, without talking to other ranks.
+    wanted: (batch per process, accumulation). words(size, accumulation): how a user asks for them. copies: see
+    copies_held; recompute: None where the model cannot, or a flag decided. Raises RunError with the advice.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    size, accumulation = wanted
+    copies = copies_held() if copies is None else copies
+    recomputed, room = False, math.inf
     while True:
-        failed, moments = False, []
-        try:
-            moments += [torch.empty_like(parameter) for parameter in trained for _ in range(2)]
-            # in the second pass, the gradients of the first are there already
-            for _ in range(2):
-                try_once(batch_size)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            failed = True
-        for parameter in trained:
-            parameter.grad = None
-        moments.clear()
-        release_memory()
-        if not any_rank(failed):
-            return batch_size, accumulation
-        if batch_size == 1:
-            raise RunError(f"out of memory at {flag} {processes}; {advice}")
-        batch_size, accumulation = split_batch(batch_size, accumulation)
-        smaller = f"{flag} {batch_size * processes} --gradient_accumulation_steps {accumulation}"
-        print_main(f"out of memory: going on with {smaller}")
+        trial = try_step(partial(try_once, size), model, copies)
+        facts = [not trial.fits, -(trial.room or math.inf), trial.peak or 0]
+        failed, room_taken, peak = reduce_max(facts).tolist()
+        if not failed:
+            break
+        room = -room_taken
+        if size > 1:
+            size, accumulation = split_batch(size, accumulation)
+            print_main(f"out of memory: going on with {words(size, accumulation)}")
+        elif recompute is not None and not recomputed:
+            recompute()
+            recomputed = True
+            size, accumulation = wanted
+            print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
+        else:
+            reason = trial.error or f"{peak / 2**30:.1f} GiB and a margin, of {room / 2**30:.1f} GiB"
+            raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
+
+    space = f"{room / 2**30:.1f} GiB" if math.isfinite(room) else "memory"
+    reason = f"fitted: {wanted[0]} did not fit into {space}" if size < wanted[0] else ""
+    return Fitted(size, accumulation, reason, recomputed, peak / 2**30 if peak else None)
 
 
 def release_memory() -> None:

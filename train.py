@@ -20,6 +20,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cli_utils import (
@@ -30,6 +31,7 @@ from cli_utils import (
     parse_arguments,
     run_main,
     seed_number,
+    set_derived,
     value_sources,
     whole,
 )
@@ -159,7 +161,15 @@ import in_context_report as report
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from in_context_net import GRID, Agents, InContextNet, Layer
 from logging_utils import RunLog, print_banner, save_figure, write_result
-from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
+from loop_utils import (
+    auto_batch_advice,
+    batch_flags,
+    fit_batch_to_memory,
+    fits_by_itself,
+    forget_other_best,
+    keep_best,
+    say_if_finished,
+)
 
 # --- data and net -----------------------------------------------------------------------------------------------------
 
@@ -462,24 +472,37 @@ def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
         args.seed = contents["run"]["seed"]
 
 
-def find_batch_size(net: InContextNet, args: argparse.Namespace, device: torch.device) -> None:
-    """--auto_batch: the largest batch size at which a step of segments of the greatest depth fits."""
-    depth = args.max_compression_depth if args.n_latent else 0
+def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
+    """A made-up batch, on the host, of segments that all have `depth` blocks to compress and a full context."""
+    shape = batch_size, depth + 1, n_transit
+    batch = {"cells": torch.zeros(*shape, 3, dtype=torch.uint8), "rewards": torch.zeros(shape)}
+    batch |= {"depth": torch.full((batch_size,), depth), "compressed": [batch_size] * depth}
+    batch["length"] = torch.full((batch_size,), n_transit)
+    batch["action"] = torch.zeros(batch_size, n_transit, dtype=torch.long)
+    return batch | {"sample": torch.arange(batch_size)}
+
+
+def trial_step(net: InContextNet, batch: dict, args: argparse.Namespace) -> None:
+    """Forward and backward pass of one micro-batch, as in training; the gradients stay in the net."""
+    batch = du.to_device(batch, net.positions.device)
+    with hw.autocast(net.positions.device, args.mixed_precision):
+        losses, _ = action_losses(net, batch)
+    (losses.sum() / losses.numel()).backward()
+
+
+def find_batch_size(net: InContextNet, depth: int, args: argparse.Namespace) -> None:
+    """Fit the batch to what a step of segments of the greatest depth takes."""
 
     def try_once(size: int) -> None:
-        shape = size, depth + 1, args.n_transit
-        batch = {"cells": torch.zeros(*shape, 3, dtype=torch.uint8), "rewards": torch.zeros(shape)}
-        batch |= {"depth": torch.full((size,), depth), "compressed": [size] * depth}
-        batch |= {"length": torch.full((size,), args.n_transit), "action": torch.zeros(size, args.n_transit).long()}
-        batch = du.to_device(batch, device)
-        with hw.autocast(device, args.mixed_precision):
-            losses, _ = action_losses(net, batch)
-        losses.mean().backward()
+        trial_step(net, largest_batch(size, depth, args.n_transit), args)
 
-    args.train_batch_size, args.gradient_accumulation_steps = fit_batch_to_memory(
-        try_once, net.parameters(), args.train_batch_size, args.gradient_accumulation_steps,
-        "--train_batch_size", "pass a smaller --n_transit or --tf_n_embd",
+    fitted = fit_batch_to_memory(
+        try_once, net, (args.train_batch_size, args.gradient_accumulation_steps),
+        partial(batch_flags, flag="--train_batch_size"), "pass a smaller --n_transit or --tf_n_embd",
     )  # fmt: skip
+    if fitted.reason:
+        sizes = {"train_batch_size": fitted.size, "gradient_accumulation_steps": fitted.accumulation}
+        set_derived(args, fitted.reason, **sizes)
 
 
 def print_start(args: argparse.Namespace, accelerator, ranks: du.Ranks) -> None:
@@ -544,8 +567,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         baseline = read_baseline(args)
     accelerator = make_accelerator(args, ranks)
     data, net = Data(args), build_net(args, ranks.device)
-    if args.auto_batch:
-        find_batch_size(net, args, ranks.device)
+    if fits_by_itself(args.auto_batch, ranks.device):
+        find_batch_size(net, data.train.max_depth, args)
     loader = du.create_distributed_dataloader(
         data.train, args.train_batch_size, seed=args.seed, num_workers=args.num_workers, drop_last=False,
         accumulation=args.gradient_accumulation_steps, collate_fn=as_it_is,
@@ -575,7 +598,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     facts = {
         "launcher": f"{ranks.launcher}, world size {world_size}, {ranks.device}, by Accelerate",
         "batch": f"{args.train_batch_size} per GPU x {args.gradient_accumulation_steps} accumulation x {world_size} "
-        f"= {effective}",
+        f"= {effective} ({args.source['train_batch_size']})",
         "learning rate": f"{args.lr:g} -> {base_rate:g} (--lr_scaling {args.lr_scaling}, published batch {published}), "
         f"{args.num_warmup_steps} "
         "warm-up steps, then cosine",
@@ -698,7 +721,8 @@ def main(args: argparse.Namespace) -> int:
             now = f"out of memory at --train_batch_size {args.train_batch_size}"
             size, accumulation = hw.split_batch(args.train_batch_size, args.gradient_accumulation_steps)
             smaller = f"--train_batch_size {size} --gradient_accumulation_steps {accumulation} (the same result)"
-            more = "a smaller --test_batch_size if it was evaluating, or --auto_batch, which tries by itself"
+            more = "a smaller --test_batch_size if it was evaluating"
+            more += auto_batch_advice(args.auto_batch, ranks.device)
             du.leave_alone(f"{now}; try {smaller}, {more}")
 
 

@@ -27,6 +27,7 @@ import platform
 import re
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 from cli_utils import (
@@ -34,10 +35,12 @@ from cli_utils import (
     Parser,
     RunError,
     add_common_arguments,
+    asked,
     number,
     parse_arguments,
     run_main,
     seed_number,
+    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -201,8 +204,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--num_timesteps", type=whole(10), default=1000, help=text)
     text = "the net predicts v (Salimans & Ho 2022); --no-...: the noise"
     add("--v_parameterization", action=yes_no, default=True, help=text)
-    text = "recompute activations in the backward pass: a third slower, a fraction of the memory; for OOM"
-    add("--gradient_checkpointing", action=yes_no, default=False, help=text)
+    text = "recompute activations: less memory, a third slower; left out: in a stage that needs it"
+    add("--gradient_checkpointing", action=yes_no, help=text)
 
     add = parser.add_argument_group("optimisation").add_argument
     text = "patients per step and GPU; on the command line for all stages, else a stage's own batch_size wins; on OOM "
@@ -277,7 +280,17 @@ import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
 from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
-from loop_utils import forget_other_best, keep_best, release_memory, say_if_finished
+from loop_utils import (
+    Fitted,
+    auto_batch_advice,
+    copies_held,
+    fit_batch_to_memory,
+    fits_by_itself,
+    forget_other_best,
+    keep_best,
+    say_if_finished,
+    try_step,
+)
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
 
@@ -289,6 +302,7 @@ def build_net(k: int, args: argparse.Namespace, device: torch.device) -> StageNe
     torch.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**63)
     stage = args.stage_configs[k]
     net = StageNet(stage, args, k == 0, halvings(stage["volume_size"], stage["token_grid"]))
+    net.checkpointing = bool(args.gradient_checkpointing) or stage.get("recompute", False)
     for module in net.modules():
         if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
             module.to(memory_format=torch.channels_last_3d)
@@ -670,18 +684,40 @@ def make_optimizer(net: StageNet, args: argparse.Namespace) -> torch.optim.Optim
     return torch.optim.AdamW(net.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
-def measure_stage(k: int, greys, args: argparse.Namespace, ranks: du.Ranks) -> tuple[float | None, int, bool]:
-    """(memory of one training step in GiB, parameters, whether memory ran out) of stage k, on made-up data.
+def largest_batch(batch_size: int, stage: dict, args: argparse.Namespace) -> dict:
+    """A made-up batch, on the host, of a stage's patients."""
+    volume = torch.zeros(batch_size, *stage["volume_size"], dtype=torch.int16)
+    xrays = torch.zeros(batch_size, args.num_views, args.img_size, args.img_size, dtype=torch.int16)
+    batch = {"volume": volume, "xrays": xrays, "extent": torch.ones(batch_size, 3)}
+    return batch | {"index": torch.arange(batch_size), "error": [""] * batch_size}
 
-    On a GPU what the allocator held at most. On CPU the sum of weights, gradients, AdamW's moments, averaged weights
-    and the activations kept for the backward pass; None for sizes that would take a CPU minutes.
+
+def trial_step(net: StageNet, batch: dict, args: argparse.Namespace, k: int, greys) -> None:
+    """Forward and backward pass of one micro-batch of stage k, as in training; the gradients stay in the net."""
+    device = net.position.device
+    batch = prepare(batch, args, device, k, 0)
+    timestep, noise, previous = training_draw(batch, k, 0, args)
+    with hw.autocast(device, args.mixed_precision):
+        losses = sample_losses(net.train(), make_scheduler(args), batch, timestep, noise, previous, args, greys)
+    diffusion, physics = (part.mean() for part in losses)
+    (diffusion + args.stage_configs[k]["physics_weight"] * physics).backward()
+
+
+def measure_stage(
+    k: int, greys, args: argparse.Namespace, ranks: du.Ranks
+) -> tuple[float | None, int, Fitted | None]:  # fmt: skip
+    """All ranks: (memory of one training step in GiB, parameters, the batch that fits) of stage k, on made-up data.
+
+    The memory is on a GPU what torch reserved at most. On CPU it is the sum of weights, gradients, AdamW's moments,
+    averaged weights and the activations kept for the backward pass; None for sizes that would take a CPU minutes. The
+    batch is None where it is not fitted. Raises RunError when the stage does not fit.
     """
-    stage, device, gpu = args.stage_configs[k], ranks.device, ranks.device.type == "cuda"
-    net = build_net(k, args, device)
+    stage, gpu = args.stage_configs[k], ranks.device.type == "cuda"
+    fits = fits_by_itself(args.auto_batch, ranks.device)
+    net = build_net(k, args, ranks.device)
     count = sum(p.numel() for p in net.parameters())
-    size, batch = stage["volume_size"], stage["batch_size"]
-    if not gpu and not args.auto_batch and batch * math.prod(size) > 8 * 64**3:
-        return None, count, False
+    if not gpu and not fits and stage["batch_size"] * math.prod(stage["volume_size"]) > 8 * 64**3:
+        return None, count, None
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -689,59 +725,55 @@ def measure_stage(k: int, greys, args: argparse.Namespace, ranks: du.Ranks) -> t
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    failed = False
-    try:
-        if gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-        averaged, optimizer, scheduler = Ema(net, args.ema_decay), make_optimizer(net, args), make_scheduler(args)
-        data = {"volume": torch.zeros(batch, 1, *size, device=device), "index": list(range(batch))}
-        data["xrays"] = data["seen"] = torch.zeros(batch, args.num_views, args.img_size, args.img_size, device=device)
-        data["extent"] = torch.ones(batch, 3, device=device)
-        timestep, noise, previous = training_draw(data, k, 0, args)
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, hw.autocast(device, args.mixed_precision):
-            losses = sample_losses(net, make_scheduler(args), data, timestep, noise, previous, args, greys)
-        sum(part.sum() for part in losses).backward()
-        if gpu:
-            optimizer.step()
-        del averaged, optimizer, scheduler, data, noise, previous, losses
-    except (RuntimeError, MemoryError) as error:
-        if not hw.out_of_memory(error):
-            raise
-        failed = True
-    memory = torch.cuda.max_memory_allocated(device) if gpu else sum(kept.values()) + 4 * 5 * count
-    del net
-    release_memory()
-    return memory / 2**30, count, failed
+    def try_once(size: int) -> None:
+        kept.clear()
+        batch = largest_batch(size, stage, args)
+        with contextlib.nullcontext() if gpu else torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            trial_step(net, batch, args, k, greys)
+
+    def words(size: int, accumulation: int) -> str:
+        return f"{stage['name']}: batch_size {size} and accumulation_steps {accumulation}"
+
+    # one more copy than in the other scripts: the averaged weights
+    copies, fitted = copies_held() + 1, None
+    if fits:
+        undecided = args.gradient_checkpointing is None
+        recompute = partial(setattr, net, "checkpointing", True) if undecided else None
+        advice = f"pass {'' if undecided else '--gradient_checkpointing or '}a smaller voxel_dim or token_grid"
+        wanted = stage["batch_size"], stage["accumulation_steps"]
+        fitted = fit_batch_to_memory(try_once, net, wanted, words, advice, copies, recompute=recompute)
+        peak = fitted.peak_gib
+    else:
+        trial = try_step(partial(try_once, stage["batch_size"]), net, copies, passes=2 if gpu else 1)
+        failed, peak = du.reduce_max([bool(trial.error), (trial.peak or 0) / 2**30]).tolist()
+        if failed:
+            raise RunError(out_of_memory_advice(stage, args, ranks.device))
+    if not gpu:
+        peak = (sum(kept.values()) + 4 * 5 * count) / 2**30
+    return float(du.reduce_max([peak])[0]), count, fitted
 
 
 def plan_stages(first: int, greys, args: argparse.Namespace, ranks: du.Ranks) -> list[dict]:
-    """All ranks: the table of stages (from `first` on measured); with --auto_batch batches are halved until they fit.
+    """All ranks: the table of stages, from `first` on measured, and each stage's batch fitted to memory.
 
     Raises RunError when one does not fit.
     """
-    table = []
-    for k, stage in enumerate(args.stage_configs):
-        memory, count, failed = None, None, False
-        while k >= first:
-            memory, count, failed = measure_stage(k, greys, args, ranks)
-            failed = du.any_rank(failed)
-            if not failed or not args.auto_batch or stage["batch_size"] == 1:
-                break
-            sizes = hw.split_batch(stage["batch_size"], stage["accumulation_steps"])
-            stage["batch_size"], stage["accumulation_steps"] = sizes
-            du.print_main(f"out of memory: {stage['name']} goes on with batch_size {sizes[0]}, accumulation {sizes[1]}")
-        if failed:
-            raise RunError(out_of_memory_advice(stage, args))
-        memory = memory and float(du.reduce_max([memory])[0])
+    table, stages = [], copy.deepcopy(args.stage_configs)
+    for k, stage in enumerate(stages):
+        memory, count, fitted = measure_stage(k, greys, args, ranks) if k >= first else (None, None, None)
+        if fitted and fitted.reason:
+            stage |= {"batch_size": fitted.size, "accumulation_steps": fitted.accumulation, "fitted": fitted.reason}
+        if fitted and fitted.recomputed:
+            stage["recompute"] = True
         size = stage["volume_size"]
         guide = GUIDE_MEMORY_GB.get(size[0]) if len(set(size)) == 1 else None
         table.append({"volume": "x".join(map(str, size)), "batch/GPU": stage["batch_size"], "parameters": count or "-",
                       "memory GB": f"{memory:.2f}" if memory else "-", "guide GB": guide or "-"})  # fmt: skip
+    set_derived(args, stage_configs=stages)
     return table
 
 
-def out_of_memory_advice(stage: dict, args: argparse.Namespace) -> str:
+def out_of_memory_advice(stage: dict, args: argparse.Namespace, device: torch.device) -> str:
     size, accumulation = hw.split_batch(stage["batch_size"], stage["accumulation_steps"])
     advice = "--gradient_checkpointing" if not args.gradient_checkpointing else "a smaller voxel_dim or token_grid"
     smaller = (
@@ -749,7 +781,15 @@ def out_of_memory_advice(stage: dict, args: argparse.Namespace) -> str:
     )
     smaller = smaller if stage["batch_size"] > 1 else "try "
     text = f"out of memory in {stage['name']} at batch_size {stage['batch_size']} per GPU; {smaller}{advice}"
-    return text + ("" if args.auto_batch else ", or --auto_batch, which tries by itself")
+    return text + auto_batch_advice(args.auto_batch, device)
+
+
+def describe_recomputation(args: argparse.Namespace) -> str:
+    """For the banner: where activations are recomputed, and why."""
+    if args.gradient_checkpointing is not None:
+        return f"{'on' if args.gradient_checkpointing else 'off'} ({args.source['gradient_checkpointing']})"
+    names = [stage["name"] for stage in args.stage_configs if stage.get("recompute")]
+    return f"on in {', '.join(names)} (one patient did not fit without)" if names else "off (default)"
 
 
 class Data:
@@ -1037,9 +1077,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         why = keep_precision(args, contents, why, ranks)
     accelerator = make_accelerator(args, ranks)
     first, last, anew = choose_stages(contents, args)
-    stages = args.stage_configs
-    data = Data(args, [stage["volume_size"] for stage in stages[: last + 1]], ranks)
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs[: last + 1]], ranks)
     table = plan_stages(first, data.greys, args, ranks)
+    stages = args.stage_configs
     effective = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in stages]
     this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective[first]}
     begun_from = ckpt.at_end_of_step(contents, folder) if contents and anew else contents
@@ -1075,6 +1115,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         f"({accelerator.distributed_type.value})",
         "batch": "; ".join(
             f"{s['name']}: {s['batch_size']} per GPU x {s['accumulation_steps']} accumulation x {world_size} = {e}"
+            + (f" ({s['fitted']})" if "fitted" in s else "")
             for s, e in zip(stages, effective, strict=True)
         ),
         "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.scheduler}, not scaled",
@@ -1088,7 +1129,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         ),
         "diffusion": f"{args.num_timesteps} steps, cosine, {'v' if args.v_parameterization else 'noise'} prediction, "
         f"DDIM {args.ddim_steps}, EMA {args.ema_decay:g}",
-        "memory": f"gradient checkpointing {'on' if args.gradient_checkpointing else 'off'}; decoded patients "
+        "recomputation": describe_recomputation(args),
+        "memory": "decoded patients "
         + (
             f"in memory, {data.set('train', stages[last]['volume_size']).bytes() / 2**30:.2f} GB per process"
             if args.cache_in_memory
@@ -1119,7 +1161,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     def save_parts(k: int, pending: dict) -> dict:
         parts = {"run": this_run | {"effective_batch_size": effective[k]}, "log": pending, "greys": data.greys}
         settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, "mixed_precision")}
-        settings["stage_configs"] = stages
+        settings["stage_configs"] = asked(args, "stage_configs")
         return parts | {"settings": settings, "extent": data.extent, "trained_patients": data.ids["train"]}
 
     speed: dict[str, float] = {}
@@ -1207,7 +1249,8 @@ def main(args: argparse.Namespace) -> int:
             advice = (
                 "try --gradient_checkpointing, or halve the stage's batch_size and double its accumulation_steps in "
             )
-            du.leave_alone(f"out of memory; {advice}--config (the same result), or --auto_batch")
+            advice += "--config (the same result)" + auto_batch_advice(args.auto_batch, ranks.device)
+            du.leave_alone(f"out of memory; {advice}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import platform
 import time
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 from cli_utils import (
@@ -32,6 +33,7 @@ from cli_utils import (
     parse_arguments,
     read_config,
     run_main,
+    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -97,8 +99,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
     add("--freeze_image", action="store_true", help="do not train the image encoder (saves memory)")
     add("--freeze_text", action="store_true", help="do not train the text encoder (saves memory)")
-    text = "recompute activations in the backward pass: much less memory, about a third slower"
-    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=False, help=text)
+    text = "recompute activations: less memory, a third slower; left out: when one question needs it"
+    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, help=text)
     text = "model.safetensors of another run to start from, with a new optimizer (fine-tuning, or another engine)"
     add("--pretrained_weights", metavar="FILE", help=text)
 
@@ -209,7 +211,16 @@ import distributed_utils as du
 import hardware_utils as hw
 import mimic_cxr_index as mci
 from logging_utils import RunLog, print_banner, print_table, save_figure, wrap, write_result
-from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
+from loop_utils import (
+    auto_batch_advice,
+    batch_flags,
+    copies_held,
+    fit_batch_to_memory,
+    fits_by_itself,
+    forget_other_best,
+    keep_best,
+    say_if_finished,
+)
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
@@ -459,12 +470,18 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> tuple[ChestModel, 
         size = f"3 x {args.image_size} x {args.image_size}"
         raise InputError(f"{args.image_encoder}: does not take pictures of {size}; see --image_size") from None
     if args.gradient_checkpointing:
-        model.checkpoint = True
-        for path, part in ((args.image_encoder, image), (args.text_encoder, text)):
-            for block in blocks_of(part, path):
-                block.forward = checkpointed(block.forward)
+        recompute_activations(model, args)
     model.to(ranks.device)
     return model, tokenizer
+
+
+def recompute_activations(model: ChestModel, args: argparse.Namespace) -> None:
+    """--gradient_checkpointing: activations are computed again in the backward pass. Raises as blocks_of does."""
+    parts = (args.image_encoder, model.image), (args.text_encoder, model.text)
+    blocks = [block for path, part in parts for block in blocks_of(part, path)]
+    model.checkpoint = True
+    for block in blocks:
+        block.forward = checkpointed(block.forward)
 
 
 def blocks_of(encoder: nn.Module, path: str) -> nn.ModuleList:
@@ -1081,20 +1098,59 @@ def choose_precision(config: dict | None, wanted: str, device: torch.device) -> 
     return chosen, "the DeepSpeed file" if asked else why
 
 
-def find_batch_size(model: ChestModel, data: QuestionData, args: argparse.Namespace, device: torch.device) -> None:
-    """--auto_batch: the largest batch size at which a step of questions of the full length fits."""
+def largest_batch(batch_size: int, args: argparse.Namespace) -> dict:
+    """A made-up batch, on the host, of questions of the full length, with all heads and labels."""
+    kinds = torch.arange(batch_size) % len(mci.HEADS)
+    zeros = torch.zeros(batch_size, dtype=torch.long)
+    side, length, labels = args.image_size, args.max_question_length, len(mci.CHEXPERT)
+    batch = {"index": zeros, "head": kinds, "target": zeros, "study": zeros}
+    batch["picture"] = torch.zeros(batch_size, 1, side, side, dtype=torch.uint8)
+    batch["ids"] = torch.zeros(batch_size, length, dtype=torch.long)
+    batch["mask"] = torch.ones(batch_size, length, dtype=torch.long)
+    batch["label"] = torch.zeros(batch_size, labels)
+    batch["known"] = torch.ones(batch_size, labels, dtype=torch.bool)
+    return batch | {"type": [""] * batch_size, "error": ""}
 
-    def try_once(batch_size: int) -> None:
-        batch = du.to_device(data.collate([data[k % len(data)] for k in range(batch_size)]), device)
-        longer = (0, args.max_question_length - batch["ids"].shape[1])
-        batch["ids"] = F.pad(batch["ids"], longer)
-        batch["mask"] = F.pad(batch["mask"], longer, value=1)
-        batch_loss(model.train(), batch, [1] * 5, args)[0].backward()
 
-    advice = "pass --gradient_checkpointing or a smaller --image_size"
-    args.batch_size, args.gradient_accumulation_steps = fit_batch_to_memory(
-        try_once, model.parameters(), args.batch_size, args.gradient_accumulation_steps, "--batch_size", advice
-    )
+def trial_step(model: ChestModel, batch: dict, args: argparse.Namespace) -> None:
+    """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
+    counts = batch_counts([batch])
+    batch_loss(model.train(), du.to_device(batch, model.mean.device), counts, args)[0].backward()
+
+
+def held_copies(config: dict | None) -> float:
+    """Copies of the trained parameters that a GPU holds beside them and their gradients: see copies_held.
+
+    DeepSpeed shares the moments and the masters out over the processes, or keeps them on the CPU.
+    """
+    if config is None:
+        return copies_held()
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    return 1 if offload.get("device", "none") != "none" else 1 + 3 / du.world()[1]
+
+
+def find_batch_size(model: ChestModel, config: dict | None, args: argparse.Namespace) -> None:
+    """Fit the batch, and recomputation where no flag decided, to what a step of questions of the full length takes."""
+
+    def try_once(size: int) -> None:
+        trial_step(model, largest_batch(size, args), args)
+
+    # the encoders' layers must be known, or there is no recomputation to turn on
+    recompute, advice = None, "pass --gradient_checkpointing or a smaller --image_size"
+    weak = args.source["gradient_checkpointing"] == "hardware" and not args.gradient_checkpointing
+    if weak or args.gradient_checkpointing is None:
+        with contextlib.suppress(InputError):
+            blocks_of(model.image, args.image_encoder)
+            blocks_of(model.text, args.text_encoder)
+            recompute, advice = partial(recompute_activations, model, args), "pass a smaller --image_size"
+    fitted = fit_batch_to_memory(
+        try_once, model, (args.batch_size, args.gradient_accumulation_steps), batch_flags, advice,
+        copies=held_copies(config), recompute=recompute,
+    )  # fmt: skip
+    if fitted.reason:
+        set_derived(args, fitted.reason, batch_size=fitted.size, gradient_accumulation_steps=fitted.accumulation)
+    if fitted.recomputed:
+        set_derived(args, "one question did not fit without", gradient_checkpointing=True)
 
 
 def load_pretrained(model: ChestModel, path: str) -> None:
@@ -1188,8 +1244,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if args.eval_only:
         evaluate_only(model, sets[args.eval_split], index, contents["step"], args, ranks)
         return 0
-    if args.auto_batch:
-        find_batch_size(model, sets["train"], args, ranks.device)
+    if fits_by_itself(args.auto_batch, ranks.device):
+        find_batch_size(model, config, args)
     if config is not None:
         batch = args.batch_size, args.gradient_accumulation_steps
         config = dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
@@ -1235,7 +1291,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         + f" = {effective}",
         "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.lr_schedule}, not scaled",
         "precision": f"{args.mixed_precision} ({why['precision']})",
-        "checkpointing": f"{args.gradient_checkpointing} ({origin['gradient_checkpointing']})",
+        "checkpointing": f"{bool(args.gradient_checkpointing)} ({origin['gradient_checkpointing']})",
         "loading": f"{args.num_workers} workers per GPU ({origin['num_workers']}), {args.cache_gb:g} GiB disk cache",
         "questions": ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
         + f" (grade {args.quality_grade}, {origin['quality_grade']}; view {args.view})",
@@ -1357,7 +1413,8 @@ def main(args: argparse.Namespace) -> int:
                 raise
             smaller = hw.split_batch(args.batch_size, args.gradient_accumulation_steps)
             advice = "try --batch_size {} --gradient_accumulation_steps {} (the same result)".format(*smaller)
-            more = "--gradient_checkpointing, a smaller --image_size, ZeRO-3, or --auto_batch, which tries by itself"
+            more = "--gradient_checkpointing, a smaller --image_size or ZeRO-3"
+            more += auto_batch_advice(args.auto_batch, ranks.device)
             du.leave_alone(f"out of memory at --batch_size {args.batch_size}; {advice}, {more}")
 
 

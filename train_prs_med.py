@@ -18,6 +18,7 @@ import json
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from cli_utils import (
     number,
     parse_arguments,
     run_main,
+    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -76,8 +78,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="LoRA scale is alpha / rank; default: the checkpoint's, else 16",
     )
     add("--lora_dropout", type=number(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
-    text = "recompute activations in the backward pass: much less memory, about a third slower"
-    add("--gradient_checkpointing", action="store_true", help=text)
+    text = "recompute activations: less memory, a third slower; left out: when one image needs it"
+    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, help=text)
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch_size", type=whole(1), default=8, help="samples PER GPU and forward pass; lower it on OOM")
@@ -130,7 +132,15 @@ import checkpoint_utils as ckpt
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, out_of_memory, split_batch
 from logging_utils import RunLog, print_banner, save_figure, write_result
-from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
+from loop_utils import (
+    auto_batch_advice,
+    batch_flags,
+    fit_batch_to_memory,
+    fits_by_itself,
+    forget_other_best,
+    keep_best,
+    say_if_finished,
+)
 from prs_med_data import (
     SPLITS,
     PositionData,
@@ -333,9 +343,6 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if args.gradient_checkpointing:
-        for part in (vlm, sam):
-            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     side = vlm.config.vision_config.image_size
     with torch.no_grad():  # how many tokens a picture takes depends on the kind of vision tower: ask it
         blank = torch.zeros(1, 3, side, side, dtype=dtype, device=vlm.device)
@@ -348,7 +355,15 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
         model.decoder.to(memory_format=torch.channels_last)
     model.base = {"name": Path(vlm_path).name, "fingerprint": fingerprint(model)}
     model.base |= {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha, "image_size": size}
+    if args.gradient_checkpointing:
+        recompute_activations(model)
     return model
+
+
+def recompute_activations(model: PRSMed) -> None:
+    """--gradient_checkpointing: both encoders' activations are computed again in the backward pass."""
+    for part in (model.vlm, model.sam):
+        part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def fingerprint(model: nn.Module) -> torch.Tensor:
@@ -588,19 +603,40 @@ def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace, device: torch.device) -> None:
-    """--auto_batch: the largest batch size at which a step of the longest rows fits."""
-    longest = sorted(range(len(data)), key=lambda i: -len(data.rows[i].question + data.rows[i].answer))
+def largest_batch(batch_size: int, reader: Reader, prompt_tokens: int, answer_tokens: int) -> dict:
+    """A made-up batch, on the host, of rows whose prompt and answer have so many tokens."""
+    sizes = {"sam": reader.image_size, "vlm": reader.vlm_size}
+    item = {name: torch.zeros(3, side, side, dtype=torch.uint8) for name, side in sizes.items()}
+    item["mask"] = torch.zeros(reader.image_size, reader.image_size, dtype=torch.bool)
+    item |= {"prompt": [reader.pad] * prompt_tokens, "answer": [reader.pad] * answer_tokens}
+    item |= {"index": 0, "position": None, "error": ""}
+    return reader.collate([item] * batch_size)
 
-    def try_once(batch_size: int) -> None:
-        items = [data[longest[k % len(longest)]] for k in range(batch_size)]
-        batch = du.to_device(data.reader.collate(items), device)
-        batch_loss(model.train(), batch, 1, 1, args)[0].backward()
 
-    advice = "pass --gradient_checkpointing or a smaller --image_size"
-    args.batch_size, args.gradient_accumulation_steps = fit_batch_to_memory(
-        try_once, model.parameters(), args.batch_size, args.gradient_accumulation_steps, "--batch_size", advice
-    )
+def trial_step(model: PRSMed, batch: dict, args: argparse.Namespace) -> None:
+    """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
+    batch = du.to_device(batch, model.vlm_mean.device)
+    batch_loss(model.train(), batch, len(batch["index"]), batch["answer"].numel(), args)[0].backward()
+
+
+def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace) -> None:
+    """Fit the batch, and recomputation where no flag decided, to what a step of the longest rows takes."""
+    tokens = [data.reader.tokens(row.question, row.answer) for row in data.rows]
+    longest = max(len(prompt) for prompt, _ in tokens), max(len(answer) for _, answer in tokens)
+
+    def try_once(size: int) -> None:
+        trial_step(model, largest_batch(size, data.reader, *longest), args)
+
+    undecided = args.gradient_checkpointing is None
+    advice = "pass a smaller --image_size" if undecided else "pass --gradient_checkpointing or a smaller --image_size"
+    fitted = fit_batch_to_memory(
+        try_once, model, (args.batch_size, args.gradient_accumulation_steps), batch_flags, advice,
+        recompute=partial(recompute_activations, model) if undecided else None,
+    )  # fmt: skip
+    if fitted.reason:
+        set_derived(args, fitted.reason, batch_size=fitted.size, gradient_accumulation_steps=fitted.accumulation)
+    if fitted.recomputed:
+        set_derived(args, "one image did not fit without", gradient_checkpointing=True)
 
 
 def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, args, ranks: du.Ranks) -> None:
@@ -663,8 +699,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if args.eval_only:
         evaluate_only(model, sets[args.eval_split], identity, contents["step"], args, ranks)
         return 0
-    if args.auto_batch:
-        find_batch_size(model, sets["train"], args, ranks.device)
+    if fits_by_itself(args.auto_batch, ranks.device):
+        find_batch_size(model, sets["train"], args)
     code = fit(model, sets, contents, why, args, ranks)
     du.print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
@@ -698,10 +734,12 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         sum(p.numel() for p in model.parameters() if p.requires_grad or more) for more in (False, True)
     )
     scaled = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
+    origin = args.source
     facts = {
         "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}",
         "batch": f"{args.batch_size} per GPU x {args.gradient_accumulation_steps} accumulation x {ranks.world_size} "
-        f"= {effective}",
+        f"= {effective} ({origin['batch_size']})",
+        "recomputation": f"{'on' if args.gradient_checkpointing else 'off'} ({origin['gradient_checkpointing']})",
         "learning rate": f"{args.learning_rate:g} -> {scaled:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": f"{args.mixed_precision} ({why})",
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
@@ -807,7 +845,8 @@ def main(args: argparse.Namespace) -> int:
                 raise
             smaller = split_batch(args.batch_size, args.gradient_accumulation_steps)
             advice = "try --batch_size {} --gradient_accumulation_steps {} (the same result)".format(*smaller)
-            more = "--gradient_checkpointing, a smaller --image_size, or --auto_batch, which tries by itself"
+            more = "--gradient_checkpointing or a smaller --image_size"
+            more += auto_batch_advice(args.auto_batch, ranks.device)
             du.leave_alone(f"out of memory at --batch_size {args.batch_size}; {advice}, {more}")
 
 

@@ -35,6 +35,7 @@ from cli_utils import (
     parse_arguments,
     run_main,
     save_args,
+    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -213,7 +214,15 @@ import hardware_utils as hw
 import survival_data as sd
 import survival_metrics as sm
 from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
-from loop_utils import fit_batch_to_memory, forget_other_best, keep_best, say_if_finished
+from loop_utils import (
+    auto_batch_advice,
+    batch_flags,
+    fit_batch_to_memory,
+    fits_by_itself,
+    forget_other_best,
+    keep_best,
+    say_if_finished,
+)
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -690,17 +699,42 @@ def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
     return share
 
 
+def largest_batch(batch_size: int, args: argparse.Namespace) -> dict:
+    """A made-up batch, on the host, of cases that all have an event, each at a time of its own."""
+    cases = torch.arange(batch_size)
+    image = torch.zeros(batch_size, 1, *args.image_size, dtype=torch.float16)
+    batch = {"image": image, "index": cases, "error": [""] * batch_size}
+    return batch | {"time": 1.0 + cases, "event": torch.ones(batch_size, dtype=torch.bool)}
+
+
+def trial_step(model: RiskNet, batch: dict, args: argparse.Namespace) -> None:
+    """Forward and backward pass of one micro-batch, as train_step makes it; the gradients stay in the model."""
+    images = batch["image"].to(model.head.weight.device, non_blocking=True)
+    if args.augment:
+        images = sd.augment(images, batch["index"].tolist(), args.seed, 0)
+    output = model.train()(images)
+    values = output.detach().requires_grad_()
+    if args.task == "survival":
+        loss = cox_loss(values[:, 0], batch["time"], batch["event"], args.ties)
+    else:
+        loss = values.square().mean()
+    loss.backward()
+    output.backward(values.grad)
+
+
 def find_batch_size(model: RiskNet, args: argparse.Namespace, ranks: du.Ranks) -> None:
-    """--auto_batch: the largest number of cases per process at which a step fits."""
+    """Fit the number of cases per process to what a step takes."""
 
     def try_once(size: int) -> None:
-        model.train()(torch.rand(size, 1, *args.image_size, device=ranks.device)).sum().backward()
+        trial_step(model, largest_batch(size, args), args)
 
-    size, args.gradient_accumulation_steps = fit_batch_to_memory(
-        try_once, model.parameters(), args.batch_size // ranks.world_size, args.gradient_accumulation_steps,
-        "--batch_size", "pass a smaller --image_size or --resnet", ranks.world_size,
+    fitted = fit_batch_to_memory(
+        try_once, model, (args.batch_size // ranks.world_size, args.gradient_accumulation_steps),
+        partial(batch_flags, processes=ranks.world_size), "pass a smaller --image_size or --resnet",
     )  # fmt: skip
-    args.batch_size = size * ranks.world_size
+    if fitted.reason:
+        sizes = {"batch_size": fitted.size * ranks.world_size, "gradient_accumulation_steps": fitted.accumulation}
+        set_derived(args, fitted.reason.replace(" did", " per process did"), **sizes)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -1021,8 +1055,8 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
             ckpt.load_trained(model, contents["model"])
         elif weights is not None:
             use_weights(model, weights, args.pretrained_path)
-    gpu_default = ranks.device.type == "cuda" and args.source["batch_size"] == "default" and args.norm == "group"
-    if args.auto_batch or gpu_default:
+    # the statistics of --norm batch depend on how the batch is split
+    if args.norm == "group" and fits_by_itself(args.auto_batch, ranks.device):
         find_batch_size(model, args, ranks)
     size, accumulation = args.batch_size // ranks.world_size, args.gradient_accumulation_steps
     loader = du.create_distributed_dataloader(
@@ -1194,7 +1228,7 @@ def main(args: argparse.Namespace) -> int:
             advice = (
                 f"try --batch_size {size * ranks.world_size} --gradient_accumulation_steps {accumulation} (the same "
             )
-            advice += "result), a smaller --image_size or --resnet, or --auto_batch, which tries by itself"
+            advice += "result), a smaller --image_size or --resnet" + auto_batch_advice(args.auto_batch, ranks.device)
             du.leave_alone(
                 f"out of memory at --batch_size {args.batch_size} over {ranks.world_size} processes; {advice}"
             )

@@ -1,9 +1,12 @@
 """little_memory.py N SCRIPT FLAGS...: runs it where convolutions (train.py: embeddings) have memory for N samples.
 
-A real lack of memory is no test of what comes after: oneDNN, once refused memory, fails or dies for the rest of the
-process.
+N+M: from the first trial of a batch on for N samples, and for M once activations are recomputed; only where gradients
+are kept. With LITTLE_MEMORY_RANK in the environment, only this rank's memory is little. A real lack of memory is no
+test of what comes after: oneDNN, once refused memory, fails or dies for the rest of the process.
 """
 
+import math
+import os
 import runpy
 import sys
 
@@ -11,16 +14,49 @@ import torch
 from torch import nn
 
 
+class Memory:
+    """What convolutions have memory for, samples."""
+
+    def __init__(self, words: str):
+        before, plus, after = words.partition("+")
+        self.of_trials = bool(plus)
+        self.before, self.after = float(before), float(after or before)
+        self.most = math.inf if plus else self.before
+        if os.environ.get("LITTLE_MEMORY_RANK", os.environ.get("RANK")) != os.environ.get("RANK"):
+            self.before = self.after = self.most = math.inf
+
+    def take(self, samples: int) -> None:
+        if samples > self.most and (torch.is_grad_enabled() or not self.of_trials):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+
+def watch_trials(memory: Memory) -> None:
+    """Memory is little from the first trial on, and less so once the trial turned recomputation on."""
+    import loop_utils
+
+    def fit(*args, recompute=None, real=loop_utils.fit_batch_to_memory, **options):
+        memory.most = memory.before
+
+        def turn_on() -> None:
+            memory.most = memory.after
+            recompute()
+
+        return real(*args, recompute=recompute and turn_on, **options)
+
+    loop_utils.fit_batch_to_memory = fit
+
+
 def main() -> None:
-    most = int(sys.argv[1])
+    memory = Memory(sys.argv[1])
     for kind in (nn.Embedding,) if sys.argv[2].endswith("train.py") else (nn.Conv2d, nn.Conv3d):
 
         def forward(self, images: torch.Tensor, real=kind.forward) -> torch.Tensor:
-            if len(images) > most:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+            memory.take(len(images))
             return real(self, images)
 
         kind.forward = forward
+    if memory.of_trials:
+        watch_trials(memory)
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

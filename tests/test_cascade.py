@@ -353,8 +353,8 @@ def test_a_net_that_diverges_is_stopped_together(cascade, zygote, torsos, tmp_pa
     assert done.stderr.count("error:") == 1
 
 
-def test_out_of_memory(cascade, zygote, one, tmp_path):
-    """Convolutions with memory for 4 pictures or volumes: told what to try; with --auto_batch the same curve."""
+def test_out_of_memory_names_what_to_change(cascade, zygote, tmp_path):
+    """Convolutions with memory for 6 pictures or volumes, at the measurement before the first step."""
     little = str(ROOT / "tests" / "little_memory.py")
     out = tmp_path / "run"
     done = zygote(little, "6", CASCADE, *cascade(out, "--batch_size", "6"))
@@ -364,10 +364,6 @@ def test_out_of_memory(cascade, zygote, one, tmp_path):
         in done.stderr
     )
     assert not out.exists() or not any(out.glob("*.pt"))
-    done = zygote(little, "8", CASCADE, *cascade(out, "--batch_size", "6", "--auto_batch", "--check_conditioning"))
-    assert done.code == 0, done.stderr[-2000:]
-    assert "out of memory: stage1 goes on with batch_size 3, accumulation 2" in done.stdout
-    assert off(curve(out), curve(one)) < 1e-5
 
 
 # --- what it computes -------------------------------------------------------------------------------------------------

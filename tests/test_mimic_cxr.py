@@ -896,18 +896,6 @@ def test_out_of_memory(chest, zygote, tmp_path):
     assert re.fullmatch(r"error: out of memory at --batch_size 64; try --batch_size 32 --grad\S+ 2 .*\n", done.stderr)
 
 
-def test_auto_batch(chest, zygote, tmp_path):
-    """Halves until it fits, trains to the end, and the effective batch stays."""
-    words = [MIMIC, *chest, "--max_steps", "1", "--max_samples", "64", "--batch_size", "64", "--auto_batch"]
-    done = zygote(ROOT / "tests" / "little_memory.py", 20, *words, "--output_dir", tmp_path / "run")
-    assert done.code == 0, done.stderr
-    assert re.findall(r"going on with (.*)", done.stdout) == [
-        "--batch_size 32 --gradient_accumulation_steps 2",
-        "--batch_size 16 --gradient_accumulation_steps 4",
-    ]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["effective_batch_size"] == 64
-
-
 def test_picture_cache(tmp_path):
     """Decoded once; a torn record is decoded again; a full disk is no error."""
     import train_mimic_cxr as script

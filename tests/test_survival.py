@@ -564,19 +564,6 @@ def test_out_of_memory_names_the_flags_to_change(flags, zygote, tmp_path):
     assert re.fullmatch(rf"error: out of memory at --batch_size 16 over 1 processes; {advice}.*\n", done.stderr)
 
 
-def test_auto_batch(flags, zygote, tmp_path):
-    """Halves until it fits, trains to the end, and the effective batch stays; see the curves above for the result."""
-    little = ROOT / "tests" / "little_memory.py"
-    words = ["--batch_size", "24", "--max_steps", "1", "--auto_batch"]
-    done = zygote(little, 6, SURVIVAL, *flags(tmp_path / "a", *words))
-    assert done.code == 0, done.stderr
-    assert "going on with --batch_size 6 --gradient_accumulation_steps 4" in done.stdout
-    assert json.loads((tmp_path / "a" / "summary.json").read_text())["effective_batch_size"] == 24
-    done = zygote(little, 0, SURVIVAL, *flags(tmp_path / "b", *words))
-    assert done.code == 1
-    assert re.fullmatch(r"error: out of memory at --batch_size 1; .*\n", done.stderr)
-
-
 @pytest.mark.soak
 def test_ten_kills_with_smart_cache(flags, whole, tmp_path):
     """Ten kill -9 at random moments, of a worker, rank 0, all, the launcher; each resumed to the end."""

@@ -448,16 +448,12 @@ def test_a_net_that_diverges_is_stopped_together(in_context, zygote, tmp_path):
     assert done.stderr.count("error:") == 1
 
 
-def test_out_of_memory(in_context, zygote, one, tmp_path):
+def test_out_of_memory_names_the_flags_to_change(in_context, zygote, tmp_path):
     little, out = str(ROOT / "tests" / "little_memory.py"), tmp_path / "run"
     words = in_context(out, "--test_batch_size", "6")
     done = zygote(little, "6", TRAIN, *words)
     assert done.code == 1
     assert "error: out of memory at --train_batch_size 12; try --train_batch_size 6 --gradient_acc" in done.stderr
-    done = zygote(little, "6", TRAIN, *words, "--auto_batch", "--overwrite")
-    assert done.code == 0, done.stderr[-2000:]
-    assert "out of memory: going on with --train_batch_size 6 --gradient_accumulation_steps 2" in done.stdout
-    assert off(curve(out), curve(one)) < 1e-5
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
