@@ -147,6 +147,10 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
         "--num_workers", type=whole(0), default=4, help="data loading processes PER GPU; 0: the training process itself"
     )
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
+    text = "no training: print the memory and FLOPs of a step; needs no GPU, data or weights"
+    add("--rehearse", action="store_true", help=text)
+    text = "with --rehearse: memory of the GPU to plan for; left out: this machine's, else 80"
+    add("--gpu_memory", type=number(0, above=True), metavar="GB", help=text)
 
     add = parser.add_argument_group("safety").add_argument
     add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
@@ -313,7 +317,25 @@ def parse_arguments(
             end_with(InputError(f"{path}: nested too deeply for a config; correct the file"))
         except InputError as error:
             end_with(error)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if getattr(args, "rehearse", False):
+        prepare_rehearsal(parser, args)
+    return args
+
+
+def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """--rehearse: load what torch must find when it is imported. Mistakes end the process with one line and code 2."""
+    from fake_cuda_utils import load_before_torch
+
+    if args.eval_only or getattr(args, "predict", None) or getattr(args, "sample", None):
+        parser.error("--rehearse is about a training step and goes without --eval_only, --predict and --sample")
+    if not is_first_process():
+        # a launcher's other processes: one tells
+        sys.exit(0)
+    try:
+        load_before_torch()
+    except InputError as error:
+        end_with(error)
 
 
 def value_sources(

@@ -56,7 +56,8 @@ class FlopCount(TorchDispatchMode):
 
         # in inference mode a composite operation arrives whole; one with a kernel of its own must stay whole, or
         # its result would change
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CPU"):
+        own = operation.namespace != "aten" or torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CPU")
+        if not own:
             with self:
                 result = operation.decompose(*args, **kwargs)
             if result is not NotImplemented:

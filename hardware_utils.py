@@ -103,6 +103,13 @@ def split_batch(batch_size: int, accumulation: int) -> tuple[int, int]:
     return batch_size // factor, accumulation * factor
 
 
+def smaller_batch(batch_size: int, accumulation: int, most: int) -> tuple[int, int]:
+    """split_batch until the batch is at most `most`."""
+    while batch_size > max(1, most):
+        batch_size, accumulation = split_batch(batch_size, accumulation)
+    return batch_size, accumulation
+
+
 # --- what this machine has --------------------------------------------------------------------------------------------
 
 

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fake_cuda_utils
-from distributed_utils import Ranks
+from distributed_utils import Ranks, read_environment
 from flops_utils import FlopCount
 from loop_utils import MARGIN_BYTES, MARGIN_SHARE
 
@@ -107,13 +107,8 @@ class Trace(TorchDispatchMode):
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         on_device = [value for value in inputs if value.device.type == self.device_type]
 
-        # a number is read back: a fake tensor has none, so any plausible one is given
-        if name == "_local_scalar_dense":
-            if on_device:
-                self.waits[f"item() in {_place()}"] += 1
-            if isinstance(args[0], FakeTensor):
-                return {torch.bool: False}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-
+        if name == "_local_scalar_dense" and on_device:
+            self.waits[f"item() in {_place()}"] += 1
         out = function(*args, **kwargs)
         outputs = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
         made = [value for value in outputs if value.device.type == self.device_type]
@@ -177,11 +172,28 @@ def _place() -> str:
 # --- a GPU that is not there ------------------------------------------------------------------------------------------
 
 
+class HostForReal(TorchDispatchMode):
+    """Above a FakeTensorMode: what the host does by itself is done for real, so that its numbers can be read."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        fakes = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
+
+        # a number is read back from the GPU: there is none, so any plausible one is given
+        if function is torch.ops.aten._local_scalar_dense.default and fakes:
+            return {torch.bool: False}.get(fakes[0].dtype, 1.0 if fakes[0].is_floating_point() else 1)
+        if fakes or torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            return function(*args, **kwargs)
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
-    """Inside, every new tensor is a fake one, CUDA tensors can be made, and `trace` knows the attention kernels.
+    """Inside, CUDA tensors can be made, all of them fake, and `trace` is told of the attention kernels.
 
-    Yields the ranks of one process on that GPU. fake_cuda_utils.load_before_torch must have been called.
+    Yields the ranks of one process on that GPU; `with ranks.device:` makes a model there. Tensors of the host are real.
+    fake_cuda_utils.load_before_torch must have been called.
     """
     fake_cuda_utils.use_guard()
     real_attention = F.scaled_dot_product_attention
@@ -203,6 +215,7 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
         for name, replacement in patches.items():
             stack.enter_context(mock.patch(name, replacement))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(HostForReal())
         yield Ranks(0, 0, 1, torch.device("cuda", 0), "rehearsal")
 
 
@@ -271,13 +284,16 @@ def _lowered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def random_weights() -> Iterator[None]:
-    """Inside, transformers' from_pretrained builds a model from its config.json, without the file of weights."""
+def random_weights(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, transformers' from_pretrained builds a model from its config.json, without the file of weights.
+
+    device: where, for calls without a device_map.
+    """
     import transformers
 
     def build(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **__):
         config = config or cls.config_class.from_pretrained(path)
-        with torch.device((device_map or {}).get("", "cpu")):
+        with torch.device((device_map or {}).get("", device)):
             model = cls._from_config(config, dtype=dtype or torch.float32).eval()
         return (model, {"missing_keys": []}) if output_loading_info else model
 
@@ -299,16 +315,18 @@ class Rehearsed(NamedTuple):
 
 def rehearse_step(
     trace: Trace, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trial: Callable[[], None],
-    accumulation: int = 1, processes: int = 1,
+    accumulation: int = 1, processes: int = 1, beside: torch.nn.Module | None = None,
 ) -> Rehearsed:  # fmt: skip
     """Trace one optimizer step inside imaginary_gpu: `trial` (a micro-batch, forward and backward), clip, update.
 
     As in a real run from the second step on, the optimizer has its state, and from the second micro-batch on there are
-    gradients. The counters of `trace` are those of one micro-batch and one update.
+    gradients. beside: another model that the GPU holds. The counters of `trace` are those of one micro-batch and one
+    update.
     """
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter for parameter in trained if parameter.requires_grad]
     device = trained[0].device
-    trace.hold_all(model)
+    trace.hold_all(*([model] if beside is None else [model, beside]))
 
     # what is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients
     with trace:
@@ -321,6 +339,7 @@ def rehearse_step(
         gradients = [torch.zeros_like(parameter) for parameter in trained] if accumulation > 1 else []
         for parameter, gradient in zip(trained, gradients, strict=False):
             parameter.grad = gradient
+    del gradients
     trace.forget_operations()
 
     with trace, FlopCount() as count:
@@ -357,7 +376,7 @@ def report_rehearsal(
     if fits:
         advice = f"fits a GPU of {memory_gb:g} GB with {spare:.1f} GB to spare"
     else:
-        change = words(most) if most else otherwise
+        change = f"{words(most)} (the same result), or {otherwise}" if most else otherwise
         advice = f"does not fit a GPU of {memory_gb:g} GB ({-spare:.1f} GB too much): {change}"
 
     activations = step.peak - step.state
@@ -375,6 +394,11 @@ def report_rehearsal(
     found |= {"tflop_per_step": step.flops / 1e12}
     found = {name: round(value, 4) for name, value in found.items()}
     print(json.dumps(found | {"fits": fits, "advice": advice}), flush=True)
+
+
+def processes_to_plan_for(world_size: int | None) -> int:
+    """Those of --world_size, or of the launcher."""
+    return world_size or read_environment()[2]
 
 
 def memory_to_plan_for(gpu_memory_gb: float | None) -> float:

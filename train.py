@@ -490,6 +490,12 @@ def trial_step(net: InContextNet, batch: dict, args: argparse.Namespace) -> None
     (losses.sum() / losses.numel()).backward()
 
 
+def make_optimizer(net: InContextNet, args: argparse.Namespace) -> torch.optim.AdamW:
+    """Fused AdamW with the guide's betas."""
+    options = {"lr": args.lr, "betas": (0.9, 0.99), "weight_decay": args.weight_decay, "fused": True}
+    return torch.optim.AdamW(net.parameters(), **options)
+
+
 def find_batch_size(net: InContextNet, depth: int, args: argparse.Namespace) -> None:
     """Fit the batch to what a step of segments of the greatest depth takes."""
 
@@ -574,9 +580,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         accumulation=args.gradient_accumulation_steps, collate_fn=as_it_is,
     )  # fmt: skip
     effective = loader.batch_sampler.effective_batch_size
-    optimizer = torch.optim.AdamW(
-        net.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True
-    )
+    optimizer = make_optimizer(net, args)
     fp16 = args.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(ranks.device.type, init_scale=2.0**14 if fp16 else 1.0)
     state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
@@ -710,7 +714,32 @@ def stopped(stop: du.StopSignal, state: dict) -> int:
     return int(du.reduce_max([stop.code])[0])
 
 
+def rehearse(args: argparse.Namespace) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step of segments of the greatest depth."""
+    import rehearsal_utils as rehearsal
+
+    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    size, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+    depth = args.max_compression_depth if args.n_latent else 0
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks:
+        args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+        with ranks.device:
+            net = build_net(args, ranks.device)
+        trial = partial(trial_step, net, largest_batch(size, depth, args.n_transit), args)
+        step = rehearsal.rehearse_step(trace, net, make_optimizer(net, args), trial, accumulation, processes)
+
+    def words(samples: int) -> str:
+        return batch_flags(*hw.smaller_batch(size, accumulation, samples), flag="--train_batch_size")
+
+    title = f"{args.model}, {size} segments per GPU x {accumulation} accumulation, {args.mixed_precision}"
+    rehearsal.report_rehearsal(title, step, size, memory, words, "a smaller --n_transit or --tf_n_embd")
+    rehearsal.end_rehearsal()
+
+
 def main(args: argparse.Namespace) -> int:
+    if args.rehearse:
+        rehearse(args)
     du.launch_workers(args.world_size or 1)
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:
         try:

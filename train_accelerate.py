@@ -1238,7 +1238,44 @@ def print_speed(stages: list[dict], speed: dict[str, float], ranks: du.Ranks) ->
         print_table("speed", rows)
 
 
+def rehearse(args: argparse.Namespace) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step of each stage, or of --stage; the object is the largest's."""
+    import rehearsal_utils as rehearsal
+
+    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    wanted = [k for k, stage in enumerate(args.stage_configs) if args.stage in (None, stage["name"], str(k + 1))]
+    reports = []
+    for k in wanted:
+        stage, trace = args.stage_configs[k], rehearsal.Trace()
+        size, accumulation = stage["batch_size"], stage["accumulation_steps"]
+        with rehearsal.imaginary_gpu(trace) as ranks:
+            precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+            settings = argparse.Namespace(**{**vars(args), "mixed_precision": precision})
+            with ranks.device:
+                net = build_net(k, settings, ranks.device)
+            averaged = Ema(net, args.ema_decay).net
+            # the X-rays' grey values are known from the data only, and change no size
+            trial = partial(trial_step, net, largest_batch(size, stage, settings), settings, k, [(1.0, 0.0, 1.0)] * 2)
+            optimizer = make_optimizer(net, settings)
+            step = rehearsal.rehearse_step(trace, net, optimizer, trial, accumulation, processes, averaged)
+        title = f"cascade, {stage['name']}, {size} per GPU x {accumulation} accumulation, {precision}"
+        reports.append((step.peak, title, step, stage))
+
+    # the largest comes last
+    otherwise = "a smaller voxel_dim or token_grid" if args.gradient_checkpointing else "--gradient_checkpointing"
+    for _, title, step, stage in sorted(reports, key=lambda report: report[0]):
+
+        def words(samples: int, stage: dict = stage) -> str:
+            size, accumulation = hw.smaller_batch(stage["batch_size"], stage["accumulation_steps"], samples)
+            return f"{stage['name']} with batch_size {size} and accumulation_steps {accumulation}"
+
+        rehearsal.report_rehearsal(title, step, stage["batch_size"], memory, words, otherwise)
+    rehearsal.end_rehearsal()
+
+
 def main(args: argparse.Namespace) -> int:
+    if args.rehearse:
+        rehearse(args)
     du.launch_workers(args.world_size or 1)
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:
         try:

@@ -147,7 +147,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--pretrained_weights starts a new run and excludes --resume_from and --eval_only")
     if args.source["deepspeed_config"] == "command line" and args.use_ddp:
         parser.error("--deepspeed_config does not go with --use_ddp; leave one of them out")
-    for name in ("mimic_cxr_path", "mimic_qa_path"):
+    for name in ("mimic_cxr_path", "mimic_qa_path") if not args.rehearse else ():
         if not Path(getattr(args, name)).is_dir():
             parser.error(f"{getattr(args, name)}: no such folder; check --{name}")
     if args.deepspeed_config and not Path(args.deepspeed_config).is_file():
@@ -1396,7 +1396,43 @@ def export(folder: Path, chosen: str, format: str) -> None:
         ckpt.export_weights(weights, folder / f"{name}.safetensors")
 
 
+def rehearse(args: argparse.Namespace) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step of questions of the full length, by DDP or one process."""
+    import rehearsal_utils as rehearsal
+
+    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    if args.auto_optimize:
+        machine = memory, 9.0, hw.usable_cores(), hw.available_ram_gb()
+        wanted = args.batch_size if args.source["batch_size"] == "command line" else None
+        chosen = hw.settings_for(processes, *machine, deepspeed=False, batch_size=wanted)
+        values = {"batch_size": chosen["batch_size_per_gpu"]}
+        values |= {name: chosen[name] for name in ("gradient_accumulation_steps", "gradient_checkpointing")}
+        for name, value in values.items():
+            if args.source[name] != "command line":
+                setattr(args, name, value)
+
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
+        args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+        with ranks.device:
+            model, _ = build_model(args, ranks)
+        engine = start_engine(model, None, args, ranks)
+        trial = partial(trial_step, model, largest_batch(args.batch_size, args), args)
+        accumulation = args.gradient_accumulation_steps
+        step = rehearsal.rehearse_step(trace, model, engine.optimizer, trial, accumulation, processes)
+
+    def words(samples: int) -> str:
+        return batch_flags(*hw.smaller_batch(args.batch_size, accumulation, samples))
+
+    otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
+    title = f"MIMIC-CXR by DDP, {args.batch_size} per GPU x {accumulation} accumulation, {args.mixed_precision}"
+    rehearsal.report_rehearsal(title, step, args.batch_size, memory, words, otherwise)
+    rehearsal.end_rehearsal()
+
+
 def main(args: argparse.Namespace) -> int:
+    if args.rehearse:
+        rehearse(args)
     du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.is_available():

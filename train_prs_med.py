@@ -107,6 +107,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.source = value_sources(parser, args, argv)
     if args.eval_only or args.predict:
         take_from_run(parser, args, args.checkpoint_dir, ("data_root", "vlm_path", "sam_path"))
+    if args.rehearse and args.data_root is None and args.vlm_path and args.sam_path:
+        # config.json of both models is enough
+        args.data_root = "."
     if args.data_root is None:
         parser.error("--data_root: name the folder with the data")
     if bool(args.predict) != bool(args.question):
@@ -130,7 +133,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
-from hardware_utils import autocast, choose_precision, out_of_memory, split_batch
+from hardware_utils import autocast, choose_precision, out_of_memory, smaller_batch, split_batch
 from logging_utils import RunLog, print_banner, save_figure, write_result
 from loop_utils import (
     auto_batch_advice,
@@ -619,10 +622,15 @@ def trial_step(model: PRSMed, batch: dict, args: argparse.Namespace) -> None:
     batch_loss(model.train(), batch, len(batch["index"]), batch["answer"].numel(), args)[0].backward()
 
 
+def longest_tokens(reader: Reader, rows: list) -> tuple[int, int]:
+    """(tokens of the longest prompt, tokens of the longest answer) of some rows."""
+    tokens = [reader.tokens(row.question, row.answer) for row in rows]
+    return max(len(prompt) for prompt, _ in tokens), max(len(answer) for _, answer in tokens)
+
+
 def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace) -> None:
     """Fit the batch, and recomputation where no flag decided, to what a step of the longest rows takes."""
-    tokens = [data.reader.tokens(row.question, row.answer) for row in data.rows]
-    longest = max(len(prompt) for prompt, _ in tokens), max(len(answer) for _, answer in tokens)
+    longest = longest_tokens(data.reader, data.rows)
 
     def try_once(size: int) -> None:
         trial_step(model, largest_batch(size, data.reader, *longest), args)
@@ -834,7 +842,40 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     return 0
 
 
+def rehearse(args: argparse.Namespace) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step, of the longest rows where the annotations are there."""
+    import rehearsal_utils as rehearsal
+
+    processes, accumulation = rehearsal.processes_to_plan_for(args.world_size), args.gradient_accumulation_steps
+    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
+    there = (Path(args.data_root) / "annotations").is_dir()
+    rows = read_annotations(Path(args.data_root), args.annotations, args.skip_bad_rows) if there else []
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
+        args.mixed_precision, _ = choose_precision(args.mixed_precision, ranks.device)
+        adopt_architecture(args, None)
+        with ranks.device:
+            model = build_model(args, ranks)
+        reader = model.reader
+        longest = longest_tokens(reader, rows) if rows else (reader.image_tokens + 64, 64)
+        batch = largest_batch(args.batch_size, reader, *longest)
+        optimizer, _ = make_optimizer(model, args)
+        trial = partial(trial_step, model, batch, args)
+        step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
+
+    def words(samples: int) -> str:
+        return batch_flags(*smaller_batch(args.batch_size, accumulation, samples))
+
+    otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
+    title = f"PRS-Med, {args.batch_size} per GPU x {accumulation} accumulation, {sum(longest)} tokens"
+    title += f", {args.mixed_precision}"
+    rehearsal.report_rehearsal(title, step, args.batch_size, memory, words, otherwise)
+    rehearsal.end_rehearsal()
+
+
 def main(args: argparse.Namespace) -> int:
+    if args.rehearse:
+        rehearse(args)
     du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:

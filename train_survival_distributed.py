@@ -169,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.amp and args.mixed_precision == "no":
         parser.error("--amp and --mixed_precision no exclude each other")
     args.amp = False  # said by mixed_precision, also in args.yaml
-    if args.csv_path is None and not args.predict:
+    if args.csv_path is None and not args.predict and not args.rehearse:
         parser.error("--csv_path: name the table of cases")
     if args.overwrite and (args.resume_from or args.eval_only or args.predict):
         parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
@@ -1214,7 +1214,33 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     return 0, found | results | {name: metrics.get(f"val/{name}") for name in ("c_index", "c_index_best")}
 
 
+def rehearse(args: argparse.Namespace) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step."""
+    import rehearsal_utils as rehearsal
+
+    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    cases, accumulation = max(1, round(args.batch_size / processes)), args.gradient_accumulation_steps
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks:
+        args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+        with ranks.device:
+            model = build_model(args, 1, None, ranks)
+        trial = partial(trial_step, model, largest_batch(cases, args), args)
+        optimizer = make_optimizer(model, args)
+        step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
+
+    def words(samples: int) -> str:
+        return batch_flags(*hw.smaller_batch(cases, accumulation, samples), processes=processes)
+
+    title = f"survival, {cases} cases per GPU x {accumulation} accumulation, {args.mixed_precision}"
+    otherwise = "a smaller --image_size or --resnet"
+    rehearsal.report_rehearsal(title, step, cases, memory, words, otherwise)
+    rehearsal.end_rehearsal()
+
+
 def main(args: argparse.Namespace) -> int:
+    if args.rehearse:
+        rehearse(args)
     du.launch_workers(args.world_size or torch.cuda.device_count() or 1)
     backend = args.backend if args.backend == "gloo" else None  # NCCL has no host tensors: gloo stays beside it
     with du.setup_distributed(backend, timeout=args.dist_timeout) as ranks:
