@@ -32,10 +32,11 @@ def make_accelerator(args: argparse.Namespace, ranks: du.Ranks):
     for name in list(os.environ):  # the precision is decided here, once
         if name.startswith(("ACCELERATE_DYNAMO", "ACCELERATE_MIXED", "ACCELERATE_GRADIENT")):
             del os.environ[name]
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedDataParallelKwargs
 
     cpu = ranks.device.type == "cpu"  # without it, several CPU processes would train apart from each other
-    accelerator = Accelerator(cpu=cpu, mixed_precision=args.mixed_precision)
+    buckets = DistributedDataParallelKwargs(find_unused_parameters=du.keep_buckets())
+    accelerator = Accelerator(cpu=cpu, mixed_precision=args.mixed_precision, kwargs_handlers=[buckets])
     assert accelerator.num_processes == ranks.world_size, accelerator.distributed_type
     return accelerator
 

@@ -137,7 +137,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
 
     add = parser.add_argument_group("speed and memory").add_argument
-    text = "auto: bf16 on GPUs that have it, fp16 on older ones, no (fp32) on CPU"
+    text = "auto: bf16 on GPUs that have it, fp16 on older, no on CPU; no: fp32, TF32 off"
     add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
     text = "batches per GPU summed into one step; on OOM double it and halve the batch size, the result stays the same"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
@@ -147,6 +147,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
         "--num_workers", type=whole(0), default=4, help="data loading processes PER GPU; 0: the training process itself"
     )
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
+    text = "the same bits in each run on the same GPUs, slower; see docs/determinism.md"
+    add("--deterministic", action="store_true", help=text)
     text = "no training: print the memory and FLOPs of a step; needs no GPU, data or weights"
     add("--rehearse", action="store_true", help=text)
     text = "with --rehearse: memory of the GPU to plan for; left out: this machine's, else 80"
@@ -320,6 +322,8 @@ def parse_arguments(
     args = parser.parse_args(argv)
     if getattr(args, "rehearse", False):
         prepare_rehearsal(parser, args)
+    if getattr(args, "deterministic", False):
+        ask_for_fixed_order()
     return args
 
 
@@ -336,6 +340,15 @@ def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace)
         load_before_torch()
     except InputError as error:
         end_with(error)
+
+
+def ask_for_fixed_order() -> None:
+    """The part of --deterministic that libraries read from the environment when they start, so before torch does."""
+    # cuBLAS: a workspace of its own for each stream; torch accepts these two settings
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # NCCL: the switches of NVLink add up in varying order
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
 def value_sources(

@@ -157,6 +157,15 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def keep_buckets() -> bool:
+    """DDP's find_unused_parameters: whether it is to keep the layout of its gradient buckets, as --deterministic needs.
+
+    Otherwise DDP lays them out anew after the first step of each start. The sum of three ranks and more depends on the
+    place in a bucket, so a resumed run's first step would differ in the last bits.
+    """
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def print_main(*values, **options) -> None:
     """print on rank 0 only, above a progress bar where there is one."""
     if world()[0] == 0:

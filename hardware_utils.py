@@ -36,6 +36,29 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
     return (automatic, f"compute capability {major}.{minor}") if wanted == "auto" else (wanted, "as asked")
 
 
+def set_numerics(device: torch.device, precision: str, why: str, deterministic: bool) -> str:
+    """What --mixed_precision `no` and --deterministic ask of torch; once, before the model is built.
+
+    Returns `why` with what holds now, for the banner. The environment's part is cli_utils.ask_for_fixed_order.
+    """
+    holds = [why]
+    if device.type == "cuda" and precision == "no":
+        # torch's default computes convolutions with 10 bits of mantissa on Ampere and later. These are the older
+        # names of the settings: torch.compile reads them, and raises where the newer ones were used.
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
+        holds.append("fp32 (TF32 off)")
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+        # the gradients of flash and memory-efficient attention have a fixed order then, those of cuDNN's do not
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        holds.append("deterministic")
+    return "; ".join(holds)
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """The context for a forward pass in `no`, `bf16` or `fp16`."""
     half = torch.float16 if precision == "fp16" else torch.bfloat16

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fixed_order
+
 
 def fold_relative_positions(encoder: nn.Module) -> None:
     """Let each layer of transformers' SamVisionEncoder attend by `folded_attention`; its weights stay as they are."""
@@ -58,7 +60,7 @@ def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
     tensor, for which the host would wait.
     """
     if len(positions) != 2 * size - 1:
-        positions = F.interpolate(positions.T[None], size=2 * size - 1, mode="linear")[0].T
+        positions = fixed_order.interpolate(positions.T[None], (2 * size - 1,))[0].T
     return positions.flip(0).unfold(0, size, 1).flip(0)
 
 

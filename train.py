@@ -531,6 +531,7 @@ def evaluate_only(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if args.source["output_dir"] == "default":  # beside the checkpoint, not in another model's run
         folder = Path(used).parent
         args.output_dir = str(folder)
+    hw.set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
     accelerator = make_accelerator(args, ranks)
     with du.agree_on_errors():
         baseline = read_baseline(args)
@@ -571,6 +572,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         raise InputError(f"{text} --train_timesteps {args.train_timesteps}")
     with du.agree_on_errors():
         baseline = read_baseline(args)
+    why = hw.set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
     accelerator = make_accelerator(args, ranks)
     data, net = Data(args), build_net(args, ranks.device)
     if fits_by_itself(args.auto_batch, ranks.device):

@@ -330,10 +330,10 @@ def on_device(values: list, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def noise_like(shape: tuple[int, ...], device: torch.device, *key: int) -> torch.Tensor:
-    """Gaussian noise that is a function of the key alone."""
-    seed = int(np.random.default_rng([k % 2**63 for k in key]).integers(2**62))
-    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device)
+def noise_like(shape: tuple[int, ...], device: torch.device, keys: list[tuple[int, ...]]) -> torch.Tensor:
+    """Gaussian noise (len(keys), *shape), each part a function of its key alone."""
+    seeds = [int(np.random.default_rng([k % 2**63 for k in key]).integers(2**62)) for key in keys]
+    return xd.draw_noise(shape, device, seeds)
 
 
 def predict(
@@ -395,23 +395,23 @@ def noised_previous(volume: torch.Tensor, k: int, levels: list[float], keys: lis
     if k == 0:
         return None
     low = drr.resize(volume, args.stage_configs[k - 1]["volume_size"])
-    grain = torch.stack([noise_like(low.shape[1:], low.device, *key) for key in keys])
+    grain = noise_like(low.shape[1:], low.device, keys)
     level = on_device(levels, low.device)
     return low + level[:, None, None, None, None] * grain, level
 
 
 def training_draw(batch: dict, k: int, epoch: int, args) -> tuple:
     """(timestep, noise, previous) of each patient of a batch: a function of (seed, stage, epoch, patient)."""
-    volume, times, levels, noise, keys = batch["volume"], [], [], [], []
+    volume, times, levels, keys = batch["volume"], [], [], []
     for index in batch["index"]:
         key = (args.seed, 1, k, epoch, index)
         draw = np.random.default_rng([n % 2**63 for n in key])
         times.append(int(draw.integers(args.num_timesteps)))
         levels.append(float(draw.uniform(0, PREVIOUS_NOISE)))
-        noise.append(noise_like(volume.shape[1:], volume.device, *key, 1))
-        keys.append((*key, 2))
+        keys.append(key)
     timestep = on_device(times, volume.device)
-    return timestep, torch.stack(noise), noised_previous(volume, k, levels, keys, args)
+    noise = noise_like(volume.shape[1:], volume.device, [(*key, 1) for key in keys])
+    return timestep, noise, noised_previous(volume, k, levels, [(*key, 2) for key in keys], args)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -518,7 +518,7 @@ def validation_loss(k: int, ema: Ema, accelerator, scheduler, data, greys, args,
                 shares = [(draw + place * 0.618034 % 1) / LOSS_DRAWS for place in places]
                 timestep = on_device([int(share * args.num_timesteps) for share in shares], ranks.device)
                 shape, device = batch["volume"].shape[1:], ranks.device
-                noise = torch.stack([noise_like(shape, device, *key, 1) for key in keys])
+                noise = noise_like(shape, device, [(*key, 1) for key in keys])
                 levels = [PREVIOUS_NOISE_SAMPLING] * len(keys)
                 previous = noised_previous(batch["volume"], k, levels, [(*key, 2) for key in keys], args)
                 with accelerator.autocast():
@@ -542,11 +542,11 @@ def sample_cascade(
     volumes: list[torch.Tensor] = []
     for k, net in enumerate(nets):
         size = (1, *args.stage_configs[k]["volume_size"])
-        x = torch.stack([noise_like(size, xrays.device, args.seed, 3, k, index) for index in indices])
+        x = noise_like(size, xrays.device, [(args.seed, 3, k, index) for index in indices])
         previous = None
         if k:
             last = torch.zeros_like(volumes[-1]) if zeroed and k == len(nets) - 1 else volumes[-1]
-            grain = torch.stack([noise_like(last.shape[1:], x.device, args.seed, 4, k, index) for index in indices])
+            grain = noise_like(last.shape[1:], x.device, [(args.seed, 4, k, index) for index in indices])
             level = torch.full((len(indices),), PREVIOUS_NOISE_SAMPLING, device=x.device)
             previous = last + PREVIOUS_NOISE_SAMPLING * grain, level
         for timestep in scheduler.timesteps.tolist():
@@ -1064,6 +1064,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
         contents = ckpt.load_checkpoint(used, folder, FORMAT)
         adopt(args, contents, used)
+        hw.set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
         accelerator = make_accelerator(args, ranks)
         if args.sample:
             return sample_new(contents, args, accelerator, ranks)
@@ -1075,6 +1076,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     if contents:
         adopt(args, contents, args.resume_from)
         why = keep_precision(args, contents, why, ranks)
+    why = hw.set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
     accelerator = make_accelerator(args, ranks)
     first, last, anew = choose_stages(contents, args)
     data = Data(args, [stage["volume_size"] for stage in args.stage_configs[: last + 1]], ranks)

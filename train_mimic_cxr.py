@@ -557,7 +557,8 @@ class TorchEngine:
         self.model, self.trained = model, optimizer.param_groups[0]["params"]
         if ranks.world_size > 1:
             ids = [ranks.device] if ranks.device.type == "cuda" else None
-            self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
+            options = {"forward_sync_buffers": False, "find_unused_parameters": du.keep_buckets()}
+            self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True, **options)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool):
@@ -1209,6 +1210,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
     if len(set(du.gather_objects(args.mixed_precision))) > 1:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
+    why_precision = hw.set_numerics(ranks.device, args.mixed_precision, why_precision, args.deterministic)
     paths = Path(args.index_dir), Path(args.mimic_cxr_path), Path(args.mimic_qa_path)
     options = args.quality_grade, args.view, args.max_missing
     index = mci.open_index(*paths, *options, limit=64 if args.debug else 0)

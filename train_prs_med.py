@@ -133,7 +133,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
-from hardware_utils import autocast, choose_precision, out_of_memory, smaller_batch, split_batch
+import fixed_order
+from hardware_utils import autocast, choose_precision, out_of_memory, set_numerics, smaller_batch, split_batch
 from logging_utils import RunLog, print_banner, save_figure, write_result
 from loop_utils import (
     auto_batch_advice,
@@ -245,7 +246,7 @@ class PRSMed(nn.Module):
         features = self.sam((batch["sam"] / 255 - self.sam_mean) / self.sam_std).last_hidden_state
         masks = self.decoder(features, at(batch["words"]).to(features.dtype), batch["words"] < 0)
         size = (self.reader.image_size, self.reader.image_size)
-        return F.interpolate(masks.float(), size, mode="bilinear", align_corners=False)[:, 0], text_loss
+        return fixed_order.interpolate(masks.float(), size)[:, 0], text_loss
 
     @torch.no_grad()
     def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
@@ -671,6 +672,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         args.mixed_precision, why = choose_precision(args.mixed_precision, ranks.device)
     if len(set(du.gather_objects(args.mixed_precision))) > 1:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
+    why = set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
     with du.agree_on_errors():
         rows = [] if args.predict else read_annotations(root, args.annotations, args.skip_bad_rows)
         needed = args.eval_split if args.eval_only else "train"
@@ -772,7 +774,8 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         # or rank 0 would send all 14 GB of frozen weights to the others, who have loaded the same file
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         DDP._set_params_and_buffers_to_ignore_for_model(model, frozen)
-        wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
+        options = {"forward_sync_buffers": False, "find_unused_parameters": du.keep_buckets()}
+        wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, **options)
 
     def save() -> None:
         where = [state["step"], state["epoch"]]

@@ -210,6 +210,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
+import fixed_order
 import hardware_utils as hw
 import survival_data as sd
 import survival_metrics as sm
@@ -251,6 +252,7 @@ class RiskNet(nn.Module):
             spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, shortcut_type=shortcut,
             widen_factor=args.base_channels / 64,
         )  # fmt: skip
+        self.backbone.maxpool = fixed_order.MaxPool3d(kernel_size=3, stride=2, padding=1)
         for module in list(self.backbone.modules()):
             for name, child in list(module.named_children()):
                 # MONAI's `norm` argument reaches the first layer only
@@ -436,7 +438,8 @@ def wrap(model: RiskNet, frozen: bool, ranks: du.Ranks) -> nn.Module:
     if ranks.world_size == 1:
         return model
     ids = [ranks.device] if ranks.device.type == "cuda" else None
-    return DDP(model, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
+    options = {"forward_sync_buffers": False, "find_unused_parameters": du.keep_buckets()}
+    return DDP(model, device_ids=ids, gradient_as_bucket_view=True, **options)
 
 
 def exchange(rows: list[int], low: int, count: int, stop: int, error: str) -> tuple[np.ndarray, int, bool]:
@@ -795,6 +798,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             raise InputError("--backend nccl: needs GPUs; leave it out")
     if len(set(du.gather_objects(args.mixed_precision))) > 1:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
+    why = hw.set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
     cores = apply_hardware(args, ranks)
     contents, used = None, ""
     if args.eval_only or args.predict:

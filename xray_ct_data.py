@@ -26,6 +26,7 @@ PICTURE_ENDINGS = (".png", ".npy", ".jpg", ".jpeg", ".tif", ".tiff")
 NAMES = {"pa": ("_pa_drr", "_pa", "_frontal"), "lat": ("_lat_drr", "_lat", "_lateral")}
 SPLITS = ("train", "val", "test")
 CHECK_SIZE = 32  # side of the pictures that the alignment check compares
+NOISE_THREADS = 4  # of each process, for large tensors
 
 
 @dataclass(frozen=True)
@@ -524,7 +525,7 @@ def augment(
     would break the lateral view. What the net sees also varies in brightness, contrast and noise, as exposures do. A
     function of (seed, epoch, patient).
     """
-    volumes, clean, seen = [], [], []
+    volumes, clean, exposed, seeds = [], [], [], []
     for one, pictures, index in zip(volume, xrays, indices, strict=True):
         noise = np.random.default_rng([seed % 2**63, epoch, int(index)])
         depth, rows = one.shape[-1], pictures.shape[-2]
@@ -540,9 +541,30 @@ def augment(
             high = (low + 1).clamp(max=rows - 1)
             pictures = pictures[:, low] * (1 - share) + pictures[:, high] * share
         gain, offset = float(noise.uniform(0.95, 1.05)), float(noise.uniform(-0.03, 0.03))
-        generator = torch.Generator(pictures.device).manual_seed(int(noise.integers(2**62)))
-        grain = torch.randn(pictures.shape, generator=generator, device=pictures.device)
+        seeds.append(int(noise.integers(2**62)))
         volumes.append(one)
         clean.append(pictures)
-        seen.append(pictures * gain + offset + 0.01 * grain)
-    return torch.stack(volumes), torch.stack(clean), torch.stack(seen)
+        exposed.append(pictures * gain + offset)
+    grain = draw_noise(xrays.shape[1:], xrays.device, seeds)
+    return torch.stack(volumes), torch.stack(clean), torch.stack(exposed) + 0.01 * grain
+
+
+def draw_noise(shape: tuple[int, ...], device: torch.device, seeds: list[int]) -> torch.Tensor:
+    """Gaussian noise (len(seeds), *shape) on the device, each part a function of its seed alone.
+
+    Drawn on the CPU: CUDA's generator deals its numbers out by the GPU's number of multiprocessors, so that a large
+    tensor differs between GPU models. Large parts are drawn side by side, in threads that end here, as a data loader
+    may fork next.
+    """
+    noise = torch.empty(len(seeds), *shape, pin_memory=device.type == "cuda")
+
+    def draw(place: int) -> None:
+        noise[place].normal_(generator=torch.Generator().manual_seed(seeds[place]))
+
+    if noise.numel() < 2**18:
+        for place in range(len(seeds)):
+            draw(place)
+    else:
+        with ThreadPoolExecutor(min(len(seeds), NOISE_THREADS)) as pool:
+            list(pool.map(draw, range(len(seeds))))
+    return noise.to(device, non_blocking=True)

@@ -90,6 +90,16 @@ def one_error_line(done, code: int = 2) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
+def test_deterministic_changes_no_bit_on_a_cpu(task, small_run, finished, zygote, tmp_path):
+    out = tmp_path / "run"
+    done = zygote(*small_run(task, out, "--deterministic", "--max_steps", "3"))
+    assert done.code == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "(fp32 on CPU; deterministic)" in done.stdout
+    assert lines(out)[0] == lines(finished(task))[0]
+    assert lines(out)[0]["step"] == 3
+
+
+@pytest.mark.parametrize("task", TASKS)
 def test_stopping_by_max_steps_and_going_on_is_the_uninterrupted_run(task, small_run, finished, zygote, tmp_path):
     """Losses, metrics, learning rates and weights to the bit; and the steps after the last interval are logged."""
     out, whole = tmp_path / "run", finished(task)
