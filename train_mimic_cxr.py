@@ -1149,7 +1149,8 @@ def find_batch_size(model: ChestModel, config: dict | None, args: argparse.Names
         copies=held_copies(config), recompute=recompute,
     )  # fmt: skip
     if fitted.reason:
-        set_derived(args, fitted.reason, batch_size=fitted.size, gradient_accumulation_steps=fitted.accumulation)
+        set_derived(args, fitted.reason, batch_size=fitted.size)
+        set_derived(args, "fitted", gradient_accumulation_steps=fitted.accumulation)
     if fitted.recomputed:
         set_derived(args, "one question did not fit without", gradient_checkpointing=True)
 

@@ -137,7 +137,7 @@ def compare(setting: Setting, rounds: int) -> dict:
         return time.perf_counter() - begun
 
     def memory(checkpointing: bool) -> float:
-        args.gradient_checkpointing = checkpointing
+        args.gradient_checkpointing, args.auto_batch = checkpointing, False
         return ta.measure_stage(k, greys, args, setting.ranks)[0]
 
     kinds = {"plain": (False, sdpa), "checkpointing": (True, sdpa), "naive": (False, naive)}
