@@ -5,6 +5,7 @@ checkpoint counts once it is in the manifest, and nothing in a run folder is del
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from checkpoint_writer import WRITER
 from cli_utils import InputError, RunError
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
 from manifest_utils import (
@@ -97,21 +99,43 @@ def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
     model.load_state_dict(weights, strict=False)
 
 
-def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int) -> Path:
+def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int, copied: bool = False) -> Path:
     """All ranks call it; rank 0 writes `step_<step>.pt` with every rank's random state and `last.pt`, drops old ones.
 
-    contents: dicts, lists, tensors, numbers and strings only. Raises RunError on all ranks when rank 0 cannot write, or
-    when the run folder was taken away.
+    It returns once rank 0 has a copy of the contents in its RAM (see CheckpointWriter), and a thread writes that; the
+    file is there after settle_checkpoint. Without room for a copy it is written here.
+    contents: dicts, lists, tensors, numbers and strings only. copied: its tensors were made for this call, and nobody
+    changes them. Raises RunError on all ranks when rank 0 could not write the checkpoint before this one, or when the
+    run folder was taken away.
     """
     path = run_folder / f"step_{step:08d}.pt"
     rng = gather_objects(get_rng_state())
     with agree_on_errors():
         if world()[0] == 0:
-            try:
-                _save(run_folder, path, {**contents, "step": step, "rng": rng}, keep_last)
-            except OSError as error:
-                raise _not_written(path, error) from None
+            WRITER.wait()
+            snapshot = WRITER.copy(contents, tensors_too=not copied)
+            more = {"step": step, "rng": rng}
+            if snapshot is None:
+                _write(run_folder, path, {**contents, **more}, keep_last)
+            else:
+                WRITER.start(functools.partial(_write, run_folder, path, {**snapshot, **more}, keep_last))
+    WRITER.unsettled = True
     return path
+
+
+def settle_checkpoint() -> None:
+    """All ranks call it: the checkpoint that was begun is on the disk, or all raise the error of its write."""
+    if WRITER.unsettled:
+        WRITER.unsettled = False
+        with agree_on_errors():
+            WRITER.wait()
+
+
+def _write(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None:
+    try:
+        _save(run_folder, path, contents, keep_last)
+    except OSError as error:
+        raise _not_written(path, error) from None
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
@@ -181,6 +205,7 @@ def _write_with_links(run_folder: Path, manifest: Manifest, path: Path, names: t
 def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)) -> str:
     """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`; returns its sha256."""
     path = run_folder / f"step_{step:08d}.pt"
+    settle_checkpoint()
     with agree_on_errors():
         if world()[0] == 0:
             manifest = read_manifest(run_folder)
@@ -290,6 +315,7 @@ def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resu
     """
     if resume_from is None:
         return None
+    settle_checkpoint()
     choice = None
     with agree_on_errors():
         if world()[0] == 0:

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint_utils import Checkpoint, begin_run, cut_metrics
+from checkpoint_utils import Checkpoint, begin_run, cut_metrics, settle_checkpoint
+from checkpoint_writer import WRITER
 from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
@@ -166,7 +167,8 @@ class RunLog:
         """All ranks, every log_every steps: means over the interval's finite values, throughput, data wait, memory."""
         self.collect()
         seconds = max(time.perf_counter() - self.started, 1e-9)
-        wait, memory = reduce_max([self.waited / seconds, peak_memory_gb(self.ranks.device)]).tolist()
+        maxima = [self.waited / seconds, peak_memory_gb(self.ranks.device), WRITER.error is not None]
+        wait, memory, not_saved = reduce_max(maxima).tolist()
         values = {"train/lr": self.lr}
         for i, name in enumerate(self.names):
             column = [row[i] for row in self.rows if math.isfinite(row[i])]
@@ -185,6 +187,9 @@ class RunLog:
             lr = "" if self.lr is None else f" | lr {self.lr:.2e}"
             print_main(f"{where} | {text}{lr} | {memory:.2f} GB | {tqdm.format_interval(left)} left")
         self.restart_clock()
+        if not_saved:
+            # the last checkpoint's write failed meanwhile: all ranks end the run here
+            settle_checkpoint()
 
     def restart_clock(self) -> None:
         """Begin a throughput interval (after an evaluation, say, whose time is not training time)."""
@@ -234,7 +239,8 @@ class RunLog:
 
     def finish(self, values: dict) -> None:
         """Rank 0, at the end: summary.json (one flat object: the last value of every metric, and `values`) and the
-        curves."""
+        curves. All ranks call it: it waits for the last checkpoint."""
+        settle_checkpoint()
         if self.ranks.is_main:
             whole = {**self.last, **values}
             whole = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in whole.items()}
@@ -247,6 +253,11 @@ class RunLog:
             self._guard(lambda: self.figures(draw, values["steps"]))
 
     def close(self) -> None:
+        """However the run ends, the checkpoint that was begun is completed."""
+        try:
+            WRITER.wait()
+        except (RunError, OSError) as error:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
         for resource in (self.bar, self.writer, self.jsonl):
             if resource:
                 self._guard(resource.close)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from checkpoint_utils import best_sha256, mark_best
+from checkpoint_utils import best_sha256, mark_best, settle_checkpoint
 from cli_utils import RunError
 from distributed_utils import print_main, reduce_max, world
 from hardware_utils import out_of_memory, split_batch
@@ -172,6 +172,12 @@ def say_if_finished(step: int, last_step: int, flags: str) -> None:
     """Rank 0 tells a user who resumes a finished run why nothing is trained, and which flags would change that."""
     if step >= last_step:
         print_main(f"nothing left to train: step {step} of {last_step}; see {flags}, --max_steps")
+
+
+def say_saved(step: int) -> None:
+    """All ranks, after a stop signal: once the checkpoint is on the disk, rank 0 says so."""
+    settle_checkpoint()
+    print_main(f"signal: saved at step {step}; --resume_from auto goes on from there")
 
 
 def forget_other_best(run_folder: Path, state: dict, name: str = "best.pt") -> None:

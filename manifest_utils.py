@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from checkpoint_writer import WRITER
 from cli_utils import InputError
 from distributed_utils import print_main
 
@@ -161,6 +162,8 @@ def write_manifest(run_folder: Path, manifest: Manifest) -> None:
 
 def note_written(run_folder: Path, name: str) -> None:
     """Rank 0 of a training run: enter a file that it is about to write, relative to its folder, into the manifest."""
+    # a checkpoint that is being written enters itself
+    WRITER.join()
     manifest = read_manifest(run_folder)
     if manifest is not None and name not in manifest.written:
         manifest.written.append(name)

@@ -169,6 +169,7 @@ from loop_utils import (
     forget_other_best,
     keep_best,
     say_if_finished,
+    say_saved,
 )
 
 # --- data and net -----------------------------------------------------------------------------------------------------
@@ -676,7 +677,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
             while state["step"] < until:
                 options = state, until, base_rate, args, ranks, log, stop, save
                 if code := train_steps(*tools, *options):
-                    du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+                    say_saved(state["step"])
                     return code
         best = ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)
         ckpt.load_trained(net, best["net"])
@@ -712,7 +713,7 @@ def brief(metrics: dict) -> str:
 
 def stopped(stop: du.StopSignal, state: dict) -> int:
     """The exit code of a signal during an evaluation, agreed by all ranks; what it needs is saved."""
-    du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+    say_saved(state["step"])
     return int(du.reduce_max([stop.code])[0])
 
 

@@ -289,6 +289,7 @@ from loop_utils import (
     forget_other_best,
     keep_best,
     say_if_finished,
+    say_saved,
     try_step,
 )
 
@@ -1216,7 +1217,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
 
 
 def stopped(code: int, state: dict) -> int:
-    du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+    say_saved(state["step"])
     return code
 
 

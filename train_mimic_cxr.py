@@ -220,6 +220,7 @@ from loop_utils import (
     forget_other_best,
     keep_best,
     say_if_finished,
+    say_saved,
 )
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
@@ -1316,7 +1317,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         parts = {"format": FORMAT, "model": dsu.full_weights(model), "state": dict(state), "run": this_run}
         parts |= {"optimizer": dsu.full_optimizer_state(model, engine.optimizer), "scaler": engine.scaler_state()}
         parts |= {"precision": args.mixed_precision, "log": log.pending(state["step"])}
-        ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
+        ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last, copied=True)
 
     drawn, best_step = -math.inf, None
     sizes: dict[str, dict] = {}  # of the groups of each split that was evaluated
@@ -1353,7 +1354,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
             if code := train_one_epoch(engine, loader, state, ends, args, ranks, log, stop, save):
-                du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+                say_saved(state["step"])
                 return code
             save()
             if state["step"] >= last_step:

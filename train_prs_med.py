@@ -144,6 +144,7 @@ from loop_utils import (
     forget_other_best,
     keep_best,
     say_if_finished,
+    say_saved,
 )
 from prs_med_data import (
     SPLITS,
@@ -808,7 +809,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
             log.restart_clock()
             code = train_one_epoch(wrapped, loader, optimizer, scaler, state, ends, args, ranks, log, stop, save)
             if code:
-                du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+                say_saved(state["step"])
                 return code
             save()
             if state["step"] >= last_step:

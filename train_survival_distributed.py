@@ -223,6 +223,7 @@ from loop_utils import (
     forget_other_best,
     keep_best,
     say_if_finished,
+    say_saved,
 )
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -1166,7 +1167,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
             log.restart_clock()
             options = target, memory, state, (last_step, planned_steps), args, ranks, log, stop, save
             if code := train_one_epoch(net, model, optimizer, scaler, loader, *options):
-                du.print_main(f"signal: saved at step {state['step']}; --resume_from auto goes on from there")
+                say_saved(state["step"])
                 return code, {}
             save()
             if state["step"] >= last_step:

@@ -16,6 +16,7 @@ def main() -> None:
 
     def save_checkpoint(*args, **kwargs):
         path = real(*args, **kwargs)
+        checkpoint_utils.settle_checkpoint()
         if path.name == "step_00000001.pt" and pattern == ".":
             shutil.rmtree(root)
         elif path.name == "step_00000001.pt":

@@ -309,6 +309,7 @@ def test_a_run_that_lost_its_folder(runs, tmp_path, monkeypatch):
 
         def save(run_folder, contents, step, keep_last, takes_over=takes_over):
             if step == 3:
+                ckpt.settle_checkpoint()
                 shutil.rmtree(run_folder)
                 if takes_over:
                     shutil.copytree(runs / "other", run_folder)

@@ -1,0 +1,173 @@
+"""Checkpoints are written beside the training: a copy is taken between two steps, and a thread writes the copy.
+
+The thread runs on rank 0 alone, and one write at most is under way. Whoever needs its file, or the manifest, waits for
+it first; what it could not write is then told to all ranks together (checkpoint_utils.settle_checkpoint).
+"""
+
+import contextlib
+import copy
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from hardware_utils import available_ram_gb
+
+# Where tensors may begin in the memory of a copy, bytes: a cache line.
+ALIGNMENT = 64
+
+
+class CheckpointWriter:
+    """One write at a time, in a thread, and the memory for what it writes.
+
+    The copy takes as much RAM as the checkpoint is large, on rank 0 only, beside what training takes. It is kept from
+    save to save, as fresh pages cost as much time as the copy itself. With a GPU it is pinned.
+    """
+
+    def __init__(self):
+        # the same on all ranks: a save was begun, and they have not yet agreed on how it went
+        self.unsettled = False
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self.memory: mmap.mmap | None = None
+        self.pinned = False
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begin `write()` and return; what it raises is raised by wait()."""
+
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self.error = error
+
+        # no daemon: the interpreter's exit waits for it
+        self.thread = threading.Thread(target=run, name="checkpoint")
+        try:
+            self.thread.start()
+        except RuntimeError:
+            # the system has no thread to give
+            self.thread = None
+            run()
+
+    def join(self) -> None:
+        """Until the write is over, however it went."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def wait(self) -> None:
+        """As join; raises what the write raised, once."""
+        self.join()
+        if self.error is not None:
+            error = self.error
+            self.error = None
+            try:
+                raise error
+            finally:
+                # else the error's traceback, which knows this frame, would keep all frames of the run alive
+                del error
+
+    def copy(self, contents: dict, tensors_too: bool = True) -> dict | None:
+        """The contents as torch.save would write them now, on the CPU; None where the RAM has no room for a copy.
+
+        Storages are copied whole, once each, so that views and shared tensors come out as they are. The copy before is
+        overwritten: its write must be over. tensors_too: False for tensors that nobody will change.
+        """
+        tensors = list(_find_tensors(contents))
+        if not tensors_too:
+            return copy.deepcopy(contents, {id(tensor): tensor for tensor in tensors})
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
+        if not self._make_room(sum(_room(storage) for storage in storages.values()), on_gpu):
+            return None
+
+        # all copies from a GPU are begun, then waited for together
+        copies: dict[int, torch.UntypedStorage] = {}
+        place = 0
+        for key, storage in storages.items():
+            copies[key] = self._copy_storage(storage, place)
+            place += _room(storage)
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+        # deepcopy takes a tensor's copy where it is told of one
+        known = {id(tensor): _same_view(tensor, copies[tensor.untyped_storage()._cdata]) for tensor in tensors}
+        return copy.deepcopy(contents, known)
+
+    def _copy_storage(self, storage: torch.UntypedStorage, place: int) -> torch.UntypedStorage:
+        size = storage.nbytes()
+        if size == 0:
+            return torch.UntypedStorage(0)
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))
+        target = torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=place)
+        target.copy_(source, non_blocking=True)
+        return target.untyped_storage()
+
+    def _make_room(self, size: int, pinned: bool) -> bool:
+        """Whether there is memory for `size` bytes, which is taken here if need be."""
+        if self.memory is not None and len(self.memory) >= size and self.pinned >= pinned:
+            return True
+        self.release()
+        if size > 0.9 * available_ram_gb() * 2**30:
+            return False
+        try:
+            self.memory = _allocate(max(size, mmap.PAGESIZE))
+        except (OSError, MemoryError, OverflowError):
+            return False
+        if pinned:
+            # where this fails, the copy is a slower one
+            self.pinned = int(torch.cuda.cudart().cudaHostRegister(*self._span(), 0)) == 0
+        return True
+
+    def _span(self) -> tuple[int, int]:
+        """(address, bytes) of the memory."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr(), len(self.memory)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._span()[0])
+        self.memory, self.pinned = None, False
+
+
+WRITER = CheckpointWriter()
+if hasattr(os, "register_at_fork"):
+    # a forked process has neither the thread nor the memory
+    os.register_at_fork(after_in_child=WRITER.__init__)
+
+
+def _allocate(size: int) -> mmap.mmap:
+    """Zeroed memory in large pages, which loading processes do not inherit: writing to it would copy it for them."""
+    kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    memory = mmap.mmap(-1, size, **kind)
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        # hints, which some systems lack
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(getattr(mmap, name))
+    return memory
+
+
+def _room(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+
+
+def _same_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The tensor's view of its storage, of a copy of the storage."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    view = empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return view.requires_grad_(tensor.requires_grad)
+
+
+def _find_tensors(value) -> Iterator[torch.Tensor]:
+    """All plain tensors in dicts, lists and tuples."""
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _find_tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _find_tensors(part)
