@@ -261,8 +261,13 @@ def imagine_hardware(
 
 # --- the settings that follow -----------------------------------------------------------------------------------------
 
-# The guide's table. GPU memory in GB as sold; effective batch as it comes out on 4 GPUs, kept for any number of them.
+# GPU memory in GB as sold; effective batch as it comes out on 4 GPUs, kept for any number of them. From 20 GB down this
+# is the guide's table. Above it: a traced step of guide 1 in bf16 takes 5.7 GiB at batch 16, and as many kernels
+# are launched as at any other batch, so a larger one spreads them over more samples.
 GPU_TABLE = (
+    {"from_gb": 141, "batch": 128, "effective": 256, "zero_stage": 2},
+    {"from_gb": 80, "batch": 64, "effective": 256, "zero_stage": 2},
+    {"from_gb": 40, "batch": 32, "effective": 256, "zero_stage": 2},
     {"from_gb": 20, "batch": 16, "effective": 256, "zero_stage": 2},
     {"from_gb": 14, "batch": 12, "effective": 240, "zero_stage": 2},
     {"from_gb": 10, "batch": 8, "effective": 256, "zero_stage": 2},
@@ -270,36 +275,71 @@ GPU_TABLE = (
     {"from_gb": 0, "batch": 2, "effective": 256, "zero_stage": 3},
 )
 CPU_ROW = {"batch": 8, "effective": 256, "zero_stage": 2}
+# The largest batch of the guide's own rows: its accumulation there gives the effective batch of the rows above.
+GUIDE_BATCH = 16
 # The driver and error correction keep a part: cards report 22.0-23.7 GiB of 24 GB, 14.6-15.8 of 16, 19.5-20.0 of 20,
-# 9.5-10.0 of 10, 5.8-6.0 of 6. So a row begins this much below its number, which no smaller card reaches.
+# 9.5-10.0 of 10, 5.8-6.0 of 6; and 39.4-39.6 of 40, 79.1-79.3 of 80, 139.7-139.8 of 141. So a row begins this much, or
+# this share, below its number, which no smaller card reaches.
 KEPT_GB = 0.7
+KEPT_SHARE = 0.03
+# Cards sold with 16 GB and more are those of the row from 14: all activations and the optimizer stay on them.
+ROOMY_FROM_GB = 14
+
+
+def begins_at(from_gb: float) -> float:
+    """The memory in GiB, as a card reports it, from which a row of the table holds."""
+    return from_gb - max(KEPT_GB, KEPT_SHARE * from_gb)
+
+
+def is_roomy(gpu_memory_gb: float | None) -> bool:
+    """Whether guide 1 needs neither recomputed activations nor an optimizer on the CPU: GPUs of 16 GB and more."""
+    return gpu_memory_gb is not None and gpu_memory_gb >= begins_at(ROOMY_FROM_GB)
+
+
+def nearest_accumulation(batch: int, processes: int, effective: int) -> int:
+    """Micro-batches a step, at least 1, that come nearest to the effective batch; a half upwards."""
+    together = batch * processes
+    return max(1, (2 * effective + together) // (2 * together))
+
+
+def fitting_batch(row: dict, processes: int) -> int:
+    """The row's batch per GPU, lowered until the effective batch is what the guide's largest batch gives.
+
+    4 processes at 64: 64 x 1 x 4 = 256; 8: 32 x 1 x 8; 3: 40 x 2 x 3 = 240, as 16 x 5 x 3. Never below GUIDE_BATCH.
+    """
+    if row["batch"] <= GUIDE_BATCH:
+        return row["batch"]
+    share = GUIDE_BATCH * nearest_accumulation(GUIDE_BATCH, processes, row["effective"])
+    return max(batch for batch in range(GUIDE_BATCH, row["batch"] + 1) if share % batch == 0)
 
 
 def settings_for(
     num_processes: int, gpu_memory_gb: float | None, compute: float | None, cores: int, ram_gb: float, deepspeed: bool,
     batch_size: int | None = None, processes_per_node: int | None = None,
 ) -> dict:  # fmt: skip
-    """The guide's settings for num_processes processes in all, one per GPU (or CPU processes without gpu_memory_gb).
+    """The settings for num_processes processes in all, one per GPU (or CPU processes without gpu_memory_gb).
 
     gpu_memory_gb and compute (capability) are those of the smallest GPU, cores and ram_gb of one node; batch_size
     replaces the table's, and accumulation follows. dataloader_num_workers is the total of a node's processes
-    (processes_per_node, default all); prefetch_factor is per loading worker.
+    (processes_per_node, default all); prefetch_factor is per loading worker. offload_optimizer: ours of DeepSpeed's
+    files keep the optimizer on the CPU; False drops that.
     """
     on_gpu = gpu_memory_gb is not None
-    row = next(row for row in GPU_TABLE if gpu_memory_gb >= row["from_gb"] - KEPT_GB) if on_gpu else CPU_ROW
-    batch = batch_size or row["batch"]
-    together = batch * num_processes
-    accumulation = max(1, (2 * row["effective"] + together) // (2 * together))  # to the nearest, a half upwards
+    row = next(row for row in GPU_TABLE if gpu_memory_gb >= begins_at(row["from_gb"])) if on_gpu else CPU_ROW
+    batch = batch_size or fitting_batch(row, num_processes)
+    accumulation = nearest_accumulation(batch, num_processes, row["effective"])
+    roomy = is_roomy(gpu_memory_gb)
     engine = "python" if num_processes == 1 else "deepspeed" if deepspeed else "torchrun"
     return {
         "batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation,
-        "effective_batch_size": together * accumulation,
+        "effective_batch_size": batch * num_processes * accumulation,
         "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
         "prefetch_factor": 4 if ram_gb > 64 else 3 if ram_gb > 32 else 2,
         "mixed_precision": "no" if not on_gpu else "bf16" if (compute or 0) >= 8 else "fp16",
-        "gradient_checkpointing": on_gpu,
+        "gradient_checkpointing": on_gpu and not roomy,
         "zero_stage": row["zero_stage"] if engine == "deepspeed" else 0,
+        "offload_optimizer": engine == "deepspeed" and not roomy,
         "engine": engine,
     }
 
@@ -319,7 +359,7 @@ def settings_on(facts: dict, processes_per_node: int, nodes: int = 1, deepspeed:
 
 
 def report(facts: dict, settings: dict) -> str:
-    """The guide's report of facts and settings."""
+    """The guide's report of facts and settings, and where the optimizer is."""
     gpus, precision = facts["gpus"], settings["mixed_precision"]
 
     def line(label: str, value) -> str:
@@ -350,6 +390,7 @@ def report(facts: dict, settings: dict) -> str:
         line("Mixed precision" + f" ({precision.upper()})" * bool(gpus), "Enabled" if gpus else "Disabled"),
         line("Gradient checkpointing", "Enabled" if settings["gradient_checkpointing"] else "Disabled"),
         line("DeepSpeed ZeRO stage", settings["zero_stage"] or "none"),
+        line("Optimizer on the CPU", "Enabled" if settings["offload_optimizer"] else "Disabled"),
         line("Prefetch factor", settings["prefetch_factor"]),
         line("Engine", settings["engine"]),
         *([""] + [f"  Note: {note}" for note in facts["notes"]] if facts["notes"] else []),
@@ -362,11 +403,13 @@ def summary(facts: dict, settings: dict) -> list[str]:
     cards = sorted({f"{gpu['name']}, {gpu['memory_total_gb']:.1f} GB" for gpu in facts["gpus"]})
     gpus = f"{facts['gpu_count']} GPU{'s' * (len(facts['gpus']) > 1)} ({'; '.join(cards)})" if cards else "no GPU"
     batch, accumulation, effective, workers, _, precision, *_ = settings.values()
+    extras = " recomputed activations," * settings["gradient_checkpointing"]
+    extras += " optimizer on the CPU," * settings["offload_optimizer"]
     return [
         f"Detected: {gpus}, {facts['cpu_cores']} CPU cores, {facts['ram_available_gb']:.1f} GB RAM available",
         *(f"Note:     {note}" for note in facts["notes"]),
         f"Settings: batch {batch} x accumulation {accumulation} x {effective // (batch * accumulation)} processes ="
-        f" {effective}, {workers} loading workers, precision {precision} (where no flag says otherwise)",
+        f" {effective}, {workers} loading workers,{extras} precision {precision} (where no flag says otherwise)",
     ]
 
 

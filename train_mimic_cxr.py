@@ -51,11 +51,11 @@ HERE = Path(__file__).resolve().parent
 TRAINING = dict.fromkeys(("epochs", "learning_rate", "weight_decay", "warmup_steps", "grad_clip"))
 TRAINING |= dict.fromkeys(("gradient_accumulation_steps", "gradient_checkpointing", "prefetch_factor"))
 TRAINING |= dict.fromkeys(("mixed_precision", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size"))
-TRAINING |= dict.fromkeys(("engine", "zero_stage"))
+TRAINING |= dict.fromkeys(("engine", "zero_stage", "offload_optimizer"))
 ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
 TRAINING = {key: key for key in ("batch_size_per_gpu", *TRAINING)}
 GUIDE_KEYS = ("batch_size_per_gpu", "fp16", "dataloader_num_workers", "pin_memory", "effective_batch_size", "engine")
-GUIDE_KEYS += ("zero_stage", "enabled", "stage")
+GUIDE_KEYS += ("zero_stage", "offload_optimizer", "enabled", "stage")
 SECTIONS = {
     "training": TRAINING,
     "settings": TRAINING,
@@ -121,7 +121,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "DeepSpeed ZeRO; with --auto_optimize the default for 2 or more processes"
     add("--use_deepspeed", action="store_true", help=text)
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
-    text = "JSON with ZeRO stage and offload; default: configs/deepspeed_config.json (deepspeed_zero3.json below 6 GB)"
+    text = "JSON with ZeRO stage and offload, used as it is; default: configs/deepspeed_config.json "
+    text += "(deepspeed_zero3.json below 6 GB), by --auto_optimize without offload from 16 GB on"
     add("--deepspeed_config", metavar="FILE", help=text)
     text = "batches each worker prepares ahead; lower it when RAM is short"
     add("--prefetch_factor", type=whole(1), default=2, help=text)
@@ -175,6 +176,7 @@ def add_guide_keys(parser: Parser) -> None:
     add("--engine", choices=("python", "deepspeed", "torchrun"))
     add("--deepspeed_enabled", action=argparse.BooleanOptionalAction)
     add("--zero_stage", type=int, choices=(0, 2, 3))
+    add("--offload_optimizer", action=argparse.BooleanOptionalAction)
 
 
 def take_guide_keys(args: argparse.Namespace) -> None:
@@ -355,12 +357,43 @@ class FusionLayer(nn.Module):
         return text + self.dropout(self.mlp(self.norm_mlp(text)))
 
 
+def broadcast_mask(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) of 0 and 1 -> (B, 1, T, T) of bool: which tokens each token may attend to, as a view."""
+    return mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
+
+
+@torch.no_grad()
+def takes_ready_mask(encoder: nn.Module) -> bool:
+    """Whether a text encoder gives the same with broadcast_mask as with the plain mask, tried on padded tokens.
+
+    Of a plain mask transformers asks at each forward pass whether anything is padded, for which the host waits for the
+    GPU; a ready one it passes on as it is. BERT, RoBERTa and DistilBERT take it with torch's attention. Encoders with
+    another attention, causal ones and some others do not.
+    """
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    # other ids at each place, none of them usual for padding: what is attended to must show
+    ids = torch.arange(4, 12).view(2, 4) % encoder.config.vocab_size
+    training = encoder.training
+    encoder.eval()
+    try:
+        plain = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        ready = encoder(input_ids=ids, attention_mask=broadcast_mask(mask)).last_hidden_state
+        return torch.equal(plain, ready)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if hw.out_of_memory(error):
+            raise
+        return False
+    finally:
+        encoder.train(training)
+
+
 class ChestModel(nn.Module):
     """Image encoder, text encoder, fusion, four answer heads; the CheXpert head sees the picture alone."""
 
     def __init__(self, image: nn.Module, text: nn.Module, statistics: tuple[list, list], args: argparse.Namespace):
         super().__init__()
         self.image, self.text, self.precision, self.checkpoint = image, text, args.mixed_precision, False
+        self.ready_mask = takes_ready_mask(text)
         dim, width = text.config.hidden_size, getattr(image.config, "hidden_sizes", None)
         width = width[-1] if width else image.config.hidden_size
         self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
@@ -391,6 +424,8 @@ class ChestModel(nn.Module):
         """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
         with hw.autocast(picture.device, self.precision):
             seen = self.features(picture)
+            if self.ready_mask:
+                mask = broadcast_mask(mask)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
                 text = checkpoint(layer, text, seen, use_reentrant=False) if self.checkpoint else layer(text, seen)
@@ -994,6 +1029,9 @@ def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
         shown = file.relative_to(HERE) if file.is_relative_to(HERE) else file
         says["stage"] = f"--deepspeed_config {shown}{given(args, 'deepspeed_config')}"
     says["zero_stage"] = says["stage"]
+    says["offload_optimizer"] = "the optimizer on the CPU, where DeepSpeed trains and no file of it is named"
+    if args.offload_optimizer is False:
+        says["offload_optimizer"] = "no optimizer on the CPU, where no DeepSpeed file is named"
     says["pin_memory"] = "nothing to set here: done by itself on a GPU"
     says["effective_batch_size"] = "nothing to set here: batch x accumulation x processes"
     for key, value in guide_keys(args.config):
@@ -1036,9 +1074,9 @@ def guide_keys(config: str | None) -> list[tuple[str, object]]:
     return found
 
 
-def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
+def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> tuple[int, float | None]:
     """--auto_optimize: set what the command line did not from the weakest machine of the job (file < this < flags);
-    returns the ZeRO stage for it."""
+    returns (the ZeRO stage for it, GiB of the smallest GPU or None on CPU)."""
     memory = compute = None
     if ranks.device.type == "cuda":
         card = torch.cuda.get_device_properties(ranks.device)
@@ -1053,11 +1091,25 @@ def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> int:
     values |= {"gradient_accumulation_steps": chosen["gradient_accumulation_steps"]}
     values |= {"num_workers": chosen["dataloader_num_workers"] // local}
     values |= {"gradient_checkpointing": chosen["gradient_checkpointing"]}
+    values |= {"offload_optimizer": not hw.is_roomy(machine[0])}
     for name, value in values.items():
         if args.source[name] not in ("command line", "--debug"):
             setattr(args, name, value)
             args.source[name] = "hardware"
-    return chosen["zero_stage"] or 2
+    return chosen["zero_stage"] or 2, machine[0]
+
+
+def describe_memory(args: argparse.Namespace, memory: float, config: dict | None) -> str:
+    """For the banner: the smallest GPU's memory in GiB, and what --auto_optimize has set by it."""
+    settings = []
+    if args.source["batch_size"] == "hardware":
+        settings.append(f"batch {args.batch_size}")
+    if args.source["gradient_checkpointing"] == "hardware":
+        settings.append("activations recomputed" if args.gradient_checkpointing else "activations kept")
+    if config and args.source["offload_optimizer"] == "hardware" and args.source["deepspeed_config"] == "default":
+        settings.append(f"optimizer on the {'CPU' if args.offload_optimizer else 'GPU'}")
+    reason = "16 GB or more" if hw.is_roomy(memory) else "below 16 GB"
+    return f"{memory:.1f} GiB on the smallest GPU, {reason}: {', '.join(settings) or 'nothing set by it'}"
 
 
 def choose_engine(args: argparse.Namespace, ranks: du.Ranks) -> tuple[bool, str]:
@@ -1077,13 +1129,20 @@ def choose_engine(args: argparse.Namespace, ranks: du.Ranks) -> tuple[bool, str]
 
 
 def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]:
-    """(config, file name): the JSON of --deepspeed_config, or the one of configs/ for the ZeRO stage."""
+    """(config, file name): the JSON of --deepspeed_config, or the one of configs/ for the ZeRO stage.
+
+    A file that the user names is used as it is. Ours gives way to what --auto_optimize finds of memory: no
+    checkpointing and no optimizer on the CPU where the GPU has room.
+    """
     path = args.deepspeed_config or str(HERE / "configs" / f"deepspeed_{'zero3' if stage == 3 else 'config'}.json")
     config = dsu.read_deepspeed_config(path)
     source = args.source["gradient_checkpointing"]
-    weaker = source != "command line" if args.deepspeed_config else source == "default"  # no one named our own file
+    named = args.source["deepspeed_config"] != "default"
+    weaker = source != "command line" if named else source == "default"
     if "activation_checkpointing" in config and weaker:
         args.gradient_checkpointing, args.source["gradient_checkpointing"] = True, Path(path).name
+    if args.offload_optimizer is False and not named:
+        config["zero_optimization"].pop("offload_optimizer", None)
     if args.compile and config["zero_optimization"]["stage"] == 3:
         raise InputError("--compile: does not go with ZeRO-3; leave it out, or use stage 1 or 2")
     return config, path
@@ -1201,7 +1260,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun, folder, config, config_path = time.time(), Path(args.output_dir), None, ""
     translate_guide_keys(args, ranks)
-    stage = apply_hardware(args, ranks) if args.auto_optimize else 2
+    stage, memory = apply_hardware(args, ranks) if args.auto_optimize else (2, None)
     with du.agree_on_errors():
         use_deepspeed, why_engine = choose_engine(args, ranks)
         if use_deepspeed and not args.eval_only:
@@ -1254,6 +1313,8 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         batch = args.batch_size, args.gradient_accumulation_steps
         config = dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
     why = {"precision": why_precision, "engine": why_engine}
+    if memory is not None:
+        why["memory"] = describe_memory(args, memory, config)
     code = fit(model, sets, index, contents, config, why, args, ranks)
     du.print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
@@ -1296,6 +1357,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.lr_schedule}, not scaled",
         "precision": f"{args.mixed_precision} ({why['precision']})",
         "checkpointing": f"{bool(args.gradient_checkpointing)} ({origin['gradient_checkpointing']})",
+        **({"memory": why["memory"]} if "memory" in why else {}),
         "loading": f"{args.num_workers} workers per GPU ({origin['num_workers']}), {args.cache_gb:g} GiB disk cache",
         "questions": ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
         + f" (grade {args.quality_grade}, {origin['quality_grade']}; view {args.view})",

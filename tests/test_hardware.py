@@ -20,7 +20,7 @@ from hardware_utils import available_ram_gb, detect_gpus, settings_for, usable_c
 ENOUGH = {"cores": 64, "ram_gb": 128.0, "deepspeed": True}
 KEYS = [
     "batch_size_per_gpu", "gradient_accumulation_steps", "effective_batch_size", "dataloader_num_workers",
-    "prefetch_factor", "mixed_precision", "gradient_checkpointing", "zero_stage", "engine",
+    "prefetch_factor", "mixed_precision", "gradient_checkpointing", "zero_stage", "offload_optimizer", "engine",
 ]  # fmt: skip
 
 
@@ -44,13 +44,16 @@ def test_every_row_of_the_guide(memory, batch, accumulation, effective, stage):
 def test_the_guides_example():
     settings = settings_for(4, 24.0, 8.9, **ENOUGH)
     assert list(settings) == KEYS
-    assert list(settings.values()) == [16, 4, 256, 12, 4, "bf16", True, 2, "deepspeed"]
+    assert list(settings.values()) == [16, 4, 256, 12, 4, "bf16", False, 2, False, "deepspeed"]
 
 
 @pytest.mark.parametrize(
     ("reported", "batch"),
     [
-        (22.03, 16), (23.69, 16), (19.5, 16), (80, 16),  # L4 with error correction, RTX 3090, a 20 GB slice, A100
+        (139.72, 128), (141, 128), (139.8, 128),  # H200
+        (79.11, 64), (79.25, 64), (80, 64), (94.5, 64),  # H100 and A100 of 80 GB, GH200
+        (39.25, 32), (39.38, 32), (39.56, 32), (40, 32), (44.4, 32), (47.5, 32),  # A100 of 40 GB or slice, L40S, A6000
+        (22.03, 16), (23.69, 16), (19.5, 16), (31.74, 16),  # L4 with error correction, RTX 3090, a 20 GB slice, V100
         (14.56, 12), (15.78, 12), (16.0, 12), (19, 12), (14, 12),  # T4, V100, 16 GB cards
         (13, 8), (12.0, 8), (10.75, 8), (9.5, 8), (10, 8),  # RTX 2080 Ti, a 10 GB slice
         (9, 4), (7.43, 4), (8.0, 4), (5.79, 4), (6, 4),  # P4, RTX 2060
@@ -58,7 +61,7 @@ def test_the_guides_example():
     ],
 )  # fmt: skip
 def test_memory_as_real_cards_report_it(reported, batch):
-    assert settings_for(4, reported, 8.0, **ENOUGH)["batch_size_per_gpu"] == batch
+    assert settings_for(2, reported, 8.0, **ENOUGH)["batch_size_per_gpu"] == batch
 
 
 def test_effective_batch_is_the_same_for_any_number_of_gpus():
@@ -77,6 +80,40 @@ def test_effective_batch_is_the_same_for_any_number_of_gpus():
     assert batches(settings_for(64, 24, 8, **ENOUGH)) == (16, 1, 1024)  # never below one batch
 
 
+@pytest.mark.parametrize(
+    ("memory", "processes", "expected"),
+    [
+        (80, 1, (64, 4, 256)), (80, 2, (64, 2, 256)), (80, 4, (64, 1, 256)), (80, 8, (32, 1, 256)),
+        (80, 16, (16, 1, 256)), (80, 64, (16, 1, 1024)), (80, 3, (40, 2, 240)), (80, 6, (48, 1, 288)),
+        (40, 1, (32, 8, 256)), (40, 4, (32, 2, 256)), (40, 8, (32, 1, 256)), (40, 5, (24, 2, 240)),
+        (141, 1, (128, 2, 256)), (141, 2, (128, 1, 256)), (141, 4, (64, 1, 256)),
+    ],
+)  # fmt: skip
+def test_rows_above_the_guides(memory, processes, expected):
+    assert batches(settings_for(processes, memory, 9.0, **ENOUGH)) == expected
+
+
+def test_large_gpus_keep_the_effective_batch_of_the_guides_largest():
+    """For any number of GPUs, and never with a smaller batch than 16 on each."""
+    for processes in range(1, 130):
+        guide = settings_for(processes, 24, 9.0, **ENOUGH)
+        for memory in (40, 80, 141):
+            large = settings_for(processes, memory, 9.0, **ENOUGH)
+            assert large["effective_batch_size"] == guide["effective_batch_size"]
+            assert large["batch_size_per_gpu"] >= guide["batch_size_per_gpu"] == 16
+
+
+@pytest.mark.parametrize(
+    ("memory", "recomputed"), [(None, False), (8, True), (12, True), (14.56, False), (15.78, False), (24, False)]
+)
+def test_recomputation_and_offload_below_16_gb_only(memory, recomputed):
+    """A T4 reports 14.56 GiB. Without a GPU nothing is recomputed, and our DeepSpeed file is taken as it is."""
+    settings = settings_for(2, memory, 8.0, **ENOUGH)
+    assert settings["gradient_checkpointing"] is recomputed
+    assert settings["offload_optimizer"] is (recomputed or memory is None)
+    assert settings_for(1, memory, 8.0, **ENOUGH)["offload_optimizer"] is False
+
+
 def test_given_batch_size():
     assert batches(settings_for(4, 24, 8, **ENOUGH, batch_size=8)) == (8, 8, 256)
     assert batches(settings_for(4, 24, 8, **ENOUGH, batch_size=5)) == (5, 13, 260)
@@ -84,7 +121,7 @@ def test_given_batch_size():
 
 def test_without_gpu():
     settings = settings_for(2, None, None, 2, 16.0, True)
-    assert list(settings.values()) == [8, 16, 256, 1, 2, "no", False, 2, "deepspeed"]
+    assert list(settings.values()) == [8, 16, 256, 1, 2, "no", False, 2, True, "deepspeed"]
 
 
 def test_several_nodes():
@@ -286,14 +323,15 @@ def test_report_of_the_guides_machine(capsys):
     assert lines[first + 1 : first + 3] == ["  Total GPU Memory:      96.0 GB", "  Min GPU Memory:        24.0 GB"]
     assert "       Memory: 24.0 GB (Free: 24.0 GB)\n       Compute: 8.9" in text
     first = lines.index("  Batch size per GPU:    16")
-    assert lines[first : first + 7] == [
+    assert lines[first : first + 8] == [
         "  Batch size per GPU:    16",
         "  Gradient accumulation: 4",
         "  Effective batch size:  256",
         "  DataLoader workers:    12",
         "  Mixed precision (BF16): Enabled",
-        "  Gradient checkpointing: Enabled",
+        "  Gradient checkpointing: Disabled",
         "  DeepSpeed ZeRO stage:  2",
+        "  Optimizer on the CPU:  Disabled",
     ]
     assert text.isascii()
 
@@ -301,8 +339,11 @@ def test_report_of_the_guides_machine(capsys):
 def test_plan_flags(capsys):
     words = "--plan --json --gpus 4 --gpu_memory 15 --compute 7.5 --nodes 2 --cores 8 --ram 48 --no_deepspeed"
     settings = json.loads(command(capsys, *words.split()))["settings"]
-    assert list(settings.values()) == [12, 3, 288, 6, 3, "fp16", True, 0, "torchrun"]
+    assert list(settings.values()) == [12, 3, 288, 6, 3, "fp16", False, 0, False, "torchrun"]
     assert "Mixed precision (FP16): Enabled" in command(capsys, *words.replace("--json", "").split())
+    small = command(capsys, *words.replace("--json", "").replace("15", "8").replace("--no_deepspeed", "").split())
+    assert "Gradient checkpointing: Enabled\n" in small
+    assert "Optimizer on the CPU:  Enabled\n" in small
     words = words.replace("--cores 8", "--cores 64")
     assert json.loads(command(capsys, *words.split()))["settings"]["dataloader_num_workers"] == 12  # of one node
     cpu = json.loads(command(capsys, "--plan", "--json", "--gpus", "2"))

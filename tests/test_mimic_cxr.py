@@ -10,6 +10,7 @@ import subprocess
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -643,6 +644,67 @@ def test_checkpointing_and_freezing(chest):
     assert not any(name.startswith(("image.", "text.")) for name in grads[2])
 
 
+def tiny_text_encoder(kind: str, attention: str) -> torch.nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "GPT2":
+        sizes = {"vocab_size": 50, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(1)
+    return getattr(transformers, f"{kind}Model")._from_config(config, attn_implementation=attention)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "ready"),
+    [
+        ("Bert", "sdpa", True), ("Roberta", "sdpa", True), ("DistilBert", "sdpa", True), ("Electra", "sdpa", True),
+        ("Bert", "eager", False), ("Roberta", "eager", False), ("DistilBert", "eager", False),
+        ("GPT2", "sdpa", False), ("MPNet", "eager", False), ("DebertaV2", "eager", False),
+    ],
+)  # fmt: skip
+def test_encoders_that_take_a_ready_mask(kind, attention, ready):
+    """They give the same to the bit, padded or not, in both precisions; the others keep the plain mask."""
+    import train_mimic_cxr as script
+
+    encoder = tiny_text_encoder(kind, attention).train()
+    assert script.takes_ready_mask(encoder) is ready
+    assert encoder.training
+    if not ready:
+        return
+    encoder.eval()
+    ids = torch.randint(3, 50, (3, 40))
+    lengths = torch.tensor([[40], [17], [5]])
+    for mask in (torch.arange(40) < lengths, torch.ones(3, 40) > 0):
+        for precision in ("no", "bf16"):
+            with torch.no_grad(), script.hw.autocast(torch.device("cpu"), precision):
+                plain = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+                given = encoder(input_ids=ids, attention_mask=script.broadcast_mask(mask.long())).last_hidden_state
+            assert torch.equal(plain, given)
+
+
+def test_the_model_does_not_read_its_mask_back(chest, monkeypatch):
+    """transformers asks `padding_mask.all()` of a plain mask: on a GPU one wait in each forward pass."""
+    import transformers.masking_utils as masking
+
+    import train_mimic_cxr as script
+
+    asked = []
+    real = masking._ignore_bidirectional_mask_sdpa
+    monkeypatch.setattr(masking, "_ignore_bidirectional_mask_sdpa", lambda *a, **k: asked.append(1) or real(*a, **k))
+    args = script.parse_args([*chest, "--dropout", "0"])
+    args.mixed_precision = "no"
+    model, tokenizer = script.build_model(args, script.du.Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    tokens = tokenizer(["is there an effusion?", "where?"], padding=True, return_tensors="pt")
+    picture, asked[:] = torch.zeros(2, 1, 64, 64, dtype=torch.uint8), []
+    ready = model.eval()(picture, tokens["input_ids"], tokens["attention_mask"])
+    assert not asked
+    model.ready_mask = False
+    plain = model(picture, tokens["input_ids"], tokens["attention_mask"])
+    assert asked
+    assert all(torch.equal(a, b) for a, b in zip(ready, plain, strict=True))
+
+
 def test_checkpointing_finds_the_layers():
     """Of encoders whose layers have other names; one that has none is an error."""
     import transformers
@@ -784,7 +846,7 @@ def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkey
 
 
 @pytest.mark.parametrize("section", ["", "training", "settings"])
-@pytest.mark.parametrize(("gpus", "memory"), [(4, 24), (4, 5), (1, 16), (2, None)])
+@pytest.mark.parametrize(("gpus", "memory"), [(4, 24), (4, 12), (4, 5), (1, 16), (2, None)])
 def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, section, gpus, memory):
     """`python -m hardware_utils --json`, its settings as a config, in a section or not."""
     import hardware_utils as hw
@@ -797,14 +859,52 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     args = script.parse_args([*chest, "--config", str(path)])
     script.translate_guide_keys(args, script.du.Ranks(0, 0, gpus, torch.device("cpu"), "torchrun"))
     assert args.batch_size == settings["batch_size_per_gpu"]
-    for name in ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing"):
+    names = ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing")
+    for name in (*names, "offload_optimizer"):
         assert getattr(args, name) == settings[name]
     assert args.use_deepspeed == (settings["engine"] == "deepspeed")
     stage = {0: None, 2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}[settings["zero_stage"]]
     assert (args.deepspeed_config and Path(args.deepspeed_config).name) == stage
     said = capsys.readouterr().out
-    assert said.count("config.json: ") == 5  # batch, workers, effective batch, stage, engine
+    assert said.count("config.json: ") == 6  # batch, workers, effective batch, stage, offload, engine
     assert f"effective_batch_size {settings['effective_batch_size']} -> nothing to set here" in said
+
+
+@pytest.mark.parametrize(
+    ("memory", "words", "checkpointing", "offload", "said"),
+    [
+        (79.2, "", False, False, "79.2 GiB on the smallest GPU, 16 GB or more: batch 64, activations kept, "
+         "optimizer on the GPU"),
+        (14.56, "", False, False, "batch 12, activations kept, optimizer on the GPU"),
+        (11.8, "", True, True, "11.8 GiB on the smallest GPU, below 16 GB: batch 8, activations recomputed, "
+         "optimizer on the CPU"),
+        # the command line wins; a file that is named is used as it is
+        (79.2, "--gradient_checkpointing --batch_size 4", True, False, "16 GB or more: optimizer on the GPU"),
+        (79.2, "--deepspeed_config configs/deepspeed_config.json", True, True, "16 GB or more: batch 64"),
+        (79.2, "--no_auto_optimize --use_deepspeed", True, True, ""),
+        (79.2, "--config GUIDE", False, False, "batch 64, activations kept, optimizer on the GPU"),
+    ],
+)  # fmt: skip
+def test_recomputation_and_offload_follow_the_gpus_memory(
+    chest, tmp_path, monkeypatch, memory, words, checkpointing, offload, said
+):
+    """On 4 GPUs, whether DeepSpeed's file is ours, named by the user, or meant by the guide's `stage: 2`."""
+    import train_mimic_cxr as script
+
+    (tmp_path / "guide.yaml").write_text(GUIDE_YAML)
+    card = SimpleNamespace(total_memory=memory * 2**30, major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(script, "processes_per_node", lambda: 4)
+    flags = [word for word in chest if word != "--no_auto_optimize"]
+    args = script.parse_args([*flags, *words.replace("GUIDE", str(tmp_path / "guide.yaml")).split()])
+    ranks = script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun")
+    stage, found = script.apply_hardware(args, ranks) if args.auto_optimize else (2, None)
+    config, _ = script.deepspeed_settings(args, stage)
+    assert ("offload_optimizer" in config["zero_optimization"]) == offload
+    assert ("on the CPU" in script.dsu.describe(config)) == offload
+    assert args.gradient_checkpointing == checkpointing
+    if said:
+        assert script.describe_memory(args, found, config).endswith(said)
 
 
 def test_help_of_auto_optimize(capsys):
