@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from cli_utils import InputError, RunError, environment_number
 from hardware_utils import usable_cores
+from startup_utils import agree_to_start, check_gpus, explain_failure, meet
 
 # More processes than any machine has: a larger number is a mistake.
 MOST_RANKS = 10**6
@@ -87,11 +88,12 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     backend: default NCCL for GPU tensors with gloo for CPU tensors, or gloo alone without GPUs. timeout: seconds after
     which a collective that a dead or stuck rank does not join ends the job. Keep everything that holds DDP in a
     function called inside the `with` block: torch 2.13 aborts about one exit in eight when it is alive after the group
-    is gone. Raises InputError when a launcher started more processes on this machine than it has GPUs.
+    is gone. Raises InputError when a launcher started more processes on this machine than it has GPUs, and for what
+    startup_utils finds wrong with the machines: then no group is made.
     """
     rank, local_rank, world_size, launcher = read_environment()
     gpus = torch.cuda.device_count()
-    device = torch.device("cpu")
+    device, store = torch.device("cpu"), None
     if gpus:  # srun may show each task its own GPU only
         device = torch.device("cuda", 0 if launcher == "srun" and gpus == 1 else local_rank)
     if world_size > 1:
@@ -99,13 +101,26 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
             die_with_parent()
         both = device.type == "cuda" and dist.is_nccl_available()  # Windows has no NCCL
         backend = backend or ("cpu:gloo,cuda:nccl" if both else "gloo")
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), rank=rank, world_size=world_size)
+        limit = timedelta(seconds=timeout)
+        store = meet(rank, world_size, limit)
+        agree_to_start(store, rank, world_size, device, backend)
+        with explain_failure(store, rank):
+            dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=world_size)
+    else:
+        for note in check_gpus():
+            print(note, flush=True)
     try:
         with agree_on_errors():
             if gpus and device.index >= gpus:
                 raise InputError(f"process {local_rank + 1} of a machine with {gpus} GPUs; start at most one per GPU")
         if gpus:
-            torch.cuda.set_device(device)
+            # NCCL starts with its first collective: here, where a failure can be explained
+            with explain_failure(store, rank):
+                torch.cuda.set_device(device)
+                first = torch.ones(1, device=device)
+                if world_size > 1 and "nccl" in backend:
+                    dist.all_reduce(first)
+                torch.cuda.synchronize(device)
         yield Ranks(rank, local_rank, world_size, device, launcher)
     except (InputError, RunError, SystemExit) as error:  # agreed by all ranks: leave in order
         traceback.clear_frames(error.__traceback__)  # frames of the traceback would keep DDP alive

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import psutil
@@ -208,6 +209,14 @@ def _nvidia_smi() -> dict[str, float | None]:
     return listed
 
 
+def cuda_starts() -> bool:
+    """Whether torch can use a GPU. It counts GPUs by asking the driver, also where CUDA then fails to start."""
+    with warnings.catch_warnings():
+        # torch's reason, in several lines; startup_utils.check_gpus gives it in one
+        warnings.filterwarnings("ignore", message="CUDA initialization")
+        return torch.cuda.is_available()
+
+
 def detect_gpus() -> tuple[list[dict], list[str]]:
     """(GPUs that this torch can use, notes on those that it cannot).
 
@@ -215,7 +224,7 @@ def detect_gpus() -> tuple[list[dict], list[str]]:
     torch would have to take several hundred MB on each GPU to tell.
     """
     listed, gpus, notes = _nvidia_smi(), [], []
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.device_count() if cuda_starts() else 0):
         card = torch.cuda.get_device_properties(index)
         free = listed.get(str(card.uuid).removeprefix("GPU-"))
         gpu = {"name": card.name, "memory_total_gb": round(card.total_memory / 2**30, 2)}

@@ -1501,7 +1501,7 @@ def main(args: argparse.Namespace) -> int:
         rehearse(args)
     du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not torch.cuda.is_available():
+    if not torch.cuda.device_count():  # setup_distributed says why
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed a search and a warning
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:
         wanted = args.use_deepspeed or args.source["deepspeed_config"] == "command line"

@@ -227,9 +227,15 @@ def test_memory_of_a_container(tmp_path, monkeypatch, files, gib):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(listed, seen, cuda): a driver that lists so many cards, of which torch sees those in `seen`."""
+    """machine(listed, seen, cuda): a driver that lists so many cards, of which torch sees those in `seen`.
 
-    def make(listed: int, seen: list[int], cuda: str | None = "12.9", visible: str | None = None, broken: bool = False):
+    starts: False, and torch counts them but CUDA does not start on any, as under an old driver.
+    """
+
+    def make(
+        listed: int, seen: list[int], cuda: str | None = "12.9", visible: str | None = None, broken: bool = False,
+        starts: bool = True,
+    ):  # fmt: skip
         lines = "".join(f"echo 'GPU-0000-{i}, {1024 * (20 + i)}'\n" for i in range(listed))
         stub = tmp_path / "nvidia-smi"
         stub.write_text("#!/bin/sh\nexit 9\n" if broken else f"#!/bin/sh\n{lines}")
@@ -247,6 +253,7 @@ def machine(tmp_path, monkeypatch):
         ]
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: starts and bool(cards))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
         return detect_gpus()
 
@@ -279,6 +286,7 @@ def test_gpus_that_torch_cannot_use(machine):
     gpus, notes = machine(1, [])
     assert gpus == []
     assert notes == ["nvidia-smi lists 1 GPU, but torch sees 0; is the driver new enough for CUDA 12.9?"]
+    assert machine(1, [0], starts=False) == (gpus, notes)
 
 
 def test_gpus_without_nvidia_smi(machine):
