@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,11 +180,16 @@ class HostForReal(TorchDispatchMode):
         kwargs = kwargs or {}
         fakes = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
 
-        # a number is read back from the GPU: there is none, so any plausible one is given
+        # something is read back from the GPU: there is nothing, so any plausible answer is given
+        if function is torch.ops.aten.equal.default and fakes:
+            return True
         if function is torch.ops.aten._local_scalar_dense.default and fakes:
             return {torch.bool: False}.get(fakes[0].dtype, 1.0 if fakes[0].is_floating_point() else 1)
         if fakes or torch.device(kwargs.get("device") or "cpu").type == "cuda":
             return function(*args, **kwargs)
+        # without a driver no host memory can be pinned
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
         with unset_fake_temporarily():
             return function(*args, **kwargs)
 
@@ -214,6 +220,8 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
     with contextlib.ExitStack() as stack:
         for name, replacement in patches.items():
             stack.enter_context(mock.patch(name, replacement))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(HostForReal())
         yield Ranks(0, 0, 1, torch.device("cuda", 0), "rehearsal")
