@@ -1,6 +1,8 @@
 # make demo [TASK=prs_med|mimic_cxr|survival|cascade|compressed_ad]  set up, write sample data, train, print the table
 #      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
+# make gpu                   measures and checks all that a GPU changes (on CPU: a trial at tiny sizes); see benchmarks/gpu.py
+#      FLAGS="--parts survival,versions"  its flags; PYTHON=python3 takes that python as it is, without making .venv
 # make lint                  ruff, shellcheck, shfmt
 PYTHON ?= python3
 TASK ?= prs_med
@@ -8,7 +10,10 @@ BIN := .venv/bin
 SHELL_FILES := launch_functions.sh run_multi_gpu_train.sh launch_distributed_training.sh train_4gpu.sh configs/slurm/mimic_cxr.sbatch .ci/run
 PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
-.PHONY: demo demo-all test soak lint setup setup-dev
+# The python that was named has torch already: on a machine without network no .venv can be made.
+GIVEN := $(filter command line,$(origin PYTHON))
+
+.PHONY: demo demo-all test soak gpu lint setup setup-dev
 setup: .venv/requirements.txt
 setup-dev: .venv/requirements-dev.txt
 
@@ -75,6 +80,9 @@ test: setup-dev
 
 soak: setup-dev
 	$(BIN)/python -m pytest -q -s -m soak
+
+gpu: $(if $(GIVEN),,setup)
+	$(if $(GIVEN),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(FLAGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,206 @@
+"""What benchmarks/gpu.py runs: each script at its published size ("full") and as small as can be ("tiny").
+
+The data is as large as the real one in shape, but few in number: rows and patients are repeated by name, so that it is
+written in a minute. Models of full size are a config.json, from which gpu_process.py builds random weights.
+"""
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SCRIPTS = {
+    "prs_med": "train_prs_med.py",
+    "mimic_cxr": "train_mimic_cxr.py",
+    "survival": "train_survival_distributed.py",
+    "cascade": "train_accelerate.py",
+    "compressed_ad": "train.py",
+}
+OUT_FLAG = {
+    "prs_med": "--checkpoint_dir",
+    "mimic_cxr": "--output_dir",
+    "survival": "--log_dir",
+    "cascade": "--checkpoint_dir",
+    "compressed_ad": "--output_dir",
+}
+
+# Optimizer steps of a run, and those between two log lines; what precedes the first log line warms up.
+STEPS = {"full": (30, 10), "tiny": (4, 2)}
+
+# Steps of each stage of the cascade at full size: 32 patients, 16, 8 and 2 x 2 of them a step.
+STAGE_EPOCHS = (15, 8, 4)
+
+# Share of the matmul rate that a script should reach at full size; CompressedAD's small layers are bound by launches.
+LEAST_MFU = {"prs_med": 0.2, "mimic_cxr": 0.1, "survival": 0.2, "cascade": 0.1, "compressed_ad": None}
+
+# Samples of a step at tiny size, on all processes together.
+BATCH = {"prs_med": 4, "mimic_cxr": 8, "survival": 8, "cascade": 4, "compressed_ad": 8}
+
+TINY_STAGES = [
+    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4}
+]
+
+# {data} is filled in. The batch of the published size is each script's own choice, fitted to the memory.
+FLAGS = {
+    "prs_med": {
+        "tiny": ["--data_root", "{data}", "--batch_size", "4", "--lora_dropout", "0", "--lr_scaling", "none",
+                 "--max_new_tokens", "2", "--num_workers", "0"],
+        "full": ["--data_root", "{data}", "--vlm_path", "{data}/llava_full", "--sam_path", "{data}/sam_full",
+                 "--max_new_tokens", "2"],
+    },
+    "mimic_cxr": {
+        "tiny": ["--mimic_cxr_path", "{data}/mimic-cxr-jpg", "--mimic_qa_path", "{data}/mimic-ext-cxr-qba",
+                 "--index_dir", "{data}/index", "--image_encoder", "{data}/convnext_tiny", "--text_encoder",
+                 "{data}/bert_tiny", "--image_size", "64", "--batch_size", "8", "--dropout", "0",
+                 "--no_auto_optimize", "--warmup_steps", "2", "--num_workers", "0"],
+        "full": ["--mimic_cxr_path", "{data}/mimic-cxr-jpg", "--mimic_qa_path", "{data}/mimic-ext-cxr-qba",
+                 "--index_dir", "{data}/index", "--image_encoder", "{data}/convnext_full", "--text_encoder",
+                 "{data}/bert_full"],
+    },
+    "survival": {
+        "tiny": ["--csv_path", "{data}/dataset.csv", "--cache_dir", "{data}/cache", "--resnet", "resnet10",
+                 "--base_channels", "8", "--image_size", "16", "16", "8", "--batch_size", "8", "--num_workers", "0"],
+        "full": ["--csv_path", "{data}/dataset.csv", "--cache_dir", "{data}/cache", "--batch_size", "6"],
+    },
+    "cascade": {
+        "tiny": ["--dataset_path", "{data}", "--cache_dir", "{data}_cache", "--img_size", "32", "--encoder_dim", "16",
+                 "--batch_size", "4", "--num_timesteps", "20", "--ddim_steps", "2", "--num_epochs_per_stage", "4",
+                 "--num_workers", "0", "--stage_configs", json.dumps(TINY_STAGES)],
+        "full": ["--config", "{data}_config.json", "--dataset_path", "{data}", "--cache_dir", "{data}_cache",
+                 "--ddim_steps", "2", "--skip_alignment_check"],
+    },
+    "compressed_ad": {
+        "tiny": ["--data", "{data}", "--tf_n_embd", "16", "--tf_n_layer", "2", "--tf_n_head", "2",
+                 "--encoder_n_layer", "1", "--tf_dim_feedforward", "32", "--n_transit", "20", "--n_latent", "4",
+                 "--batch_size", "8", "--num_warmup_steps", "2", "--train_timesteps", "8", "--eval_interval", "0",
+                 "--eval_episodes", "2", "--val_episodes", "2", "--eval_seeds", "1"],
+        "full": ["--data", "{data}", "--mixed_precision", "fp16", "--eval_interval", "0", "--eval_episodes", "20",
+                 "--val_episodes", "20", "--eval_seeds", "2"],
+    },
+}  # fmt: skip
+
+# What sample_data.py is asked for.
+SAMPLES = {
+    "prs_med": {
+        "tiny": ["--num_train", "8", "--num_val", "1", "--num_test", "1", "--image_size", "32"],
+        "full": ["--num_train", "12", "--num_val", "1", "--num_test", "1", "--image_size", "1024"],
+    },
+    "mimic_cxr": {
+        "tiny": ["--num_train", "6", "--num_val", "2", "--num_test", "2", "--image_size", "80"],
+        "full": ["--num_train", "60", "--num_val", "2", "--num_test", "2", "--image_size", "512"],
+    },
+    "survival": {
+        "tiny": ["--num_patients", "20", "--matrix", "14", "--event_rate", "0.5"],
+        "full": ["--num_patients", "20", "--matrix", "128", "--event_rate", "0.5"],
+    },
+    "cascade": {"tiny": ["--num_patients", "3", "--matrix", "16"], "full": ["--num_patients", "3", "--matrix", "256"]},
+    "compressed_ad": {"tiny": ["--streams", "2", "--steps", "100"], "full": ["--streams", "10", "--steps", "1000"]},
+}
+
+# How often each row of a table, or each patient's folder, is there under another name.
+COPIES = {"tiny": {"prs_med": 2, "survival": 2, "cascade": 10}, "full": {"prs_med": 20, "survival": 15, "cascade": 40}}
+
+
+def make_data(folder: Path, task: str, size: str) -> Path:
+    """The task's made-up data in `folder`, written unless it is there; RuntimeError when that fails."""
+    out = folder / task
+    made = folder / f"{task}.made"
+    if made.exists():
+        return out
+    shutil.rmtree(out, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "sample_data.py", task, str(out), *SAMPLES[task][size]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise RuntimeError(f"sample_data.py {task}: {done.stderr.strip().splitlines()[-1]}")
+    copies = COPIES[size].get(task, 1)
+    if task == "prs_med":
+        for table in (out / "annotations").glob("*.csv"):
+            repeat_training_rows(table, copies)
+    if task == "survival":
+        repeat_cases(out / "dataset.csv", copies)
+    if task == "cascade":
+        repeat_patients(out, copies)
+    if size == "full":
+        write_full_models(out, task)
+    made.touch()
+    return out
+
+
+def repeat_training_rows(table: Path, copies: int) -> None:
+    """Each row of PRS-Med's training split so many times; the others once."""
+    header, *rows = csv.reader(table.read_text(encoding="utf-8").splitlines())
+    split = header.index("split")
+    rows = [row for row in rows for _ in range(copies if row[split] == "train" else 1)]
+    with open(table, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
+def repeat_cases(table: Path, copies: int) -> None:
+    """Each case so many times under another number, in the same fold; its CT is a hard link to the same file."""
+    header, *rows = csv.reader(table.read_text(encoding="utf-8").splitlines())
+    path = header.index("NIFTI Path")
+    repeated = []
+    for row in rows:
+        for copy in range(copies):
+            name = row[path].replace("case_", f"copy{copy}_") if copy else row[path]
+            if copy:
+                os.link(table.parent / row[path], table.parent / name)
+            repeated.append([str(len(repeated) + 1), *row[1:path], name, *row[path + 1 :]])
+    with open(table, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *repeated])
+
+
+def repeat_patients(folder: Path, copies: int) -> None:
+    """`copies` patients in all, as hard links to the few that are there."""
+    there = sorted(path for path in folder.iterdir() if path.is_dir())
+    for number in range(len(there), copies):
+        source = there[number % len(there)]
+        name = f"patient_{number + 1:04d}"
+        (folder / name).mkdir()
+        for file in source.iterdir():
+            os.link(file, folder / name / file.name.replace(source.name, name))
+
+
+def write_full_models(out: Path, task: str) -> None:
+    """config.json of the published sizes, beside the tiny checkpoints' tokenizers and image processors."""
+    if task == "prs_med":
+        write_llava(out)
+        sam = {"model_type": "sam", "vision_config": {"model_type": "sam_vision_model", "image_size": 1024}}
+        write_model(out / "sam_full", out / "sam_tiny", sam)
+    if task == "mimic_cxr":
+        convnext = {"model_type": "convnext", "depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024]}
+        write_model(out / "convnext_full", out / "convnext_tiny", convnext | {"image_size": 224})
+        bert = {"model_type": "bert", "vocab_size": 28996}
+        write_model(out / "bert_full", out / "bert_tiny", bert)
+    if task == "cascade":
+        from cli_utils import read_config
+
+        # each stage's own number of epochs
+        config = read_config(str(ROOT / "configs/multi_view_config.json"))
+        for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):
+            stage["num_epochs"] = epochs
+        out.with_name(f"{out.name}_config.json").write_text(json.dumps(config))
+
+
+def write_llava(out: Path) -> None:
+    """LLaVA-Med v1.5: Mistral-7B and CLIP ViT-L at 336, with the tiny checkpoint's tokenizer."""
+    text = {"model_type": "mistral", "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 14336}
+    text |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None}
+    text |= {"max_position_embeddings": 32768, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14}
+    vision |= {"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "projection_dim": 768}
+    config = {"model_type": "llava", "text_config": text, "vision_config": vision, "vision_feature_layer": -2}
+    config |= {"image_token_index": 4, "image_seq_length": 576, "vision_feature_select_strategy": "default"}
+    write_model(out / "llava_full", out / "llava_tiny", config)
+
+
+def write_model(path: Path, tiny: Path, config: dict) -> None:
+    """A checkpoint's folder without weights."""
+    shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "config.json"))
+    (path / "config.json").write_text(json.dumps(config))
