@@ -1175,7 +1175,7 @@ def largest_batch(batch_size: int, args: argparse.Namespace) -> dict:
 
 def trial_step(model: ChestModel, batch: dict, args: argparse.Namespace) -> None:
     """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
-    counts = batch_counts([batch])
+    counts = [len(batch["type"])] * (len(mci.HEADS) + 1)
     batch_loss(model.train(), du.to_device(batch, model.mean.device), counts, args)[0].backward()
 
 
