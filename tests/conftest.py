@@ -207,9 +207,10 @@ def forked(zygote, data: Path, out: Path, processes: int, *flags):
     return done
 
 
-def at_step(out: Path, step: int, who: str, number: int = signal.SIGKILL) -> dict:
-    """For zygote(..., interrupt=): a signal to the last rank ("worker") or "all" at a checkpoint of this step."""
-    return {"out": str(out), "step": step, "who": who, "number": int(number)}
+def at_step(out: Path, step: int, who: str, number: int = signal.SIGKILL, delay: float = 0.0) -> dict:
+    """For zygote(..., interrupt=): a signal to the last rank ("worker") or "all" so many seconds after a checkpoint of
+    this step."""
+    return {"out": str(out), "step": step, "who": who, "number": int(number), "delay": delay}
 
 
 def kill_then_stop(zygote, command: list, out: Path, kill_at: int, stop_at: int) -> None:

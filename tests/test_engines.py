@@ -70,15 +70,15 @@ def off(a: list[tuple], b: list[tuple]) -> float:
 
 @pytest.fixture(scope="session")
 def one_process(flags, zygote, tmp_path_factory) -> list[tuple]:
-    """The training lines of 12 steps in one process: effective batch 16 as 8 x 2; 91 questions: an uneven end."""
+    """The training lines of 8 steps in one process: effective batch 16 as 8 x 2; 91 questions: an uneven sixth step."""
     out = tmp_path_factory.mktemp("one") / "run"
-    sizes = ["--batch_size", "8", "--gradient_accumulation_steps", "2", "--max_steps", "12", "--max_samples", "91"]
+    sizes = ["--batch_size", "8", "--gradient_accumulation_steps", "2", "--max_steps", "8", "--max_samples", "91"]
     done = zygote(MIMIC, *flags("ddp", out, *sizes))
     assert done.code == 0, done.stderr
     return training(out)
 
 
-SHARED = ["--batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "12", "--max_samples", "91"]
+SHARED = ["--batch_size", "4", "--gradient_accumulation_steps", "2", "--max_steps", "8", "--max_samples", "91"]
 
 
 SLOW = [pytest.mark.soak]
@@ -118,9 +118,9 @@ def test_metrics_are_the_same_at_any_world_size(flags, zygote, tmp_path):
     """--eval_only of one checkpoint: to 1e-6 at 1, 2 and 3 processes, also with fewer questions than processes."""
     run = tmp_path / "run"
     assert zygote(MIMIC, *flags("ddp", run, *SHARED[:4], "--max_steps", "2")).code == 0
-    for samples in ("2", "0"):
+    for samples, sizes in (("2", (1, 3)), ("0", (1, 2, 3))):
         seen = []
-        for ranks in (1, 2, 3):
+        for ranks in sizes:
             more = ["--eval_only", "--max_samples", samples, "--batch_size", "5"]
             done = zygote(MIMIC, *flags("ddp", run, *more), ranks=ranks)
             assert done.code == 0, done.stderr
@@ -133,7 +133,7 @@ def test_metrics_are_the_same_at_any_world_size(flags, zygote, tmp_path):
 def test_a_checkpoint_goes_on_under_any_engine(flags, zygote, one_process, tmp_path):
     """Optimizer state included: DDP -> ZeRO-3 -> ZeRO-2 on other numbers of processes follows the unbroken curve."""
     run = tmp_path / "run"
-    legs = [("ddp", 2, 4, 4), ("zero3", 2, 4, 8), ("zero2", 1, 8, 12)]
+    legs = [("ddp", 2, 4, 3), ("zero3", 2, 4, 5), ("zero2", 1, 8, 8)]
     for engine, ranks, batch, stop in legs:
         more = ["--batch_size", batch, "--gradient_accumulation_steps", "2", "--max_samples", "91", "--max_steps", stop]
         done = zygote(MIMIC, *flags(engine, run, *more, "--resume_from", "auto"), ranks=ranks)
@@ -159,7 +159,7 @@ def test_exported_weights_start_another_engine_anew(flags, zygote, tmp_path):
 
 # dropout on: the random state of every rank must come back too
 RESUME = ["--batch_size", "4", "--gradient_accumulation_steps", "2", "--save_every", "2", "--resume_from", "auto"]
-RESUME += ["--max_samples", "91", "--max_steps", "14", "--dropout", "0.1", "--log_every", "3"]
+RESUME += ["--max_samples", "91", "--max_steps", "10", "--dropout", "0.1", "--log_every", "3"]
 
 
 @pytest.fixture(scope="module", params=[pytest.param("ddp", marks=SLOW), "zero2"])
@@ -188,7 +188,7 @@ def test_ten_kills(flags, zygote, whole, tmp_path):
     chance = random.Random(engine)
     for number in range(10):
         out = tmp_path / f"run{number}"
-        who, step = ("worker", "rank0", "all", "launcher")[number % 4], chance.randrange(0, 14)
+        who, step = ("worker", "rank0", "all", "launcher")[number % 4], chance.randrange(0, 10)
         delay = chance.uniform(0, 0.8) + (6 if step == 0 else 0)
         interrupt([MIMIC, *flags(engine, out, *RESUME)], out, who, step, delay)
         reached = sorted(path.name for path in out.glob("step_*.pt"))[-1:]

@@ -6,14 +6,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from background import Run, interrupt
-from conftest import ROOT, kill_then_stop, torchrun
+from background import interrupt
+from conftest import ROOT, at_step, kill_then_stop, torchrun
 
 from manifest_utils import read_manifest
 
@@ -130,29 +129,27 @@ with du.setup_distributed() as ranks:
 """
 
 
-@pytest.fixture(scope="module")
-def launched(in_context, tmp_path_factory) -> Path:
-    """20 batches' sample ids of 2 processes under torchrun and accelerate launch."""
-    out = tmp_path_factory.mktemp("ids")
-    accelerate = ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--dynamo_backend=no"]
-    for name, batch, start in (
-        ("torchrun", 6, torchrun(2)),
-        ("accelerate", 6, [*accelerate, "--mixed_precision=fp16"]),
-    ):
-        (out / name).mkdir()
-        words = in_context(out, "--train_batch_size", batch)
-        (out / f"probe_{name}.py").write_text(PROBE.format(root=str(ROOT), words=words, out=str(out / name)))
-        subprocess.run([*start, out / f"probe_{name}.py"], check=True, cwd=ROOT, timeout=120, capture_output=True)
-    return out
+LAUNCHERS = {
+    "torchrun": torchrun(2),
+    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    + ["--dynamo_backend=no", "--mixed_precision=fp16"],
+}
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_ranks_get_different_samples_of_the_same_global_batch(launched, launcher):
-    """The original's ranks all trained on the same batches."""
+@pytest.mark.parametrize("launcher", ["none", *(pytest.param(name, marks=pytest.mark.soak) for name in LAUNCHERS)])
+def test_ranks_get_different_samples_of_the_same_global_batch(in_context, zygote, tmp_path, launcher):
+    """The original's ranks all trained on the same batches. (That accelerate's two do as these is shown below.)"""
     from distributed_utils import TrainBatchSampler
 
+    script = tmp_path / "probe.py"
+    words = in_context(tmp_path, "--train_batch_size", "6")
+    script.write_text(PROBE.format(root=str(ROOT), words=words, out=str(tmp_path)))
+    if launcher == "none":
+        assert zygote(script, ranks=2).code == 0
+    else:
+        subprocess.run([*LAUNCHERS[launcher], script], check=True, cwd=ROOT, timeout=120, capture_output=True)
     alone = [sorted(ids) for _, ids in zip(range(20), TrainBatchSampler(2190, 12, 0, 1), strict=False)]
-    first, second = (json.loads((launched / launcher / f"2_{rank}.json").read_text()) for rank in (0, 1))
+    first, second = (json.loads((tmp_path / f"2_{rank}.json").read_text()) for rank in (0, 1))
     assert len(first) == len(second) == len(alone) == 20
     for a, b, whole in zip(first, second, alone, strict=True):
         assert not set(a) & set(b)
@@ -430,13 +427,11 @@ def test_signal_while_agents_act(in_context, zygote, one, tmp_path):
     """SIGTERM in a long evaluation ends it at once; the run goes on with that evaluation, and ends as if unbroken."""
     out = tmp_path / "run"
     words = in_context(out, "--resume_from", "auto", "--val_episodes", "5000")
-    run = Run(["python", TRAIN, *words], TRAIN, out)
-    run.wait_for_step(4)
-    time.sleep(0.3)
-    run.everyone = [run.launcher]
-    run.launcher.send_signal(signal.SIGTERM)
-    assert run.end(10) == 143
-    assert "signal: saved at step 4" in (tmp_path / "run.log").read_text()
+    done = zygote(TRAIN, *words, interrupt=at_step(out, 4, "all", signal.SIGTERM, delay=0.3))
+    assert done.code == 143
+    # the evaluation as a whole takes minutes
+    assert done.seconds < 40
+    assert "signal: saved at step 4" in done.stdout
     go(zygote, in_context(out, "--resume_from", "auto"))
     assert curve(out) == curve(one)
 

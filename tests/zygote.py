@@ -7,8 +7,8 @@ argv, cwd, environment: of the script.
 address_space: bytes that it may take beside what is there already; 0 for no limit.
 ranks: how many processes it is the launcher of. As torchrun does, it tells the others to stop when one fails.
 figures: whether the pictures of a training run are drawn. That is half the time of a small run.
-interrupt: {"who", "number", "out", "step"} sends a signal to the last rank ("worker") or to all of them ("all"), once
-    there is a checkpoint of this step; null for none.
+interrupt: {"who", "number", "out", "step", "delay"} sends a signal to the last rank ("worker") or to all of them
+    ("all"), so many seconds after there is a checkpoint of this step; null for none.
 """
 
 import gc
@@ -65,6 +65,7 @@ def wait_for_all(children: list[int], interrupt: dict | None) -> list[int]:
                 for other in running:
                     os.kill(other, signal.SIGTERM)
         elif any(int(path.stem[5:]) >= interrupt["step"] for path in Path(interrupt["out"]).glob("step_*.pt")):
+            time.sleep(interrupt["delay"])
             chosen = children if interrupt["who"] == "all" else children[-1:]
             for process in set(chosen) & set(running):
                 os.kill(process, interrupt["number"])
