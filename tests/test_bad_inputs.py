@@ -258,11 +258,13 @@ def test_bad_input(name, data, trained, tmp_path, zygote):
     check(done, done.seconds, message, before, trained, root)
 
 
-@pytest.mark.parametrize(
-    ("name", "launcher"), [("bad split", 2), pytest.param("picture is text", 3, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "launcher"), [("bad split", 2), ("picture is text", 3)])
 def test_bad_input_under_a_launcher(name, launcher, data, trained, tmp_path):
-    """Rank 0 alone prints the line, also for a fault that another rank met; no worker prints a traceback."""
+    """Rank 0 alone prints the line, also for a fault that another rank met; no worker prints a traceback.
+
+    (In the quick suite: test_launch_utils.py under the launcher, test_contract.py on two ranks.)
+    """
     change, flags, message = CASES[name]
     root = tmp_path / "data"
     shutil.copytree(data, root)

@@ -377,10 +377,10 @@ def test_mistakes(capsys, words, message):
     assert len(text.splitlines()) == 1
 
 
-def test_this_machine():
+def test_this_machine(capsys):
     """`python -m hardware_utils`: one JSON object whose scalar keys stand one a line, each once."""
-    run = [sys.executable, "-m", "hardware_utils"]
-    done = subprocess.run([*run, "--json", "--gpus", "3"], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = [sys.executable, "-m", "hardware_utils", "--json", "--gpus", "3"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)
     assert facts["gpu_count"] == len(facts["gpus"]) == torch.cuda.device_count()
     assert facts["cpu_cores"] == usable_cores()
@@ -393,7 +393,7 @@ def test_this_machine():
         if not isinstance(value, list | dict):
             assert top.count(f'"{key}": {json.dumps(value)}') == 1
             assert done.stdout.count(f'"{key}":') == 1
-    report = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    report = command(capsys)
     expected = str(facts["gpu_count"] or "none; CPU only")
     assert f"  Number of GPUs:        {expected}\n" in report
     assert f"  CPU cores:             {facts['cpu_cores']}\n" in report

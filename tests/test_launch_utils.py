@@ -35,6 +35,7 @@ time.sleep(60)
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
 ACCELERATE = ["accelerate", "launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 ACCELERATE += ["--main_process_port=0"]
+SEGMENTATION_FAULT = "error: rank 0 ended with signal 11 (SIGSEGV)"
 TWO = [*ACCELERATE, "--multi_gpu", "--num_processes=2"]
 ONE = [*ACCELERATE, "--num_processes=1"]
 
@@ -45,7 +46,7 @@ ONE = [*ACCELERATE, "--num_processes=1"]
         (TORCHRUN, ["2", "2"], 2, ""),
         (TORCHRUN, ["waits", "1"], 1, ""),
         (TORCHRUN, ["waits", "signal 9"], 137, "error: rank 1 ended with signal 9 (SIGKILL)"),
-        (TORCHRUN, ["signal 11", "waits"], 139, "error: rank 0 ended with signal 11 (SIGSEGV)"),
+        pytest.param(TORCHRUN, ["signal 11", "waits"], 139, SEGMENTATION_FAULT, marks=pytest.mark.soak),
         (TORCHRUN, ["77", "waits"], 77, "error: rank 0 ended with exit code 77"),
         (TORCHRUN, ["saves", "stops the launcher"], 143, ""),
         (TORCHRUN, ["waits", "stops the launcher"], 143, ""),

@@ -34,7 +34,7 @@ def words(data: Path, out: Path, *flags: str) -> list:
 def test_kill_and_resume(data, zygote, whole, tmp_path):
     """One run: a worker killed, SIGTERM (which loses no step), the newest checkpoint damaged."""
     out = tmp_path / "run"
-    assert interrupt(words(data, out), out, "worker", 4, 0.05) != 0
+    assert zygote(*words(data, out), ranks=2, interrupt=at_step(out, 4, "worker", delay=0.05)).code != 0
     assert list(out.glob("step_*.pt"))
     stopped = zygote(*words(data, out), ranks=2, interrupt=at_step(out, 8, "all", signal.SIGTERM))
     assert stopped.code == 143

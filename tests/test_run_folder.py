@@ -156,11 +156,15 @@ def make_state(folder: Path, runs: Path, base: str, damage, extra) -> list[str]:
     return extra(folder) if extra else []
 
 
-def test_ninety_folders_in_odd_states(runs, tmp_path):
-    """Each with no flag, auto, a path of its own, another run's path, and --overwrite."""
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.soak)])
+def test_ninety_folders_in_odd_states(runs, tmp_path, share):
+    """Each with no flag, auto, a path of its own, another run's path, and --overwrite. In the quick suite all that are
+    odd in one way, and a third of those that are in two: each pair of ways on one base or two."""
     refused = accepted = states = 0
-    for base, damage, extra in itertools.product(BASES, MANIFESTS, EXTRAS):
+    for number, (base, damage, extra) in enumerate(itertools.product(BASES, MANIFESTS, EXTRAS)):
         has_run = base in ("run", "old", "checkpoints alone")
+        if damage and extra and number % share:
+            continue
         if extra == "other run's checkpoint" and not has_run:
             # alone in a folder, it is the checkpoint of the folder's run
             continue
@@ -207,7 +211,7 @@ def test_ninety_folders_in_odd_states(runs, tmp_path):
             expected = [step for step in metrics if step <= begun] if has_run and not overwrite else []
             assert logged(folder) == expected + list(range(begun + 1, 10)), where
     print(f"{states} states: {refused} refused, {accepted} accepted")
-    assert states == 90
+    assert states == (90 if share == 1 else 55)
     assert refused > 100
     assert accepted > 50
 
@@ -272,10 +276,11 @@ def test_killed_at_each_step_of_a_change_of_course(way, runs, tmp_path, monkeypa
     assert operation > 8
 
 
-def test_two_fresh_runs_at_once(tmp_path):
-    """Fifty times, two processes start a run in one folder at the same moment: one wins, one is refused."""
+@pytest.mark.parametrize("times", [15, pytest.param(50, marks=pytest.mark.soak)])
+def test_two_fresh_runs_at_once(tmp_path, times):
+    """Each time, two processes start a run in one folder at the same moment: one wins, one is refused."""
     results = []
-    for k in range(50):
+    for k in range(times):
         folder = tmp_path / str(k)
         start, go = os.pipe()
         children = []
@@ -298,7 +303,7 @@ def test_two_fresh_runs_at_once(tmp_path):
         os.close(go)
         results.append(sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
         assert logged(folder) == [1, 2]
-    assert results == [[0, 2]] * 50
+    assert results == [[0, 2]] * times
 
 
 def test_a_run_that_lost_its_folder(runs, tmp_path, monkeypatch):
@@ -357,13 +362,14 @@ def content_of(path: Path) -> str:
     return repr(sorted((name, str(value)) for name, value in torch.load(path, weights_only=True)["model"].items()))
 
 
-def test_a_thousand_damaged_checkpoints(runs, tmp_path):
+@pytest.mark.parametrize("trials", [350, pytest.param(1000, marks=pytest.mark.soak)])
+def test_a_thousand_damaged_checkpoints(runs, tmp_path, trials):
     """Flipped, truncated, zeroed, swapped, renamed; in the folder and copied out; auto and path: 0 wrong loads."""
     chance = random.Random(0)
     true = {step: float(sum(range(1, step + 1))) for step in range(10)}
     counts = {"refused": 0, "loaded": 0}
     kinds = ("flip", "flip", "flip", "truncation", "zero page", "swapped", "renamed")
-    for trial in range(1000):
+    for trial in range(trials):
         folder = tmp_path / "run"
         shutil.copytree(runs / ("old" if trial % 5 == 4 else "run"), folder)
         kind, name = kinds[trial % 7], chance.choice(["last.pt", "best.pt", "step_00000004.pt", "step_00000005.pt"])
@@ -394,9 +400,9 @@ def test_a_thousand_damaged_checkpoints(runs, tmp_path):
                 assert step == {"last.pt": 5, "best.pt": 3}.get(name, step), (trial, name)
         shutil.rmtree(folder)
         path.unlink(missing_ok=True)
-    print(f"1000 damaged checkpoints: {counts}")
-    assert counts["refused"] > 400
-    assert counts["loaded"] > 100
+    print(f"{trials} damaged checkpoints: {counts}")
+    assert counts["refused"] > 0.4 * trials
+    assert counts["loaded"] > 0.1 * trials
 
 
 def test_checkpoints_from_before_the_seals(runs, tmp_path):

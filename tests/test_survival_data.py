@@ -32,7 +32,7 @@ def write_csv(path: Path, header: list[str], rows: list[list]) -> Path:
 CONFIGURATIONS = ["11,0.5,0.5,0,9", "11,0.5,0.25,2,9", "7,0.3,1,0,8", "12,1,0.5,0,3", "13,0.9,0.1,2,6", "6,0.1,0.1,0,8"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_every_case_is_seen_as_often_as_the_rates_imply(scans, zygote, ranks):
     """Ranks are disjoint, each epoch goes once through what the window formula says, and all is seen in time."""
     done = zygote(ROOT / "tests" / "smart_cache.py", scans / "dataset.csv", *CONFIGURATIONS, ranks=ranks)
