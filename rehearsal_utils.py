@@ -301,6 +301,8 @@ def random_weights(device: torch.device | str = "cpu") -> Iterator[None]:
 
     def build(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **__):
         config = config or cls.config_class.from_pretrained(path)
+        # the same on every rank
+        torch.manual_seed(0)
         with torch.device((device_map or {}).get("", device)):
             model = cls._from_config(config, dtype=dtype or torch.float32).eval()
         return (model, {"missing_keys": []}) if output_loading_info else model

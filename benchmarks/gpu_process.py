@@ -39,43 +39,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# To be replaced by rehearse_utils.random_weights() where that is there.
-@contextlib.contextmanager
-def own_random_weights():
-    """Every `from_pretrained` of transformers builds the model from its config.json, with random weights."""
-    import torch
-    from transformers import PreTrainedModel
-
-    def from_pretrained(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **options):
-        config = config or cls.config_class.from_pretrained(path)
-        device = device_map[""] if device_map else "cpu"
-        torch.manual_seed(0)
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype or default)
-        try:
-            with torch.device(device):
-                model = cls(config).eval()
-        finally:
-            torch.set_default_dtype(default)
-        return (model, {"missing_keys": []}) if output_loading_info else model
-
-    original = PreTrainedModel.__dict__["from_pretrained"]
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    try:
-        yield
-    finally:
-        PreTrainedModel.from_pretrained = original
-
-
-def random_weights():
-    """rehearse_utils' context, or the one above where it is not there."""
-    try:
-        from rehearse_utils import random_weights as shared
-    except ImportError:
-        return own_random_weights()
-    return shared()
-
-
 def share_first_gpu() -> None:
     """Every rank of this machine takes GPU 0 and talks over gloo, which NCCL refuses to do."""
     import torch.distributed as dist
@@ -195,7 +158,7 @@ def main() -> None:
     # the script itself, as python would run it
     sys.argv = options.command
     try:
-        with random_weights() if options.random_weights else contextlib.nullcontext():
+        with weights:
             runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
         write_report(options.report, waits, refused)
