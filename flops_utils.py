@@ -39,17 +39,12 @@ class FlopCount(TorchDispatchMode):
 
     A multiplication and its addition are 2 FLOPs. What runs is counted: also a forward pass that is repeated for
     gradient checkpointing, and padding. It keeps no tensor alive, changes no result, may be entered again to count on,
-    and works on fake tensors too. Inside a compiled function it counts the library calls that the compiler left.
+    and works on fake tensors too. Not for compiled models: torch.compile compiles nothing inside of it.
     """
 
     def __init__(self):
         super().__init__()
         self.total = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torch.compile goes on compiling inside this mode; otherwise it would run every function as it stands."""
-        return True
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}

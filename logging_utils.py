@@ -24,7 +24,8 @@ from tqdm import tqdm
 from checkpoint_utils import Checkpoint, begin_run, cut_metrics, settle_checkpoint
 from checkpoint_writer import WRITER
 from cli_utils import InputError, RunError, save_args
-from distributed_utils import Ranks, agree_on_errors, print_main, reduce_max, reduce_sum
+from distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum
+from flops_utils import FlopCount, matmul_rate
 from hardware_utils import peak_memory_gb
 from manifest_utils import note_written, write_atomically
 
@@ -56,8 +57,8 @@ class RunLog:
     ):
         """Also makes the folder this run's (see begin_run) and writes args.yaml, once nothing more can be wrong.
 
-        names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every and wandb flags are
-        read from it. contents: the checkpoint to go on from, with what pending() gave."""
+        names: what step() tensors hold, in order, `loss` first, `skipped` last. args: log_every, mixed_precision,
+        compile and wandb flags are read from it. contents: the checkpoint to go on from, with what pending() gave."""
         self.folder, self.ranks, self.names = folder, ranks, names
         self.log_every, self.total_steps = args.log_every, total_steps
         self.recent: list[torch.Tensor] = []
@@ -71,6 +72,11 @@ class RunLog:
         self.context: dict[str, int] = {}  # more for each line beside step and epoch, such as the stage
         self.curves: list[str] | None = None  # which metrics finish() draws beside the loss; None: all of val/
         self.last: dict[str, float] = {}
+        # a compiled step cannot be counted: torch would run it uncompiled, with other rounding
+        self.counts, self.precision = not args.compile, args.mixed_precision
+        self.matmul_rate = matmul_rate(ranks.device, self.precision) if self.counts else 0.0
+        self.flops, self.counting = 0, None
+        self.forget_flops()
         self.writer = self.wandb = self.jsonl = self.bar = None
         with agree_on_errors():
             if ranks.is_main:
@@ -118,6 +124,28 @@ class RunLog:
         self.waited += time.perf_counter() - begun
         return batches
 
+    def speed_facts(self) -> dict[str, str]:
+        """For the banner: the rate that train/mfu is a share of."""
+        if not self.counts:
+            return {"matmul": "train/tflops and train/mfu are left out with --compile"}
+        precision = "fp32" if self.precision == "no" else self.precision
+        return {"matmul": f"{self.matmul_rate / 1e12:.3g} TFLOP/s in {precision}, measured: the 100% of train/mfu"}
+
+    def count_flops(self, samples: int) -> contextlib.AbstractContextManager:
+        """Around each forward and backward pass of a step of so many samples (of all ranks): counts their FLOPs.
+
+        The first step is counted, and a later one if it has more samples, as the last step of an epoch may come first
+        after a resume. Otherwise nothing happens here.
+        """
+        if not self.counts or samples <= self.counted_samples:
+            return contextlib.nullcontext()
+        self.counting = self.counting or FlopCount()
+        return self.counting
+
+    def forget_flops(self) -> None:
+        """The next step is counted again, as it will differ from those before: another stage, other trained layers."""
+        self.counted_samples = 0
+
     def step(self, values: torch.Tensor, samples: int, lr: float) -> None:
         """Keep one optimizer step's numbers (this rank's part of their sums over ranks), its global number of samples
         and its learning rate."""
@@ -125,6 +153,9 @@ class RunLog:
         self.lr = lr
         self.samples += samples
         self.steps += 1
+        if self.counting:
+            self.flops, self.counted_samples = self.counting.total, samples
+            self.counting = None
         if self.bar:
             self.bar.update()
 
@@ -167,15 +198,28 @@ class RunLog:
         """All ranks, every log_every steps: means over the interval's finite values, throughput, data wait, memory."""
         self.collect()
         seconds = max(time.perf_counter() - self.started, 1e-9)
-        maxima = [self.waited / seconds, peak_memory_gb(self.ranks.device), WRITER.error is not None]
-        wait, memory, not_saved = reduce_max(maxima).tolist()
+
+        # one row for each rank, in one transfer
+        facts = torch.zeros(self.ranks.world_size, 5, dtype=torch.float64)
+        memory, failed = peak_memory_gb(self.ranks.device), float(WRITER.error is not None)
+        own = [self.waited / seconds, memory, self.flops, self.matmul_rate, failed]
+        facts[self.ranks.rank] = torch.tensor(own, dtype=torch.float64)
+        waits, memories, flops, matmul_rates, errors = reduce_sum(facts).T
+        wait, memory, not_saved = float(waits.max()), float(memories.max()), bool(errors.any())
         values = {"train/lr": self.lr}
         for i, name in enumerate(self.names):
             column = [row[i] for row in self.rows if math.isfinite(row[i])]
             values[f"train/{name}"] = sum(column) / len(column) if column else None
         rate, loss = self.samples / seconds, values["train/loss"]
         values |= {"train/samples_per_s": rate, "train/data_wait": wait, "train/peak_memory_gb": memory}
+
+        # FLOP/s of one process, and its share of what a matrix product reaches
+        if self.counts:
+            speed = rate * float(flops.mean()) / max(1, self.counted_samples)
+            values |= {"train/tflops": speed / 1e12, "train/mfu": speed / float(matmul_rates.mean())}
         text = f"loss {'non-finite' if loss is None else f'{loss:.4f}'} | {rate:.1f} samples/s | data {wait:.0%}"
+        if self.counts and self.ranks.device.type == "cuda":
+            text += f" | mfu {values['train/mfu']:.0%}"
         left = (self.total_steps - step) * seconds / max(1, self.steps)
         self.rows = []
         self.write(step, epoch, values)

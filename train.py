@@ -257,7 +257,7 @@ def train_steps(
         for i, batch in enumerate(window):
             batch = du.to_device(batch, ranks.device)
             apart = contextlib.nullcontext() if i == len(window) - 1 else accelerator.no_sync(wrapped)
-            with apart:
+            with log.count_flops(count), apart:
                 with accelerator.autocast():
                     losses, right = action_losses(wrapped, batch)
                 # DDP takes the mean over ranks, this is a part of a sum; a rank without a share has weight 0
@@ -623,7 +623,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
     log.curves = [f"{split}/return_{part}" for split in ("val", "unseen") for part in ("first", "last")]
     print_start(args, accelerator, ranks)
-    print_banner("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", facts)
+    print_banner("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", facts | log.speed_facts())
     if (longest := data.histories.longest) > data.histories.steps:
         text = f"{data.histories.steps} steps of each history are used, as goal {data.histories.shortest} has no more"
         du.print_main(f"warning: {args.data}: {text}; others have up to {longest}")

@@ -467,7 +467,7 @@ def train_one_epoch(
             batch = prepare(batch, args, ranks.device, k, epoch)
             timestep, noise, previous = training_draw(batch, k, epoch, args)
             apart = contextlib.nullcontext() if i == len(window) - 1 else accelerator.no_sync(wrapped)
-            with apart:
+            with log.count_flops(count), apart:
                 with accelerator.autocast():
                     losses = sample_losses(wrapped, scheduler, batch, timestep, noise, previous, args, greys)
                 # DDP takes the mean over ranks, these are parts of a sum; a rank without a share has weight 0
@@ -969,6 +969,7 @@ def fit_stage(
     sampler = loader.batch_sampler
     stage_steps = sampler.steps_per_epoch() * stage["num_epochs"]
     log.context = {"stage": k + 1}
+    log.forget_flops()
     for name in ("train/samples_per_s", "train/peak_memory_gb"):  # of the stage before
         log.last.pop(name, None)
     if ranks.device.type == "cuda":  # of this stage, not of those measured or trained before
@@ -1151,7 +1152,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         log.write_rest(state["step"], begun_from["state"]["epoch"] + 1)
     del begun_from
     log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
-    print_banner("X-RAY TO CT CASCADE", facts)
+    print_banner("X-RAY TO CT CASCADE", facts | log.speed_facts())
     if ranks.is_main:
         print_table("stages", {stage["name"]: row for stage, row in zip(stages, table, strict=True)})
     if args.cache_in_memory and (

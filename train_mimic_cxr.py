@@ -702,7 +702,7 @@ def train_one_epoch(
             group["lr"] = rate
         losses = []
         for i, (batch, weight) in enumerate(zip(window, weights, strict=True)):
-            with engine.micro_batch(last=i == len(window) - 1):
+            with log.count_flops(samples), engine.micro_batch(last=i == len(window) - 1):
                 parts = batch_loss(engine.model, du.to_device(batch, ranks.device), counts, args) * weight
                 engine.backward(parts[0] * ranks.world_size)  # both engines take the mean, these are shares of a sum
             losses.append(parts.detach())
@@ -1367,7 +1367,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
-    print_banner("MIMIC-CXR", facts)
+    print_banner("MIMIC-CXR", facts | log.speed_facts())
     if ranks.launcher == "python" and torch.cuda.device_count() > 1:
         du.print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
 

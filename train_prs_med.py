@@ -471,7 +471,8 @@ def train_one_epoch(
         losses, rate = [], base_rate * du.schedule(state["step"], ends[1], args.warmup_steps, args.lr_schedule)
         for i, batch in enumerate(window):
             last = i == len(window) - 1
-            with contextlib.nullcontext() if last or ranks.world_size == 1 else model.no_sync():
+            apart = contextlib.nullcontext() if last or ranks.world_size == 1 else model.no_sync()
+            with log.count_flops(samples), apart:
                 parts = batch_loss(model, du.to_device(batch, ranks.device), samples, tokens, args) * bool(mine)
                 scaler.scale(parts[0] * ranks.world_size).backward()  # DDP takes the mean, these are shares of a sum
             losses.append(parts.detach())
@@ -766,7 +767,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
     log.curves = [f"val/{name}" for name in CURVES]
-    print_banner("PRS-Med", facts)
+    print_banner("PRS-Med", facts | log.speed_facts())
     if args.compile:
         model.compile()
     wrapped = model

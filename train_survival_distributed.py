@@ -530,7 +530,8 @@ def train_one_epoch(
         extra = memory.others(rows, target.time) if args.cox_memory else None
         place = low, low + mine, count
         loss_of = partial(target.loss, rows=rows, extra=extra)
-        loss, outputs = train_step(net, model, window, place, loss_of, augment, scaler)
+        with log.count_flops(count):
+            loss, outputs = train_step(net, model, window, place, loss_of, augment, scaler)
         if args.cox_memory:
             memory.add(rows, outputs[:, 0])
         scaler.unscale_(optimizer)
@@ -1132,7 +1133,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     if args.use_smart_cache and (need := data.cached * data.volumes.bytes() / 2**30) > hw.available_ram_gb():
         have = f"{hw.available_ram_gb():.1f} GB are available"
         du.print_main(f"warning: the smart cache takes {need:.1f} GB for each process, {have}; lower --cache_rate")
-    print_banner("SURVIVAL" if args.task == "survival" else "SURVIVAL: PRE-TRAINING", facts)
+    print_banner("SURVIVAL" if args.task == "survival" else "SURVIVAL: PRE-TRAINING", facts | log.speed_facts())
     if args.eval_years[0] >= min(cohort.time[train].max(), cohort.time[val].max()):
         du.print_main("warning: all --eval_years lie beyond the follow-up; is --time_unit right?")
     if args.event_balanced and events < epoch_steps:
@@ -1163,6 +1164,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
                 net = None
                 gc.collect()  # one DDP at a time on these parameters
                 net = wrap(model, frozen, ranks)
+                log.forget_flops()
             sampler.set_position(state["epoch"], state["samples"])
             log.restart_clock()
             options = target, memory, state, (last_step, planned_steps), args, ranks, log, stop, save

@@ -155,6 +155,12 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
+    weights = contextlib.nullcontext()
+    if options.random_weights:
+        from rehearsal_utils import random_weights
+
+        weights = random_weights()
+
     # the script itself, as python would run it
     sys.argv = options.command
     try:

@@ -22,7 +22,8 @@ TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
 # a run stops here: within an epoch, and within an interval of --log_every 3
 STOP = {"prs_med": 4, "mimic_cxr": 4, "survival": 4, "cascade": 5, "compressed_ad": 5}
 # what depends on the clock or the machine
-TIMES = ("train/samples_per_s", "train/data_wait", "train/peak_memory_gb", "seconds", "train_seconds")
+SPEED = ("train/samples_per_s", "train/tflops", "train/mfu")
+TIMES = (*SPEED, "train/data_wait", "train/peak_memory_gb", "seconds", "train_seconds")
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +123,34 @@ def test_stopping_by_max_steps_and_going_on_is_the_uninterrupted_run(task, small
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (out, whole)]
     summaries = [{name: value for name, value in s.items() if not name.startswith(TIMES)} for s in summaries]
     assert summaries[0] == summaries[1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_share_of_the_peak(task, small_run, finished, zygote, tmp_path):
+    """In every training line; the FLOPs of a sample are what torch counts, for any processes and accumulation."""
+
+    def flops_a_sample(out: Path, ranks: int) -> list[float]:
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        trained = [record for record in records if "train/loss" in record]
+        assert all(0 < record["train/mfu"] < 10 for record in trained)
+        return [record["train/tflops"] * 1e12 * ranks / record["train/samples_per_s"] for record in trained]
+
+    # survival's batch size is that of all processes, and with accumulation it makes a forward pass more
+    sizes = ["--batch_size", "8"]
+    if task != "survival":
+        sizes = ["--batch_size", "2", "--gradient_accumulation_steps", "2"]
+    # the samples of its two runs must be the same, as histories differ in length
+    if task == "compressed_ad":
+        sizes = ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
+    flags = [*small_run(task, tmp_path / "run", *sizes), "--max_steps", "1"]
+    done = zygote(ROOT / "tests" / "count_twice.py", *flags, ranks=2)
+    assert done.code == 0, done.stderr[-2000:]
+    pairs = re.findall(r"counted (\d+), by torch (\d+)", done.stdout)
+    assert len(pairs) == 2 * (1 if task == "survival" else 2)
+    assert all(ours == theirs for ours, theirs in pairs)
+    # MIMIC's questions are padded to the longest of a micro-batch
+    exact = 0.1 if task == "mimic_cxr" else 1e-6
+    assert flops_a_sample(tmp_path / "run", 2)[0] == pytest.approx(flops_a_sample(finished(task), 1)[0], rel=exact)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -43,6 +43,8 @@ def test_run_folder(trained):
         "train/samples_per_s",
         "train/data_wait",
         "train/peak_memory_gb",
+        "train/tflops",
+        "train/mfu",
         "steps",
         "epochs",
         "world_size",

@@ -32,6 +32,7 @@ ARGS = "dist_timeout: 600\nkeep_last: 2\nmax_bad_steps: 10\n"
 def toy_run(folder: Path, last: int, resume: str | None = None, overwrite: bool = False) -> int:
     """Train a number up to step `last` in a run folder, as the five scripts do; returns the step it began at."""
     args = Namespace(log_every=1, wandb=False, overwrite=overwrite, keep_last=2, max_bad_steps=10, dist_timeout=600)
+    args.mixed_precision, args.compile = "no", False
     lock = ckpt.lock_run_folder(folder, bool(resume) or overwrite, wait=0, overwrite=overwrite)
     contents = ckpt.load_checkpoint(resume, folder, "toy", resume=True)
     begun = step = contents["step"] if contents else 0
