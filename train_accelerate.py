@@ -269,12 +269,12 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import cascade_metrics as cm
 import checkpoint_utils as ckpt
 import distributed_utils as du
 import drr_projector as drr
+import fixed_order
 import hardware_utils as hw
 import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
@@ -350,7 +350,7 @@ def predict(
     a, s = signal.sqrt(), (1 - signal).sqrt()
     mean, std, given = CT_MEAN, CT_STD, ()
     if previous:
-        mean, std = F.interpolate(previous[0], size=noisy.shape[2:], mode="trilinear"), RESIDUAL_STD
+        mean, std = fixed_order.interpolate(previous[0], noisy.shape[2:]), RESIDUAL_STD
         given = (mean - CT_MEAN) / CT_STD, previous[1]
     deviation = (signal * std**2 + s**2).sqrt()
     centred = noisy - a * mean

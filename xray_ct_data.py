@@ -561,7 +561,8 @@ def draw_noise(shape: tuple[int, ...], device: torch.device, seeds: list[int]) -
     def draw(place: int) -> None:
         noise[place].normal_(generator=torch.Generator().manual_seed(seeds[place]))
 
-    if noise.numel() < 2**18:
+    # a fake tensor, of a step that is only traced, has no values and one thread
+    if noise.numel() < 2**18 or type(noise) is not torch.Tensor:
         for place in range(len(seeds)):
             draw(place)
     else:
