@@ -112,6 +112,18 @@ def become(request: dict) -> int:
     return code
 
 
+def keep_memory_in_large_pages() -> None:
+    """Half the time of a fork: it copies an entry for each page. Nothing happens where the kernel cannot."""
+    import ctypes
+
+    libc, collapse = ctypes.CDLL(None), 25  # MADV_COLLAPSE, since Linux 6.1
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, inode, *_ = line.split()
+        first, end = (int(address, 16) for address in place.split("-"))
+        if rights == "rw-p" and inode == "0":
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), collapse)
+
+
 def main() -> None:
     import importlib
 
@@ -153,8 +165,13 @@ def main() -> None:
         "SamVisionModel",
     ):
         getattr(transformers, name)
+    for path in sorted(ROOT.glob("*.py")):
+        # each fork would compile them anew; train_*.py and sample_data.py it runs, and does not import
+        if not path.stem.startswith(("train", "sample_data", "launch_utils")):
+            importlib.import_module(path.stem)
     gc.collect()
     gc.freeze()  # what is there already need not be looked through in each fork
+    keep_memory_in_large_pages()
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
