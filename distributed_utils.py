@@ -173,12 +173,14 @@ def world() -> tuple[int, int]:
 
 
 def keep_buckets() -> bool:
-    """DDP's find_unused_parameters: whether it is to keep the layout of its gradient buckets, as --deterministic needs.
+    """DDP's find_unused_parameters: whether it is to keep the layout of its gradient buckets.
 
     Otherwise DDP lays them out anew after the first step of each start. The sum of three ranks and more depends on the
-    place in a bucket, so a resumed run's first step would differ in the last bits.
+    place in a bucket, so a resumed run's first step would differ in the last bits. So it is kept with --deterministic,
+    and by three CPU processes and more, which promise the same bits without it.
     """
-    return torch.are_deterministic_algorithms_enabled()
+    on_cpu = not torch.cuda.is_available()
+    return torch.are_deterministic_algorithms_enabled() or (on_cpu and world()[1] > 2)
 
 
 def print_main(*values, **options) -> None:

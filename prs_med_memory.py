@@ -64,6 +64,19 @@ def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
     return positions.flip(0).unfold(0, size, 1).flip(0)
 
 
+def use_fixed_order(encoder: nn.Module) -> None:
+    """Let SAM's own attention look its relative positions up by windows, without an index.
+
+    The gradient of an index is added up by several CPU threads in varying order.
+    """
+
+    def look_up(queries: int, _: int, positions: torch.Tensor) -> torch.Tensor:
+        return distance_table(positions, queries).transpose(1, 2)
+
+    for layer in encoder.layers:
+        layer.attn.get_rel_pos = look_up
+
+
 def grid_places(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
     """(H W, H + W): row and column of each place of a grid, one-hot."""
     rows = torch.eye(height, dtype=like.dtype, device=like.device)[:, None].expand(-1, width, -1)

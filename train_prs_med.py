@@ -161,7 +161,7 @@ from prs_med_data import (
     read_annotations,
     swap_questions,
 )
-from prs_med_memory import fold_relative_positions, recompute_lora_dropout
+from prs_med_memory import fold_relative_positions, recompute_lora_dropout, use_fixed_order
 from prs_med_report import draw_inputs, draw_predictions, print_data_check, print_metrics, write_prediction
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -334,6 +334,8 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
         grid = F.interpolate(sam.pos_embed.data.permute(0, 3, 1, 2), (size // patch, size // patch), mode="bicubic")
         sam.pos_embed = nn.Parameter(grid.permute(0, 2, 3, 1).contiguous())
     sam.patch_embed.image_size = (size, size)
+    if ranks.device.type == "cpu" and torch.get_num_threads() > 1:
+        use_fixed_order(sam)
     torch.manual_seed(args.seed)  # the same LoRA and decoder on every rank
     targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
     lora = LoraConfig(

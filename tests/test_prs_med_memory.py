@@ -4,7 +4,11 @@ import pytest
 import torch
 from transformers import SamVisionConfig, SamVisionModel
 
-from prs_med_memory import fold_relative_positions, recompute_lora_dropout
+from prs_med_memory import fold_relative_positions, recompute_lora_dropout, use_fixed_order
+
+# relative positions of a 14 x 14 window, for it and for a smaller one
+POSITIONS = torch.arange(27 * 8, dtype=torch.float32).reshape(27, 8).sin()
+TABLES = [(14, POSITIONS), (7, POSITIONS)]
 
 
 @pytest.mark.parametrize("image_size", [64, 96], ids=["its own size", "positions interpolated"])
@@ -57,3 +61,18 @@ def test_lora_dropout_computed_again_is_the_same_dropout():
     for expected, seen in zip(*results, strict=True):
         assert torch.equal(seen, expected)
     assert not torch.equal(results[0][0], results[0][-1])
+
+
+def test_relative_positions_without_an_index_are_sams():
+    """What several CPU threads use, against transformers' own: the same values, also of interpolated positions."""
+    from transformers.models.sam.modeling_sam import SamVisionAttention
+
+    config = SamVisionConfig(hidden_size=16, num_attention_heads=2)
+    encoder = torch.nn.Module()
+    layer = torch.nn.Module()
+    layer.attn = SamVisionAttention(config, window_size=14)
+    encoder.layers = [layer]
+    expected = [layer.attn.get_rel_pos(size, size, positions) for size, positions in TABLES]
+    use_fixed_order(encoder)
+    for (size, positions), own in zip(TABLES, expected, strict=True):
+        assert torch.equal(layer.attn.get_rel_pos(size, size, positions), own)
