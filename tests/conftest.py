@@ -46,6 +46,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
 
 
+LONGEST_FILES = ("test_cascade", "test_contract", "test_engines", "test_survival", "test_train")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files come first, so that neither of two processes is left with one of them at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
+
+
 def made(done) -> None:
     """Of sample_data.py: the files are there."""
     assert done.code == 0, done.stderr

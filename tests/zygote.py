@@ -54,17 +54,21 @@ def run(request: dict) -> dict:
 
 def wait_for_all(children: list[int], interrupt: dict | None) -> list[int]:
     """The exit codes of processes that may be sent a signal meanwhile."""
-    running, codes, told = list(children), [], False
+    running, codes = list(children), []
+    told, patience = False, None
     while running:
-        child, status = os.waitpid(-1, os.WNOHANG if interrupt else 0)
+        child, status = os.waitpid(-1, os.WNOHANG if interrupt or patience else 0)
         if child:
             running.remove(child)
             codes.append(os.waitstatus_to_exitcode(status))
+            # the others may be about to end by themselves, for the same reason
             if codes[-1] and not told:
-                told = True
-                for other in running:
-                    os.kill(other, signal.SIGTERM)
-        elif any(int(path.stem[5:]) >= interrupt["step"] for path in Path(interrupt["out"]).glob("step_*.pt")):
+                patience = patience or time.time() + 0.5
+        elif patience and time.time() > patience:
+            told, patience = True, None
+            for other in running:
+                os.kill(other, signal.SIGTERM)
+        elif interrupt and any(int(p.stem[5:]) >= interrupt["step"] for p in Path(interrupt["out"]).glob("step_*.pt")):
             time.sleep(interrupt["delay"])
             chosen = children if interrupt["who"] == "all" else children[-1:]
             for process in set(chosen) & set(running):
