@@ -7,6 +7,7 @@ use this file.
 
 import collections
 import contextlib
+import functools
 import json
 import math
 import os
@@ -32,6 +33,8 @@ from loop_utils import MARGIN_BYTES, MARGIN_SHARE
 GIB = 2**30
 # What the allocator rounds each tensor up to, bytes.
 BLOCK = 512
+# A library's registrations last as long as it does.
+KEPT: list[torch.library.Library] = []
 # Operations that launch nothing on a GPU: they make a view, or memory that nothing is written to.
 NO_LAUNCH = {
     "alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided",
@@ -95,7 +98,7 @@ class Trace(TorchDispatchMode):
         """Count the parameters and buffers that are there already."""
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
-                self.hold(tensor.data)
+                self.hold(tensor)
 
     def _free(self, key: int) -> None:
         self.now -= self.sizes.pop(key, 0)
@@ -202,6 +205,7 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
     fake_cuda_utils.load_before_torch must have been called.
     """
     fake_cuda_utils.use_guard()
+    keep_whole("silu_backward", "mish_backward")
     real_attention = F.scaled_dot_product_attention
 
     def attention(*args, **kwargs):
@@ -225,6 +229,16 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(HostForReal())
         yield Ranks(0, 0, 1, torch.device("cuda", 0), "rehearsal")
+
+
+@functools.cache
+def keep_whole(*names: str) -> None:
+    """Operations that torch takes apart where it has no CUDA kernel for them: let a CPU build seem to have one."""
+    if torch.version.cuda is None:
+        library = torch.library.Library("aten", "IMPL", "CUDA")
+        for name in names:
+            library.impl(name, lambda *_: None)
+        KEPT.append(library)
 
 
 def apply_to_module(module: torch.nn.Module, function, recurse: bool = True) -> torch.nn.Module:
