@@ -99,21 +99,20 @@ def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> No
     model.load_state_dict(weights, strict=False)
 
 
-def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int, copied: bool = False) -> Path:
+def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int) -> Path:
     """All ranks call it; rank 0 writes `step_<step>.pt` with every rank's random state and `last.pt`, drops old ones.
 
     It returns once rank 0 has a copy of the contents in its RAM (see CheckpointWriter), and a thread writes that; the
     file is there after settle_checkpoint. Without room for a copy it is written here.
-    contents: dicts, lists, tensors, numbers and strings only. copied: its tensors were made for this call, and nobody
-    changes them. Raises RunError on all ranks when rank 0 could not write the checkpoint before this one, or when the
-    run folder was taken away.
+    contents: dicts, lists, tensors, numbers and strings only. Raises RunError on all ranks when rank 0 could not write
+    the checkpoint before this one, or when the run folder was taken away.
     """
     path = run_folder / f"step_{step:08d}.pt"
     rng = gather_objects(get_rng_state())
     with agree_on_errors():
         if world()[0] == 0:
             WRITER.wait()
-            snapshot = WRITER.copy(contents, tensors_too=not copied)
+            snapshot = WRITER.copy(contents)
             more = {"step": step, "rng": rng}
             if snapshot is None:
                 _write(run_folder, path, {**contents, **more}, keep_last)
@@ -121,6 +120,16 @@ def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int,
                 WRITER.start(functools.partial(_write, run_folder, path, {**snapshot, **more}, keep_last))
     WRITER.unsettled = True
     return path
+
+
+def prepare_checkpoint(model: torch.nn.Module, copies: int = 3) -> None:
+    """Rank 0, before training: take the memory for the copies that save_checkpoint makes, in a thread.
+
+    copies: how often the trained parameters' bytes are in a checkpoint: they and AdamW's two moments.
+    """
+    if world()[0] == 0:
+        size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        WRITER.prepare(copies * size, torch.cuda.is_available())
 
 
 def settle_checkpoint() -> None:

@@ -6,6 +6,7 @@ it first; what it could not write is then told to all ranks together (checkpoint
 
 import contextlib
 import copy
+import ctypes
 import mmap
 import os
 import threading
@@ -33,6 +34,7 @@ class CheckpointWriter:
         self.error: BaseException | None = None
         self.memory: mmap.mmap | None = None
         self.pinned = False
+        self.preparing: threading.Thread | None = None
 
     def start(self, write: Callable[[], None]) -> None:
         """Begin `write()` and return; what it raises is raised by wait()."""
@@ -70,15 +72,25 @@ class CheckpointWriter:
                 # else the error's traceback, which knows this frame, would keep all frames of the run alive
                 del error
 
-    def copy(self, contents: dict, tensors_too: bool = True) -> dict | None:
+    def prepare(self, size: int, on_gpu: bool) -> None:
+        """Take memory for a copy of about `size` bytes, and have the system find its pages in a thread.
+
+        That takes as long as the copy, and so the first save holds training up no longer than the others.
+        """
+        self.join()
+        if size and self._make_room(size + size // 20, on_gpu):
+            # memset lets other threads run
+            self.preparing = threading.Thread(target=ctypes.memset, args=(self._span()[0], 0, size))
+            with contextlib.suppress(RuntimeError):
+                self.preparing.start()
+
+    def copy(self, contents: dict) -> dict | None:
         """The contents as torch.save would write them now, on the CPU; None where the RAM has no room for a copy.
 
         Storages are copied whole, once each, so that views and shared tensors come out as they are. The copy before is
-        overwritten: its write must be over. tensors_too: False for tensors that nobody will change.
+        overwritten: its write must be over.
         """
         tensors = list(_find_tensors(contents))
-        if not tensors_too:
-            return copy.deepcopy(contents, {id(tensor): tensor for tensor in tensors})
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
         if not self._make_room(sum(_room(storage) for storage in storages.values()), on_gpu):
@@ -108,6 +120,8 @@ class CheckpointWriter:
 
     def _make_room(self, size: int, pinned: bool) -> bool:
         """Whether there is memory for `size` bytes, which is taken here if need be."""
+        if self.preparing is not None and self.preparing.is_alive():
+            self.preparing.join()
         if self.memory is not None and len(self.memory) >= size and self.pinned >= pinned:
             return True
         self.release()
@@ -140,13 +154,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def _allocate(size: int) -> mmap.mmap:
-    """Zeroed memory in large pages, which loading processes do not inherit: writing to it would copy it for them."""
+    """Zeroed memory that loading processes do not inherit: writing to it would copy it for them first."""
     kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
     memory = mmap.mmap(-1, size, **kind)
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # hints, which some systems lack
-        with contextlib.suppress(AttributeError, OSError):
-            memory.madvise(getattr(mmap, name))
+    # a hint, which some systems lack
+    with contextlib.suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 

@@ -100,16 +100,16 @@ def start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, config: dic
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All ranks call it: fp32 CPU tensors of all parameters and buffers, masters where the weights are half precision.
+    """All ranks call it: fp32 tensors of all parameters and buffers, masters where the weights are half precision.
 
-    Collects from DDP's or DeepSpeed's module alike; every rank gets the whole.
+    Collects from DDP's or DeepSpeed's module alike; every rank gets the whole. What DeepSpeed holds in parts is put
+    together on the CPU; the others are the module's own tensors, which training goes on to change.
     """
     from_engine = [hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters()]
-    weights = {name: value.detach().cpu().clone() for name, value in model.named_buffers()}
+    weights = {name: value.detach() for name, value in model.named_buffers()}
     persistent = model.state_dict().keys()
     for (name, parameter), special in zip(model.named_parameters(), from_engine, strict=True):
-        value = _full(parameter) if special else parameter.detach()
-        weights[name] = value.float().cpu().clone()
+        weights[name] = _full(parameter).float().cpu().clone() if special else parameter.detach().float()
     return {name: value for name, value in weights.items() if name in persistent}
 
 
@@ -141,7 +141,7 @@ def put_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict:
-    """All ranks call it: {"step": n, "exp_avg": {name: fp32 CPU tensor}, "exp_avg_sq": {...}} of AdamW, whole."""
+    """All ranks call it: {"step": n, "exp_avg": {name: fp32 tensor}, "exp_avg_sq": {...}} of AdamW, as full_weights."""
     state = next((s for s in optimizer.state.values() if s), None)
     if state is None:
         return {"step": 0, "exp_avg": {}, "exp_avg_sq": {}}
@@ -153,10 +153,10 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict
                 if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
                     from deepspeed.utils import safe_get_full_optimizer_state
 
-                    value = safe_get_full_optimizer_state(parameter, key)
+                    value = safe_get_full_optimizer_state(parameter, key).detach().float().cpu().clone()
                 else:
-                    value = optimizer.state[parameter][key]
-                full[key][name] = value.detach().float().cpu().clone()
+                    value = optimizer.state[parameter][key].detach().float()
+                full[key][name] = value
     return full
 
 

@@ -621,6 +621,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
+    ckpt.prepare_checkpoint(net)
     log.curves = [f"{split}/return_{part}" for split in ("val", "unseen") for part in ("first", "last")]
     print_start(args, accelerator, ranks)
     print_banner("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", facts | log.speed_facts())

@@ -958,6 +958,8 @@ def fit_stage(
         ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
         ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
         ckpt.restore_rng(contents["rng"])
+    # the averaged weights are saved too, and those of the stages before
+    ckpt.prepare_checkpoint(net, copies=4 + len(earlier))
     train, val = data.set("train", stage["volume_size"]), data.set("val", stage["volume_size"])
     if args.compile:
         net.compile()

@@ -1367,6 +1367,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
+    ckpt.prepare_checkpoint(model)
     print_banner("MIMIC-CXR", facts | log.speed_facts())
     if ranks.launcher == "python" and torch.cuda.device_count() > 1:
         du.print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
@@ -1379,7 +1380,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         parts = {"format": FORMAT, "model": dsu.full_weights(model), "state": dict(state), "run": this_run}
         parts |= {"optimizer": dsu.full_optimizer_state(model, engine.optimizer), "scaler": engine.scaler_state()}
         parts |= {"precision": args.mixed_precision, "log": log.pending(state["step"])}
-        ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last, copied=True)
+        ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     drawn, best_step = -math.inf, None
     sizes: dict[str, dict] = {}  # of the groups of each split that was evaluated

@@ -768,6 +768,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
+    ckpt.prepare_checkpoint(model)
     log.curves = [f"val/{name}" for name in CURVES]
     print_banner("PRS-Med", facts | log.speed_facts())
     if args.compile:

@@ -1127,6 +1127,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         "output": folder,
     }
     log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
+    ckpt.prepare_checkpoint(model)
     # the scores of every epoch; those of the end alone would be single points
     curves = ("loss", "c_index", "c_index_uno", "auc") if args.task == "survival" else ("loss", "r2")
     log.curves = [f"val/{name}" for name in curves]

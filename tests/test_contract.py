@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,27 @@ def test_stopping_by_max_steps_and_going_on_is_the_uninterrupted_run(task, small
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (out, whole)]
     summaries = [{name: value for name, value in s.items() if not name.startswith(TIMES)} for s in summaries]
     assert summaries[0] == summaries[1]
+
+
+# checkpoints after which training goes on at once, without an evaluation, which waits for the file at its end
+KILLS = [(task, step) for task in TASKS for step in (2, 6 if task == "compressed_ad" else 4)]
+
+
+@pytest.mark.parametrize(
+    ("task", "step"), [pytest.param(*kill, marks=() if kill == KILLS[2] else pytest.mark.soak) for kill in KILLS]
+)
+def test_killed_while_a_checkpoint_is_written(task, step, small_run, finished, zygote, tmp_path):
+    """Training has gone on meanwhile; resumed from the checkpoint before, or afresh, it is the uninterrupted run."""
+    out = tmp_path / "run"
+    words = small_run(task, out, "--save_every", "2")
+    assert zygote(ROOT / "tests" / "kill_in_save.py", step, *words).code == -signal.SIGKILL
+    assert [path.name for path in out.glob(".*.tmp")] == [f".step_{step:08d}.pt.tmp"]
+    assert not (out / f"step_{step:08d}.pt").exists()
+    done = zygote(*words, "--resume_from", "auto")
+    assert done.code == 0, done.stderr[-2000:]
+    assert lines(out) == lines(finished(task))
+    ours, theirs = (torch.load(folder / "last.pt", weights_only=True) for folder in (out, finished(task)))
+    assert same_tensors(ours["optimizer"], theirs["optimizer"])
 
 
 @pytest.mark.parametrize("task", TASKS)

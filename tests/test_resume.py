@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from background import interrupt
-from conftest import PRS_MED, at_step, forked, losses, train
+from conftest import PRS_MED, ROOT, at_step, forked, losses, train
 
 # dropout on: the random state of every rank must come back too
 FLAGS = ["--batch_size", "3", "--num_epochs", "4", "--save_every", "2", "--log_every", "3", "--max_new_tokens", "3"]
@@ -51,6 +51,15 @@ def test_kill_and_resume(data, zygote, whole, tmp_path):
     assert json.loads((out / "summary.json").read_text())["steps"] == STEPS
     weights = [torch.load(folder / "last.pt", weights_only=True)["model"] for folder in (out, whole)]
     assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+
+
+def test_killed_while_a_checkpoint_is_written(data, zygote, whole, tmp_path):
+    """The rank that writes dies in the middle of it, after another step of both; resumed, losses to the bit."""
+    out = tmp_path / "run"
+    assert zygote(ROOT / "tests" / "kill_in_save.py", 4, *words(data, out), ranks=2).code < 0
+    assert (out / ".step_00000004.pt.tmp").exists()
+    assert "step_00000003.pt (step 3)" in forked(zygote, data, out, 2, *FLAGS).stdout
+    assert losses(out) == losses(whole)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

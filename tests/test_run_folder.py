@@ -567,8 +567,9 @@ def test_a_failed_save_deletes_nothing_that_counts(tmp_path, monkeypatch):
 
     contents = ckpt.load_checkpoint("auto", folder, "toy").plain()
     monkeypatch.setattr(manifest_utils, "_sync_folder", fail)
+    ckpt.save_checkpoint(folder, contents, 4, keep_last=1)
     with pytest.raises(RunError, match="not written"):
-        ckpt.save_checkpoint(folder, contents, 4, keep_last=1)
+        ckpt.settle_checkpoint()
     assert not list(folder.glob(".*.tmp"))
     monkeypatch.undo()
     assert ckpt.load_checkpoint("auto", folder, "toy")["step"] == 4
