@@ -74,7 +74,7 @@ def axis_weights(before: int, after: int, device: str) -> torch.Tensor:
     else:
         centre = ((torch.arange(after, dtype=torch.float64) + 0.5) * before / after - 0.5).clamp(0, before - 1)
         weights = (1 - (centre[:, None] - torch.arange(before)).abs()).clamp(min=0)
-    return weights.float().to(device)
+    return weights.float().to(device, non_blocking=True)
 
 
 def resize(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:

@@ -26,13 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fake_cuda_utils
+import flops_utils
 from distributed_utils import Ranks, read_environment
-from flops_utils import FlopCount
 from loop_utils import MARGIN_BYTES, MARGIN_SHARE
 
 GIB = 2**30
 # What the allocator rounds each tensor up to, bytes.
 BLOCK = 512
+# Files whose frames are the tracer's own.
+OWN_FILES = (__file__, flops_utils.__file__, mock.__file__, contextlib.__file__)
 # A library's registrations last as long as it does.
 KEPT: list[torch.library.Library] = []
 # Operations that launch nothing on a GPU: they make a view, or memory that nothing is written to.
@@ -162,11 +164,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _place() -> str:
-    """`file:line` of the innermost frame that is neither torch's nor this file's; `backward` where there is none."""
+    """`file:line` of the innermost frame that is neither torch's nor the tracer's; `backward` where there is none."""
     frame = sys._getframe(1)
     while frame:
         path = frame.f_code.co_filename
-        inside = f"{os.sep}torch{os.sep}" in path or path in (__file__, mock.__file__, contextlib.__file__)
+        inside = f"{os.sep}torch{os.sep}" in path or path in OWN_FILES
         if not inside and not path.startswith("<"):
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -366,7 +368,7 @@ def rehearse_step(
     del gradients
     trace.forget_operations()
 
-    with trace, FlopCount() as count:
+    with trace, flops_utils.FlopCount() as count:
         trial()
         scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         scaler.scale(torch.zeros((), device=device))

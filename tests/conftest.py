@@ -46,7 +46,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
 
 
-LONGEST_FILES = ("test_cascade", "test_contract", "test_engines", "test_survival", "test_train")
+LONGEST_FILES = ("test_cascade", "test_contract", "test_engines", "test_fake_gpu", "test_survival", "test_train")
 
 
 def pytest_collection_modifyitems(items):

@@ -18,15 +18,17 @@ pytestmark = pytest.mark.skipif(not find_compiler() and not has_gpu(), reason="n
 # Peak of tensors in GiB, copies into another memory format and into another dtype in GB, of one micro-batch in half
 # precision. Each is a little above what was traced on 2026-11-22; the figures before are in benchmarks/RESULTS.md.
 MOST = {
-    "prs_med": (61.5, 30, 55),
-    "prs_med, 2 recomputed": (17.5, 11, 22),
-    "mimic_cxr": (12.5, 10, 6),
-    "survival": (33.0, 36, 2),
-    "cascade": (27.0, 30, 20),
-    "compressed_ad": (2.3, 2, 2),
+    "prs_med": (66.0, 29.0, 56.0),
+    "prs_med, 2 recomputed": (17.2, 11.0, 22.0),
+    "mimic_cxr": (12.6, 0.5, 18.0),
+    "survival": (33.0, 35.0, 1.0),
+    "cascade": (22.6, 21.0, 5.0),
+    "compressed_ad": (2.3, 0.7, 2.8),
 }
-# Where the host waits for the GPU in a step, and why that is right: nowhere.
-WAITS: dict[str, dict[str, int]] = {name: {} for name in MOST}
+PUBLISHED = [name for name in MOST if "," not in name]
+# Where the host waits for the GPU in a first step. Of a run's later steps none is left: MONAI's scheduler moves its
+# table of noise levels to the GPU once.
+WAITS: dict[str, dict[str, int]] = {name: {} for name in MOST} | {"cascade": {"copy cpu -> cuda in scheduler.py": 1}}
 
 
 def full_size(models: Path) -> dict[str, list[str]]:
@@ -89,25 +91,37 @@ def the_step(steps: dict[str, dict], name: str) -> dict:
     return max(run["steps"], key=lambda step: step["peak"])
 
 
+def waits(step: dict) -> dict[str, int]:
+    """How often the host waits, by what for and in which file."""
+    return {place.partition(":")[0]: count for place, count in step["waits"].items()}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", list(MOST))
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_full_size(steps, name, precision):
     """No device or dtype error, no wait of the host, and no more memory and useless traffic than what is known."""
-    if "," in name and precision == "fp16":
-        pytest.skip("one precision is enough for the second setting of a script")
-    step = the_step(steps, f"{name}, {precision}")
+    check_step(the_step(steps, f"{name}, {precision}"), name)
+
+
+def test_prs_med_recomputed(steps):
+    """Two images with recomputation, as a GPU of 24 GB needs."""
+    check_step(the_step(steps, "prs_med, 2 recomputed, bf16"), "prs_med, 2 recomputed")
+
+
+def check_step(step: dict, name: str) -> None:
+    """The step keeps to MOST and WAITS."""
     peak, layout, casts = MOST[name]
-    assert step["waits"] == WAITS[name]
+    assert waits(step) == WAITS[name]
     assert step["peak"] / GIB < peak
     assert sum(step["layout_copies"].values()) / 1e9 < layout
     assert sum(step["casts"].values()) / 1e9 < casts
 
 
-@pytest.mark.parametrize("name", [name for name in MOST if "," not in name])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_tiny_in_fp32(steps, name):
-    """The same code in fp32, where autocast does nothing: no error, no wait, no cast but of the input."""
+    """The same code in fp32, where autocast does nothing and attention takes other kernels: no error, no wait."""
     step = the_step(steps, f"{name}, tiny")
-    assert step["waits"] == {}
+    assert waits(step) == WAITS[name]
     assert step["flops"] > 0
 
 
@@ -130,5 +144,7 @@ def test_the_rehearsal_says_what_was_traced(steps):
 
 
 def test_launches_of_guide_1_are_spread_over_more_samples(steps):
-    """At 80 GB a batch of 64 where the guide has 16, by about as many launches: 4 times fewer a sample."""
+    """At 80 GB a batch of 64 where the guide's has 16, by as many launches: 4 times fewer a sample."""
     assert "64 per GPU x 1 accumulation" in steps["mimic_cxr, bf16"]["said"]
+    # 3937 at a batch of 16, traced once
+    assert the_step(steps, "mimic_cxr, bf16")["launches"] / 64 < 3937 / 16 / 3.9
