@@ -89,8 +89,9 @@ def compare(prs, args, ranks, options: argparse.Namespace) -> dict:
                 bare_loop(it["wrapped"], it["loader"], it["optimizer"], args, ranks, now)
             else:
                 it["state"]["samples"] = 0
-                last = it["state"]["step"] + now
-                prs.train_one_epoch(it["wrapped"], it["loader"], it["optimizer"], it["scaler"], it["state"], last, args,
+                # the last step of this call, and the steps of the whole training
+                ends = it["state"]["step"] + now, 10**9
+                prs.train_one_epoch(it["wrapped"], it["loader"], it["optimizer"], it["scaler"], it["state"], ends, args,
                                     ranks, it["log"], prs.du.StopSignal(), lambda: None)  # fmt: skip
             it["state"]["epoch"] += 1
             done += now
