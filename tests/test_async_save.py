@@ -156,7 +156,7 @@ def write(path, contents):
 def main(_):
     ckpt.write_checkpoint = write
     with du.setup_distributed() as ranks:
-        args = Namespace(log_every=1, wandb=False, max_bad_steps=10)
+        args = Namespace(log_every=1, wandb=False, max_bad_steps=10, compile=False, mixed_precision="no")
         lock = ckpt.lock_run_folder(folder, False)
         log = RunLog(folder, ranks, ["loss", "skipped"], args, 9)
         try:
