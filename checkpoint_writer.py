@@ -33,7 +33,7 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.memory: mmap.mmap | None = None
-        self.pinned = False
+        self.pinned = self.pin_asked = False
         self.preparing: threading.Thread | None = None
 
     def start(self, write: Callable[[], None]) -> None:
@@ -122,19 +122,29 @@ class CheckpointWriter:
         """Whether there is memory for `size` bytes, which is taken here if need be."""
         if self.preparing is not None and self.preparing.is_alive():
             self.preparing.join()
-        if self.memory is not None and len(self.memory) >= size and self.pinned >= pinned:
+        if self.memory is not None and len(self.memory) >= size and self.pin_asked >= pinned:
             return True
         self.release()
-        if size > 0.9 * available_ram_gb() * 2**30:
+        # the rest is for decoded data, and for what is validated
+        if size > 0.5 * available_ram_gb() * 2**30:
             return False
         try:
             self.memory = _allocate(max(size, mmap.PAGESIZE))
         except (OSError, MemoryError, OverflowError):
             return False
+        self.pin_asked = pinned
         if pinned:
-            # where this fails, the copy is a slower one
-            self.pinned = int(torch.cuda.cudart().cudaHostRegister(*self._span(), 0)) == 0
+            self._pin()
         return True
+
+    def _pin(self) -> None:
+        """Register the memory with CUDA. Where that is refused, copies from the GPU are slower ones."""
+        self.pinned = int(torch.cuda.cudart().cudaHostRegister(*self._span(), 0)) == 0
+        if not self.pinned:
+            # CUDA would tell the refusal to the next kernel
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+                torch.cuda.synchronize()
 
     def _span(self) -> tuple[int, int]:
         """(address, bytes) of the memory."""
@@ -148,9 +158,17 @@ class CheckpointWriter:
 
 
 WRITER = CheckpointWriter()
+INHERITED: list[mmap.mmap | None] = []
+
+
+def _forget_in_child() -> None:
+    """A forked process has neither the thread nor the memory; to unmap it there would hit what has taken its place."""
+    INHERITED.append(WRITER.memory)
+    WRITER.__init__()
+
+
 if hasattr(os, "register_at_fork"):
-    # a forked process has neither the thread nor the memory
-    os.register_at_fork(after_in_child=WRITER.__init__)
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _allocate(size: int) -> mmap.mmap:

@@ -300,7 +300,8 @@ class RunLog:
         """However the run ends, the checkpoint that was begun is completed."""
         try:
             WRITER.wait()
-        except (RunError, OSError) as error:
+        except Exception as error:
+            # whatever ends the run must not be hidden by it
             print(f"warning: {error}", file=sys.stderr, flush=True)
         for resource in (self.bar, self.writer, self.jsonl):
             if resource:

@@ -122,6 +122,7 @@ def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, pass
 def fit_batch_to_memory(
     try_once: Callable[[int], None], model: nn.Module, wanted: tuple[int, int], words: Callable[[int, int], str],
     advice: str, copies: float | None = None, recompute: Callable[[], None] | None = None,
+    before: dict | None = None,
 ) -> Fitted:  # fmt: skip
     """The batch and accumulation that fit into memory, the effective batch as wanted; all ranks decide together.
 
@@ -130,33 +131,52 @@ def fit_batch_to_memory(
 
     try_once(size): forward and backward pass of the largest batch there can be, without talking to other ranks.
     wanted: (batch per process, accumulation). words(size, accumulation): how a user asks for them. copies: see
-    copies_held; recompute: None where the model cannot, or a flag decided. Raises RunError with the advice.
+    copies_held; recompute: None where the model cannot, or a flag decided. before: the split_record of the checkpoint
+    that a run is resumed from, at which it starts: another split adds up in another order, and has other dropout.
+    Raises RunError with the advice.
     """
     size, accumulation = wanted
     copies = copies_held() if copies is None else copies
-    recomputed, room = False, math.inf
+    recomputed, halved, room = False, False, math.inf
+    if before and before["world_size"] == world()[1] and tuple(before["asked"]) == wanted:
+        size, accumulation = before["used"]
+        if before["recomputed"] and recompute is not None:
+            recompute()
+            recomputed = True
     while True:
         trial = try_step(partial(try_once, size), model, copies)
-        facts = [not trial.fits, -(trial.room or math.inf), trial.peak or 0]
-        failed, room_taken, peak = reduce_max(facts).tolist()
+        facts = [not trial.fits, bool(trial.error), -(trial.room or math.inf), trial.peak or 0]
+        failed, ran_out, room_taken, peak = reduce_max(facts).tolist()
         if not failed:
             break
         room = -room_taken
         if size > 1:
             size, accumulation = split_batch(size, accumulation)
+            halved = True
             print_main(f"out of memory: going on with {words(size, accumulation)}")
         elif recompute is not None and not recomputed:
             recompute()
             recomputed = True
             size, accumulation = wanted
             print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
-        else:
-            reason = trial.error or f"{peak / 2**30:.1f} GiB and a margin, of {room / 2**30:.1f} GiB"
+        elif ran_out:
+            reason = trial.error or "on another process"
             raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
+        else:
+            left = f"{peak / 2**30:.1f} of {room / 2**30:.1f} GiB"
+            print_main(f"warning: a step takes {left}, which leaves little for NCCL and fragmentation; {advice}")
+            break
 
     space = f"{room / 2**30:.1f} GiB" if math.isfinite(room) else "memory"
-    reason = f"fitted: {wanted[0]} did not fit into {space}" if size < wanted[0] else ""
+    reason = ""
+    if size < wanted[0]:
+        reason = f"fitted: {wanted[0]} did not fit into {space}" if halved else "as the run was begun"
     return Fitted(size, accumulation, reason, recomputed, peak / 2**30 if peak else None)
+
+
+def split_record(asked: tuple[int, int], used: tuple[int, int], recomputed: bool) -> dict:
+    """For a checkpoint: how a process's share of a step is split into micro-batches. Each is (batch, accumulation)."""
+    return {"world_size": world()[1], "asked": list(asked), "used": list(used), "recomputed": bool(recomputed)}
 
 
 def release_memory() -> None:

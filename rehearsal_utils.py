@@ -207,6 +207,9 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
     fake_cuda_utils.load_before_torch must have been called.
     """
     fake_cuda_utils.use_guard()
+    if torch.cuda.is_available():
+        # the autograd engine wants a device that has been used
+        torch.empty(1, device="cuda")
     keep_whole("silu_backward", "mish_backward")
     real_attention = F.scaled_dot_product_attention
 
@@ -353,6 +356,11 @@ def rehearse_step(
     trained = [parameter for parameter in trained if parameter.requires_grad]
     device = trained[0].device
     trace.hold_all(*([model] if beside is None else [model, beside]))
+    for state in optimizer.state.values():
+        for value in state.values():
+            trace.hold(value)
+    if isinstance(optimizer, torch.optim.SGD):
+        make_traceable(optimizer)
 
     # what is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients
     with trace:
@@ -381,6 +389,13 @@ def rehearse_step(
     return Rehearsed(state, trace.peak, count.total * accumulation)
 
 
+def make_traceable(optimizer: torch.optim.SGD) -> None:
+    """Fused SGD has no form for fake tensors; the plain one takes the same memory."""
+    optimizer._step_supports_amp_scaling = False
+    for group in optimizer.param_groups:
+        group |= {"fused": False, "foreach": False}
+
+
 def largest_fitting_batch(step: Rehearsed, batch_size: int, memory_gb: float) -> int:
     """The most samples a micro-batch may have, as activations grow with them; 0 where not even one fits."""
     room = (memory_gb * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - step.state
@@ -388,17 +403,17 @@ def largest_fitting_batch(step: Rehearsed, batch_size: int, memory_gb: float) ->
 
 
 def report_rehearsal(
-    title: str, step: Rehearsed, batch_size: int, memory_gb: float, words: Callable[[int], str], otherwise: str
+    title: str, step: Rehearsed, batch_size: int, memory_gb: float, words: Callable[[int], str] | None, otherwise: str
 ) -> None:
     """Print what a step takes, whether it fits into a GPU of memory_gb, and last the same as one JSON object.
 
-    batch_size: samples of a micro-batch. words(samples): the flags that ask for so many. otherwise: what to do when
-    not even one sample fits.
+    batch_size: samples of a micro-batch. words(samples): the flags that ask for so many, None where that would change
+    the result. otherwise: what to do when not even one sample fits.
     """
     margin = MARGIN_SHARE * step.peak + MARGIN_BYTES
     fits = step.peak + margin <= memory_gb * GIB
     spare = memory_gb - (step.peak + margin) / GIB
-    most = largest_fitting_batch(step, batch_size, memory_gb)
+    most = largest_fitting_batch(step, batch_size, memory_gb) if words else 0
     if fits:
         advice = f"fits a GPU of {memory_gb:g} GB with {spare:.1f} GB to spare"
     else:

@@ -171,7 +171,9 @@ def choose_interface() -> list[str]:
             raise InputError(f"GLOO_SOCKET_IFNAME: {host} has no network interface {lacking[0]!r}; it has {choice}")
         return []
 
-    for name in os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=").split(","):
+    # NCCL's ^ means all interfaces but these
+    listed = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    for name in [] if listed.startswith("^") else listed.removeprefix("=").split(","):
         if name in usable:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return [f"gloo takes the interface of NCCL_SOCKET_IFNAME: GLOO_SOCKET_IFNAME={name}"]
@@ -191,8 +193,11 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store through which all ranks find each other, as init_process_group would make it."""
     store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
     store.set_timeout(timeout)
-    # processes that torchrun has restarted may be given the same store again
-    return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # processes that torchrun has restarted on one machine may be given the same store again; on several nodes they
+    # are not, and count their restarts differently
+    one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
+    return dist.PrefixStore(f"start_{restarts}", store)
 
 
 def agree_to_start(store: dist.Store, rank: int, world_size: int, device: torch.device, backend: str) -> None:

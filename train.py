@@ -27,6 +27,7 @@ from cli_utils import (
     InputError,
     Parser,
     add_common_arguments,
+    asked,
     number,
     parse_arguments,
     run_main,
@@ -170,6 +171,7 @@ from loop_utils import (
     keep_best,
     say_if_finished,
     say_saved,
+    split_record,
 )
 
 # --- data and net -----------------------------------------------------------------------------------------------------
@@ -497,7 +499,7 @@ def make_optimizer(net: InContextNet, args: argparse.Namespace) -> torch.optim.A
     return torch.optim.AdamW(net.parameters(), **options)
 
 
-def find_batch_size(net: InContextNet, depth: int, args: argparse.Namespace) -> None:
+def find_batch_size(net: InContextNet, depth: int, contents: dict | None, args: argparse.Namespace) -> None:
     """Fit the batch to what a step of segments of the greatest depth takes."""
 
     def try_once(size: int) -> None:
@@ -506,6 +508,7 @@ def find_batch_size(net: InContextNet, depth: int, args: argparse.Namespace) -> 
     fitted = fit_batch_to_memory(
         try_once, net, (args.train_batch_size, args.gradient_accumulation_steps),
         partial(batch_flags, flag="--train_batch_size"), "pass a smaller --n_transit or --tf_n_embd",
+        before=contents and contents.get("split"),
     )  # fmt: skip
     if fitted.reason:
         sizes = {"train_batch_size": fitted.size, "gradient_accumulation_steps": fitted.accumulation}
@@ -577,7 +580,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     accelerator = make_accelerator(args, ranks)
     data, net = Data(args), build_net(args, ranks.device)
     if fits_by_itself(args.auto_batch, ranks.device):
-        find_batch_size(net, data.train.max_depth, args)
+        find_batch_size(net, data.train.max_depth, contents, args)
     loader = du.create_distributed_dataloader(
         data.train, args.train_batch_size, seed=args.seed, num_workers=args.num_workers, drop_last=False,
         accumulation=args.gradient_accumulation_steps, collate_fn=as_it_is,
@@ -635,6 +638,9 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         text = f"histories of {data.histories.steps} steps have room for {train.max_depth} blocks of {args.n_transit}"
         du.print_main(f"warning: --max_compression_depth {args.max_compression_depth}: {text}; trained to that depth")
 
+    wanted = asked(args, "train_batch_size"), asked(args, "gradient_accumulation_steps")
+    split = split_record(wanted, (args.train_batch_size, args.gradient_accumulation_steps), False)
+
     def save() -> None:
         if state["saved"] == state["step"]:
             return
@@ -642,7 +648,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         parts = {"format": FORMAT, "net": ckpt.trained_state(net), "optimizer": optimizer.state_dict()}
         parts |= {"scaler": scaler.state_dict() if fp16 else {}, "state": dict(state), "run": this_run}
         settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, *KEPT, "mixed_precision")}
-        parts |= {"settings": settings, "log": log.pending(state["step"])}
+        parts |= {"settings": settings, "split": split, "log": log.pending(state["step"])}
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     if args.compile:  # layer by layer: how many samples have a first, second ... block differs from step to step
@@ -651,7 +657,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
                 layer.compile(dynamic=True)
     wrapped = accelerator.prepare_model(net)
     tools = wrapped, net, accelerator, optimizer, scaler, loader
-    with contextlib.closing(log), du.StopSignal() as stop:
+    with du.StopSignal() as stop, contextlib.closing(log):
         if state["step"] == 0:
             log.figures(lambda: {"inputs": report.draw_inputs(data.train)}, 0)
         say_if_finished(state["step"], last_step, "--train_timesteps")
@@ -728,6 +734,7 @@ def rehearse(args: argparse.Namespace) -> None:
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
         args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+        hw.set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
         with ranks.device:
             net = build_net(args, ranks.device)
         trial = partial(trial_step, net, largest_batch(size, depth, args.n_transit), args)

@@ -290,6 +290,7 @@ from loop_utils import (
     keep_best,
     say_if_finished,
     say_saved,
+    split_record,
     try_step,
 )
 
@@ -705,7 +706,7 @@ def trial_step(net: StageNet, batch: dict, args: argparse.Namespace, k: int, gre
 
 
 def measure_stage(
-    k: int, greys, args: argparse.Namespace, ranks: du.Ranks
+    k: int, greys, before: dict | None, args: argparse.Namespace, ranks: du.Ranks
 ) -> tuple[float | None, int, Fitted | None]:  # fmt: skip
     """All ranks: (memory of one training step in GiB, parameters, the batch that fits) of stage k, on made-up data.
 
@@ -742,7 +743,7 @@ def measure_stage(
         recompute = partial(setattr, net, "checkpointing", True) if undecided else None
         advice = f"pass {'' if undecided else '--gradient_checkpointing or '}a smaller voxel_dim or token_grid"
         wanted = stage["batch_size"], stage["accumulation_steps"]
-        fitted = fit_batch_to_memory(try_once, net, wanted, words, advice, copies, recompute=recompute)
+        fitted = fit_batch_to_memory(try_once, net, wanted, words, advice, copies, recompute=recompute, before=before)
         peak = fitted.peak_gib
     else:
         trial = try_step(partial(try_once, stage["batch_size"]), net, copies, passes=2 if gpu else 1)
@@ -754,14 +755,17 @@ def measure_stage(
     return float(du.reduce_max([peak])[0]), count, fitted
 
 
-def plan_stages(first: int, greys, args: argparse.Namespace, ranks: du.Ranks) -> list[dict]:
+def plan_stages(first: int, greys, before: dict | None, args: argparse.Namespace, ranks: du.Ranks) -> list[dict]:
     """All ranks: the table of stages, from `first` on measured, and each stage's batch fitted to memory.
 
-    Raises RunError when one does not fit.
+    before: the split_record of the first one, where a run is resumed in its middle. Raises RunError when one does not
+    fit.
     """
     table, stages = [], copy.deepcopy(args.stage_configs)
     for k, stage in enumerate(stages):
-        memory, count, fitted = measure_stage(k, greys, args, ranks) if k >= first else (None, None, None)
+        memory, count, fitted = None, None, None
+        if k >= first:
+            memory, count, fitted = measure_stage(k, greys, before if k == first else None, args, ranks)
         if fitted and fitted.reason:
             stage |= {"batch_size": fitted.size, "accumulation_steps": fitted.accumulation, "fitted": fitted.reason}
         if fitted and fitted.recomputed:
@@ -1084,7 +1088,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
     accelerator = make_accelerator(args, ranks)
     first, last, anew = choose_stages(contents, args)
     data = Data(args, [stage["volume_size"] for stage in args.stage_configs[: last + 1]], ranks)
-    table = plan_stages(first, data.greys, args, ranks)
+    table = plan_stages(first, data.greys, contents.get("split") if contents and not anew else None, args, ranks)
     stages = args.stage_configs
     effective = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in stages]
     this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective[first]}
@@ -1168,10 +1172,12 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         parts = {"run": this_run | {"effective_batch_size": effective[k]}, "log": pending, "greys": data.greys}
         settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, "mixed_precision")}
         settings["stage_configs"] = asked(args, "stage_configs")
+        sizes = [(s["batch_size"], s["accumulation_steps"]) for s in (settings["stage_configs"][k], stages[k])]
+        parts["split"] = split_record(*sizes, stages[k].get("recompute", False))
         return parts | {"settings": settings, "extent": data.extent, "trained_patients": data.ids["train"]}
 
     speed: dict[str, float] = {}
-    with contextlib.closing(log), du.StopSignal() as stop:
+    with du.StopSignal() as stop, contextlib.closing(log):
         say_if_finished(state["step"], last_step, "--num_epochs_per_stage")
         for k in range(first, last + 1):
             tools = accelerator, args, ranks, log, stop
@@ -1250,6 +1256,8 @@ def rehearse(args: argparse.Namespace) -> None:
 
     processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
     wanted = [k for k, stage in enumerate(args.stage_configs) if args.stage in (None, stage["name"], str(k + 1))]
+    if not wanted:
+        raise InputError(f"--stage {args.stage}: there are 1 to {len(args.stage_configs)}; name one of them")
     reports = []
     for k in wanted:
         stage, trace = args.stage_configs[k], rehearsal.Trace()
@@ -1257,6 +1265,7 @@ def rehearse(args: argparse.Namespace) -> None:
         with rehearsal.imaginary_gpu(trace) as ranks:
             precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
             settings = argparse.Namespace(**{**vars(args), "mixed_precision": precision})
+            hw.set_numerics(ranks.device, precision, "", args.deterministic)
             with ranks.device:
                 net = build_net(k, settings, ranks.device)
             averaged = Ema(net, args.ema_decay).net

@@ -28,6 +28,7 @@ from cli_utils import (
     InputError,
     Parser,
     add_common_arguments,
+    asked,
     end_with,
     number,
     parse_arguments,
@@ -223,6 +224,7 @@ from loop_utils import (
     keep_best,
     say_if_finished,
     say_saved,
+    split_record,
 )
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
@@ -1190,7 +1192,7 @@ def held_copies(config: dict | None) -> float:
     return 1 if offload.get("device", "none") != "none" else 1 + 3 / du.world()[1]
 
 
-def find_batch_size(model: ChestModel, config: dict | None, args: argparse.Namespace) -> None:
+def find_batch_size(model: ChestModel, config: dict | None, contents: dict | None, args: argparse.Namespace) -> None:
     """Fit the batch, and recomputation where no flag decided, to what a step of questions of the full length takes."""
 
     def try_once(size: int) -> None:
@@ -1206,7 +1208,7 @@ def find_batch_size(model: ChestModel, config: dict | None, args: argparse.Names
             recompute, advice = partial(recompute_activations, model, args), "pass a smaller --image_size"
     fitted = fit_batch_to_memory(
         try_once, model, (args.batch_size, args.gradient_accumulation_steps), batch_flags, advice,
-        copies=held_copies(config), recompute=recompute,
+        copies=held_copies(config), recompute=recompute, before=contents and contents.get("split"),
     )  # fmt: skip
     if fitted.reason:
         set_derived(args, fitted.reason, batch_size=fitted.size)
@@ -1308,9 +1310,11 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         evaluate_only(model, sets[args.eval_split], index, contents["step"], args, ranks)
         return 0
     if fits_by_itself(args.auto_batch, ranks.device):
-        find_batch_size(model, config, args)
+        find_batch_size(model, config, contents, args)
     if config is not None:
         batch = args.batch_size, args.gradient_accumulation_steps
+        # what the file says of these was compared with the flags before the batch was fitted
+        config = {name: value for name, value in config.items() if name not in dsu.OWNED}
         config = dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
     why = {"precision": why_precision, "engine": why_engine}
     if memory is not None:
@@ -1372,6 +1376,10 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
     if ranks.launcher == "python" and torch.cuda.device_count() > 1:
         du.print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
 
+    wanted = asked(args, "batch_size"), asked(args, "gradient_accumulation_steps")
+    used = args.batch_size, args.gradient_accumulation_steps
+    split = split_record(wanted, used, args.gradient_checkpointing)
+
     def save() -> None:
         where = [state["step"], state["epoch"]]
         if state["saved"] == where:
@@ -1379,7 +1387,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
         state["saved"] = where
         parts = {"format": FORMAT, "model": dsu.full_weights(model), "state": dict(state), "run": this_run}
         parts |= {"optimizer": dsu.full_optimizer_state(model, engine.optimizer), "scaler": engine.scaler_state()}
-        parts |= {"precision": args.mixed_precision, "log": log.pending(state["step"])}
+        parts |= {"precision": args.mixed_precision, "split": split, "log": log.pending(state["step"])}
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
 
     drawn, best_step = -math.inf, None
@@ -1411,7 +1419,7 @@ def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: 
             write_predictions(folder / f"predictions_{split}.parquet", sets[split], found)
 
     ends = last_step, planned_steps
-    with contextlib.closing(log), contextlib.closing(engine), du.StopSignal() as stop:
+    with du.StopSignal() as stop, contextlib.closing(log), contextlib.closing(engine):
         say_if_finished(state["step"], last_step, "--epochs")
         while True:
             loader.batch_sampler.set_position(state["epoch"], state["samples"])
@@ -1481,6 +1489,7 @@ def rehearse(args: argparse.Namespace) -> None:
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
         args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+        hw.set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
         with ranks.device:
             model, _ = build_model(args, ranks)
         engine = start_engine(model, None, args, ranks)

@@ -26,6 +26,7 @@ from cli_utils import (
     InputError,
     Parser,
     add_common_arguments,
+    asked,
     number,
     parse_arguments,
     run_main,
@@ -145,6 +146,7 @@ from loop_utils import (
     keep_best,
     say_if_finished,
     say_saved,
+    split_record,
 )
 from prs_med_data import (
     SPLITS,
@@ -633,7 +635,7 @@ def longest_tokens(reader: Reader, rows: list) -> tuple[int, int]:
     return max(len(prompt) for prompt, _ in tokens), max(len(answer) for _, answer in tokens)
 
 
-def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace) -> None:
+def find_batch_size(model: PRSMed, data: PositionData, contents: dict | None, args: argparse.Namespace) -> None:
     """Fit the batch, and recomputation where no flag decided, to what a step of the longest rows takes."""
     longest = longest_tokens(data.reader, data.rows)
 
@@ -645,6 +647,7 @@ def find_batch_size(model: PRSMed, data: PositionData, args: argparse.Namespace)
     fitted = fit_batch_to_memory(
         try_once, model, (args.batch_size, args.gradient_accumulation_steps), batch_flags, advice,
         recompute=partial(recompute_activations, model) if undecided else None,
+        before=contents and contents.get("split"),
     )  # fmt: skip
     if fitted.reason:
         set_derived(args, fitted.reason, batch_size=fitted.size, gradient_accumulation_steps=fitted.accumulation)
@@ -714,7 +717,7 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         evaluate_only(model, sets[args.eval_split], identity, contents["step"], args, ranks)
         return 0
     if fits_by_itself(args.auto_batch, ranks.device):
-        find_batch_size(model, sets["train"], args)
+        find_batch_size(model, sets["train"], contents, args)
     code = fit(model, sets, contents, why, args, ranks)
     du.print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
@@ -782,6 +785,10 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         options = {"forward_sync_buffers": False, "find_unused_parameters": du.keep_buckets()}
         wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, **options)
 
+    wanted = asked(args, "batch_size"), asked(args, "gradient_accumulation_steps")
+    used = args.batch_size, args.gradient_accumulation_steps
+    split = split_record(wanted, used, args.gradient_checkpointing)
+
     def save() -> None:
         where = [state["step"], state["epoch"]]
         if state["saved"] == where:
@@ -789,7 +796,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         state["saved"] = where
         parts = {"format": FORMAT, "base": model.base, "model": ckpt.trained_state(model, args.save_full_state)}
         parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "state": dict(state)}
-        parts |= {"run": this_run, "precision": args.mixed_precision}
+        parts |= {"run": this_run, "precision": args.mixed_precision, "split": split}
         ckpt.save_checkpoint(folder, parts | {"log": log.pending(state["step"])}, state["step"], args.keep_last)
 
     drawn, best_shown = -math.inf, None
@@ -804,7 +811,7 @@ def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why
         return metrics, shown
 
     ends = last_step, planned_steps
-    with contextlib.closing(log), du.StopSignal() as stop:
+    with du.StopSignal() as stop, contextlib.closing(log):
         say_if_finished(state["step"], last_step, "--num_epochs")
         if state["step"] == 0:
             log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
@@ -861,6 +868,7 @@ def rehearse(args: argparse.Namespace) -> None:
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
         args.mixed_precision, _ = choose_precision(args.mixed_precision, ranks.device)
+        set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
         adopt_architecture(args, None)
         with ranks.device:
             model = build_model(args, ranks)

@@ -20,6 +20,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import platform
 import time
 import warnings
@@ -31,6 +32,7 @@ from cli_utils import (
     Parser,
     RunError,
     add_common_arguments,
+    asked,
     number,
     parse_arguments,
     run_main,
@@ -224,6 +226,7 @@ from loop_utils import (
     keep_best,
     say_if_finished,
     say_saved,
+    split_record,
 )
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -712,11 +715,19 @@ def largest_batch(batch_size: int, args: argparse.Namespace) -> dict:
     return batch | {"time": 1.0 + cases, "event": torch.ones(batch_size, dtype=torch.bool)}
 
 
-def trial_step(model: RiskNet, batch: dict, args: argparse.Namespace) -> None:
-    """Forward and backward pass of one micro-batch, as train_step makes it; the gradients stay in the model."""
+def trial_step(model: RiskNet, batch: dict, args: argparse.Namespace, waiting: int = 0) -> None:
+    """Forward and backward pass of one micro-batch, as train_step makes it; the gradients stay in the model.
+
+    waiting: cases of the step's other micro-batches, whose images are on the device meanwhile.
+    """
     images = batch["image"].to(model.head.weight.device, non_blocking=True)
     if args.augment:
         images = sd.augment(images, batch["index"].tolist(), args.seed, 0)
+    others = images.new_empty(waiting, *images.shape[1:])
+    if waiting:
+        # with micro-batches, all outputs are computed before the gradients
+        with torch.no_grad():
+            model.train()(images)
     output = model.train()(images)
     values = output.detach().requires_grad_()
     if args.task == "survival":
@@ -725,17 +736,20 @@ def trial_step(model: RiskNet, batch: dict, args: argparse.Namespace) -> None:
         loss = values.square().mean()
     loss.backward()
     output.backward(values.grad)
+    del others
 
 
-def find_batch_size(model: RiskNet, args: argparse.Namespace, ranks: du.Ranks) -> None:
+def find_batch_size(model: RiskNet, contents: dict | None, args: argparse.Namespace, ranks: du.Ranks) -> None:
     """Fit the number of cases per process to what a step takes."""
+    cases = args.batch_size // ranks.world_size * args.gradient_accumulation_steps
 
     def try_once(size: int) -> None:
-        trial_step(model, largest_batch(size, args), args)
+        trial_step(model, largest_batch(size, args), args, cases - size)
 
     fitted = fit_batch_to_memory(
         try_once, model, (args.batch_size // ranks.world_size, args.gradient_accumulation_steps),
         partial(batch_flags, processes=ranks.world_size), "pass a smaller --image_size or --resnet",
+        before=contents and contents.get("split"),
     )  # fmt: skip
     if fitted.reason:
         sizes = {"batch_size": fitted.size * ranks.world_size, "gradient_accumulation_steps": fitted.accumulation}
@@ -1063,7 +1077,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
             use_weights(model, weights, args.pretrained_path)
     # the statistics of --norm batch depend on how the batch is split
     if args.norm == "group" and fits_by_itself(args.auto_batch, ranks.device):
-        find_batch_size(model, args, ranks)
+        find_batch_size(model, contents, args, ranks)
     size, accumulation = args.batch_size // ranks.world_size, args.gradient_accumulation_steps
     loader = du.create_distributed_dataloader(
         data, size, seed=args.seed, num_workers=0 if args.use_smart_cache else args.num_workers,
@@ -1141,13 +1155,16 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
         least = math.ceil(len(train) / events)
         du.print_main(f"{events} events for {epoch_steps} steps: some have none; all have from --batch_size {least} on")
 
+    wanted = asked(args, "batch_size") // ranks.world_size, asked(args, "gradient_accumulation_steps")
+    cut = split_record(wanted, (size, accumulation), False)
+
     def save() -> None:
         where = [state["step"], state["epoch"]]
         if state["saved"] == where:
             return
         state["saved"] = where
         parts = {"format": FORMAT, "model": ckpt.trained_state(model, everything=True), "state": dict(state)}
-        parts |= {"run": this_run, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        parts |= {"run": this_run, "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "split": cut}
         parts |= {"settings": {name: getattr(args, name) for name in FIXED} | split.flags, "memory": memory.state()}
         parts |= {"log": log.pending(state["step"]), "trained_cases": sorted({cohort.case[i] for i in train})}
         ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
@@ -1155,7 +1172,7 @@ def fit(cohort: sd.Cohort, split: tuple, folder: Path, contents, why: str, args,
     net = None
     if args.use_smart_cache:  # its evaluations have no loading processes: read the fold once, in parallel
         dataset(cohort, val, args).read_ahead()
-    with contextlib.closing(log), contextlib.closing(data), du.StopSignal() as stop:
+    with du.StopSignal() as stop, contextlib.closing(log), contextlib.closing(data):
         say_if_finished(state["step"], last_step, "--epochs")
         if state["step"] == 0:
             log.figures(lambda: {"train_inputs": draw_inputs(cohort, train, args)}, 0)
@@ -1226,14 +1243,17 @@ def rehearse(args: argparse.Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step."""
     import rehearsal_utils as rehearsal
 
-    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    here = None if "RANK" in os.environ else torch.cuda.device_count() or None
+    processes = rehearsal.processes_to_plan_for(args.world_size or here)
+    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     cases, accumulation = max(1, round(args.batch_size / processes)), args.gradient_accumulation_steps
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
         args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
+        hw.set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
         with ranks.device:
             model = build_model(args, 1, None, ranks)
-        trial = partial(trial_step, model, largest_batch(cases, args), args)
+        trial = partial(trial_step, model, largest_batch(cases, args), args, cases * (accumulation - 1))
         optimizer = make_optimizer(model, args)
         step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
 
@@ -1242,6 +1262,9 @@ def rehearse(args: argparse.Namespace) -> None:
 
     title = f"survival, {cases} cases per GPU x {accumulation} accumulation, {args.mixed_precision}"
     otherwise = "a smaller --image_size or --resnet"
+    if args.norm == "batch":
+        # its statistics depend on how the batch is split
+        words, otherwise = None, f"--norm group, {otherwise}"
     rehearsal.report_rehearsal(title, step, cases, memory, words, otherwise)
     rehearsal.end_rehearsal()
 

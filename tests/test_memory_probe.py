@@ -62,12 +62,42 @@ def test_recomputation_comes_after_the_smallest_batch(model, monkeypatch):
     fitted = fit(lambda size: None, model, (4, 2), recompute=lambda: turned_on.append(True))
     assert fitted == (2, 4, "fitted: 4 did not fit into 22.0 GiB", True, 19)
     assert turned_on == [True]
-    meter(monkeypatch, [90, 50, 30], 22)
-    with pytest.raises(RunError, match=r"--grad\S+ 8 \(30.0 GiB and a margin, of 22.0 GiB\); buy memory"):
-        fit(lambda size: None, model, (4, 2))
-    meter(monkeypatch, [30, 30], 22)
+
+
+def run_out(size: int) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_what_never_fits_is_an_error(model, monkeypatch):
+    """Where recomputation was forbidden, or does not help, the advice is what is left."""
+    meter(monkeypatch, [22] * 3, 22)
+    with pytest.raises(RunError, match=r"--grad\S+ 8 \(CUDA out of memory.\); buy memory"):
+        fit(run_out, model, (4, 2))
+    meter(monkeypatch, [22] * 2, 22)
     with pytest.raises(RunError, match="buy memory"):
-        fit(lambda size: None, model, (1, 2), recompute=lambda: None)
+        fit(run_out, model, (1, 2), recompute=lambda: None)
+
+
+def test_a_step_that_only_lacks_its_margin_is_made(model, monkeypatch, capsys):
+    """With a warning: the same run was made before there was a margin."""
+    meter(monkeypatch, [21.9, 21.8, 21.5], 22)
+    assert fit(lambda size: None, model, (4, 2))[:2] == (1, 8)
+    assert "warning: a step takes 21.5 of 22.0 GiB" in capsys.readouterr().out
+
+
+def test_a_resumed_run_starts_at_the_split_it_was_begun_with(model, monkeypatch):
+    """Also where more would fit by now; not at another number of processes, nor where another batch is asked for."""
+    record = loop_utils.split_record((8, 1), (2, 4), True)
+    turned_on = []
+    meter(monkeypatch, [10] * 3, 22)
+    options = {"recompute": lambda: turned_on.append(True)}
+    fitted = fit(lambda size: None, model, before=record, **options)
+    assert fitted == (2, 4, "as the run was begun", True, 10)
+    assert turned_on == [True]
+    assert fit(lambda size: None, model, (4, 2), before=record, **options)[:2] == (4, 2)
+    assert fit(lambda size: None, model, before=record | {"world_size": 2}, **options)[:2] == (8, 1)
+    meter(monkeypatch, [30, 10], 22)
+    assert fit(lambda size: None, model, before=record)[:3] == (1, 8, "fitted: 8 did not fit into 22.0 GiB")
 
 
 @pytest.mark.parametrize(("processes", "copies"), [(1, 2), (4, 3)])

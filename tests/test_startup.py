@@ -301,7 +301,7 @@ def test_a_host_that_resolves_its_name_to_loopback(network, address, reason):
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"), [("ib0", "ib0"), ("=eth0", "eth0"), ("eth9,ib0", "ib0"), ("eth", None), ("^docker0", None)]
+    ("given", "taken"), [("ib0", "ib0"), ("=eth0", "eth0"), ("eth9,ib0", "ib0"), ("eth", None), ("^docker0,ib0", None)]
 )
 def test_gloo_takes_nccls_interface(network, given, taken):
     """Where it is named in full: NCCL also takes the beginning of a name, and names to leave out."""
