@@ -401,7 +401,7 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
 
 
 def set_derived(args: argparse.Namespace, reason: str = "", **values) -> None:
-    """Replace flags by what follows from the machine. args.yaml keeps what was asked for: a resumed run derives anew.
+    """Replace flags by what follows from the machine. args.yaml keeps what was asked for: another machine derives anew.
 
     reason: where the values come from, for a banner; empty where args.source stays as it is.
     """

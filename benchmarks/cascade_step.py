@@ -138,7 +138,7 @@ def compare(setting: Setting, rounds: int) -> dict:
 
     def memory(checkpointing: bool) -> float:
         args.gradient_checkpointing, args.auto_batch = checkpointing, False
-        return ta.measure_stage(k, greys, args, setting.ranks)[0]
+        return ta.measure_stage(k, greys, None, args, setting.ranks)[0]
 
     kinds = {"plain": (False, sdpa), "checkpointing": (True, sdpa), "naive": (False, naive)}
     times: dict[str, list[float]] = {name: [] for name in kinds}

@@ -568,7 +568,7 @@ def test_gradient_checkpointing_keeps_less(torsos):
         ta, args = small_args(torsos, "--batch_size", "4", *more)
         import distributed_utils as du
 
-        kept.append(ta.measure_stage(1, greys, args, du.Ranks(0, 0, 1, torch.device("cpu"), "python"))[0])
+        kept.append(ta.measure_stage(1, greys, None, args, du.Ranks(0, 0, 1, torch.device("cpu"), "python"))[0])
     assert kept[1] < 0.6 * kept[0]
 
 
