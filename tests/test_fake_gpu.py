@@ -148,3 +148,13 @@ def test_launches_of_guide_1_are_spread_over_more_samples(steps):
     assert "64 per GPU x 1 accumulation" in steps["mimic_cxr, bf16"]["said"]
     # 3937 at a batch of 16, traced once
     assert the_step(steps, "mimic_cxr, bf16")["launches"] / 64 < 3937 / 16 / 3.9
+
+
+def test_without_a_compiler_it_says_so(tmp_path):
+    """One line and code 2, before torch is imported."""
+    words = [sys.executable, str(ROOT / "train.py"), "--rehearse"]
+    environment = {"PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: --rehearse: needs a GPU, or a C++ compiler")
+    assert done.stderr.count("\n") == 1
