@@ -151,8 +151,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     add("--deterministic", action="store_true", help=text)
     text = "no training: print the memory and FLOPs of a step; needs no GPU, data or weights"
     add("--rehearse", action="store_true", help=text)
-    text = "with --rehearse: memory of the GPU to plan for; left out: this machine's, else 80"
-    add("--gpu_memory", type=number(0, above=True), metavar="GB", help=text)
+    text = "with --rehearse: GiB that the GPU reports; left out: this machine's, else 80"
+    add("--gpu_memory", type=number(0, above=True), metavar="GIB", help=text)
 
     add = parser.add_argument_group("safety").add_argument
     add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")

@@ -415,16 +415,16 @@ def report_rehearsal(
     spare = memory_gb - (step.peak + margin) / GIB
     most = largest_fitting_batch(step, batch_size, memory_gb) if words else 0
     if fits:
-        advice = f"fits a GPU of {memory_gb:g} GB with {spare:.1f} GB to spare"
+        advice = f"fits a GPU of {memory_gb:g} GiB with {spare:.1f} GiB to spare"
     else:
         change = f"{words(most)} (the same result), or {otherwise}" if most else otherwise
-        advice = f"does not fit a GPU of {memory_gb:g} GB ({-spare:.1f} GB too much): {change}"
+        advice = f"does not fit a GPU of {memory_gb:g} GiB ({-spare:.1f} GiB too much): {change}"
 
     activations = step.peak - step.state
     lines = {
         "state": f"{step.state / GIB:8.2f} GiB  weights, optimizer state, gradient buckets",
         "activations": f"{activations / GIB:8.2f} GiB  and gradients, at the peak",
-        "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.5 GB, for what torch does not see",
+        "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.4 GiB, for what torch does not see",
         "in all": f"{(step.peak + margin) / GIB:8.2f} GiB",
         "arithmetic": f"{step.flops / 1e12:8.2f} TFLOP per step and GPU",
     }
@@ -443,7 +443,7 @@ def processes_to_plan_for(world_size: int | None) -> int:
 
 
 def memory_to_plan_for(gpu_memory_gb: float | None) -> float:
-    """--gpu_memory, or what this machine's GPU has, or 80 (GB as sold, which is about what it reports in GiB)."""
+    """--gpu_memory, or what this machine's GPU has, or 80; GiB."""
     if gpu_memory_gb is not None:
         return gpu_memory_gb
     return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0

@@ -283,6 +283,7 @@ from logging_utils import RunLog, figure_text, print_banner, print_table, save_f
 from loop_utils import (
     Fitted,
     auto_batch_advice,
+    batch_flags,
     copies_held,
     fit_batch_to_memory,
     fits_by_itself,
@@ -1282,7 +1283,9 @@ def rehearse(args: argparse.Namespace) -> None:
 
         def words(samples: int, stage: dict = stage) -> str:
             size, accumulation = hw.smaller_batch(stage["batch_size"], stage["accumulation_steps"], samples)
-            return f"{stage['name']} with batch_size {size} and accumulation_steps {accumulation}"
+            if args.stage:
+                return batch_flags(size, accumulation)
+            return f"in --config, {stage['name']}: batch_size {size} and accumulation_steps {accumulation}"
 
         rehearsal.report_rehearsal(title, step, stage["batch_size"], memory, words, otherwise)
     rehearsal.end_rehearsal()

@@ -1502,6 +1502,10 @@ def rehearse(args: argparse.Namespace) -> None:
 
     otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
     title = f"MIMIC-CXR by DDP, {args.batch_size} per GPU x {accumulation} accumulation, {args.mixed_precision}"
+    title += f", activations {'recomputed' if args.gradient_checkpointing else 'kept'}"
+    print(
+        "ZeRO, which shares the optimizer's state over the processes, is not rehearsed: it takes less than this by DDP"
+    )
     rehearsal.report_rehearsal(title, step, args.batch_size, memory, words, otherwise)
     rehearsal.end_rehearsal()
 

@@ -112,7 +112,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         # config.json of both models is enough
         args.data_root = "."
     if args.data_root is None:
-        parser.error("--data_root: name the folder with the data")
+        less = ", or --vlm_path and --sam_path, of which config.json and tokenizer are enough" if args.rehearse else ""
+        parser.error(f"--data_root: name the folder with the data{less}")
     if bool(args.predict) != bool(args.question):
         parser.error("--predict IMAGE and --question TEXT need each other")
     if args.overwrite and (args.resume_from or args.eval_only or args.predict):
@@ -884,7 +885,7 @@ def rehearse(args: argparse.Namespace) -> None:
 
     otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
     title = f"PRS-Med, {args.batch_size} per GPU x {accumulation} accumulation, {sum(longest)} tokens"
-    title += f", {args.mixed_precision}"
+    title += f", {args.mixed_precision}, activations {'recomputed' if args.gradient_checkpointing else 'kept'}"
     rehearsal.report_rehearsal(title, step, args.batch_size, memory, words, otherwise)
     rehearsal.end_rehearsal()
 

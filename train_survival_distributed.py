@@ -1258,7 +1258,9 @@ def rehearse(args: argparse.Namespace) -> None:
         step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
 
     def words(samples: int) -> str:
-        return batch_flags(*hw.smaller_batch(cases, accumulation, samples), processes=processes)
+        flags = batch_flags(*hw.smaller_batch(cases, accumulation, samples), processes=processes)
+        # the Cox loss wants all outputs before the first gradient
+        return flags + ", by a third more arithmetic" * (accumulation == 1)
 
     title = f"survival, {cases} cases per GPU x {accumulation} accumulation, {args.mixed_precision}"
     otherwise = "a smaller --image_size or --resnet"
