@@ -1,6 +1,7 @@
 """Checkpoints are written beside the training: what is in the file, who waits for it, and who hears of its errors."""
 
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -78,6 +79,35 @@ def test_a_second_save_allocates_nothing(tmp_path, monkeypatch):
         ckpt.settle_checkpoint()
         assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], contents["model"]["weight"])
     assert len(sizes) == 1
+
+
+def test_the_first_save_finds_its_memory(tmp_path, monkeypatch):
+    """What is taken before training holds the weights and AdamW's moments."""
+    checkpoint_writer.WRITER.join()
+    checkpoint_writer.WRITER.release()
+    model = torch.nn.Linear(200, 200)
+    ckpt.prepare_checkpoint(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 200)).sum().backward()
+    optimizer.step()
+    sizes, real = [], checkpoint_writer._allocate
+    monkeypatch.setattr(checkpoint_writer, "_allocate", lambda size: sizes.append(size) or real(size))
+    contents = {"format": "toy", "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    ckpt.save_checkpoint(tmp_path / "run", contents, 1, keep_last=1)
+    ckpt.settle_checkpoint()
+    assert sizes == []
+
+
+def test_a_forked_process_has_no_copy():
+    """It neither writes over the parent's, nor unmaps what lies there in its own memory."""
+    writer = checkpoint_writer.WRITER
+    writer.join()
+    assert writer._make_room(1000, False)
+    memory = writer.memory
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if writer.memory is None and checkpoint_writer.INHERITED[-1] is memory else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("lacking", ["RAM", "address space"])

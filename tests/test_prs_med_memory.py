@@ -4,11 +4,17 @@ import pytest
 import torch
 from transformers import SamVisionConfig, SamVisionModel
 
-from prs_med_memory import fold_relative_positions, recompute_lora_dropout, use_fixed_order
+from prs_med_memory import fold_relative_positions, padding_of, recompute_lora_dropout, use_fixed_order
 
 # relative positions of a 14 x 14 window, for it and for a smaller one
 POSITIONS = torch.arange(27 * 8, dtype=torch.float32).reshape(27, 8).sin()
 TABLES = [(14, POSITIONS), (7, POSITIONS)]
+
+
+@pytest.mark.parametrize(("width", "padded"), [(92, 96), (96, 96), (192, 192), (193, 232), (224, 232), (225, 232)])
+def test_attention_takes_a_width_that_all_kernels_have(width, padded):
+    """A multiple of 8, and none for which a consumer GPU's flash kernel has no gradient."""
+    assert width + padding_of(width) == padded
 
 
 @pytest.mark.parametrize("image_size", [64, 96], ids=["its own size", "positions interpolated"])

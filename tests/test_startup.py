@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
@@ -341,6 +342,20 @@ def test_an_interface_that_does_not_exist(network):
 def test_several_nodes(variables, several):
     os.environ |= variables
     assert startup_utils.several_nodes(4) is several
+
+
+@pytest.mark.parametrize(("nodes", "prefix"), [("1", "start_2"), ("3", "start_0")])
+def test_restarted_processes_meet_anew(monkeypatch, nodes, prefix):
+    """On one machine apart from what the processes before left; nodes, which count differently, all in one place."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": "2"}
+    for name, value in (variables | {"GROUP_WORLD_SIZE": nodes}).items():
+        monkeypatch.setenv(name, value)
+    store = startup_utils.meet(0, 1, timedelta(seconds=20))
+    store.set("key", "value")
+    assert store.underlying_store.get(f"{prefix}/key") == b"value"
 
 
 def test_all_ranks_hear_of_one_ranks_error():
