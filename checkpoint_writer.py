@@ -33,7 +33,9 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.memory: mmap.mmap | None = None
-        self.pinned = self.pin_asked = False
+        # pin_asked: it was to be pinned; pinned: CUDA did so
+        self.pin_asked = False
+        self.pinned = False
         self.preparing: threading.Thread | None = None
 
     def start(self, write: Callable[[], None]) -> None:
@@ -80,9 +82,11 @@ class CheckpointWriter:
         self.join()
         if size and self._make_room(size + size // 20, on_gpu):
             # memset lets other threads run
-            self.preparing = threading.Thread(target=ctypes.memset, args=(self._span()[0], 0, size))
+            thread = threading.Thread(target=ctypes.memset, args=(self._span()[0], 0, size))
+            # where the system has no thread to give, the first save takes longer
             with contextlib.suppress(RuntimeError):
-                self.preparing.start()
+                thread.start()
+                self.preparing = thread
 
     def copy(self, contents: dict) -> dict | None:
         """The contents as torch.save would write them now, on the CPU; None where the RAM has no room for a copy.
@@ -120,8 +124,9 @@ class CheckpointWriter:
 
     def _make_room(self, size: int, pinned: bool) -> bool:
         """Whether there is memory for `size` bytes, which is taken here if need be."""
-        if self.preparing is not None and self.preparing.is_alive():
+        if self.preparing is not None:
             self.preparing.join()
+            self.preparing = None
         if self.memory is not None and len(self.memory) >= size and self.pin_asked >= pinned:
             return True
         self.release()

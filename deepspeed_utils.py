@@ -109,7 +109,10 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     weights = {name: value.detach() for name, value in model.named_buffers()}
     persistent = model.state_dict().keys()
     for (name, parameter), special in zip(model.named_parameters(), from_engine, strict=True):
-        weights[name] = _full(parameter).float().cpu().clone() if special else parameter.detach().float()
+        if special:
+            weights[name] = _full(parameter).float().cpu().clone()
+        else:
+            weights[name] = parameter.detach().float()
     return {name: value for name, value in weights.items() if name in persistent}
 
 

@@ -137,12 +137,17 @@ def fit_batch_to_memory(
     """
     size, accumulation = wanted
     copies = copies_held() if copies is None else copies
-    recomputed, halved, room = False, False, math.inf
+    recomputed = halved = False
+    room = math.inf
+
+    # a resumed run splits its steps as the run was begun, where the same is asked for of as many processes
     if before and before["world_size"] == world()[1] and tuple(before["asked"]) == wanted:
         size, accumulation = before["used"]
         if before["recomputed"] and recompute is not None:
             recompute()
             recomputed = True
+
+    # try, and ask for less until all ranks have room
     while True:
         trial = try_step(partial(try_once, size), model, copies)
         facts = [not trial.fits, bool(trial.error), -(trial.room or math.inf), trial.peak or 0]
@@ -150,6 +155,8 @@ def fit_batch_to_memory(
         if not failed:
             break
         room = -room_taken
+
+        # first smaller micro-batches, then recomputation; a step that only lacks its margin is made after all
         if size > 1:
             size, accumulation = split_batch(size, accumulation)
             halved = True

@@ -356,6 +356,8 @@ def rehearse_step(
     trained = [parameter for parameter in trained if parameter.requires_grad]
     device = trained[0].device
     trace.hold_all(*([model] if beside is None else [model, beside]))
+
+    # SGD's momentum is there already; what AdamW keeps comes with its first step
     for state in optimizer.state.values():
         for value in state.values():
             trace.hold(value)

@@ -723,11 +723,13 @@ def trial_step(model: RiskNet, batch: dict, args: argparse.Namespace, waiting: i
     images = batch["image"].to(model.head.weight.device, non_blocking=True)
     if args.augment:
         images = sd.augment(images, batch["index"].tolist(), args.seed, 0)
+
+    # with micro-batches, all images are on the device and all outputs are computed before the gradients
     others = images.new_empty(waiting, *images.shape[1:])
     if waiting:
-        # with micro-batches, all outputs are computed before the gradients
         with torch.no_grad():
             model.train()(images)
+
     output = model.train()(images)
     values = output.detach().requires_grad_()
     if args.task == "survival":
@@ -1243,7 +1245,8 @@ def rehearse(args: argparse.Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step."""
     import rehearsal_utils as rehearsal
 
-    here = None if "RANK" in os.environ else torch.cuda.device_count() or None
+    # --batch_size counts all processes, which are one for each GPU here unless a launcher started them
+    here = None if "RANK" in os.environ else torch.cuda.device_count()
     processes = rehearsal.processes_to_plan_for(args.world_size or here)
     memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     cases, accumulation = max(1, round(args.batch_size / processes)), args.gradient_accumulation_steps
