@@ -23,6 +23,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -181,6 +183,17 @@ def keep_buckets() -> bool:
     """
     on_cpu = not torch.cuda.is_available()
     return torch.are_deterministic_algorithms_enabled() or (on_cpu and world()[1] > 2)
+
+
+def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
+    """DDP around a model, for gradients that are averaged over the ranks."""
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+        find_unused_parameters=keep_buckets(),
+    )
 
 
 def print_main(*values, **options) -> None:
@@ -444,10 +457,14 @@ def to_device(batch: dict, device: torch.device) -> dict:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT set `code` (143 or 130); the training loop asks all ranks for it at each step boundary."""
+    """SIGTERM and SIGINT to this process set `code` (143 or 130).
+
+    The training loop asks all ranks for it at each step boundary; `agreed` is what they have agreed on, else 0.
+    """
 
     def __init__(self):
         self.code = 0
+        self.agreed = 0
 
     def __enter__(self) -> "StopSignal":
         names = ("SIGTERM", "SIGINT", "SIGBREAK")

@@ -54,6 +54,7 @@ class RunLog:
         args: Namespace,
         total_steps: int,
         contents: Checkpoint | None = None,
+        precision: str | None = None,
     ):
         """Also makes the folder this run's (see begin_run) and writes args.yaml, once nothing more can be wrong.
 
@@ -69,11 +70,12 @@ class RunLog:
         self.run_id = ""
         self.restart_clock()
         self.warned, self.written = False, 0  # written: bytes of metrics.jsonl that are on the disk
+        self.drawn = -math.inf  # when figures that have a least distance in time were drawn last
         self.context: dict[str, int] = {}  # more for each line beside step and epoch, such as the stage
         self.curves: list[str] | None = None  # which metrics finish() draws beside the loss; None: all of val/
         self.last: dict[str, float] = {}
         # a compiled step cannot be counted: torch would run it uncompiled, with other rounding
-        self.counts, self.precision = not args.compile, args.mixed_precision
+        self.counts, self.precision = not args.compile, precision or args.mixed_precision
         self.matmul_rate = matmul_rate(ranks.device, self.precision) if self.counts else 0.0
         self.flops, self.counting = 0, None
         self.forget_flops()
@@ -259,13 +261,16 @@ class RunLog:
 
         self._guard(write)
 
-    def figures(self, draw: Callable[[], dict], step: int) -> None:
+    def figures(self, draw: Callable[[], dict], step: int, seconds_apart: float = 0) -> None:
         """Rank 0: the matplotlib figures that draw() returns by name, as figures/<name>.png and in TensorBoard.
 
-        The other ranks do not call draw. None in place of a figure is left out.
+        The other ranks do not call draw. None in place of a figure is left out. seconds_apart: nothing is drawn sooner
+        than this after the last call that gave it, so that short epochs are not spent on drawing.
         """
-        if not self.ranks.is_main:
+        if not self.ranks.is_main or (seconds_apart and time.time() - self.drawn < seconds_apart):
             return
+        if seconds_apart:
+            self.drawn = time.time()
 
         def write(name: str, figure) -> None:
             import numpy as np

@@ -1,202 +1,318 @@
-"""What must be the same in every training loop: a batch that fits, the best checkpoint, what is said at the end."""
+"""One optimizer step at a time: what must be the same in every training loop, or a run's promise breaks.
 
-import gc
+A script keeps its loop and its loss. Here stand the position in a run, the step's share of the samples, the agreement
+of the ranks before it, the update of the weights, the log and the checkpoints after it, and what begins and ends a run.
+"""
+
+import contextlib
 import math
-from collections.abc import Callable
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from checkpoint_utils import best_sha256, mark_best, settle_checkpoint
-from cli_utils import RunError
-from distributed_utils import print_main, reduce_max, world
-from hardware_utils import out_of_memory, split_batch
+from checkpoint_utils import (
+    best_sha256,
+    check_same_run,
+    mark_best,
+    restore_optimizer,
+    restore_rng,
+    restore_scaler,
+    save_checkpoint,
+    settle_checkpoint,
+)
+from cli_utils import InputError
+from distributed_utils import (
+    Ranks,
+    StopSignal,
+    agree_on_errors,
+    gather_objects,
+    leave_alone,
+    print_main,
+    reduce_sum,
+    world,
+)
+from hardware_utils import out_of_memory
+from logging_utils import RunLog, print_banner
 
-# What a GPU must have beside a trial's peak: the share is for fragmentation, the bytes are for what NCCL, cuDNN and
-# cuBLAS allocate past torch's allocator.
-MARGIN_SHARE = 0.05
-MARGIN_BYTES = 1.5e9
+# --- where a run stands -----------------------------------------------------------------------------------------------
 
 
-class Trial(NamedTuple):
-    """What a trial step came to on this rank.
+@dataclass
+class Progress:
+    """Where a run stands; a checkpoint holds it as a dict.
 
-    peak, room: bytes that torch reserved at most, and that the GPU has for this process; None on a CPU. error: the
-    first line of what ran out, empty where nothing did. fits: it ran, and a GPU has room for the margin, too.
+    step: optimizer steps done. epoch: from 0. samples: of this epoch, over all ranks. best: value of the best
+    checkpoint so far. best_sha256: that file's digest. saved: [step, epoch] of the last checkpoint of this process.
     """
 
-    fits: bool
-    error: str
-    peak: int | None
-    room: int | None
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    best: float | None = None
+    best_sha256: str | None = None
+    saved: list[int] | None = None
 
 
-class Fitted(NamedTuple):
-    """A batch per process and an accumulation that fit, and why they are not those asked for ("" where they are).
+@dataclass
+class ValidatedProgress(Progress):
+    """Progress of a script that does not validate the best checkpoint a second time: its metrics are kept."""
 
-    recomputed: recomputation was turned on for it. peak_gib: of the trial step, over all ranks; None on a CPU.
+    best_metrics: dict | None = None
+
+
+@dataclass
+class TrainingRun:
+    """A training under way: its position and end, its log and its checkpoints.
+
+    last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
+    ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log.
     """
 
-    size: int
-    accumulation: int
-    reason: str
-    recomputed: bool
-    peak_gib: float | None
+    run_folder: Path
+    progress: Progress
+    last_step: int
+    planned_steps: int
+    effective_batch_size: int
+    precision: str
+    log: RunLog
+    contents: Callable[[], dict]
+    save_every: int = 0
+    keep_last: int = 3
+    max_bad_steps: int = 10
+    stop: StopSignal = field(default_factory=StopSignal)
+
+    def save(self) -> None:
+        """All ranks: a checkpoint of this position, unless there is one."""
+        progress = self.progress
+        position = [progress.step, progress.epoch]
+        if progress.saved == position:
+            return
+        progress.saved = position
+        contents = self.contents() | {"state": asdict(progress), "log": self.log.pending(progress.step)}
+        save_checkpoint(self.run_folder, contents, progress.step, self.keep_last)
 
 
-def fits_by_itself(auto_batch: bool | None, device: torch.device) -> bool:
-    """Whether the batch is fitted: as --auto_batch says; left out on a GPU, since a CPU's trial takes long."""
-    return device.type == "cuda" if auto_batch is None else auto_batch
+def resume(progress: Progress, checkpoint: dict, this_run: dict, run_folder: Path, best: str = "best.pt") -> None:
+    """All ranks: put the progress where a checkpoint stands.
 
-
-def auto_batch_advice(auto_batch: bool | None, device: torch.device) -> str:
-    """The end of an out-of-memory message: how the batch could have been fitted, empty where it was."""
-    if auto_batch is False:
-        return ", or leave out --no-auto_batch, which keeps the batch as given"
-    return "" if fits_by_itself(auto_batch, device) else ", or --auto_batch, which tries by itself"
-
-
-def batch_flags(size: int, accumulation: int, flag: str = "--batch_size", processes: int = 1) -> str:
-    """How a user asks for a batch; processes: how many of them the flag counts together."""
-    return f"{flag} {size * processes} --gradient_accumulation_steps {accumulation}"
-
-
-def copies_held() -> int:
-    """Copies of the trained parameters beside them and their gradients: AdamW's two moments, and DDP's buckets."""
-    return 2 + (world()[1] > 1)
-
-
-def gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """(bytes that torch has reserved at most, bytes that this process may have) of a GPU; None for a CPU."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    room = free + torch.cuda.memory_reserved(device)
-    limit = total * torch.cuda.get_per_process_memory_fraction(device)
-    return torch.cuda.max_memory_reserved(device), int(min(room, limit))
-
-
-def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, passes: int = 2) -> Trial:
-    """Run try_once with `copies` times the trained parameters' bytes held beside. Leaves no trace but the time it took.
-
-    In the second pass, the gradients of the first are there already. Raises what is not a lack of memory.
+    this_run: what may not differ from the run that wrote it. best: the best checkpoint's file name. The best value so
+    far counts only while the run folder holds that checkpoint: another folder, or one that went back, holds another
+    one or none. Raises InputError for a checkpoint of another run.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    device = trained[0].device
-    count = int(copies * sum(parameter.nbytes for parameter in trained))
-    statistics = [buffer.clone() for buffer in model.buffers()]
-    error, held = "", []
-    release_memory()
-
-    # dropout and noise of the run are those of a run without a trial
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            held.append(torch.empty(count, dtype=torch.uint8, device=device))
-            for _ in range(passes):
-                try_once()
-            if device.type == "cuda":
-                # what a kernel ran out of is told when one waits for it
-                torch.cuda.synchronize(device)
-        except (RuntimeError, MemoryError) as reason:
-            if not out_of_memory(reason):
-                raise
-            error = str(reason).partition("\n")[0] or type(reason).__name__
-
-    memory = gpu_memory(device)
-    for parameter in trained:
-        parameter.grad = None
-    with torch.no_grad():
-        for buffer, before in zip(model.buffers(), statistics, strict=True):
-            buffer.copy_(before)
-    held.clear()
-    release_memory()
-    if memory is None:
-        return Trial(not error, error, None, None)
-    peak, room = memory
-    return Trial(not error and (1 + MARGIN_SHARE) * peak + MARGIN_BYTES <= room, error, peak, room)
+    check_same_run(checkpoint, this_run)
+    known = {item.name for item in fields(progress)}
+    for name, value in checkpoint["state"].items():
+        if name in known:
+            setattr(progress, name, value)
+    progress.saved = None
+    if best_sha256(run_folder, best) != progress.best_sha256 or not math.isfinite(progress.best or 0.0):
+        progress.best = None
 
 
-def fit_batch_to_memory(
-    try_once: Callable[[int], None], model: nn.Module, wanted: tuple[int, int], words: Callable[[int, int], str],
-    advice: str, copies: float | None = None, recompute: Callable[[], None] | None = None,
-    before: dict | None = None,
-) -> Fitted:  # fmt: skip
-    """The batch and accumulation that fit into memory, the effective batch as wanted; all ranks decide together.
+def restore_training(checkpoint: dict, optimizer: torch.optim.Optimizer, scaler: "LossScaler", weight_decay: float):
+    """All ranks: the optimizer's moments, the loss scale and the random state of a checkpoint.
 
-    The batch is halved and the accumulation doubled until a step fits. Where not even one sample does, `recompute`
-    turns on the recomputation of activations, and the batch starts again from the wanted one.
-
-    try_once(size): forward and backward pass of the largest batch there can be, without talking to other ranks.
-    wanted: (batch per process, accumulation). words(size, accumulation): how a user asks for them. copies: see
-    copies_held; recompute: None where the model cannot, or a flag decided. before: the split_record of the checkpoint
-    that a run is resumed from, at which it starts: another split adds up in another order, and has other dropout.
-    Raises RunError with the advice.
+    Raises InputError for the state of another optimizer.
     """
-    size, accumulation = wanted
-    copies = copies_held() if copies is None else copies
-    recomputed = halved = False
-    room = math.inf
-
-    # a resumed run splits its steps as the run was begun, where the same is asked for of as many processes
-    if before and before["world_size"] == world()[1] and tuple(before["asked"]) == wanted:
-        size, accumulation = before["used"]
-        if before["recomputed"] and recompute is not None:
-            recompute()
-            recomputed = True
-
-    # try, and ask for less until all ranks have room
-    while True:
-        trial = try_step(partial(try_once, size), model, copies)
-        facts = [not trial.fits, bool(trial.error), -(trial.room or math.inf), trial.peak or 0]
-        failed, ran_out, room_taken, peak = reduce_max(facts).tolist()
-        if not failed:
-            break
-        room = -room_taken
-
-        # first smaller micro-batches, then recomputation; a step that only lacks its margin is made after all
-        if size > 1:
-            size, accumulation = split_batch(size, accumulation)
-            halved = True
-            print_main(f"out of memory: going on with {words(size, accumulation)}")
-        elif recompute is not None and not recomputed:
-            recompute()
-            recomputed = True
-            size, accumulation = wanted
-            print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
-        elif ran_out:
-            reason = trial.error or "on another process"
-            raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
-        else:
-            left = f"{peak / 2**30:.1f} of {room / 2**30:.1f} GiB"
-            print_main(f"warning: a step takes {left}, which leaves little for NCCL and fragmentation; {advice}")
-            break
-
-    space = f"{room / 2**30:.1f} GiB" if math.isfinite(room) else "memory"
-    reason = ""
-    if size < wanted[0]:
-        reason = f"fitted: {wanted[0]} did not fit into {space}" if halved else "as the run was begun"
-    return Fitted(size, accumulation, reason, recomputed, peak / 2**30 if peak else None)
+    restore_optimizer(optimizer, checkpoint["optimizer"], weight_decay)
+    restore_scaler(scaler, checkpoint["scaler"], scaler.precision)
+    restore_rng(checkpoint["rng"])
 
 
-def split_record(asked: tuple[int, int], used: tuple[int, int], recomputed: bool) -> dict:
-    """For a checkpoint: how a process's share of a step is split into micro-batches. Each is (batch, accumulation)."""
-    return {"world_size": world()[1], "asked": list(asked), "used": list(used), "recomputed": bool(recomputed)}
+def seed_ranks(seed: int) -> None:
+    """All ranks: seed torch's generators, each rank's by its number, so that dropout differs between them."""
+    torch.manual_seed((seed * 1000003 + world()[0]) % 2**63)
 
 
-def release_memory() -> None:
-    """Give what a trial step held back to the GPU: NCCL, cuDNN and cuBLAS allocate past torch's allocator."""
-    # a failed pass leaves cycles that hold its activations
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+# --- one optimizer step -----------------------------------------------------------------------------------------------
 
 
-def say_if_finished(step: int, last_step: int, flags: str) -> None:
+@dataclass
+class Step:
+    """This rank's share of one optimizer step.
+
+    samples: of all ranks. local: of this rank; 0 where the last step of an epoch has none for it, and one sample is
+    computed that counts nothing. first: place of this rank's first sample among those of the step. batches: the
+    micro-batches, as the loader gave them. totals: what `count` gave, summed over the ranks.
+    """
+
+    samples: int
+    local: int
+    first: int
+    batches: list[dict]
+    totals: list[float] = field(default_factory=list)
+
+    @property
+    def weight(self) -> float:
+        """What this rank's losses are multiplied by: 0 for a rank without a share, which must pass all the same."""
+        return float(self.local > 0)
+
+    def micro_batches(self) -> Iterator[tuple[dict, bool]]:
+        """(micro-batch, whether it is the last), one after another."""
+        for number, batch in enumerate(self.batches, start=1):
+            yield batch, number == len(self.batches)
+
+
+def optimizer_steps(
+    loader: DataLoader, training: TrainingRun, count: Callable[[Step], list[float]] | None = None
+) -> Iterator[Step]:
+    """Each optimizer step from the run's position to the end of the epoch or of the run.
+
+    count: numbers of this rank's share to be summed over the ranks, equally many on each. Before a step the ranks tell
+    each other these, a stop signal and an unusable sample, in one small transfer of host memory. A signal to any rank
+    ends the steps on all; `stop.agreed` is then its exit code. Raises InputError on all ranks for an unusable sample.
+    """
+    progress, log, stop = training.progress, training.log, training.stop
+    rank, world_size = world()
+    sampler = loader.batch_sampler
+    sampler.set_position(progress.epoch, progress.samples)
+    log.restart_clock()
+    batches = iter(loader)
+    while progress.step < training.last_step and progress.samples < sampler.used:
+        samples, local = sampler.window(progress.samples)
+        step = Step(samples, local, first=samples * rank // world_size, batches=[])
+
+        # fetch; the time this takes is the wait for data
+        begun = time.perf_counter()
+        for _ in range(max(1, math.ceil(local / sampler.batch_size))):
+            step.batches.append(next(batches))
+        log.waited += time.perf_counter() - begun
+
+        # agree with the other ranks, before anything of the step is used
+        counts = [step.weight * value for value in count(step)] if count else []
+        error = first_error(step.batches)
+        facts = [stop.code == 143, stop.code == 130, bool(error), *counts]
+        stop_143, stop_130, unusable, *step.totals = reduce_sum(facts).tolist()
+        if unusable:
+            raise InputError(next(reason for reason in gather_objects(error) if reason))
+        if stop_143 or stop_130:
+            stop.agreed = 143 if stop_143 else 130
+            return
+        yield step
+
+
+def first_error(batches: list[dict]) -> str:
+    """The first reason why a sample of some batches cannot be used, empty without one."""
+    for batch in batches:
+        errors = batch.get("error", "")
+        for reason in [errors] if isinstance(errors, str) else errors:
+            if reason:
+                return reason
+    return ""
+
+
+def sync_gradients(model: nn.Module, now: bool) -> contextlib.AbstractContextManager:
+    """Around a forward and backward pass: DDP exchanges the gradients after the last micro-batch of a step only."""
+    if now or not isinstance(model, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return model.no_sync()
+
+
+class LossScaler(torch.amp.GradScaler):
+    """Skips a step with a non-finite gradient without waiting for the GPU; its scale moves for fp16, else it is 1."""
+
+    def __init__(self, device: torch.device, precision: str):
+        self.precision = precision
+        super().__init__(device.type, init_scale=2.0**14 if precision == "fp16" else 1.0)
+
+    def update(self, new_scale: float | None = None) -> None:
+        """The scale of the next step."""
+        super().update(new_scale if self.precision == "fp16" else 1.0)
+
+
+def clip_and_step(optimizer: torch.optim.Optimizer, scaler: LossScaler, grad_clip: float, lr: float) -> torch.Tensor:
+    """Update the weights at this learning rate and clear the gradients; returns the gradient norm before clipping.
+
+    grad_clip: the largest norm, 0 for none. A non-finite gradient leaves the weights alone; its norm tells.
+    """
+    scaler.unscale_(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grad_norm = nn.utils.clip_grad_norm_(parameters, grad_clip or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def end_step(training: TrainingRun, step: Step, losses: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
+    """Count the step, log it, and save where that is due. Nothing is read back from the GPU but every log interval.
+
+    losses: this rank's part of the sums over the ranks. Raises RunError on all ranks after too many skipped steps.
+    """
+    progress, log = training.progress, training.log
+    progress.step += 1
+    progress.samples += step.samples
+
+    # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
+    skipped = 1.0 - grad_norm.isfinite().float()
+    shared = torch.stack([grad_norm, skipped])
+    if world()[0] > 0:
+        shared = torch.zeros_like(shared)
+    log.step(torch.cat([losses, shared]), step.samples, lr)
+
+    log.check(progress.step, training.max_bad_steps)
+    if progress.step % log.log_every == 0:
+        log.write_interval(progress.step, progress.epoch + 1)
+    if training.save_every and progress.step % training.save_every == 0:
+        training.save()
+
+
+# --- the end of an epoch and of a run ---------------------------------------------------------------------------------
+
+
+def end_epoch(training: TrainingRun) -> int:
+    """All ranks, before the evaluation of an epoch: save; returns the exit code of a stop signal, else 0."""
+    progress = training.progress
+    training.save()
+    if training.stop.agreed:
+        say_saved(progress.step)
+    elif progress.step >= training.last_step:
+        training.log.write_rest(progress.step, progress.epoch + 1)
+    return training.stop.agreed
+
+
+def next_epoch(training: TrainingRun) -> bool:
+    """After the evaluation of an epoch: go to the next one; False at the end of the run."""
+    if training.progress.step >= training.last_step:
+        return False
+    training.progress.epoch += 1
+    training.progress.samples = 0
+    return True
+
+
+def keep_best(
+    training: TrainingRun, value: float, planned: bool, lower: bool = False, names: tuple[str, ...] = ("best.pt",)
+) -> bool:
+    """All ranks, after an evaluation: best.pt becomes the checkpoint of this step if its value is the best so far.
+
+    planned: False where --max_steps cut an epoch short. Such an evaluation is no part of the uninterrupted run, so it
+    leaves no trace in the progress, and gives best.pt its first checkpoint only; nor does one that is not finite, which
+    nothing would ever beat. lower: smaller values are better. Returns whether best.pt is now this checkpoint.
+    """
+    progress = training.progress
+    best = progress.best
+    better = best is None or (value <= best if lower else value >= best)
+    if planned and better and math.isfinite(value):
+        progress.best = value
+        progress.best_sha256 = mark_best(training.run_folder, progress.step, names)
+        return True
+    if progress.best is None:
+        mark_best(training.run_folder, progress.step, names)
+        return True
+    return False
+
+
+def say_if_finished(training: TrainingRun, flags: str) -> None:
     """Rank 0 tells a user who resumes a finished run why nothing is trained, and which flags would change that."""
+    step, last_step = training.progress.step, training.last_step
     if step >= last_step:
         print_main(f"nothing left to train: step {step} of {last_step}; see {flags}, --max_steps")
 
@@ -207,36 +323,50 @@ def say_saved(step: int) -> None:
     print_main(f"signal: saved at step {step}; --resume_from auto goes on from there")
 
 
-def forget_other_best(run_folder: Path, state: dict, name: str = "best.pt") -> None:
-    """All ranks, on resume: the best value so far counts only while the folder holds the checkpoint it belongs to.
+def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> None:
+    """Rank 0: the banner, a script's own rows between those that all runs have."""
+    progress = training.progress
+    first = {"launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}"}
+    rows = rows | {"precision": f"{training.precision} ({rows['precision']})"}
+    last = {"steps": f"{training.last_step} of {training.planned_steps}"}
+    last |= {"start": f"step {progress.step}, epoch {progress.epoch + 1}", "output": training.run_folder}
+    print_banner(title, first | rows | last | training.log.speed_facts())
 
-    In another folder, or after going back to an older checkpoint, it holds another one or none.
-    """
-    if best_sha256(run_folder, name) != state["best_sha256"] or not math.isfinite(state["best"] or 0.0):
-        state["best"] = None
+
+def finish_run(training: TrainingRun, begun: float, more: dict) -> None:
+    """All ranks: summary.json and the curves. begun: time.time() at the start. more: further values of the summary."""
+    progress = training.progress
+    facts = {"steps": progress.step, "epochs": progress.epoch + 1, "world_size": world()[1]}
+    facts |= {"effective_batch_size": training.effective_batch_size, "precision": training.precision}
+    training.log.finish(facts | more | {"seconds": round(time.time() - begun, 1)})
 
 
-def keep_best(
-    run_folder: Path,
-    state: dict,
-    value: float,
-    planned: bool,
-    lower: bool = False,
-    names: tuple[str, ...] = ("best.pt",),
-) -> bool:
-    """All ranks, after an evaluation: best.pt becomes the checkpoint of state["step"] if its value is the best so far.
+def say_where(run_folder: Path) -> None:
+    """Rank 0, at the very end: where the results lie."""
+    print_main(
+        f"weights: {run_folder}/model.safetensors; figures: {run_folder}/figures; summary: {run_folder}/summary.json"
+    )
 
-    planned: False where --max_steps cut an epoch short. Such an evaluation is no part of the uninterrupted run, so it
-    leaves no trace in `state`, and gives best.pt its first checkpoint only; nor does one that is not finite, which
-    nothing would ever beat. lower: smaller values are better. Returns whether best.pt is now this checkpoint.
-    """
-    best = state["best"]
-    better = best is None or (value <= best if lower else value >= best)
-    if planned and better and math.isfinite(value):
-        state["best"] = value
-        state["best_sha256"] = mark_best(run_folder, state["step"], names)
-        return True
-    if state["best"] is None:
-        mark_best(run_folder, state["step"], names)
-        return True
-    return False
+
+# --- what may go wrong around a run -----------------------------------------------------------------------------------
+
+
+def agree_on_precision(choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+    """All ranks: (precision, why) as `choose` says, which must be the same everywhere. Raises InputError."""
+    precision, why = "", ""
+    with agree_on_errors():
+        precision, why = choose()
+    if len(set(gather_objects(precision))) > 1:
+        raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
+    return precision, why
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(advice: Callable[[], str]) -> Iterator[None]:
+    """Where a process runs out of memory, end it with one line: `out of memory at` and the advice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        leave_alone(f"out of memory at {advice()}")

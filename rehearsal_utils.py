@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import fake_cuda_utils
 import flops_utils
 from distributed_utils import Ranks, read_environment
-from loop_utils import MARGIN_BYTES, MARGIN_SHARE
+from memory_utils import MARGIN_BYTES, MARGIN_SHARE
 
 GIB = 2**30
 # What the allocator rounds each tensor up to, bytes.

@@ -162,7 +162,7 @@ import in_context_report as report
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from in_context_net import GRID, Agents, InContextNet, Layer
 from logging_utils import RunLog, print_banner, save_figure, write_result
-from loop_utils import (
+from old_loop_utils import (
     auto_batch_advice,
     batch_flags,
     fit_batch_to_memory,

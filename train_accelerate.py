@@ -280,7 +280,7 @@ import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
 from cascade_net import StageNet
 from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
-from loop_utils import (
+from old_loop_utils import (
     Fitted,
     auto_batch_advice,
     batch_flags,

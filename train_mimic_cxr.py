@@ -214,7 +214,7 @@ import distributed_utils as du
 import hardware_utils as hw
 import mimic_cxr_index as mci
 from logging_utils import RunLog, print_banner, print_table, save_figure, wrap, write_result
-from loop_utils import (
+from old_loop_utils import (
     auto_batch_advice,
     batch_flags,
     copies_held,

@@ -15,7 +15,6 @@ where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the 
 import argparse
 import contextlib
 import json
-import math
 import os
 import time
 from functools import partial
@@ -26,11 +25,9 @@ from cli_utils import (
     InputError,
     Parser,
     add_common_arguments,
-    asked,
     number,
     parse_arguments,
     run_main,
-    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -137,18 +134,30 @@ import checkpoint_utils as ckpt
 import distributed_utils as du
 import fixed_order
 from hardware_utils import autocast, choose_precision, out_of_memory, set_numerics, smaller_batch, split_batch
-from logging_utils import RunLog, print_banner, save_figure, write_result
+from logging_utils import RunLog, save_figure, write_result
 from loop_utils import (
-    auto_batch_advice,
-    batch_flags,
-    fit_batch_to_memory,
-    fits_by_itself,
-    forget_other_best,
+    LossScaler,
+    Step,
+    TrainingRun,
+    ValidatedProgress,
+    agree_on_precision,
+    clip_and_step,
+    end_epoch,
+    end_step,
+    explain_out_of_memory,
+    finish_run,
     keep_best,
+    next_epoch,
+    optimizer_steps,
+    print_start,
+    restore_training,
+    resume,
     say_if_finished,
-    say_saved,
-    split_record,
+    say_where,
+    seed_ranks,
+    sync_gradients,
 )
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from prs_med_data import (
     SPLITS,
     PositionData,
@@ -297,7 +306,7 @@ def find_pretrained(root: Path, given: str | None, kinds: tuple[str, ...], missi
     return given, kind
 
 
-def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
+def build_model(args: argparse.Namespace, precision: str, ranks: du.Ranks) -> PRSMed:
     """Load both checkpoints, add LoRA to the language model, freeze the rest of the VLM. Raises InputError."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -310,7 +319,7 @@ def build_model(args: argparse.Namespace, ranks: du.Ranks) -> PRSMed:
     sam_path, sam_kind = find_pretrained(Path(args.data_root), args.sam_path, ("sam", "sam_vision_model"), NO_SAM)
     # args.yaml and the banner name those that were found, too
     args.vlm_path, args.sam_path = vlm_path, sam_path
-    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[args.mixed_precision]
+    dtype = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     place = {"device_map": {"": ranks.device}} if ranks.device.type == "cuda" else {}  # no 7B per rank in host memory
     loading = vlm_path
     try:
@@ -424,13 +433,19 @@ def mask_loss(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     return bce + 1 - overlap
 
 
-def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: argparse.Namespace) -> torch.Tensor:
-    """(loss, mask part, text part): a micro-batch's share of the means over the global batch's samples and answer
-    tokens."""
-    with autocast(batch["sam"].device, args.mixed_precision):
+def batch_loss(
+    model: nn.Module, batch: dict, samples: int, tokens: float, precision: str, args: argparse.Namespace
+) -> torch.Tensor:
+    """(loss, mask part, text part): a micro-batch's share of the means over the global batch.
+
+    samples, tokens: images and answer tokens of the global batch.
+    """
+    with autocast(batch["sam"].device, precision):
         logits, text = model(batch)
-    seg, txt = mask_loss(logits, batch["mask"]).sum() / samples, text.sum() / tokens
+    seg = mask_loss(logits, batch["mask"]).sum() / samples
+    txt = text.sum() / tokens
     loss = args.lambda_seg * seg + args.lambda_txt * txt
+
     # a non-finite loss must give non-finite gradients, which DDP carries to every rank: all skip the step together
     return torch.stack([loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan), seg, txt])
 
@@ -438,68 +453,46 @@ def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
-    """Fused AdamW, and a scaler that skips non-finite steps without a GPU sync (its scale moves for fp16 only, else
-    1)."""
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
+    """Fused AdamW over what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    scale = 2.0**14 if args.mixed_precision == "fp16" else 1.0
-    return optimizer, torch.amp.GradScaler(trained[0].device.type, init_scale=scale)
+    return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+
+
+def count_answer_tokens(step: Step) -> list[float]:
+    """Tokens of the answers in this rank's share of a step."""
+    return [float(sum(int((batch["answer"] >= 0).sum()) for batch in step.batches))]
 
 
 def train_one_epoch(
-    model, loader, optimizer, scaler, state: dict, ends: tuple[int, int], args, ranks: du.Ranks, log, stop, save
-) -> int:
-    """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
+    model: nn.Module, loader, optimizer, scaler: LossScaler, training: TrainingRun, args: argparse.Namespace
+) -> None:
+    """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
-    model: PRSMed, or DDP around it. state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date.
-    ends: (last step of this run, steps of the whole training, which the learning rate follows). Between log lines
-    nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
+    model: PRSMed, or DDP around it. Between log lines nothing is read back from the GPU. Raises InputError on all ranks
+    for an unusable image of any.
     """
     model.train()
-    base_rate = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
-    trained, batches, sampler = optimizer.param_groups[0]["params"], iter(loader), loader.batch_sampler
-    while state["step"] < ends[0] and state["samples"] < sampler.used:
-        samples, mine = sampler.window(
-            state["samples"]
-        )  # of all ranks, of this one: the last window is short or uneven
-        window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
-        answers = sum(int((batch["answer"] >= 0).sum()) for batch in window) if mine else 0
-        error = next((batch["error"] for batch in window if batch["error"]), "")
-        facts = [answers, stop.code == 143, stop.code == 130, bool(error)]
-        tokens, stop_143, stop_130, unusable = du.reduce_sum(facts).tolist()
-        if unusable:
-            raise InputError(next(text for text in du.gather_objects(error) if text))
-        if stop_143 or stop_130:  # agreed by all ranks, before the window is used
-            save()
-            return 143 if stop_143 else 130
-        losses, rate = [], base_rate * du.schedule(state["step"], ends[1], args.warmup_steps, args.lr_schedule)
-        for i, batch in enumerate(window):
-            last = i == len(window) - 1
-            apart = contextlib.nullcontext() if last or ranks.world_size == 1 else model.no_sync()
-            with log.count_flops(samples), apart:
-                parts = batch_loss(model, du.to_device(batch, ranks.device), samples, tokens, args) * bool(mine)
-                scaler.scale(parts[0] * ranks.world_size).backward()  # DDP takes the mean, these are shares of a sum
-            losses.append(parts.detach())
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(trained, args.grad_clip or math.inf)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        scaler.step(optimizer)
-        scaler.update(None if args.mixed_precision == "fp16" else 1.0)
-        optimizer.zero_grad(set_to_none=True)
-        shared = torch.stack(
-            [norm, 1.0 - norm.isfinite().float()]
-        )  # the same on all ranks: rank 0 enters it into the sum
-        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples, rate)
-        state["step"] += 1
-        state["samples"] += samples
-        log.check(state["step"], args.max_bad_steps)
-        if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1)
-        if args.save_every and state["step"] % args.save_every == 0:
-            save()
-    return 0
+    world_size = du.world()[1]
+    device = next(model.parameters()).device
+    base_lr = du.scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
+    for step in optimizer_steps(loader, training, count=count_answer_tokens):
+        factor = du.schedule(training.progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
+        lr = base_lr * factor
+
+        # forward and backward: each micro-batch gives its share of the mean over the global batch
+        losses = torch.zeros(3, device=device)
+        for batch, last in step.micro_batches():
+            batch = du.to_device(batch, device)
+            with training.log.count_flops(step.samples), sync_gradients(model, now=last):
+                parts = batch_loss(model, batch, step.samples, step.totals[0], scaler.precision, args) * step.weight
+                # DDP averages over the ranks; these are shares of a sum, so undo the division
+                scaler.scale(parts[0] * world_size).backward()
+            losses += parts.detach()
+
+        # update the weights; a non-finite gradient skips the step on all ranks together
+        grad_norm = clip_and_step(optimizer, scaler, args.grad_clip, lr)
+        end_step(training, step, losses, grad_norm, lr)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -520,7 +513,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def evaluate(
-    model: PRSMed, data: PositionData, split: str, args, ranks: du.Ranks
+    model: PRSMed, data: PositionData, split: str, batch_size: int, precision: str, args: argparse.Namespace
 ) -> tuple[dict[str, float], list[tuple]]:
     """Metrics of a split and a few images to show, the same on every rank and for any number of ranks.
 
@@ -529,13 +522,16 @@ def evaluate(
     there. loss, loss_seg, loss_txt: as in training, over the whole split. text_loss: another name of loss_txt.
     """
     model.eval()
-    options = {"num_workers": 0 if data.keep else args.num_workers, "collate_fn": data.reader.collate}
+    device = model.vlm_mean.device
+    loader = du.create_distributed_dataloader(
+        data, batch_size, train=False, num_workers=0 if data.keep else args.num_workers, collate_fn=data.reader.collate
+    )
     local: list[Scores] = []
     shown, error = {}, ""
-    for batch in du.create_distributed_dataloader(data, args.batch_size, train=False, **options):
+    for batch in loader:
         error = error or batch["error"]
-        batch = du.to_device(batch, ranks.device)
-        with autocast(ranks.device, args.mixed_precision):
+        batch = du.to_device(batch, device)
+        with autocast(device, precision):
             logits, text = model(batch)
             answers = model.answer(batch, args.max_new_tokens)
         predicted, target = logits > 0, batch["mask"]
@@ -582,7 +578,7 @@ def split_losses(scores: list[Scores], split: str, args: argparse.Namespace) -> 
     return {f"{split}/loss": loss, f"{split}/loss_seg": seg, f"{split}/loss_txt": txt, f"{split}/text_loss": txt}
 
 
-def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
+def predict(model: PRSMed, precision: str, args: argparse.Namespace, ranks: du.Ranks) -> None:
     """--predict: the mask at the image's size, an overlay and the answer, in <checkpoint_dir>/predictions."""
     try:
         image = open_picture(args.predict)
@@ -594,7 +590,7 @@ def predict(model: PRSMed, args: argparse.Namespace, ranks: du.Ranks) -> None:
     item = {"index": 0, "sam": sam, "vlm": vlm, "mask": sam[0] > 255, "position": None, "error": ""}
     item |= {"prompt": prompt, "answer": end}
     batch = du.to_device(model.reader.collate([item]), ranks.device)
-    with torch.no_grad(), autocast(ranks.device, args.mixed_precision):
+    with torch.no_grad(), autocast(ranks.device, precision):
         logits, answer = model(batch)[0], model.answer(batch, args.max_new_tokens)[0]
     native = F.interpolate(logits[None], (image.height, image.width), mode="bilinear", align_corners=False)
     mask = native[0, 0].cpu().numpy() > 0
@@ -624,10 +620,11 @@ def largest_batch(batch_size: int, reader: Reader, prompt_tokens: int, answer_to
     return reader.collate([item] * batch_size)
 
 
-def trial_step(model: PRSMed, batch: dict, args: argparse.Namespace) -> None:
+def trial_step(model: PRSMed, batch: dict, precision: str, args: argparse.Namespace) -> None:
     """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
     batch = du.to_device(batch, model.vlm_mean.device)
-    batch_loss(model.train(), batch, len(batch["index"]), batch["answer"].numel(), args)[0].backward()
+    images, tokens = len(batch["index"]), batch["answer"].numel()
+    batch_loss(model.train(), batch, images, tokens, precision, args)[0].backward()
 
 
 def longest_tokens(reader: Reader, rows: list) -> tuple[int, int]:
@@ -636,51 +633,55 @@ def longest_tokens(reader: Reader, rows: list) -> tuple[int, int]:
     return max(len(prompt) for prompt, _ in tokens), max(len(answer) for _, answer in tokens)
 
 
-def find_batch_size(model: PRSMed, data: PositionData, contents: dict | None, args: argparse.Namespace) -> None:
-    """Fit the batch, and recomputation where no flag decided, to what a step of the longest rows takes."""
+def choose_batch_size(
+    model: PRSMed, data: PositionData, checkpoint: dict | None, precision: str, args: argparse.Namespace
+) -> BatchSize:
+    """The batch of the flags, or what a step of the longest rows leaves room for; recomputation where no flag
+    decided."""
+    source = args.source["batch_size"]
+    recomputed = bool(args.gradient_checkpointing)
+    wanted = BatchSize(args.batch_size, args.gradient_accumulation_steps, source, recomputed)
+    if not fits_by_itself(args.auto_batch, model.vlm_mean.device):
+        return wanted
     longest = longest_tokens(data.reader, data.rows)
 
     def try_once(size: int) -> None:
-        trial_step(model, largest_batch(size, data.reader, *longest), args)
+        trial_step(model, largest_batch(size, data.reader, *longest), precision, args)
 
     undecided = args.gradient_checkpointing is None
     advice = "pass a smaller --image_size" if undecided else "pass --gradient_checkpointing or a smaller --image_size"
-    fitted = fit_batch_to_memory(
-        try_once, model, (args.batch_size, args.gradient_accumulation_steps), batch_flags, advice,
-        recompute=partial(recompute_activations, model) if undecided else None,
-        before=contents and contents.get("split"),
-    )  # fmt: skip
-    if fitted.reason:
-        set_derived(args, fitted.reason, batch_size=fitted.size, gradient_accumulation_steps=fitted.accumulation)
-    if fitted.recomputed:
-        set_derived(args, "one image did not fit without", gradient_checkpointing=True)
+    recompute = partial(recompute_activations, model) if undecided else None
+    return fit_batch_to_memory(try_once, model, wanted, batch_flags, advice, recompute=recompute, checkpoint=checkpoint)
 
 
-def evaluate_only(model: PRSMed, data: PositionData, identity: dict, step: int, args, ranks: du.Ranks) -> None:
+def evaluate_only(
+    model: PRSMed, data: PositionData, identity: dict, step: int, precision: str, args: argparse.Namespace
+) -> None:
     """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, nothing else."""
-    name, more = args.eval_split, {"step": step}
+    name = args.eval_split
+    facts = {"step": step}
     if args.shuffle_questions:
+        name = f"{name}_shuffled"
         data.rows, changed = swap_questions(data.rows, identity)
-        name, more = f"{name}_shuffled", {"step": step, "rows": len(data), "rows_with_another_question": changed}
+        facts |= {"rows": len(data), "rows_with_another_question": changed}
         du.print_main(f"{changed} of {len(data)} rows ask another question about their picture")
-    metrics, shown = evaluate(model, data, args.eval_split, args, ranks)
-    if ranks.is_main:
+    metrics, shown = evaluate(model, data, args.eval_split, args.batch_size, precision, args)
+    if du.world()[0] == 0:
         print_metrics(name, metrics, count_rows(data.rows))
-        folder = Path(args.checkpoint_dir)
-        text = json.dumps({**metrics, **more}, indent=2) + "\n"
-        write_result(folder / f"eval_{name}.json", text.encode())
-        save_figure(folder / "figures" / f"{name}_predictions.png", draw_predictions(shown))
+        run_folder = Path(args.checkpoint_dir)
+        text = json.dumps({**metrics, **facts}, indent=2) + "\n"
+        write_result(run_folder / f"eval_{name}.json", text.encode())
+        save_figure(run_folder / "figures" / f"{name}_predictions.png", draw_predictions(shown))
 
 
-def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun, root, folder = time.time(), Path(args.data_root), Path(args.checkpoint_dir)
-    apply_only, rows, identity = bool(args.eval_only or args.predict), [], {}
-    with du.agree_on_errors():  # what one rank alone may see (its GPU, its node's disk) ends all ranks
-        args.mixed_precision, why = choose_precision(args.mixed_precision, ranks.device)
-    if len(set(du.gather_objects(args.mixed_precision))) > 1:
-        raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
-    why = set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
+def read_rows(args: argparse.Namespace, ranks: du.Ranks) -> tuple[list, dict]:
+    """All ranks: (the annotations' rows, {image: digest of its content} where it was read).
+
+    Raises InputError for a split without rows, an unreadable image, or one patient in two splits.
+    """
+    root = Path(args.data_root)
+    rows: list = []
+    identity: dict = {}
     with du.agree_on_errors():
         rows = [] if args.predict else read_annotations(root, args.annotations, args.skip_bad_rows)
         needed = args.eval_split if args.eval_only else "train"
@@ -693,191 +694,235 @@ def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
         if ranks.is_main:
             print_data_check(len(rows), findings)
     check_splits(rows, identity)
-    lock = (
-        None
-        if apply_only
-        else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-    )
-    resume_from = args.resume_from or (str(folder / "best.pt") if apply_only else None)
-    contents = ckpt.load_checkpoint(resume_from, folder, FORMAT, resume=not apply_only)
-    if apply_only and contents is None:
-        raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
-    adopt_architecture(args, contents)
+    return rows, identity
+
+
+def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
+    """Everything between joining and leaving the process group; returns the exit code."""
+    begun = time.time()
+    run_folder = Path(args.checkpoint_dir)
+    precision, why = agree_on_precision(partial(choose_precision, args.mixed_precision, ranks.device))
+    why = set_numerics(ranks.device, precision, why, args.deterministic)
+    rows, identity = read_rows(args, ranks)
+
+    # the run folder is ours from here on, where this is a training
+    apply_only = bool(args.eval_only or args.predict)
+    lock = None
+    if not apply_only:
+        lock = ckpt.lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+    resume_from = args.resume_from or (str(run_folder / "best.pt") if apply_only else None)
+    checkpoint = ckpt.load_checkpoint(resume_from, run_folder, FORMAT, resume=not apply_only)
+    if apply_only and checkpoint is None:
+        raise InputError(f"{run_folder}: no checkpoint to use; give one with --resume_from")
+
+    adopt_architecture(args, checkpoint)
     with du.agree_on_errors():
-        model = build_model(args, ranks)
+        model = build_model(args, precision, ranks)
     check_same_base(model)
     with du.agree_on_errors():
-        if contents:
-            load_weights(model, contents)
+        if checkpoint:
+            load_weights(model, checkpoint)
+
     if args.predict:
-        predict(model, args, ranks)
+        predict(model, precision, args, ranks)
         return 0
     keep = fits_in_memory(rows, model.reader, args.cache_gb)
     sets = {split: PositionData([row for row in rows if row.split == split], model.reader, keep) for split in SPLITS}
     if args.eval_only:
-        evaluate_only(model, sets[args.eval_split], identity, contents["step"], args, ranks)
+        evaluate_only(model, sets[args.eval_split], identity, checkpoint["step"], precision, args)
         return 0
-    if fits_by_itself(args.auto_batch, ranks.device):
-        find_batch_size(model, sets["train"], contents, args)
-    code = fit(model, sets, contents, why, args, ranks)
+    code = fit(model, sets, checkpoint, precision, why, args, ranks)
     du.print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
     return code
 
 
-def fit(model: PRSMed, sets: dict[str, PositionData], contents: dict | None, why: str, args, ranks: du.Ranks) -> int:
-    """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
-    begun, folder, keep = time.time(), Path(args.checkpoint_dir), sets["train"].keep
-    workers = 0 if keep else args.num_workers
-    loader = du.create_distributed_dataloader(
-        sets["train"], args.batch_size, seed=args.seed, num_workers=workers, drop_last=False,
-        accumulation=args.gradient_accumulation_steps, collate_fn=model.reader.collate,
-    )  # fmt: skip
-    effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
-    planned_steps = args.num_epochs * epoch_steps
-    last_step = min(args.max_steps or planned_steps, planned_steps)
-    optimizer, scaler = make_optimizer(model, args)
-    state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
-    state["best_metrics"] = None
-    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
-    torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
-    if contents:
-        ckpt.check_same_run(contents, this_run)
-        state |= contents["state"] | {"saved": None}
-        forget_other_best(folder, state)
-        ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
-        ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
-        ckpt.restore_rng(contents["rng"])
-    trained, everything = (
-        sum(p.numel() for p in model.parameters() if p.requires_grad or more) for more in (False, True)
-    )
-    scaled = du.scale_learning_rate(args.learning_rate, ranks.world_size, args.lr_scaling)
-    origin = args.source
-    facts = {
-        "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}",
-        "batch": f"{args.batch_size} per GPU x {args.gradient_accumulation_steps} accumulation x {ranks.world_size} "
-        f"= {effective} ({origin['batch_size']})",
-        "recomputation": f"{'on' if args.gradient_checkpointing else 'off'} ({origin['gradient_checkpointing']})",
-        "learning rate": f"{args.learning_rate:g} -> {scaled:g} ({args.lr_scaling}), {args.lr_schedule}",
-        "precision": f"{args.mixed_precision} ({why})",
+def describe_run(model: PRSMed, sets: dict, batch: BatchSize, why: str, args: argparse.Namespace) -> dict[str, str]:
+    """The banner's rows of this script."""
+    world_size = du.world()[1]
+    lr = du.scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
+    effective = batch.size * batch.accumulation * world_size
+    decided = "one image did not fit without" if batch.recomputed and not args.gradient_checkpointing else ""
+    sources = {name: args.source[name] for name in ("vlm_path", "sam_path")}
+    found = {name: "found by itself" if source == "default" else source for name, source in sources.items()}
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "batch": f"{batch.size} per GPU x {batch.accumulation} accumulation x {world_size} = {effective} "
+        f"({batch.source})",
+        "recomputation": f"{'on' if batch.recomputed else 'off'} ({decided or args.source['gradient_checkpointing']})",
+        "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "precision": why,
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
-        "models": ", ".join(
-            f"{path} ({'found by itself' if args.source[name] == 'default' else args.source[name]})"
-            for name, path in (("vlm_path", args.vlm_path), ("sam_path", args.sam_path))
-        ),
-        "loading": "pictures kept in memory" if keep else f"{workers} workers per GPU",
-        "steps": f"{last_step} of {planned_steps}: {epoch_steps} an epoch, {args.num_epochs} epochs",
-        "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
+        "models": f"{args.vlm_path} ({found['vlm_path']}), {args.sam_path} ({found['sam_path']})",
+        "loading": "pictures kept in memory" if sets["train"].keep else f"{args.num_workers} workers per GPU",
         "trained": f"{trained:,} of {everything:,} parameters",
-        "output": folder,
     }
-    log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
-    ckpt.prepare_checkpoint(model)
+
+
+def wrap_model(model: PRSMed, ranks: du.Ranks) -> nn.Module:
+    """DDP around the model where there are several processes."""
+    if ranks.world_size == 1:
+        return model
+    # or rank 0 would send all 14 GB of frozen weights to the others, who have loaded the same file
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    DDP._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    return du.wrap_in_ddp(model, ranks.device)
+
+
+def fit(
+    model: PRSMed, sets: dict[str, PositionData], checkpoint: dict | None, precision: str, why: str, args, ranks
+) -> int:
+    """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
+    begun = time.time()
+    run_folder = Path(args.checkpoint_dir)
+    batch = choose_batch_size(model, sets["train"], checkpoint, precision, args)
+    loader = du.create_distributed_dataloader(
+        sets["train"],
+        batch.size,
+        seed=args.seed,
+        num_workers=0 if sets["train"].keep else args.num_workers,
+        accumulation=batch.accumulation,
+        drop_last=False,
+        collate_fn=model.reader.collate,
+    )
+    effective_batch_size = loader.batch_sampler.effective_batch_size
+    planned_steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
+    last_step = min(args.max_steps or planned_steps, planned_steps)
+
+    # begin, or go on where the checkpoint stands
+    optimizer = make_optimizer(model, args)
+    scaler = LossScaler(ranks.device, precision)
+    progress = ValidatedProgress()
+    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective_batch_size, "seed": args.seed}
+    seed_ranks(args.seed)
+    if checkpoint:
+        resume(progress, checkpoint, this_run, run_folder)
+        restore_training(checkpoint, optimizer, scaler, args.weight_decay)
+
+    def contents() -> dict:
+        return {
+            "format": FORMAT,
+            "base": model.base,
+            "model": ckpt.trained_state(model, args.save_full_state),
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+            "run": this_run,
+            "precision": precision,
+            "split": batch.record(),
+        }
+
+    log = RunLog(run_folder, ranks, LOSSES, args, last_step, checkpoint, precision)
     log.curves = [f"val/{name}" for name in CURVES]
-    print_banner("PRS-Med", facts | log.speed_facts())
+    training = TrainingRun(
+        run_folder=run_folder,
+        progress=progress,
+        last_step=last_step,
+        planned_steps=planned_steps,
+        effective_batch_size=effective_batch_size,
+        precision=precision,
+        log=log,
+        contents=contents,
+        save_every=args.save_every,
+        keep_last=args.keep_last,
+        max_bad_steps=args.max_bad_steps,
+    )
+    ckpt.prepare_checkpoint(model)
+    print_start("PRS-Med", ranks, training, describe_run(model, sets, batch, why, args))
     if args.compile:
         model.compile()
-    wrapped = model
-    if ranks.world_size > 1:
-        device_ids = [ranks.device] if ranks.device.type == "cuda" else None
-        # or rank 0 would send all 14 GB of frozen weights to the others, who have loaded the same file
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        DDP._set_params_and_buffers_to_ignore_for_model(model, frozen)
-        options = {"forward_sync_buffers": False, "find_unused_parameters": du.keep_buckets()}
-        wrapped = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True, **options)
 
-    wanted = asked(args, "batch_size"), asked(args, "gradient_accumulation_steps")
-    used = args.batch_size, args.gradient_accumulation_steps
-    split = split_record(wanted, used, args.gradient_checkpointing)
-
-    def save() -> None:
-        where = [state["step"], state["epoch"]]
-        if state["saved"] == where:
-            return
-        state["saved"] = where
-        parts = {"format": FORMAT, "base": model.base, "model": ckpt.trained_state(model, args.save_full_state)}
-        parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "state": dict(state)}
-        parts |= {"run": this_run, "precision": args.mixed_precision, "split": split}
-        ckpt.save_checkpoint(folder, parts | {"log": log.pending(state["step"])}, state["step"], args.keep_last)
-
-    drawn, best_shown = -math.inf, None
-
-    def report(split: str) -> tuple[dict[str, float], list[tuple]]:
-        nonlocal drawn
-        metrics, shown = evaluate(model, sets[split], split, args, ranks)
-        log.write(state["step"], state["epoch"] + 1, metrics)
-        if split == "test" or time.time() - drawn > 60:  # short epochs: not every one is drawn
-            log.figures(lambda: {f"{split}_predictions": draw_predictions(shown)}, state["step"])
-            drawn = time.time()
-        return metrics, shown
-
-    ends = last_step, planned_steps
-    with du.StopSignal() as stop, contextlib.closing(log):
-        say_if_finished(state["step"], last_step, "--num_epochs")
-        if state["step"] == 0:
-            log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
-        while True:
-            loader.batch_sampler.set_position(state["epoch"], state["samples"])
-            log.restart_clock()
-            code = train_one_epoch(wrapped, loader, optimizer, scaler, state, ends, args, ranks, log, stop, save)
-            if code:
-                say_saved(state["step"])
-                return code
-            save()
-            if state["step"] >= last_step:
-                log.write_rest(state["step"], state["epoch"] + 1)
-            if len(sets["val"]):
-                metrics, shown = report("val")
-                dice = metrics["val/dice"]
-                du.print_main(f"epoch {state['epoch'] + 1}: val loss {metrics['val/loss']:.4f}, dice {dice:.4f}")
-                if keep_best(folder, state, dice, state["samples"] >= loader.batch_sampler.used):
-                    state["best_metrics"], best_shown = metrics, shown
-            if state["step"] >= last_step:
-                break
-            state["epoch"], state["samples"] = state["epoch"] + 1, 0
-        if len(sets["val"]):
-            load_weights(model, ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT))
-        results: dict[str, dict[str, float]] = {}
-        for split in (split for split in ("val", "test") if len(sets[split])):
-            if split == "val" and state["best_metrics"]:
-                # best.pt was evaluated and logged when it was chosen
-                results[split] = state["best_metrics"]
-            else:
-                results[split] = report(split)[0]
-            if ranks.is_main:
-                print_metrics(f"{split}, best.pt", results[split], count_rows(sets[split].rows))
-        if best_shown:
-            log.figures(lambda: {"val_predictions": draw_predictions(best_shown)}, state["step"])
-        facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
-        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision}
-        log.finish(facts | results.get("val", {}) | {"seconds": round(time.time() - begun, 1)})
-        ckpt.export_weights(ckpt.trained_state(model, args.save_full_state), folder / "model.safetensors")
-        du.print_main(
-            f"weights: {folder}/model.safetensors; pictures: {folder}/figures; summary: {folder}/summary.json"
-        )
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args, ranks)
+    with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
+        wrapped = wrap_model(model, ranks)
+        code, best_images = train(model, wrapped, loader, optimizer, scaler, training, sets, args)
+        if code:
+            return code
+        test_best(model, sets, training, batch.size, args)
+        if best_images:
+            log.figures(lambda: {"val_predictions": draw_predictions(best_images)}, progress.step)
+        finish_run(training, begun, progress.best_metrics if len(sets["val"]) else {})
+        ckpt.export_weights(ckpt.trained_state(model, args.save_full_state), run_folder / "model.safetensors")
+        say_where(run_folder)
     return 0
+
+
+def train(
+    model: PRSMed, wrapped: nn.Module, loader, optimizer, scaler, training: TrainingRun, sets: dict, args
+) -> tuple[int, list]:
+    """All epochs, each with its validation; (exit code of a stop signal or 0, images of the best validation)."""
+    progress = training.progress
+    best_images: list = []
+    say_if_finished(training, "--num_epochs")
+    if progress.step == 0:
+        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
+    while True:
+        train_one_epoch(wrapped, loader, optimizer, scaler, training, args)
+        if code := end_epoch(training):
+            return code, []
+        if len(sets["val"]):
+            metrics, images = evaluate_and_log(
+                model, sets["val"], "val", training, loader.batch_sampler.batch_size, args
+            )
+            loss, dice = metrics["val/loss"], metrics["val/dice"]
+            du.print_main(f"epoch {progress.epoch + 1}: val loss {loss:.4f}, dice {dice:.4f}")
+            epoch_complete = progress.samples >= loader.batch_sampler.used
+            if keep_best(training, dice, epoch_complete):
+                progress.best_metrics = metrics
+                best_images = images
+        if not next_epoch(training):
+            return 0, best_images
+
+
+def evaluate_and_log(
+    model: PRSMed, data: PositionData, split: str, training: TrainingRun, batch_size: int, args: argparse.Namespace
+) -> tuple[dict[str, float], list[tuple]]:
+    """What evaluate gives, in the log; its figure, too, but not that of every short epoch."""
+    metrics, images = evaluate(model, data, split, batch_size, training.precision, args)
+    progress = training.progress
+    training.log.write(progress.step, progress.epoch + 1, metrics)
+    seconds_apart = 0 if split == "test" else 60
+    training.log.figures(lambda: {f"{split}_predictions": draw_predictions(images)}, progress.step, seconds_apart)
+    return metrics, images
+
+
+def test_best(model: PRSMed, sets: dict, training: TrainingRun, batch_size: int, args: argparse.Namespace) -> None:
+    """Load best.pt and print its metrics of the validation and test splits."""
+    if len(sets["val"]):
+        load_weights(model, ckpt.load_checkpoint(str(training.run_folder / "best.pt"), training.run_folder, FORMAT))
+    for split in ("val", "test"):
+        if not len(sets[split]):
+            continue
+        # best.pt was evaluated and logged when it was chosen
+        metrics = training.progress.best_metrics if split == "val" else None
+        if metrics is None:
+            metrics, _ = evaluate_and_log(model, sets[split], split, training, batch_size, args)
+            if split == "val":
+                training.progress.best_metrics = metrics
+        if du.world()[0] == 0:
+            print_metrics(f"{split}, best.pt", metrics, count_rows(sets[split].rows))
 
 
 def rehearse(args: argparse.Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step, of the longest rows where the annotations are there."""
     import rehearsal_utils as rehearsal
 
-    processes, accumulation = rehearsal.processes_to_plan_for(args.world_size), args.gradient_accumulation_steps
+    processes = rehearsal.processes_to_plan_for(args.world_size)
     memory = rehearsal.memory_to_plan_for(args.gpu_memory)
+    accumulation = args.gradient_accumulation_steps
     there = (Path(args.data_root) / "annotations").is_dir()
     rows = read_annotations(Path(args.data_root), args.annotations, args.skip_bad_rows) if there else []
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
-        args.mixed_precision, _ = choose_precision(args.mixed_precision, ranks.device)
-        set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
+        precision, _ = choose_precision(args.mixed_precision, ranks.device)
+        set_numerics(ranks.device, precision, "", args.deterministic)
         adopt_architecture(args, None)
         with ranks.device:
-            model = build_model(args, ranks)
-        reader = model.reader
-        longest = longest_tokens(reader, rows) if rows else (reader.image_tokens + 64, 64)
-        batch = largest_batch(args.batch_size, reader, *longest)
-        optimizer, _ = make_optimizer(model, args)
-        trial = partial(trial_step, model, batch, args)
+            model = build_model(args, precision, ranks)
+        longest = longest_tokens(model.reader, rows) if rows else (model.reader.image_tokens + 64, 64)
+        batch = largest_batch(args.batch_size, model.reader, *longest)
+        trial = partial(trial_step, model, batch, precision, args)
+        optimizer = make_optimizer(model, args)
         step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
 
     def words(samples: int) -> str:
@@ -885,9 +930,16 @@ def rehearse(args: argparse.Namespace) -> None:
 
     otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
     title = f"PRS-Med, {args.batch_size} per GPU x {accumulation} accumulation, {sum(longest)} tokens"
-    title += f", {args.mixed_precision}, activations {'recomputed' if args.gradient_checkpointing else 'kept'}"
+    title += f", {precision}, activations {'recomputed' if args.gradient_checkpointing else 'kept'}"
     rehearsal.report_rehearsal(title, step, args.batch_size, memory, words, otherwise)
     rehearsal.end_rehearsal()
+
+
+def out_of_memory_advice(size: int, accumulation: int, args: argparse.Namespace, ranks: du.Ranks) -> str:
+    """The flags that take less memory than this batch."""
+    smaller = batch_flags(*split_batch(size, accumulation))
+    otherwise = "--gradient_checkpointing or a smaller --image_size" + auto_batch_advice(args.auto_batch, ranks.device)
+    return f"--batch_size {size}; try {smaller} (the same result), {otherwise}"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -896,16 +948,9 @@ def main(args: argparse.Namespace) -> int:
     du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with du.setup_distributed(timeout=args.dist_timeout) as ranks:
-        try:
+        asked = args.batch_size, args.gradient_accumulation_steps
+        with explain_out_of_memory(partial(out_of_memory_advice, *asked, args, ranks)):
             return run(args, ranks)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            smaller = split_batch(args.batch_size, args.gradient_accumulation_steps)
-            advice = "try --batch_size {} --gradient_accumulation_steps {} (the same result)".format(*smaller)
-            more = "--gradient_checkpointing or a smaller --image_size"
-            more += auto_batch_advice(args.auto_batch, ranks.device)
-            du.leave_alone(f"out of memory at --batch_size {args.batch_size}; {advice}, {more}")
 
 
 if __name__ == "__main__":

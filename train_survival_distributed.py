@@ -217,7 +217,7 @@ import hardware_utils as hw
 import survival_data as sd
 import survival_metrics as sm
 from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
-from loop_utils import (
+from old_loop_utils import (
     auto_batch_advice,
     batch_flags,
     fit_batch_to_memory,

@@ -1,0 +1,204 @@
+"""A batch that fits into memory: a trial step, a smaller micro-batch where it ran out, and what is said then."""
+
+import gc
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from cli_utils import RunError
+from distributed_utils import print_main, reduce_max, world
+from hardware_utils import out_of_memory, split_batch
+
+# What a GPU must have beside a trial's peak: the share is for fragmentation, the bytes are for what NCCL, cuDNN and
+# cuBLAS allocate past torch's allocator.
+MARGIN_SHARE = 0.05
+MARGIN_BYTES = 1.5e9
+
+
+class Trial(NamedTuple):
+    """What a trial step came to on this rank.
+
+    peak, room: bytes that torch reserved at most, and that the GPU has for this process; None on a CPU. error: the
+    first line of what ran out, empty where nothing did. fits: it ran, and a GPU has room for the margin, too.
+    """
+
+    fits: bool
+    error: str
+    peak: int | None
+    room: int | None
+
+
+class BatchSize(NamedTuple):
+    """How one process's share of an optimizer step is split: samples of a micro-batch, and how many micro-batches.
+
+    source: where they come from, for the banner. recomputed: activations are computed again in the backward pass.
+    asked: (size, accumulation) of the flags, where memory has changed them. peak_gib: of the trial step, over all
+    ranks; None without one and on a CPU.
+    """
+
+    size: int
+    accumulation: int
+    source: str
+    recomputed: bool = False
+    asked: tuple[int, int] | None = None
+    peak_gib: float | None = None
+
+    def record(self) -> dict:
+        """For a checkpoint: a resumed run splits its steps in the same way, see fit_batch_to_memory."""
+        used = [self.size, self.accumulation]
+        asked = list(self.asked) if self.asked else used
+        return {"world_size": world()[1], "asked": asked, "used": used, "recomputed": bool(self.recomputed)}
+
+
+def fits_by_itself(auto_batch: bool | None, device: torch.device) -> bool:
+    """Whether the batch is fitted: as --auto_batch says; left out on a GPU, since a CPU's trial takes long."""
+    return device.type == "cuda" if auto_batch is None else auto_batch
+
+
+def auto_batch_advice(auto_batch: bool | None, device: torch.device) -> str:
+    """The end of an out-of-memory message: how the batch could have been fitted, empty where it was."""
+    if auto_batch is False:
+        return ", or leave out --no-auto_batch, which keeps the batch as given"
+    return "" if fits_by_itself(auto_batch, device) else ", or --auto_batch, which tries by itself"
+
+
+def batch_flags(size: int, accumulation: int, flag: str = "--batch_size", processes: int = 1) -> str:
+    """How a user asks for a batch; processes: how many of them the flag counts together."""
+    return f"{flag} {size * processes} --gradient_accumulation_steps {accumulation}"
+
+
+def copies_held() -> int:
+    """Copies of the trained parameters beside them and their gradients: AdamW's two moments, and DDP's buckets."""
+    return 2 + (world()[1] > 1)
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """(bytes that torch has reserved at most, bytes that this process may have) of a GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    room = free + torch.cuda.memory_reserved(device)
+    limit = total * torch.cuda.get_per_process_memory_fraction(device)
+    return torch.cuda.max_memory_reserved(device), int(min(room, limit))
+
+
+def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, passes: int = 2) -> Trial:
+    """Run try_once with `copies` times the trained parameters' bytes held beside. Leaves no trace but the time it took.
+
+    In the second pass, the gradients of the first are there already. Raises what is not a lack of memory.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = trained[0].device
+    count = int(copies * sum(parameter.nbytes for parameter in trained))
+    statistics = [buffer.clone() for buffer in model.buffers()]
+    error, held = "", []
+    release_memory()
+
+    # dropout and noise of the run are those of a run without a trial
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            held.append(torch.empty(count, dtype=torch.uint8, device=device))
+            for _ in range(passes):
+                try_once()
+            if device.type == "cuda":
+                # what a kernel ran out of is told when one waits for it
+                torch.cuda.synchronize(device)
+        except (RuntimeError, MemoryError) as reason:
+            if not out_of_memory(reason):
+                raise
+            error = str(reason).partition("\n")[0] or type(reason).__name__
+
+    memory = gpu_memory(device)
+    for parameter in trained:
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), statistics, strict=True):
+            buffer.copy_(before)
+    held.clear()
+    release_memory()
+    if memory is None:
+        return Trial(not error, error, None, None)
+    peak, room = memory
+    return Trial(not error and (1 + MARGIN_SHARE) * peak + MARGIN_BYTES <= room, error, peak, room)
+
+
+def fit_batch_to_memory(
+    try_once: Callable[[int], None],
+    model: nn.Module,
+    wanted: BatchSize,
+    words: Callable[[int, int], str],
+    advice: str,
+    copies: float | None = None,
+    recompute: Callable[[], None] | None = None,
+    checkpoint: dict | None = None,
+) -> BatchSize:
+    """The batch and accumulation that fit into memory, the effective batch as wanted; all ranks decide together.
+
+    The batch is halved and the accumulation doubled until a step fits. Where not even one sample does, `recompute`
+    turns on the recomputation of activations, and the batch starts again from the wanted one.
+
+    try_once(size): forward and backward pass of the largest batch there can be, without talking to other ranks.
+    words(size, accumulation): how a user asks for them. copies: see copies_held; recompute: None where the model
+    cannot, or a flag decided. checkpoint: a resumed run starts at the split that it was begun with: another one adds up
+    in another order, and has other dropout. Raises RunError with the advice.
+    """
+    asked = (wanted.size, wanted.accumulation)
+    size, accumulation = asked
+    copies = copies_held() if copies is None else copies
+    recomputed = halved = False
+    room = math.inf
+
+    # a resumed run splits its steps as the run was begun, where the same is asked for of as many processes
+    before = checkpoint.get("split") if checkpoint else None
+    if before and before["world_size"] == world()[1] and tuple(before["asked"]) == asked:
+        size, accumulation = before["used"]
+        if before["recomputed"] and recompute is not None:
+            recompute()
+            recomputed = True
+
+    # try, and ask for less until all ranks have room
+    while True:
+        trial = try_step(partial(try_once, size), model, copies)
+        facts = [not trial.fits, bool(trial.error), -(trial.room or math.inf), trial.peak or 0]
+        failed, ran_out, room_taken, peak = reduce_max(facts).tolist()
+        if not failed:
+            break
+        room = -room_taken
+
+        # first smaller micro-batches, then recomputation; a step that only lacks its margin is made after all
+        if size > 1:
+            size, accumulation = split_batch(size, accumulation)
+            halved = True
+            print_main(f"out of memory: going on with {words(size, accumulation)}")
+        elif recompute is not None and not recomputed:
+            recompute()
+            recomputed = True
+            size, accumulation = asked
+            print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
+        elif ran_out:
+            reason = trial.error or "on another process"
+            raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
+        else:
+            left = f"{peak / 2**30:.1f} of {room / 2**30:.1f} GiB"
+            print_main(f"warning: a step takes {left}, which leaves little for NCCL and fragmentation; {advice}")
+            break
+
+    source = wanted.source
+    if size < wanted.size:
+        space = f"{room / 2**30:.1f} GiB" if math.isfinite(room) else "memory"
+        source = f"fitted: {wanted.size} did not fit into {space}" if halved else "as the run was begun"
+    recomputed = recomputed or wanted.recomputed
+    return BatchSize(size, accumulation, source, recomputed, asked, peak / 2**30 if peak else None)
+
+
+def release_memory() -> None:
+    """Give what a trial step held back to the GPU: NCCL, cuDNN and cuBLAS allocate past torch's allocator."""
+    # a failed pass leaves cycles that hold its activations
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
