@@ -32,9 +32,9 @@ class Memory:
 
 def watch_trials(memory: Memory) -> None:
     """Memory is little from the first trial on, and less so once the trial turned recomputation on."""
-    import loop_utils
+    import memory_utils
 
-    def fit(*args, recompute=None, real=loop_utils.fit_batch_to_memory, **options):
+    def fit(*args, recompute=None, real=memory_utils.fit_batch_to_memory, **options):
         memory.most = memory.before
 
         def turn_on() -> None:
@@ -43,7 +43,7 @@ def watch_trials(memory: Memory) -> None:
 
         return real(*args, recompute=recompute and turn_on, **options)
 
-    loop_utils.fit_batch_to_memory = fit
+    memory_utils.fit_batch_to_memory = fit
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Checkpoints are written beside the training: what is in the file, who waits for it, and who hears of its errors."""
 
+import argparse
 import io
 import os
 import subprocess
@@ -132,8 +133,8 @@ def test_the_next_save_and_the_best_one_wait(tmp_path, slow_disk):
     begun = time.monotonic()
     second = ckpt.save_checkpoint(folder, parts(), 2, keep_last=2)
     assert time.monotonic() - begun > 0.15
-    state = {"step": 2, "best": None}
-    loop_utils.keep_best(folder, state, 1.0, planned=True)
+    training = argparse.Namespace(run_folder=folder, progress=loop_utils.Progress(step=2))
+    loop_utils.keep_best(training, 1.0, planned=True)
     assert manifest_utils.file_is(folder / "best.pt", manifest_utils.file_sha256(second))
     assert manifest_utils.read_manifest(folder).steps() == ["step_00000001.pt", "step_00000002.pt"]
 

@@ -19,11 +19,11 @@ import torch
 from conftest import tree
 
 import checkpoint_utils as ckpt
-import loop_utils
 import manifest_utils
 from cli_utils import InputError, RunError
 from distributed_utils import Ranks
 from logging_utils import RunLog
+from loop_utils import Progress, TrainingRun, keep_best, resume
 
 ONE = Ranks(0, 0, 1, torch.device("cpu"), "python")
 ARGS = "dist_timeout: 600\nkeep_last: 2\nmax_bad_steps: 10\n"
@@ -51,6 +51,20 @@ def toy_run(folder: Path, last: int, resume: str | None = None, overwrite: bool 
     log.close()
     del lock
     return begun
+
+
+def toy_training(folder: Path, step: int) -> TrainingRun:
+    """A run of toy_run's at a step, as the shared loop sees it."""
+    return TrainingRun(
+        run_folder=folder,
+        progress=Progress(step=step),
+        last_step=9,
+        planned_steps=9,
+        effective_batch_size=1,
+        precision="no",
+        log=None,
+        contents=dict,
+    )
 
 
 def logged(folder: Path) -> list[int]:
@@ -174,16 +188,16 @@ def test_ninety_folders_in_odd_states(runs, tmp_path, share):
         modes["other run"] = str(runs / "other" / "last.pt"), False
         if has_run:
             modes["own path"] = "step_00000004.pt", False
-        for mode, (resume, overwrite) in modes.items():
+        for mode, (resume_from, overwrite) in modes.items():
             folder = tmp_path / f"{states}_{mode.replace(' ', '_')}"
             foreign = make_state(folder, runs, base, damage, extra)
             before = tree(folder)
             kept = {name: before[name] for name in foreign}
             metrics = logged(folder) if (folder / "metrics.jsonl").exists() else []
-            resume = str(folder / resume) if mode == "own path" else resume
+            resume_from = str(folder / resume_from) if mode == "own path" else resume_from
             where = base, damage, extra, mode
             try:
-                begun = toy_run(folder, 9, resume, overwrite)
+                begun = toy_run(folder, 9, resume_from, overwrite)
             except InputError as error:
                 message = str(error)
             else:
@@ -615,13 +629,15 @@ def test_names_of_a_run_that_are_no_files(name, kind, runs, tmp_path):
 
 def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
     toy_run(tmp_path, 2)
-    state = {"step": 1, "best": None, "best_sha256": None}
+    training = toy_training(tmp_path, step=1)
     for value, best in ((float("nan"), None), (0.9, 0.9), (float("inf"), 0.9)):
-        loop_utils.keep_best(tmp_path, state, value, planned=True)
-        assert state["best"] == best
-    state["best"] = float("nan")
-    loop_utils.forget_other_best(tmp_path, state)
-    assert state["best"] is None
+        keep_best(training, value, planned=True)
+        assert training.progress.best == best
+    saved = vars(training.progress) | {"best": float("nan")}
+    resumed = Progress()
+    resume(resumed, {"run": {}, "state": saved}, {}, tmp_path)
+    assert resumed.step == 1
+    assert resumed.best is None
 
 
 def test_folds_are_overwritten_all_or_none(runs, tmp_path):

@@ -133,9 +133,9 @@ def test_short_window_is_divided_by_its_true_size(runs, data):
 
     args = prs.parse_args(["--data_root", str(data), *FLAGS])
     ranks = prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    args.mixed_precision = choose_precision("auto", ranks.device)[0]
+    precision, _ = choose_precision("auto", ranks.device)
     prs.adopt_architecture(args, None)
-    model = prs.build_model(args, ranks)
+    model = prs.build_model(args, precision, ranks)
     prs.load_weights(model, load(runs / "1" / "step_00000002.pt"))
     rows = [row for row in prs.read_annotations(data, None, False) if row.split == "train"]
     dataset = prs.PositionData(rows, model.reader, True)
@@ -165,7 +165,7 @@ def test_answer_does_not_reach_the_mask(runs, data):
 
     args = prs.parse_args(["--data_root", str(data), "--mixed_precision", "no"])
     prs.adopt_architecture(args, None)
-    model = prs.build_model(args, prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")).eval()
+    model = prs.build_model(args, "no", prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")).eval()
     row = prs.read_annotations(data, None, False)[0]
     longest = "A longer answer that sets the length which both batches are padded to."
     rows = [row._replace(answer=text) for text in ("Top left.", "Center, mid.", longest)]

@@ -102,7 +102,7 @@ def become(request: dict) -> int:
     if not request["figures"]:
         import logging_utils
 
-        logging_utils.RunLog.figures = lambda log, draw, step: None
+        logging_utils.RunLog.figures = lambda log, draw, step, seconds_apart=0: None
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
