@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +29,7 @@ from tqdm import tqdm
 
 from cli_utils import InputError, RunError, environment_number
 from hardware_utils import usable_cores
+from sampler_utils import EvalBatchSampler, TrainBatchSampler
 from startup_utils import agree_to_start, check_gpus, explain_failure, meet
 
 # More processes than any machine has: a larger number is a mistake.
@@ -203,98 +203,7 @@ def print_main(*values, **options) -> None:
         sys.stdout.flush()
 
 
-# --- which sample goes where ------------------------------------------------------------------------------------------
-
-
-def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples at `positions` of epoch `epoch`'s shuffle of range(size).
-
-    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
-    shuffling 300 million samples takes no memory. int64 in, int64 out, same shape.
-    """
-    half = max(1, math.ceil(math.log2(max(size, 2)) / 2))
-    mask, shift = np.uint64(2**half - 1), np.uint64(half)
-    keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
-    values = positions.astype(np.uint64)
-    outside = np.ones(values.shape, bool)
-    while outside.any():  # values that fall in [size, 4**half) walk on until they land inside
-        left, right = values[outside] >> shift, values[outside] & mask
-        for key in keys:
-            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & mask)
-        values[outside] = (left << shift) | right
-        outside = values >= size
-    return values.astype(np.int64)
-
-
-class TrainBatchSampler:
-    """This rank's batches of an epoch, a function of (seed, epoch) and of the effective batch, not of the world size.
-
-    Optimizer step k sees the samples k * effective_batch ... of the epoch's order, however batch_size x accumulation x
-    world_size make up the effective batch. The ranks' shares are disjoint and contiguous. The last step holds what is
-    left (a rank without a share of it is given one sample to compute, for which `window` says 0); with drop_last, the
-    remainder below one batch of all ranks is left out instead and every batch is full.
-    """
-
-    def __init__(
-        self, num_samples: int, batch_size: int, rank: int, world_size: int, seed: int = 0, accumulation: int = 1,
-        drop_last: bool = False,
-    ):  # fmt: skip
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.rank, self.world_size = rank, world_size
-        self.effective_batch_size = batch_size * world_size * accumulation
-        self.used = num_samples - num_samples % (batch_size * world_size) if drop_last else num_samples
-        self.epoch = self.start = 0
-
-    def set_position(self, epoch: int, samples: int = 0) -> None:
-        """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
-        self.epoch, self.start = epoch, samples
-
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.used / self.effective_batch_size)
-
-    def window(self, first: int) -> tuple[int, int]:
-        """(samples of all ranks, samples of this rank) of the optimizer step that starts after `first` samples."""
-        count = min(self.effective_batch_size, self.used - first)
-        return count, count * (self.rank + 1) // self.world_size - count * self.rank // self.world_size
-
-    def __len__(self) -> int:
-        full, rest = divmod(self.used - self.start, self.effective_batch_size)
-        last = max(1, math.ceil(self.window(self.used - rest)[1] / self.batch_size)) if rest else 0
-        return full * (self.effective_batch_size // (self.batch_size * self.world_size)) + last
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in range(self.start, self.used, self.effective_batch_size):
-            count, mine = self.window(first)
-            low = first + count * self.rank // self.world_size if mine else first
-            for begin in range(low, low + max(1, mine), self.batch_size):
-                places = np.arange(begin, min(begin + self.batch_size, low + max(1, mine)))
-                yield self.order(places).tolist()
-
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """The samples at some consecutive places of the epoch, all of one step."""
-        return permute(places, self.num_samples, self.seed, self.epoch)
-
-
-class EvalBatchSampler:
-    """This rank's batches of an evaluation: every sample once, none repeated, none left out.
-
-    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed
-    beside the same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks
-    have work.
-    """
-
-    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int):
-        self.num_samples, self.batch_size = num_samples, max(1, min(batch_size, num_samples // 8))
-        self.firsts = range(rank * self.batch_size, num_samples, world_size * self.batch_size)
-
-    def __len__(self) -> int:
-        return len(self.firsts)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in self.firsts:
-            yield list(range(first, min(first + self.batch_size, self.num_samples)))
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def _quiet_worker(_: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import SAME, forked, losses
 
-from distributed_utils import EvalBatchSampler, TrainBatchSampler, permute
+from sampler_utils import EvalBatchSampler, TrainBatchSampler, permute
 
 # 34 rows, 6 a batch over all processes, 2 batches a step: the third step of an epoch holds 10 samples instead of 12
 BATCHES = {1: 6, 2: 3, 3: 2}

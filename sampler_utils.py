@@ -1,0 +1,135 @@
+"""Which sample goes where: the order of an epoch, and each rank's share of a step and of an evaluation.
+
+The order is a function of (seed, epoch) and the effective batch, so that the number of processes changes nothing.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+
+def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples at some positions of an epoch's shuffle of range(size); int64 in and out, of one shape.
+
+    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
+    shuffling 300 million samples takes no memory.
+    """
+    bits = max(1, math.ceil(math.log2(max(size, 2)) / 2))
+    mask = np.uint64(2**bits - 1)
+    keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
+    values = positions.astype(np.uint64)
+
+    # values that fall in [size, 4**bits) walk on until they land inside
+    outside = np.ones(values.shape, bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], keys, bits, mask)
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, bits: int, mask: np.uint64) -> np.ndarray:
+    """One pass through the network: a permutation of range(4**bits)."""
+    shift = np.uint64(bits)
+    left = values >> shift
+    right = values & mask
+    for key in keys:
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = mixed ^ (mixed >> np.uint64(32))
+        left, right = right, left ^ (mixed & mask)
+    return (left << shift) | right
+
+
+class TrainBatchSampler:
+    """This rank's batches of an epoch, a function of (seed, epoch) and of the effective batch, not of the world size.
+
+    Optimizer step k sees the samples k * effective_batch ... of the epoch's order, however batch_size x accumulation x
+    world_size make up the effective batch. The ranks' shares are disjoint and contiguous. The last step holds what is
+    left (a rank without a share of it is given one sample to compute, for which `window` says 0); with drop_last, the
+    remainder below one batch of all ranks is left out instead and every batch is full.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        accumulation: int = 1,
+        drop_last: bool = False,
+    ):
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.effective_batch_size = batch_size * world_size * accumulation
+        remainder = num_samples % (batch_size * world_size) if drop_last else 0
+        self.used = num_samples - remainder
+        self.epoch = 0
+        self.start = 0
+
+    def set_position(self, epoch: int, samples: int = 0) -> None:
+        """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
+        self.epoch = epoch
+        self.start = samples
+
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return math.ceil(self.used / self.effective_batch_size)
+
+    def window(self, first: int) -> tuple[int, int]:
+        """(samples of all ranks, samples of this rank) of the optimizer step that starts after `first` samples."""
+        samples = min(self.effective_batch_size, self.used - first)
+        return samples, self._place(samples, self.rank + 1) - self._place(samples, self.rank)
+
+    def _place(self, samples: int, rank: int) -> int:
+        """Where a rank's share begins among the samples of a step."""
+        return samples * rank // self.world_size
+
+    def __len__(self) -> int:
+        full_steps, rest = divmod(self.used - self.start, self.effective_batch_size)
+        batches_per_step = self.effective_batch_size // (self.batch_size * self.world_size)
+        last = 0
+        if rest:
+            _, local = self.window(self.used - rest)
+            last = max(1, math.ceil(local / self.batch_size))
+        return full_steps * batches_per_step + last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(self.start, self.used, self.effective_batch_size):
+            samples, local = self.window(first)
+
+            # a rank without a share computes the step's first sample
+            begin = first + (self._place(samples, self.rank) if local else 0)
+            end = begin + max(1, local)
+            for place in range(begin, end, self.batch_size):
+                places = np.arange(place, min(place + self.batch_size, end))
+                yield self.order(places).tolist()
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """The samples at some consecutive places of the epoch, all of one step."""
+        return permute(places, self.num_samples, self.seed, self.epoch)
+
+
+class EvalBatchSampler:
+    """This rank's batches of an evaluation: every sample once, none repeated, none left out.
+
+    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed
+    beside the same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks
+    have work.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int):
+        self.num_samples = num_samples
+        self.batch_size = max(1, min(batch_size, num_samples // 8))
+        self.firsts = range(rank * self.batch_size, num_samples, world_size * self.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in self.firsts:
+            yield list(range(first, min(first + self.batch_size, self.num_samples)))
