@@ -38,8 +38,7 @@ MOST_RANKS = 10**6
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: `rank` of `world_size` processes, `local_rank` on its machine, its device and
-    launcher."""
+    """Where this process stands: `rank` of `world_size` processes, `local_rank` on its machine."""
 
     rank: int
     local_rank: int
@@ -53,8 +52,10 @@ class Ranks:
 
 
 def read_environment() -> tuple[int, int, int, str]:
-    """(rank, local_rank, world_size, launcher) from the variables that the launcher set; (0, 0, 1, "python") without
-    one. Raises InputError for a variable that is no such number."""
+    """(rank, local_rank, world_size, launcher) from the launcher's variables; (0, 0, 1, "python") without one.
+
+    Raises InputError for a variable that is no such number.
+    """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         launcher = "deepspeed or torch.distributed"
@@ -65,9 +66,10 @@ def read_environment() -> tuple[int, int, int, str]:
     # This variable is set by srun alone: `python` inside an sbatch script is one process.
     tasks = environment_number("SLURM_STEP_NUM_TASKS", 1, MOST_RANKS) if "SLURM_STEP_NUM_TASKS" in env else 1
     if tasks > 1:
+        # the first of node1,node2 and of node[1-4,7]
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "localhost"
-        first = re.sub(r"\[(\w+).*", r"\1", hosts.split(",")[0] if "[" not in hosts.split(",")[0] else hosts)
-        env.setdefault("MASTER_ADDR", first)
+        first = hosts.split(",")[0]
+        env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+).*", r"\1", hosts if "[" in first else first))
         job = environment_number("SLURM_JOB_ID", 0, 2**32) if "SLURM_JOB_ID" in env else 0
         env.setdefault("MASTER_PORT", str(20000 + job % 20000))
         return *_read_ranks("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"), "srun"
@@ -94,43 +96,19 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     startup_utils finds wrong with the machines: then no group is made.
     """
     rank, local_rank, world_size, launcher = read_environment()
-    gpus = torch.cuda.device_count()
-    device, store = torch.device("cpu"), None
-    if gpus:  # srun may show each task its own GPU only
-        device = torch.device("cuda", 0 if launcher == "srun" and gpus == 1 else local_rank)
-    if world_size > 1:
-        if launcher != "srun":
-            die_with_parent()
-        both = device.type == "cuda" and dist.is_nccl_available()  # Windows has no NCCL
-        backend = backend or ("cpu:gloo,cuda:nccl" if both else "gloo")
-        limit = timedelta(seconds=timeout)
-        store = meet(rank, world_size, limit)
-        agree_to_start(store, rank, world_size, device, backend)
-        with explain_failure(store, rank):
-            dist.init_process_group(backend, store=store, timeout=limit, rank=rank, world_size=world_size)
-    else:
-        for note in check_gpus():
-            print(note, flush=True)
+    ranks = Ranks(rank, local_rank, world_size, _own_device(local_rank, launcher), launcher)
+    backend = backend or _default_backend(ranks.device)
+    store = _join_group(ranks, backend, timeout)
     try:
-        with agree_on_errors():
-            if gpus and device.index >= gpus:
-                raise InputError(f"process {local_rank + 1} of a machine with {gpus} GPUs; start at most one per GPU")
-        if gpus:
-            # NCCL starts with its first collective: here, where a failure can be explained
-            with explain_failure(store, rank):
-                torch.cuda.set_device(device)
-                first = torch.ones(1, device=device)
-                if world_size > 1 and "nccl" in backend:
-                    dist.all_reduce(first)
-                torch.cuda.synchronize(device)
-        yield Ranks(rank, local_rank, world_size, device, launcher)
-    except (InputError, RunError, SystemExit) as error:  # agreed by all ranks: leave in order
-        traceback.clear_frames(error.__traceback__)  # frames of the traceback would keep DDP alive
+        _start_gpu(ranks, backend, store)
+        yield ranks
+    except (InputError, RunError, SystemExit) as error:
+        # All ranks have agreed to leave in order. Frames of the traceback would keep DDP alive.
+        traceback.clear_frames(error.__traceback__)
         raise
     except BaseException:
-        if (
-            world_size > 1
-        ):  # a crash of one rank: go at once, so that the others see the broken connection instead of waiting
+        # A crash of one rank: it goes at once, so that the others see the broken connection instead of waiting.
+        if world_size > 1:
             print(f"rank {rank} crashed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
@@ -140,12 +118,68 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-            time.sleep(0.1)  # lets gloo's threads have the GIL to free what they hold: at the exit they would abort
+            # gloo's threads need the GIL to free what they hold: at the exit they would abort
+            time.sleep(0.1)
+
+
+def _own_device(local_rank: int, launcher: str) -> torch.device:
+    """This process's GPU, or the CPU on a machine without one."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return torch.device("cpu")
+    # srun may show each task its own GPU only
+    return torch.device("cuda", 0 if launcher == "srun" and gpus == 1 else local_rank)
+
+
+def _default_backend(device: torch.device) -> str:
+    """NCCL for GPU tensors with gloo for CPU tensors; gloo alone without GPUs and on Windows, which has no NCCL."""
+    both = device.type == "cuda" and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if both else "gloo"
+
+
+def _join_group(ranks: Ranks, backend: str, timeout: float) -> dist.Store | None:
+    """Make the process group where there is more than one process; returns the store that they met at."""
+    if ranks.world_size == 1:
+        for note in check_gpus():
+            print(note, flush=True)
+        return None
+    if ranks.launcher != "srun":
+        die_with_parent()
+    limit = timedelta(seconds=timeout)
+    store = meet(ranks.rank, ranks.world_size, limit)
+    agree_to_start(store, ranks.rank, ranks.world_size, ranks.device, backend)
+    with explain_failure(store, ranks.rank):
+        dist.init_process_group(
+            backend,
+            store=store,
+            timeout=limit,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+    return store
+
+
+def _start_gpu(ranks: Ranks, backend: str, store: dist.Store | None) -> None:
+    """All ranks: take this process's GPU, where there is one. Raises InputError for too few of them."""
+    gpus = torch.cuda.device_count()
+    with agree_on_errors():
+        if gpus and ranks.device.index >= gpus:
+            number = ranks.local_rank + 1
+            raise InputError(f"process {number} of a machine with {gpus} GPUs; start at most one per GPU")
+    if not gpus:
+        return
+
+    # NCCL starts with its first collective: here, where a failure can be explained
+    with explain_failure(store, ranks.rank):
+        torch.cuda.set_device(ranks.device)
+        first = torch.ones(1, device=ranks.device)
+        if ranks.world_size > 1 and "nccl" in backend:
+            dist.all_reduce(first)
+        torch.cuda.synchronize(ranks.device)
 
 
 def leave_alone(message: str) -> None:
-    """An error of this rank only, which the others cannot be told because they wait elsewhere: one line, then gone at
-    once."""
+    """End this process with one line: an error that the others cannot be told, as they wait elsewhere."""
     if world()[1] == 1:
         raise RunError(message)
     print(f"error: rank {world()[0]}: {message}", file=sys.stderr, flush=True)
@@ -155,23 +189,31 @@ def leave_alone(message: str) -> None:
 def die_with_parent() -> None:
     """Linux: get SIGTERM (save and leave) when the launcher dies, even by kill -9. Elsewhere nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
 
 
 def launch_workers(world_size: int) -> None:
-    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it; returns inside a launcher's
-    worker."""
-    if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
-        launcher = str(Path(__file__).with_name("launch_utils.py"))
-        command = [sys.executable, launcher, "torchrun", "--standalone", f"--nproc_per_node={world_size}"]
-        os.execv(sys.executable, [*command, *sys.argv])
+    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it.
+
+    Returns where that is not needed: for one process, and inside a launcher's worker.
+    """
+    _, _, processes, _ = read_environment()
+    if world_size <= 1 or processes > 1 or "RANK" in os.environ:
+        return
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+    launcher = str(Path(__file__).with_name("launch_utils.py"))
+    command = [sys.executable, launcher, "torchrun", "--standalone", f"--nproc_per_node={world_size}"]
+    os.execv(sys.executable, [*command, *sys.argv])
 
 
 def world() -> tuple[int, int]:
     """(rank, world_size) of the process group, (0, 1) without one."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def keep_buckets() -> bool:
@@ -207,8 +249,7 @@ def print_main(*values, **options) -> None:
 
 
 def _quiet_worker(_: int) -> None:
-    """Ctrl-C and SIGTERM reach the whole process group: the training process decides, its loading processes go on
-    serving it."""
+    """Let a loading process serve on after Ctrl-C and SIGTERM, which reach the whole group: the trainer decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -224,16 +265,22 @@ def limit_workers(num_workers: int) -> int:
 
 
 def create_distributed_dataloader(
-    dataset: Dataset, batch_size: int = 8, train: bool = True, seed: int = 0, num_workers: int = 0,
-    accumulation: int = 1, drop_last: bool = True, **options,
-) -> DataLoader:  # fmt: skip
+    dataset: Dataset,
+    batch_size: int = 8,
+    train: bool = True,
+    seed: int = 0,
+    num_workers: int = 0,
+    accumulation: int = 1,
+    drop_last: bool = True,
+    **options,
+) -> DataLoader:
     """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU.
 
     Shuffled and dealt out when `train` (call `loader.batch_sampler.set_position(epoch)` before each epoch), in order
     and unpadded otherwise. Without drop_last the last step of an epoch is uneven: weight it as TrainBatchSampler.window
     says. A data set with a `train_sampler` of its own (one of which each rank holds a part) is dealt out by that.
-    num_workers is lowered to the cores there are.
-    Raises InputError for persistent workers beside one that `changes` with the epoch: they would keep its first state.
+    num_workers is lowered to the cores there are. Raises InputError for persistent workers beside one that `changes`
+    with the epoch: they would keep its first state.
     """
     rank, world_size = world()
     if getattr(dataset, "changes", False) and not train:
@@ -246,9 +293,10 @@ def create_distributed_dataloader(
         sampler = dataset.train_sampler(batch_size, seed, accumulation, drop_last)
     else:
         sampler = TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed, accumulation, drop_last)
-    options.setdefault("pin_memory", torch.cuda.is_available())
-    # its own generator: a DataLoader draws from the global one at each epoch, and a resumed run would draw once more
+
+    # Its own generator: a DataLoader draws from the global one at each epoch, and a resumed run would draw once more.
     generator = torch.Generator().manual_seed(seed % 2**63)
+    options.setdefault("pin_memory", torch.cuda.is_available())
     return DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -263,8 +311,7 @@ def create_distributed_dataloader(
 
 
 def reduce_sum(values: torch.Tensor | list) -> torch.Tensor:
-    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor (no GPU
-    synchronisation)."""
+    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor, which no GPU waits for."""
     return _reduce(values, dist.ReduceOp.SUM)
 
 
@@ -274,7 +321,9 @@ def reduce_max(values: torch.Tensor | list) -> torch.Tensor:
 
 
 def _reduce(values: torch.Tensor | list, operation) -> torch.Tensor:
-    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
+    tensor = values
+    if not isinstance(values, torch.Tensor):
+        tensor = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(tensor, op=operation)
     return tensor
@@ -321,8 +370,7 @@ class _GatherWithGrad(torch.autograd.Function):
 
 
 def all_gather_with_grad(local: torch.Tensor) -> torch.Tensor:
-    """Rows of all ranks, (n_r, ...) -> (sum n_r, ...), in rank order; ranks may hold different numbers of rows, also
-    none.
+    """Rows of all ranks, (n_r, ...) -> (sum n_r, ...), in rank order; a rank may hold none.
 
     Gradients flow back to the rank that gave a row and are summed over the ranks' losses: with DDP, which averages,
     give each rank the loss of the whole batch and the result is the single-process gradient.
@@ -336,19 +384,20 @@ def all_gather_with_grad(local: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def agree_on_errors() -> Iterator[None]:
     """Inside, each rank may meet an InputError or RunError of its own; at the end all raise the first one together."""
-    mine = None
+    own = None
     try:
         yield
     except (InputError, RunError) as error:
-        mine = error
-    theirs = next((error for error in gather_objects(mine) if error is not None), None)
-    if theirs is not None:
-        raise theirs from None
+        own = error
+    errors = [error for error in gather_objects(own) if error is not None]
+    if errors:
+        raise errors[0] from None
 
 
 def scale_learning_rate(base: float, world_size: int, rule: str) -> float:
     """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by sqrt(world_size), none leaves it."""
-    return base * {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}[rule]
+    factors = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}
+    return base * factors[rule]
 
 
 def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
@@ -357,12 +406,16 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
         return (step + 1) / warmup_steps
     if kind == "constant":
         return 1.0
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+    cosine_steps = max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / cosine_steps))
 
 
 def to_device(batch: dict, device: torch.device) -> dict:
     """The batch with its tensors on the device, copied while the host goes on; other values as they are."""
-    return {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    moved = {}
+    for name, value in batch.items():
+        moved[name] = value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    return moved
 
 
 class StopSignal:
@@ -376,8 +429,12 @@ class StopSignal:
         self.agreed = 0
 
     def __enter__(self) -> "StopSignal":
-        names = ("SIGTERM", "SIGINT", "SIGBREAK")
-        self.previous = {s: signal.signal(s, self._handle) for s in (getattr(signal, n, None) for n in names) if s}
+        # SIGBREAK is Windows' Ctrl-Break
+        self.previous = {}
+        for name in ("SIGTERM", "SIGINT", "SIGBREAK"):
+            if hasattr(signal, name):
+                number = getattr(signal, name)
+                self.previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_) -> None:

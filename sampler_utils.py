@@ -15,27 +15,29 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
     shuffling 300 million samples takes no memory.
     """
-    bits = max(1, math.ceil(math.log2(max(size, 2)) / 2))
-    mask = np.uint64(2**bits - 1)
-    keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
+    bits = math.ceil(math.log2(max(size, 2)) / 2)
+    sequence = np.random.SeedSequence([seed % 2**63, epoch])
+    keys = sequence.generate_state(8, np.uint64)
     values = positions.astype(np.uint64)
 
     # values that fall in [size, 4**bits) walk on until they land inside
     outside = np.ones(values.shape, bool)
     while outside.any():
-        values[outside] = _feistel(values[outside], keys, bits, mask)
+        values[outside] = _feistel(values[outside], keys, bits)
         outside = values >= size
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, keys: np.ndarray, bits: int, mask: np.uint64) -> np.ndarray:
+def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
     """One pass through the network: a permutation of range(4**bits)."""
     shift = np.uint64(bits)
+    mask = np.uint64(2**bits - 1)
     left = values >> shift
     right = values & mask
     for key in keys:
         mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = mixed ^ (mixed >> np.uint64(29))
+        mixed = mixed * np.uint64(0xBF58476D1CE4E5B9)
         mixed = mixed ^ (mixed >> np.uint64(32))
         left, right = right, left ^ (mixed & mask)
     return (left << shift) | right
@@ -66,6 +68,8 @@ class TrainBatchSampler:
         self.rank = rank
         self.world_size = world_size
         self.effective_batch_size = batch_size * world_size * accumulation
+
+        # samples of an epoch that are used, and where in which epoch the next iteration begins
         remainder = num_samples % (batch_size * world_size) if drop_last else 0
         self.used = num_samples - remainder
         self.epoch = 0
@@ -83,7 +87,9 @@ class TrainBatchSampler:
     def window(self, first: int) -> tuple[int, int]:
         """(samples of all ranks, samples of this rank) of the optimizer step that starts after `first` samples."""
         samples = min(self.effective_batch_size, self.used - first)
-        return samples, self._place(samples, self.rank + 1) - self._place(samples, self.rank)
+        begin = self._place(samples, self.rank)
+        end = self._place(samples, self.rank + 1)
+        return samples, end - begin
 
     def _place(self, samples: int, rank: int) -> int:
         """Where a rank's share begins among the samples of a step."""
@@ -103,10 +109,13 @@ class TrainBatchSampler:
             samples, local = self.window(first)
 
             # a rank without a share computes the step's first sample
-            begin = first + (self._place(samples, self.rank) if local else 0)
+            begin = first
+            if local:
+                begin += self._place(samples, self.rank)
             end = begin + max(1, local)
             for place in range(begin, end, self.batch_size):
-                places = np.arange(place, min(place + self.batch_size, end))
+                batch_end = min(place + self.batch_size, end)
+                places = np.arange(place, batch_end)
                 yield self.order(places).tolist()
 
     def order(self, places: np.ndarray) -> np.ndarray:
@@ -125,11 +134,14 @@ class EvalBatchSampler:
     def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int):
         self.num_samples = num_samples
         self.batch_size = max(1, min(batch_size, num_samples // 8))
-        self.firsts = range(rank * self.batch_size, num_samples, world_size * self.batch_size)
+        begin = rank * self.batch_size
+        stride = world_size * self.batch_size
+        self.firsts = range(begin, num_samples, stride)
 
     def __len__(self) -> int:
         return len(self.firsts)
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in self.firsts:
-            yield list(range(first, min(first + self.batch_size, self.num_samples)))
+            end = min(first + self.batch_size, self.num_samples)
+            yield list(range(first, end))
