@@ -13,7 +13,7 @@ PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() o
 # The python that was named has torch already: on a machine without network no .venv can be made.
 GIVEN := $(filter command line,$(origin PYTHON))
 
-# A processor with AVX-512 takes other kernels, which add in another order: with AVX2 alone a demo prints what README.md shows.
+# A processor with AVX-512 takes other kernels, which add in another order: with AVX2 alone a demo prints what the pages show.
 ifneq (,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null))
 demo demo-all: export ATEN_CPU_CAPABILITY := avx2
 demo demo-all: export ONEDNN_MAX_CPU_ISA := AVX2
@@ -38,27 +38,21 @@ demo-prs_med:
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med $$processes -- \
 	    --config configs/prs_med_demo.yaml --batch_size $$((32 / processes))
 
-demo-mimic_cxr: D := data/demo/mimic_cxr
 demo-mimic_cxr:
-	$(BIN)/python sample_data.py mimic_cxr $(D)
+	$(BIN)/python sample_data.py mimic_cxr data/demo/mimic_cxr
 	processes=$(PROCESSES) && \
-	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/default_config.yaml $(ENGINE) \
-	    --num_gpus $$processes --mimic_cxr_path $(D)/mimic-cxr-jpg --mimic_qa_path $(D)/mimic-ext-cxr-qba \
-	    --image_encoder $(D)/convnext_tiny --text_encoder $(D)/bert_tiny --image_size 64 --index_dir $(D)/index \
-	    --output_dir runs/demo/mimic_cxr --batch_size $$((64 / processes)) --gradient_accumulation_steps 1 --epochs 6 \
-	    --learning_rate 1e-3 --warmup_steps 100 --dropout 0 --chexpert_weight 1 --no-gradient_checkpointing --num_workers 0
+	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/mimic_cxr_demo.yaml $(ENGINE) \
+	    --num_gpus $$processes --batch_size $$((64 / processes))
 
-demo-survival: D := data/demo/survival
 demo-survival:
-	$(BIN)/python sample_data.py survival $(D)
+	$(BIN)/python sample_data.py survival data/demo/survival
 	processes=$(PROCESSES) && \
-	$(BIN)/python train_survival_distributed.py --csv_path $(D)/dataset.csv --config configs/survival_demo.yaml \
+	$(BIN)/python train_survival_distributed.py --config configs/survival_demo.yaml \
 	    --world_size $$processes --batch_size $$((32 / processes * processes))
 
-demo-cascade: D := data/demo/cascade
-demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json --checkpoint_dir runs/demo/cascade
+demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json
 demo-cascade:
-	$(BIN)/python sample_data.py cascade $(D)
+	$(BIN)/python sample_data.py cascade data/demo/cascade
 	processes=$(PROCESSES) && export PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 && \
 	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
@@ -66,13 +60,12 @@ demo-cascade:
 	torchrun --standalone --nproc_per_node=$$processes $(T) --resume_from auto
 	$(BIN)/python $(T) --eval_only --check_conditioning
 
-demo-compressed_ad: D := data/demo/compressed_ad
-demo-compressed_ad: T := train.py --data $(D) --config configs/compressed_ad_demo.yaml
-demo-compressed_ad: R := runs/demo/compressed_ad
+demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
+demo-compressed_ad: AD := runs/demo/compressed_ad/ad
 demo-compressed_ad:
-	$(BIN)/python sample_data.py compressed_ad $(D)
-	$(BIN)/python $(T) --output_dir $(R)/ad --model ad --train_timesteps 4700
-	$(BIN)/python $(T) --output_dir $(R) --ad_run $(R)/ad
+	$(BIN)/python sample_data.py compressed_ad data/demo/compressed_ad
+	$(BIN)/python $(T) --output_dir $(AD) --model ad --train_timesteps 4700
+	$(BIN)/python $(T) --ad_run $(AD)
 
 demo-all: setup
 	$(MAKE) demo TASK=prs_med
