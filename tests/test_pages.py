@@ -1,0 +1,229 @@
+"""Each task has its doors, its demo, its page and its row; and what the pages name exists: links, files, flags."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_contract import TASKS
+
+SCRIPTS = {
+    "prs_med": "train_prs_med.py",
+    "mimic_cxr": "train_mimic_cxr.py",
+    "survival": "train_survival_distributed.py",
+    "cascade": "train_accelerate.py",
+    "compressed_ad": "train.py",
+}
+DOORS = ("data.py", "report.py", "sample_data.py", "README.md")
+TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
+PAGES = ["README.md", "docs/running.md", "docs/new_task.md", "docs/determinism.md", *TASK_PAGES]
+GUIDE_TABLE = "As the guide writes it, and as it works here"
+
+# Where these files lie until they have moved. The pages name them by their new place.
+BEFORE_THE_MOVE = {
+    "cache_utils.py": "disk_cache.py",
+    "sampler_utils.py": "distributed_utils.py",
+    "tasks/prs_med/memory.py": "prs_med_memory.py",
+    "tasks/mimic_cxr/index.py": "mimic_cxr_index.py",
+    "tasks/survival/data.py": "survival_data.py",
+    "tasks/survival/metrics.py": "survival_metrics.py",
+    "tasks/cascade/model.py": "cascade_net.py",
+    "tasks/cascade/projector.py": "drr_projector.py",
+    "tasks/cascade/metrics.py": "cascade_metrics.py",
+    "tasks/compressed_ad/model.py": "in_context_net.py",
+    "tasks/compressed_ad/data.py": "darkroom.py",
+}
+# Their flags are not ours, and need not be checked.
+OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "tensorboard", "hf")
+OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal")
+# A path that begins so is a file of this repository; a user's own data lie elsewhere.
+OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/")
+# What a run writes there, and the example of a sixth task.
+NOT_YET_THERE = ("benchmarks/gpu", "my_task", "<", "*")
+
+
+def find(path: str) -> Path:
+    """The file that a page names, or the one that will become it."""
+    if not (ROOT / path).exists() and path in BEFORE_THE_MOVE:
+        return ROOT / BEFORE_THE_MOVE[path]
+    return ROOT / path
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def section(page: str, title: str) -> str:
+    """What stands under a heading of the second level."""
+    return read(page).split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def prose(page: str) -> str:
+    """The page without its blocks of code and without the guide's own words, the first column of its table."""
+    text = re.sub("^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    if page in TASK_PAGES:
+        table = section(page, GUIDE_TABLE)
+        text = text.replace(table, re.sub(r"^\| .*? \| ", "| ", table, flags=re.MULTILINE))
+    return text
+
+
+def inline_code(page: str) -> list[str]:
+    return re.findall("`([^`]+)`", prose(page))
+
+
+def command_lines(page: str) -> list[list[str]]:
+    """The words of each command in the page's blocks of shell, and in its text."""
+    lines = inline_code(page)
+    for block in re.findall("^```bash\n(.*?)^```$", read(page), flags=re.DOTALL | re.MULTILINE):
+        # A variable such as T="train.py --config FILE" holds a part of a command.
+        for name, value in re.findall(r'(\w+)="(\w+\.py [^"]*)"', block):
+            block = block.replace(f"${name} ", f"{value} ")
+        lines += block.replace("\\\n", " ").splitlines()
+
+    # A place to fill in, such as <node0_ip>, is no redirection, and `& rem` begins a comment in a .bat line.
+    lines = [line.replace("<", "").replace(">", "").split("& rem")[0] for line in lines]
+    return [shlex.split(line.replace("'", ""), comments=True) for line in lines]
+
+
+def split_command(words: list[str]) -> tuple[str, list[str]]:
+    """(the script or launcher of ours on a command line, the words behind it); ("", words) without one."""
+    for place, word in enumerate(words):
+        name = word.removeprefix("./").replace("hardware_utils", "hardware_utils.py").replace(".py.py", ".py")
+        if name.endswith((".py", ".sh", ".bat")) and (ROOT / name).is_file():
+            return name, words[place + 1 :]
+    return "", words
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text))
+
+
+@cache
+def help_flags(*command: str) -> set[str]:
+    """Every flag in the --help of a script of ours."""
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return flags_in(done.stdout)
+
+
+def script_flags(scripts: Iterable[str] = tuple(SCRIPTS.values())) -> set[str]:
+    """The flags of these training scripts together; of all five if none are given."""
+    return {flag for script in scripts for flag in help_flags(script)}
+
+
+def known_flags(name: str) -> set[str]:
+    """The flags that may stand behind the name of this script or launcher."""
+    if name == "sample_data.py":
+        return {flag for task in TASKS for flag in help_flags(name, task)}
+    if name in SCRIPTS.values():
+        return help_flags(name)
+
+    # A launcher passes on what it does not know; the help of other programs takes seconds, as they import torch first.
+    return flags_in(read(name.replace(".bat", ".sh"))) | script_flags()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_task_has_its_script_its_page_its_row_and_its_sample_data(task):
+    page = f"tasks/{task}/README.md"
+    script = SCRIPTS[task]
+    assert (ROOT / script).is_file()
+    assert script in read(page)
+    assert help_flags("sample_data.py", task)
+    row = rf"^\| \d \| `{re.escape(script)}` \| .* \| \[tasks/{task}\]\({page}\) \|$"
+    assert len(re.findall(row, read("README.md"), flags=re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_demos_flags_stand_in_its_config(task):
+    """The Makefile's target uses the file, and so does the page."""
+    (config,) = (ROOT / "configs").glob(f"{task}_demo.*")
+    makefile = read("Makefile")
+    target = makefile.split(f"\ndemo-{task}:\n")[1].split("\n\n")[0]
+    variables = "".join(re.findall(rf"^demo-{task}: \w+ := .*$", makefile, flags=re.MULTILINE))
+    assert f"sample_data.py {task} data/demo/{task}\n" in target
+    assert f"--config configs/{config.name}" in target + variables
+    assert f"\t$(MAKE) demo TASK={task}\n" in makefile
+    demo = section(f"tasks/{task}/README.md", "The demo")
+    assert f"--config configs/{config.name}" in demo
+    assert f"docs/{task}_demo.png" in demo
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.skipif(not (ROOT / "tasks/survival/data.py").exists(), reason="the tasks' files lie at the top as yet")
+def test_each_task_has_its_doors_and_imports_no_other_task(task):
+    folder = ROOT / "tasks" / task
+    assert not [door for door in DOORS if not (folder / door).is_file()]
+    others = "|".join(name for name in TASKS if name != task)
+    for path in folder.glob("*.py"):
+        assert not re.search(rf"^\s*(from|import) tasks\.({others})\b", path.read_text(), flags=re.MULTILINE), path
+
+
+@pytest.mark.parametrize("page", TASK_PAGES)
+def test_a_tasks_page_begins_with_the_guide_and_has_every_section(page):
+    titles = re.findall("^## (.*)$", read(page), flags=re.MULTILINE)
+    assert titles[:2] == [GUIDE_TABLE, "Commands"]
+    assert {"The demo", "Metrics"} < set(titles)
+    assert {"Data", "Bring your own data"} & set(titles)
+
+
+def test_the_first_page_is_short():
+    assert len(read("README.md").splitlines()) <= 150
+
+
+def anchors(page: str) -> set[str]:
+    """The names by which links reach the page's headings."""
+    headings = re.findall("^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)]+)\)", read(page)):
+        path, _, heading = target.partition("#")
+        linked = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        name = linked.relative_to(ROOT).as_posix()
+        assert find(name).exists(), target
+        assert not heading or heading in anchors(name), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    words = {word.removeprefix("./") for line in command_lines(page) for word in line}
+    at_the_top = re.compile(r"(train|sample_data|fake_cuda|\w+_train|launch_)\w*\.(py|sh|bat|cpp)|requirements\S*\.txt")
+    named = [word for word in words if word.startswith(OUR_FOLDERS) or at_the_top.fullmatch(word)]
+    for name in named:
+        assert find(name).exists() or any(part in name for part in NOT_YET_THERE), name
+    assert named
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_that_a_page_names_exist(page):
+    """On a command line behind the script's name; else of the page's script, or of any where the page is of all."""
+    others = read("launch_distributed_training.sh") + read("train_4gpu.sh") + read("hardware_utils.py")
+    scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
+    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS)
+    for words in command_lines(page):
+        name, behind = split_command(words)
+        if not name and words and words[0] in OTHER_PROGRAMS:
+            continue
+        unknown = flags_in(" ".join(behind)) - (known_flags(name) if name else anywhere)
+        assert not unknown, f"{' '.join(words)}: {unknown}"
+
+
+def test_what_the_table_of_where_to_look_names_exists():
+    """Its last column has names behind the link to their file, or before the links to all files that have them."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", section("docs/new_task.md", "Where to look"), flags=re.MULTILINE)[2:]
+    found = 0
+    for row in rows:
+        for first, links, last in re.findall(r"(?:`(\w+)` in )?((?:\[\S+\]\(\S+\)(?:, | and )?)+)((?: ?`\w+`)*)", row):
+            for link in re.findall(r"\(\.\./([\w./]+)\)", links):
+                for name in re.findall(r"\w+", first or last):
+                    assert re.search(rf"^(def|class) {name}\b", find(link).read_text(), flags=re.MULTILINE), name
+                    found += 1
+    assert found >= 20
