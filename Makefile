@@ -42,7 +42,8 @@ demo-mimic_cxr:
 	$(BIN)/python sample_data.py mimic_cxr data/demo/mimic_cxr
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/mimic_cxr_demo.yaml $(ENGINE) \
-	    --num_gpus $$processes --batch_size $$((64 / processes))
+	    --num_gpus $$processes --batch_size $$((64 / processes)) \
+	    --gradient_accumulation_steps 1 --no-gradient_checkpointing --num_workers 0
 
 demo-survival:
 	$(BIN)/python sample_data.py survival data/demo/survival
