@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import ROOT, tree
+from conftest import ROOT, at_step, tree
 from test_run_folder import damage
 
 import checkpoint_utils
@@ -173,6 +173,40 @@ def test_the_share_of_the_peak(task, small_run, finished, zygote, tmp_path):
     # MIMIC's questions are padded to the longest of a micro-batch
     exact = 0.1 if task == "mimic_cxr" else 1e-6
     assert flops_a_sample(tmp_path / "run", 2)[0] == pytest.approx(flops_a_sample(finished(task), 1)[0], rel=exact)
+
+
+def moments(value) -> list[torch.Tensor]:
+    """AdamW's first moments, wherever they stand in an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if "exp_avg" in value:
+        return moments(value["exp_avg"])
+    parts = [part for part in value.values() if isinstance(part, dict | torch.Tensor)]
+    return [moment for part in parts for moment in moments(part)]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_gradients_are_clipped(task, small_run, zygote, tmp_path):
+    """After one step, AdamW's first moments are a tenth of the clipped gradient; the log has the norm before."""
+    out = tmp_path / "run"
+    done = zygote(*small_run(task, out, "--max_steps", "1", "--grad_clip", "0.001"))
+    assert done.code == 0, done.stderr
+    checkpoint = torch.load(out / "step_00000001.pt", weights_only=True)
+    norm = torch.cat([moment.flatten() for moment in moments(checkpoint["optimizer"])]).norm()
+    assert float(norm) == pytest.approx(0.1 * 0.001, rel=1e-3)
+    assert lines(out)[0]["train/grad_norm"] > 0.01
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_ctrl_c_saves_and_the_rest_is_the_uninterrupted_run(task, small_run, finished, zygote, tmp_path):
+    """SIGINT: exit code 130, a checkpoint of the step reached, and the same lines after a resume."""
+    out = tmp_path / "run"
+    command = small_run(task, out, "--resume_from", "auto", "--save_every", "1")
+    stopped = zygote(*command, interrupt=at_step(out, 2, "all", signal.SIGINT))
+    assert stopped.code == 130, stopped.stderr
+    assert "signal: saved at step" in stopped.stdout
+    assert zygote(*command).code == 0
+    assert lines(out) == lines(finished(task))
 
 
 @pytest.mark.parametrize("task", TASKS)
