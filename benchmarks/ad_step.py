@@ -185,7 +185,8 @@ def acting(setting: Setting, agents: int, steps: int) -> dict:
 
 def sources() -> dict:
     """Histories/s of 1000 steps: all goals by the tabular learner, one goal by stable-baselines3's PPO."""
-    from sample_data import ppo_history, tabular_histories
+    from tasks.compressed_ad.ppo_histories import ppo_history
+    from tasks.compressed_ad.sample_data import tabular_histories
 
     begun = time.perf_counter()
     tabular_histories(range(81), 100, 1000, 0)

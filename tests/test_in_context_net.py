@@ -350,7 +350,7 @@ def test_histories_shorter_than_a_depth_train_to_the_depth_they_have(histories):
 
 
 def test_tabular_learners_rise_and_use_nothing_but_their_own_past():
-    from sample_data import tabular_histories
+    from tasks.compressed_ad.sample_data import tabular_histories
 
     states, actions, after = tabular_histories([22, 80], 30, 1000, 1)
     assert np.array_equal(dr.NEXT[states, actions], after)
@@ -366,7 +366,7 @@ def test_tabular_learners_rise_and_use_nothing_but_their_own_past():
 
 
 def test_ppo_of_stable_baselines_writes_the_same_kind_of_history():
-    from sample_data import ppo_history
+    from tasks.compressed_ad.ppo_histories import ppo_history
 
     states, actions, after = ppo_history(40, 4, 200, 42)
     assert states.shape == actions.shape == after.shape == (200, 4)

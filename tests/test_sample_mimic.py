@@ -14,8 +14,10 @@ import pytest
 from conftest import tree
 from PIL import Image
 
-import sample_data
 from cli_utils import InputError
+from tasks.mimic_cxr.sample_data import write_sample_data
+from tasks.mimic_cxr.sample_findings import CHEXPERT
+from tasks.mimic_cxr.sample_questions import WORDINGS
 
 SIZES = {"num_train": 30, "num_val": 8, "num_test": 8, "image_size": 64, "seed": 3}
 QBA, JPG = "mimic-ext-cxr-qba", "mimic-cxr-jpg"
@@ -37,14 +39,14 @@ def keys(rows: list[dict]) -> list[tuple]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("mimic") / "folder"
-    sample_data.write_mimic_cxr(out, **SIZES)
+    write_sample_data(out, **SIZES)
     return out
 
 
 @pytest.fixture(scope="module")
 def zipped(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("mimic") / "zipped"
-    sample_data.write_mimic_cxr(out, **SIZES, zipped=True)
+    write_sample_data(out, **SIZES, zipped=True)
     return out
 
 
@@ -68,7 +70,7 @@ def test_the_same_seed_writes_the_same_bytes_zipped_or_not(folder, zipped):
 def test_an_existing_data_set_is_not_touched(folder):
     before = tree(folder)
     with pytest.raises(InputError, match="already holds"):
-        sample_data.write_mimic_cxr(folder, **SIZES)
+        write_sample_data(folder, **SIZES)
     assert tree(folder) == before
 
 
@@ -100,10 +102,10 @@ def test_pictures_and_tables_agree_and_patients_stay_in_one_split(folder):
 
 def test_labels_are_one_row_a_study_with_blanks_and_uncertain_ones(folder, studies):
     labels = rows_of(folder, "chexpert")
-    assert list(labels[0]) == ["subject_id", "study_id", *sample_data.CHEXPERT]
+    assert list(labels[0]) == ["subject_id", "study_id", *CHEXPERT]
     assert {f"s{row['study_id']}" for row in labels} == set(studies)
-    assert {row[name] for row in labels for name in sample_data.CHEXPERT} == {"1.0", "0.0", "-1.0", ""}
-    for name in sample_data.CHEXPERT:
+    assert {row[name] for row in labels for name in CHEXPERT} == {"1.0", "0.0", "-1.0", ""}
+    for name in CHEXPERT:
         assert {"1.0", "0.0"} <= {row[name] for row in labels}, name
 
 
@@ -153,7 +155,7 @@ def test_answers_follow_the_findings_and_some_have_no_target(studies):
         for question in study["questions"]:
             answer = next(a for a in question["answers"] if a["answer_type"] == "main_answer")
             main[question["question_type"]].append((question["question"], answer))
-    assert set(main) == set(sample_data.WORDINGS)
+    assert set(main) == set(WORDINGS)
     absent = [a for _, a in main["D01_describe_finding"] if a["positiveness"] == "neg"]
     assert any(a["obs_entities"] != ["no finding"] for a in absent)  # descriptions say what is not there, too
     for _, answer in main["B04_is_normal"]:  # positiveness tells of the finding, not of the answer
