@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import checkpoint_utils
+import loop_utils
 
 
 def main() -> None:
@@ -24,7 +25,9 @@ def main() -> None:
                 file.write_bytes(file.read_bytes()[:40])
         return path
 
-    checkpoint_utils.save_checkpoint = save_checkpoint
+    # scripts whose loop is not yet that of loop_utils import the name themselves
+    for module in (checkpoint_utils, loop_utils):
+        module.save_checkpoint = save_checkpoint
     sys.argv = sys.argv[3:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

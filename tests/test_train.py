@@ -14,7 +14,9 @@ import torch
 from background import interrupt
 from conftest import ROOT, at_step, kill_then_stop, torchrun
 
+from darkroom import SegmentDataset
 from manifest_utils import read_manifest
+from sampler_utils import TrainBatchSampler
 
 TRAIN = str(ROOT / "train.py")
 TRAINED = ("train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/skipped")
@@ -199,8 +201,8 @@ def test_gradient_is_that_of_all_actions_of_all_ranks(in_context, zygote, tmp_pa
     out = tmp_path / "run"
     go(zygote, in_context(out, "--train_batch_size", "4", "--max_steps", "1", "--grad_clip", "0"), 3)
     args = train.parse_args(in_context(out))
-    data, net = train.Data(args), train.build_net(args, torch.device("cpu"))
-    ids = train.du.TrainBatchSampler(len(data.train), 12, 0, 1, seed=args.seed)
+    data, net = train.Data(args), train.build_model(args, torch.device("cpu"))
+    ids = TrainBatchSampler(len(data.train), 12, 0, 1, seed=args.seed)
     batch = data.train.__getitems__(next(iter(ids)))
     losses, right = train.action_losses(net, batch)
     actions = (batch["action"] >= 0).sum()
@@ -308,14 +310,13 @@ def test_unseen_goals_choose_nothing(in_context, one):
     import train as script
 
     args = script.parse_args(in_context(one))
-    net, args.mixed_precision = script.build_net(args, torch.device("cpu")), "no"
-    net.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
-    ranks = script.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    tools = net, script.Data(args), script.make_accelerator(args, ranks), args, ranks
+    model = script.build_model(args, torch.device("cpu"))
+    model.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
+    data = script.Data(args)
     best = next(line for line in lines(one) if "val/loss" in line and line["step"] == lines(one)[-1]["best_step"])
     for split, goals in (("val", train[:8]), ("unseen", unseen)):
-        found = script.action_accuracy(split, goals, *tools)[0]
-        assert found == pytest.approx({name: best[name] for name in found}, rel=1e-5)
+        metrics = script.action_accuracy(split, goals, model, data, "no", args)[0]
+        assert metrics == pytest.approx({name: best[name] for name in metrics}, rel=1e-5)
 
 
 def test_what_a_run_goes_on_with(in_context, zygote, rooms, tmp_path):
@@ -513,10 +514,9 @@ def test_returns_against_a_simulation_step_by_step(in_context, one, rooms):
 
     args = train.parse_args(in_context(one))
     contents = torch.load(one / "best.pt", weights_only=True)
-    net = train.build_net(args, torch.device("cpu"))
+    net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(contents["net"])
-    ranks = train.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    returns, paths = train.act_in_context(net, [38, 45], 2, 4, args, ranks)
+    returns, paths = train.act_in_context(net, [38, 45], 2, 4, args)
     assert returns.shape == (2, 2, 4)
     net = net.double().eval()
     for g, goal in enumerate((38, 45)):
@@ -568,13 +568,11 @@ def test_action_accuracy_against_a_loop(in_context, one):
     import train
 
     args = train.parse_args(in_context(one))
-    net = train.build_net(args, torch.device("cpu"))
+    net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
-    ranks = train.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    args.mixed_precision = "no"
-    data, accelerator = train.Data(args), train.make_accelerator(args, ranks)
-    metrics, by_place = train.action_accuracy("test", data.unseen, net, data, accelerator, args, ranks)
-    segments = train.dr.SegmentDataset(data.histories, data.unseen, 20, 3, 0)
+    data = train.Data(args)
+    metrics, by_place = train.action_accuracy("test", data.unseen, net, data, "no", args)
+    segments = SegmentDataset(data.histories, data.unseen, 20, 3, 0)
     loss, right, number, places = 0.0, 0, 0, np.zeros((4, 20, 2))
     for depth in range(4):
         for history in range(24):  # 8 goals, 3 streams
@@ -674,8 +672,8 @@ def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
 
     def first_loss(changes: dict) -> float:
         args = train.parse_args(config("inside", changes))
-        data, net = train.Data(args), train.build_net(args, torch.device("cpu"))
-        ids = train.du.TrainBatchSampler(len(data.train), args.train_batch_size, 0, 1, seed=args.seed)
+        data, net = train.Data(args), train.build_model(args, torch.device("cpu"))
+        ids = TrainBatchSampler(len(data.train), args.train_batch_size, 0, 1, seed=args.seed)
         batch = data.train.__getitems__(next(iter(ids)))
         with torch.no_grad():
             return float(train.action_losses(net, batch)[0].sum() / batch["length"].sum())
