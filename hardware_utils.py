@@ -2,6 +2,7 @@
 
 python -m hardware_utils                                   the report
 python -m hardware_utils --json                            the same for programs
+python -m hardware_utils --shell                           what launch_distributed_training.sh needs of it
 python -m hardware_utils --plan --gpus 4 --gpu_memory 24   the settings for a machine one does not have
 """
 
@@ -9,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -422,11 +424,28 @@ def summary(facts: dict, settings: dict) -> list[str]:
     ]
 
 
+def shell_assignments(facts: dict) -> str:
+    """Lines `name=value` for a shell, quoted so that nothing in a value is run or replaced there."""
+    *detected, settings = facts["summary"]
+    values = {
+        "gpu_count": facts["gpu_count"],
+        "cpu_cores": facts["cpu_cores"],
+        "processes_per_node": facts["processes_per_node"],
+        "engine": facts["settings"]["engine"],
+        "deepspeed_installed": str(facts["deepspeed_installed"]).lower(),
+        "detected": "\n".join(detected),
+        "settings": settings,
+    }
+    return "\n".join(f"{name}={shlex.quote(str(value))}" for name, value in values.items())
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Print the report, or with --json the facts with the settings as "settings"."""
+    """Print the report, or with --json or --shell the facts with the settings for programs."""
     parser = Parser(prog="hardware_utils", description="What this machine has, and the settings that follow.")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object instead of the report")
+    form.add_argument("--shell", action="store_true", help="shell assignments instead of the report")
     add = parser.add_argument
-    add("--json", action="store_true", help="one JSON object instead of the report")
     add("--gpus", type=whole(1), help="processes per node to plan for; default one per GPU, or one without GPUs")
     add("--nodes", type=whole(1), default=1, help="machines like this one")
     add("--no_deepspeed", action="store_true", help="DDP even if DeepSpeed is installed")
@@ -452,7 +471,12 @@ def main(argv: list[str] | None = None) -> None:
     processes = args.gpus or facts["gpu_count"] or 1
     settings = settings_on(facts, processes, args.nodes, not args.no_deepspeed)
     facts |= {"processes_per_node": processes, "summary": summary(facts, settings), "settings": settings}
-    print(json.dumps(facts, indent=2) if args.json else report(facts, settings))
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    elif args.shell:
+        print(shell_assignments(facts))
+    else:
+        print(report(facts, settings))
 
 
 if __name__ == "__main__":

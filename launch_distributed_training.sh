@@ -5,81 +5,198 @@
 #   --deepspeed | --torchrun  force DeepSpeed or DDP     --script FILE  default train_mimic_cxr.py     --debug  a try
 # Several nodes: configs/slurm/mimic_cxr.sbatch, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd) && again=("$here/${0##*/}" "$@")
+
+here=$(cd "$(dirname "$0")" && pwd)
+again=("$here/${0##*/}" "$@")
 # shellcheck source=launch_functions.sh
 source "$here/launch_functions.sh"
-start() { if [[ $on == *dry_run* ]]; then printf '%q ' "$@" && echo && exit; else become "$@"; fi; }
-value() { sed -n "s/^ *\"$1\": \"\{0,1\}\([^\",]*\).*/\1/p" <<<"$facts" | sort -u | paste -sd / -; }
-script=$here/train_mimic_cxr.py count=all on='' mimic='' words=('') cpus=${SLURM_CPUS_PER_TASK:-}
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+script=$here/train_mimic_cxr.py
+processes=all
+deepspeed=''
+torchrun=''
+debug=''
+dry_run=''
+words=()
 while (($#)); do
   case $1 in
-    --num_gpus=* | --script=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
-    --num_gpus) count=${2:-} && shift $(($# > 1)) ;;
-    --script) (($# > 1)) || fail "--script needs a value" && script=$2 && shift ;;
-    --deepspeed | --torchrun | --debug | --dry_run | --use_deepspeed | --use_ddp) on+=" ${1/use_ddp/torchrun}" ;;
-    -h | --help) sed -n '2,6s/^# //p' "$0" && exit 0 ;;
+    --num_gpus=*)
+      processes=${1#*=}
+      ;;
+    --num_gpus)
+      processes=${2:-}
+      if (($# > 1)); then shift; fi
+      ;;
+    --script=*)
+      script=${1#*=}
+      ;;
+    --script)
+      if (($# < 2)); then fail "--script needs a value"; fi
+      script=$2
+      shift
+      ;;
+    --deepspeed | --use_deepspeed) deepspeed=1 ;;
+    --torchrun | --use_ddp) torchrun=1 ;;
+    --debug) debug=1 ;;
+    --dry_run) dry_run=1 ;;
+    -h | --help)
+      sed -n '2,6s/^# //p' "$0"
+      exit 0
+      ;;
     *) words+=("$1") ;;
   esac
   shift
 done
-[[ $count == all ]] || check_number --num_gpus "$count" 1 9999
+
+# start COMMAND WORD...: run this in place of the launcher; --dry_run prints it instead.
+start() {
+  if [[ $dry_run ]]; then
+    print_command "$@"
+    exit 0
+  fi
+  become "$@"
+}
+
+# --- nothing wrong may go on from here --------------------------------------------------------------------------------
+
+if [[ $processes != all ]]; then check_number --num_gpus "$processes" 1 9999; fi
 check_variables 1 99999 SLURM_STEP_NUM_NODES SLURM_NNODES NNODES SLURM_CPUS_PER_TASK
 check_variables 1 9999999 SLURM_STEP_NUM_TASKS
 check_variables 0 9999999 SLURM_PROCID SLURM_NODEID NODE_RANK
 check_variables 0 4294967295 SLURM_JOB_ID
 check_variables 1 65535 MASTER_PORT
 check_threads
-[[ -f $script ]] || script=$here/${script#"$here/"} && [[ -f $script ]] || fail "no file $script; check --script"
-[[ ${script##*/} != train_mimic_cxr.py ]] || mimic=1 # the others take none of the engine flags
-for word in ${mimic:+"${words[@]}"}; do
-  other=''
-  case ${word%%=*} in
-    --csv_path) other=train_survival_distributed.py ;;
-    --data_root) other=train_prs_med.py ;;
-    --dataset_path) other=train_accelerate.py ;;
-    --data) other=train.py ;;
-  esac
-  [[ -z $other ]] || fail "${word%%=*} belongs to another script; add --script $other"
-done
-[[ $on != *deepspeed* || ($mimic && $on != *torchrun*) ]] || fail "--deepspeed: not with --torchrun or another script"
-nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}} tasks=${SLURM_STEP_NUM_TASKS:-1}
-if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then # in an sbatch script: once per node
-  start srun -n "$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 ${cpus:+-c "$cpus"} "${again[@]}"
+
+# A script is looked for in the working folder first, then beside this launcher.
+if [[ ! -f $script ]]; then script=$here/${script#"$here/"}; fi
+if [[ ! -f $script ]]; then fail "no file $script; check --script"; fi
+
+# Only this script takes the flags of an engine.
+mimic=''
+if [[ ${script##*/} == train_mimic_cxr.py ]]; then mimic=1; fi
+if [[ $deepspeed ]] && [[ -z $mimic || $torchrun ]]; then
+  fail "--deepspeed: not with --torchrun or another script"
 fi
-((tasks <= nodes)) || count=$((tasks / nodes)) # srun has started a process per GPU: the script reads srun's variables
-command -v torchrun >/dev/null || [[ ! -x $here/.venv/bin/torchrun ]] || PATH=$here/.venv/bin:$PATH
-look=(--json --nodes "$nodes") && [[ $count == all ]] || look+=(--gpus "$count")
-[[ $mimic && $on != *torchrun* ]] || look+=(--no_deepspeed)
-facts=$(cd "$here" && python -m hardware_utils "${look[@]}") || fail "hardware detection failed; try: make setup"
-gpus=$(value gpu_count) cores=$(value cpu_cores) engine=$(value engine) count=$(value processes_per_node)
-check_number "hardware_utils: gpu_count" "$gpus" 0 9999
-check_number "hardware_utils: cpu_cores" "$cores" 1 999999
-check_number "hardware_utils: processes_per_node" "$count" 1 9999
-[[ $engine =~ ^(python|torchrun|deepspeed)$ ]] || fail "hardware_utils: engine must be one we know, not '$engine'"
-[[ -z $cpus ]] || ((tasks <= nodes)) || cores=$((cpus * count)) # a task sees its own share of the cores only
-((gpus == 0 || count <= gpus || tasks > nodes)) || fail "--num_gpus $count: there are $gpus GPUs; ask for at most $gpus"
-if [[ $on == *torchrun* ]]; then engine=torchrun; elif [[ $on == *deepspeed* ]]; then engine=deepspeed; fi
-[[ $engine != deepspeed || $(value deepspeed_installed) == true ]] || fail "--deepspeed: it is not installed"
-where=(--standalone) words[0]=$script # --standalone: on a free port
-if ((nodes > 1 && tasks <= nodes)); then
-  [[ ${SLURM_NODEID:-} ]] && variable=SLURM_NODEID || variable=NODE_RANK
-  place=${!variable:-} names=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
-  check_number "$variable" "$place" 0 $((nodes - 1))
-  [[ $names != -* ]] || fail "SLURM_JOB_NODELIST must be a list of hosts, not '$names'"
-  first=${MASTER_ADDR:-$([[ -z $names ]] || scontrol show hostnames "$names" 2>/dev/null | sed -n 1p || true)}
-  check_host MASTER_ADDR "$first"
-  where=(--nnodes="$nodes" --node_rank="$place" --master_addr="$first")
-  where+=(--master_port="${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 20000))}")
+
+# A flag for the data of another guide means that --script was forgotten.
+if [[ $mimic ]]; then
+  for word in ${words[@]+"${words[@]}"}; do
+    other=''
+    case ${word%%=*} in
+      --csv_path) other=train_survival_distributed.py ;;
+      --data_root) other=train_prs_med.py ;;
+      --dataset_path) other=train_accelerate.py ;;
+      --data) other=train.py ;;
+    esac
+    if [[ $other ]]; then fail "${word%%=*} belongs to another script; add --script $other"; fi
+  done
 fi
-command=(torchrun --nproc_per_node="$count" "${where[@]}") # for DeepSpeed too: its own runner would orphan the workers
-((tasks <= nodes)) && [[ $engine != python ]] || command=(python)
-case $mimic$engine in 1deepspeed) words+=(--use_deepspeed) ;; 1torchrun) words+=(--use_ddp) ;; esac
-[[ $on != *debug* ]] || if [[ $mimic ]]; then words+=(--debug); else words+=(--max_steps 2); fi
-[[ ${SLURM_PROCID:-0} != 0 ]] || echo "$(sed -n '/"summary": \[/,/]/s/^ *"\(.*\)",\{0,1\}$/\1/p' <<<"$facts" | if [[ $mimic ]]; then cat; else grep -v ^Settings; fi)
-Engine:   $engine x $((count * nodes)) by ${command[0]} (1: python; 2+: DeepSpeed, else DDP; torchrun forwards signals)"
-# The environment; what is set stays. Threads: a share of the cores (torchrun would give 1). Memory: less fragmentation.
-# NCCL: say why it failed. torchrun: 120 s to save after a SIGTERM; no stale store. Tokenizers: workers may fork.
-set -a && : "${OMP_NUM_THREADS:=$((cores > count ? cores / count : 1))}" "${TOKENIZERS_PARALLELISM:=false}"
-: "${PYTORCH_ALLOC_CONF:=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}" "${NCCL_DEBUG:=WARN}"
-: "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:=120}" "${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:=1}"
-start "${command[@]}" "${words[@]}"
+
+# --- nodes and tasks --------------------------------------------------------------------------------------------------
+
+nodes=${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}}
+tasks=${SLURM_STEP_NUM_TASKS:-1}
+task_cpus=${SLURM_CPUS_PER_TASK:-}
+
+# In an sbatch script this runs on the first node only: start it once on each.
+if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then
+  command=(srun -n "$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1)
+  if [[ $task_cpus ]]; then command+=(-c "$task_cpus"); fi
+  start "${command[@]}" "${again[@]}"
+fi
+
+# Where srun has started a process for each GPU, the script reads srun's variables by itself.
+task_per_gpu=''
+if ((tasks > nodes)); then
+  task_per_gpu=1
+  processes=$((tasks / nodes))
+fi
+
+# --- what this machine has --------------------------------------------------------------------------------------------
+
+if ! command -v torchrun >/dev/null && [[ -x $here/.venv/bin/torchrun ]]; then PATH=$here/.venv/bin:$PATH; fi
+question=(--shell --nodes "$nodes")
+if [[ $processes != all ]]; then question+=(--gpus "$processes"); fi
+if [[ -z $mimic || $torchrun ]]; then question+=(--no_deepspeed); fi
+answer=$(cd "$here" && python -m hardware_utils "${question[@]}") || fail "hardware detection failed; try: make setup"
+
+# These lines set what is empty here, and nothing else.
+gpu_count='' cpu_cores='' processes_per_node='' engine='' deepspeed_installed='' detected='' settings=''
+take_assignments "$answer" gpu_count cpu_cores processes_per_node engine deepspeed_installed detected settings
+check_number "hardware_utils: gpu_count" "$gpu_count" 0 9999
+check_number "hardware_utils: cpu_cores" "$cpu_cores" 1 999999
+check_number "hardware_utils: processes_per_node" "$processes_per_node" 1 9999
+if [[ ! $engine =~ ^(python|torchrun|deepspeed)$ ]]; then
+  fail "hardware_utils: engine must be one we know, not '$engine'"
+fi
+processes=$processes_per_node
+
+# A task of srun sees its own GPU and its own share of the cores only.
+if [[ $task_per_gpu ]]; then
+  if [[ $task_cpus ]]; then cpu_cores=$((task_cpus * processes)); fi
+elif ((gpu_count > 0 && processes > gpu_count)); then
+  fail "--num_gpus $processes: there are $gpu_count GPUs; ask for at most $gpu_count"
+fi
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+if [[ $torchrun ]]; then engine=torchrun; fi
+if [[ $deepspeed ]]; then engine=deepspeed; fi
+if [[ $engine == deepspeed && $deepspeed_installed != true ]]; then fail "--deepspeed: it is not installed"; fi
+
+if [[ $engine == python || $task_per_gpu ]]; then
+  command=(python)
+else
+  # For DeepSpeed too: its own runner would orphan the workers.
+  command=(torchrun --nproc_per_node="$processes")
+  if ((nodes > 1)); then
+    # This node's number, and the first node's name and port, at which all meet.
+    variable=NODE_RANK
+    if [[ ${SLURM_NODEID:-} ]]; then variable=SLURM_NODEID; fi
+    node_rank=${!variable:-}
+    check_number "$variable" "$node_rank" 0 $((nodes - 1))
+    names=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
+    if [[ $names == -* ]]; then fail "SLURM_JOB_NODELIST must be a list of hosts, not '$names'"; fi
+    first=${MASTER_ADDR:-}
+    if [[ -z $first && $names ]]; then first=$(scontrol show hostnames "$names" 2>/dev/null | head -n 1 || true); fi
+    check_host MASTER_ADDR "$first"
+    port=${MASTER_PORT:-$((20000 + ${SLURM_JOB_ID:-9500} % 20000))}
+    command+=(--nnodes="$nodes" --node_rank="$node_rank" --master_addr="$first" --master_port="$port")
+  else
+    # On a free port of its own.
+    command+=(--standalone)
+  fi
+fi
+
+command+=("$script" ${words[@]+"${words[@]}"})
+if [[ $mimic && $engine == deepspeed ]]; then command+=(--use_deepspeed); fi
+if [[ $mimic && $engine == torchrun ]]; then command+=(--use_ddp); fi
+if [[ $debug && $mimic ]]; then command+=(--debug); fi
+if [[ $debug && -z $mimic ]]; then command+=(--max_steps 2); fi
+
+# --- say it, and start ------------------------------------------------------------------------------------------------
+
+# Of srun's tasks one speaks. The settings are those of train_mimic_cxr.py.
+if ((${SLURM_PROCID:-0} == 0)); then
+  echo "$detected"
+  if [[ $mimic ]]; then echo "$settings"; fi
+  choice="1: python; 2+: DeepSpeed, else DDP; torchrun forwards signals"
+  echo "Engine:   $engine x $((processes * nodes)) by ${command[0]} ($choice)"
+fi
+
+# The environment; what is set stays. A process takes its share of the cores, where torchrun would give it one.
+threads=1
+if ((cpu_cores > processes)); then threads=$((cpu_cores / processes)); fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+# Loading workers are forked.
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+# Less fragmentation of GPU memory.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
+# NCCL says why it failed.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# torchrun leaves 120 s to save after a SIGTERM, and takes no store of a run before.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+start "${command[@]}"

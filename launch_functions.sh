@@ -39,12 +39,48 @@ check_threads() {
     fail "OMP_NUM_THREADS must be a whole number from 1 to 99999, not '$OMP_NUM_THREADS'"
 }
 
+# take_assignments TEXT NAME...: evaluates lines NAME=VALUE, as Python's shlex.quote writes the values.
+# The whole text is checked first: other names, and anything that a shell would run or replace, are an error.
+take_assignments() {
+  local LC_ALL=C text=$1 names plain quoted lines
+  shift
+  names=$(IFS='|' && printf '%s' "$*")
+  plain='[A-Za-z0-9_.]+'
+  # Between single quotes nothing is replaced. A quote in the value ends them, stands in double quotes, opens them again.
+  quoted="'[^']*'(\"'\"'[^']*')*"
+  lines="^(($names)=($plain|$quoted)"$'\n'")+$"
+  if [[ ! $text$'\n' =~ $lines ]]; then fail "hardware_utils: cannot read its answer '$text'"; fi
+  eval "$text"
+}
+
 # count_cores: the CPU cores of this machine; 1 where it does not say.
 count_cores() {
   local LC_ALL=C cores
   cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || true)
   [[ $cores =~ ^[1-9][0-9]{0,5}$ ]] || cores=1
   printf '%s\n' "$cores"
+}
+
+# count_gpus: the GPUs that nvidia-smi lists, or as many of them as CUDA_VISIBLE_DEVICES leaves.
+count_gpus() {
+  local gpus=0 visible=0 device devices
+  if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    # As CUDA reads it: what follows an empty entry or -1 does not count.
+    devices=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES")
+    while read -r device; do
+      if [[ -z $device || $device == -1 ]]; then break; fi
+      visible=$((visible + 1))
+    done <<<"$devices"
+    if ((visible < gpus)); then gpus=$visible; fi
+  fi
+  printf '%s\n' "$gpus"
+}
+
+# print_command COMMAND WORD...: one line that a shell would read as this command.
+print_command() {
+  printf '%q ' "$@"
+  echo
 }
 
 # become COMMAND WORD...: run this in place of the shell, so that it gets the signals.

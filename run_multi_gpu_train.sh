@@ -11,26 +11,31 @@ here=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=launch_functions.sh
 source "$here/launch_functions.sh"
 
-dry_run='' words=()
+dry_run=''
+words=()
 while (($#)); do
   case $1 in
     --dry_run) dry_run=1 ;;
-    -h | --help) sed -n '2,7s/^# //p' "$0" && exit 0 ;;
-    --) shift && break ;;
+    -h | --help)
+      sed -n '2,7s/^# //p' "$0"
+      exit 0
+      ;;
+    --)
+      shift
+      break
+      ;;
     -*) fail "unknown option $1; flags for train_prs_med.py follow --" ;;
     *) words+=("$1") ;;
   esac
   shift
 done
-((${#words[@]} <= 2)) || fail "too many arguments (${words[*]}); usage: $0 [DATA [NUM_GPUS]] [-- flags for train_prs_med.py]"
+if ((${#words[@]} > 2)); then
+  fail "too many arguments (${words[*]}); usage: $0 [DATA [NUM_GPUS]] [-- flags for train_prs_med.py]"
+fi
 data=${words[0]:-data}
 
-gpus=0
-if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
-if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-  visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | awk '$1 == "" || $1 == "-1" { exit } { n++ } END { print n + 0 }')
-  if ((visible < gpus)); then gpus=$visible; fi
-fi
+# One process per GPU; without GPUs, CPU processes.
+gpus=$(count_gpus)
 default=$gpus
 if ((gpus == 0)); then default=2; fi
 processes=${words[1]:-$default}
@@ -41,11 +46,14 @@ nodes=${NNODES:-1}
 check_number NNODES "$nodes" 1 99999
 check_variables 1 65535 MASTER_PORT
 check_threads
+
+# Each process takes its share of the cores.
 threads=$(($(count_cores) / processes))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+if ((threads < 1)); then threads=1; fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+
 torchrun=torchrun
 if ! command -v torchrun >/dev/null && [[ -x $here/.venv/bin/torchrun ]]; then torchrun=$here/.venv/bin/torchrun; fi
-
 command=("$torchrun" --nproc_per_node="$processes")
 if ((nodes > 1)); then
   check_number NODE_RANK "${NODE_RANK:-}" 0 $((nodes - 1))
@@ -55,12 +63,13 @@ if ((nodes > 1)); then
 elif [[ -n ${MASTER_PORT:-} ]]; then
   command+=(--master_addr=127.0.0.1 --master_port="$MASTER_PORT")
 else
-  command+=(--standalone) # a free port of its own
+  # On a free port of its own.
+  command+=(--standalone)
 fi
 command+=("$here/train_prs_med.py" --data_root "$data" "$@")
 
 if [[ $dry_run ]]; then
-  printf '%q ' "${command[@]}" && echo
+  print_command "${command[@]}"
   exit 0
 fi
 become "${command[@]}"

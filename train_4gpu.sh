@@ -12,60 +12,84 @@ here=$(cd "$(dirname "$0")" && pwd)
 # shellcheck source=launch_functions.sh
 source "$here/launch_functions.sh"
 
-method=accelerate count=4 cpu='' dry_run='' precision=no words=()
+method=accelerate
+count=4
+cpu=''
+dry_run=''
+precision=no
+words=()
 while (($#)); do
   case $1 in
-    --method=* | --num_gpus=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" && continue ;;
-    --method | --num_gpus) (($# > 1)) || fail "$1 needs a value" ;;&
-    --method) method=$2 && shift ;;
-    --num_gpus) count=$2 && shift ;;
+    --method=*) method=${1#*=} ;;
+    --num_gpus=*) count=${1#*=} ;;
+    --method | --num_gpus)
+      if (($# < 2)); then fail "$1 needs a value"; fi
+      if [[ $1 == --method ]]; then method=$2; else count=$2; fi
+      shift
+      ;;
     --cpu) cpu=1 ;;
     --dry_run) dry_run=1 ;;
-    -h | --help) sed -n '2,8s/^# //p' "$0" && exit 0 ;;
+    -h | --help)
+      sed -n '2,8s/^# //p' "$0"
+      exit 0
+      ;;
+    --mixed_precision)
+      precision=${2:-no}
+      words+=("$1")
+      ;;
+    --mixed_precision=*)
+      precision=${1#*=}
+      words+=("$1")
+      ;;
     *) words+=("$1") ;;
-  esac
-  case $1 in
-    --mixed_precision) precision=${2:-no} ;;
-    --mixed_precision=*) precision=${1#*=} ;;
   esac
   shift
 done
-[[ $method == accelerate || $method == torchrun ]] || fail "--method must be accelerate or torchrun, not '$method'"
+if [[ $method != accelerate && $method != torchrun ]]; then
+  fail "--method must be accelerate or torchrun, not '$method'"
+fi
 check_number --num_gpus "$count" 1 99
 check_threads
-[[ $precision == bf16 || $precision == fp16 ]] || precision=no # accelerate knows no auto; the script does
+
+# accelerate knows no auto; the script does.
+if [[ $precision != bf16 && $precision != fp16 ]]; then precision=no; fi
 
 if [[ $cpu ]]; then
   export CUDA_VISIBLE_DEVICES=-1
 else
-  gpus=0
-  if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
-  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    visible=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | awk '$1 == "" || $1 == "-1" { exit } { n++ } END { print n + 0 }')
-    if ((visible < gpus)); then gpus=$visible; fi
+  gpus=$(count_gpus)
+  if ((count > gpus)); then
+    fail "$count GPUs asked for, $gpus found; give --num_gpus with at most that many, or --cpu"
   fi
-  ((count <= gpus)) || fail "$count GPUs asked for, $gpus found; give --num_gpus with at most that many, or --cpu"
 fi
 
 script=train_accelerate.py
-[[ -f $script ]] || script=$here/$script
-command -v "$method" >/dev/null || [[ ! -x $here/.venv/bin/$method ]] || PATH=$here/.venv/bin:$PATH
-cores=$(count_cores)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > count ? cores / count : 1))}
+if [[ ! -f $script ]]; then script=$here/$script; fi
+if ! command -v "$method" >/dev/null && [[ -x $here/.venv/bin/$method ]]; then PATH=$here/.venv/bin:$PATH; fi
+
+# Each process takes its share of the cores.
+threads=$(($(count_cores) / count))
+if ((threads < 1)); then threads=1; fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
+
 if [[ $method == accelerate ]]; then
   command=(accelerate launch --num_processes="$count" --num_machines=1 --mixed_precision="$precision")
   command+=(--dynamo_backend=no --main_process_port=0)
-  ((count == 1)) || command+=(--multi_gpu)
+  if ((count > 1)); then command+=(--multi_gpu); fi
 else
   command=(torchrun --standalone --nproc_per_node="$count")
 fi
 command+=("$script" ${words[@]+"${words[@]}"})
-text=''
+
+# Said as train_4gpu.bat says it: words with blanks in double quotes.
+line=''
 for word in "${command[@]}"; do
   if [[ -z $word || $word == *' '* ]]; then word="\"$word\""; fi
-  text+=" $word"
+  line+=" $word"
 done
-if [[ $cpu ]]; then echo "$count CPU processes by $method:$text"; else echo "$count GPUs by $method:$text"; fi
-[[ -z $dry_run ]] || exit 0
+kind=GPUs
+if [[ $cpu ]]; then kind="CPU processes"; fi
+echo "$count $kind by $method:$line"
+if [[ $dry_run ]]; then exit 0; fi
 become "${command[@]}"

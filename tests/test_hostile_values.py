@@ -1,5 +1,6 @@
 """No value that a launcher reads is ever executed, and a wrong number is refused in one line before anything starts."""
 
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -25,16 +26,14 @@ COMMANDS = [
     "<(touch MARK)",
 ]
 NOT_NUMBERS = ["08", "0x2", "2#1", "+2", "-1", " 2", "2.0", "two", "RANDOM", "٣", "*", "99999999999999999999"]
-HARDWARE = """{
-  "gpu_count": 2,
-  "cpu_cores": 8,
-  "deepspeed_installed": true,
-  "processes_per_node": 2,
-  "engine": "torchrun",
-  "summary": [
-    "Detected: 2 GPUs"
-  ]
-}"""
+HARDWARE = """gpu_count=2
+cpu_cores=8
+processes_per_node=2
+engine=torchrun
+deepspeed_installed=true
+detected='Detected: 2 GPUs'
+settings='Settings: batch 16'
+"""
 
 SINGLE = "run_multi_gpu_train.sh"
 DETECT = "launch_distributed_training.sh"
@@ -156,7 +155,7 @@ def test_other_values_reach_the_script_as_they_are(stubs, launcher, words, varia
 
 
 def test_what_other_programs_print_is_not_executed(stubs):
-    """nvidia-smi, nproc and the hardware detection."""
+    """nvidia-smi and nproc."""
     for value in map(stubs.hostile, COMMANDS):
         stubs.write("nproc", f"cat <<'END'\n{value}\nEND")
         stubs.write("nvidia-smi", f"cat <<'END'\nGPU {value}\nGPU {value}\nEND")
@@ -164,13 +163,43 @@ def test_what_other_programs_print_is_not_executed(stubs):
             done, started = stubs.run(launcher, *words)
             assert done.returncode == 0, (value, done.stderr)
             assert started, value
-    for name, usual in (("gpu_count", "2"), ("cpu_cores", "8"), ("processes_per_node", "2"), ("engine", '"torchrun"')):
+
+
+def test_what_the_hardware_detection_prints_is_not_executed(stubs):
+    """A value that is not quoted is refused as a whole, a quoted one for what it is."""
+    for name, usual in (("gpu_count", "2"), ("cpu_cores", "8"), ("processes_per_node", "2"), ("engine", "torchrun")):
         for value in map(stubs.hostile, COMMANDS[::3]):
-            (stubs.folder / "facts").write_text(HARDWARE.replace(f'"{name}": {usual}', f'"{name}": {value}'))
-            done, _ = stubs.run(DETECT)
-            # Refused, or read up to the comma, quote or line end that follows a good number.
-            assert done.returncode in (0, 2), (name, value, done.stderr)
-            assert done.stderr.count("\n") <= 1, (name, value, done.stderr)
+            for written in (value, shlex.quote(value), f"'{value}'"):
+                (stubs.folder / "facts").write_text(HARDWARE.replace(f"{name}={usual}", f"{name}={written}"))
+                done, started = stubs.run(DETECT)
+                assert (done.returncode, started) == (2, None), (name, written, done.stderr)
+                assert done.stderr.startswith("error: hardware_utils: "), (name, written, done.stderr)
+                assert done.stderr.count("\n") == 1, (name, written, done.stderr)
+
+
+def test_a_line_of_another_name_is_refused(stubs):
+    for line in (
+        "PATH=/nowhere",
+        "here=/nowhere",
+        "touch MARK",
+        "engine",
+        "engine=torchrun touch MARK",
+        "gpu_count+=1",
+    ):
+        (stubs.folder / "facts").write_text(HARDWARE + stubs.hostile(line))
+        done, started = stubs.run(DETECT)
+        assert (done.returncode, started) == (2, None), (line, done.stderr)
+        assert done.stderr.startswith("error: hardware_utils: cannot read its answer "), (line, done.stderr)
+
+
+def test_the_words_of_the_hardware_detection_are_shown_as_they_are(stubs):
+    for value in map(stubs.hostile, COMMANDS):
+        facts = HARDWARE.replace("'Detected: 2 GPUs'", shlex.quote(f"Detected: {value}"))
+        (stubs.folder / "facts").write_text(facts)
+        done, started = stubs.run(DETECT)
+        assert (done.returncode, done.stderr) == (0, ""), (value, done.stderr)
+        assert done.stdout.startswith(f"Detected: {value}\n"), value
+        assert started, value
 
 
 SCRIPTS = ["train_prs_med", "train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, SAME
 
-from hardware_utils import imagine_hardware, settings_on, summary
+from hardware_utils import imagine_hardware, settings_on, shell_assignments, summary
 
 LAUNCHER = "launch_distributed_training.sh"
 ALONE = "--standalone"
@@ -60,12 +60,12 @@ class Machine:
         settings = settings_on(facts, facts["processes_per_node"], nodes, not plain)
         facts |= {"summary": summary(facts, settings), "settings": settings}
         folder = self.bin.parent
-        (folder / "facts").write_text(json.dumps(facts, indent=2))
+        (folder / "facts").write_text(shell_assignments(facts))
         env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": "/tmp", **variables}
         command = [str(self.repo / LAUNCHER), *shlex.split(words)]
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=30)
         if (folder / "asked").exists():
-            given = ["--json", "--nodes", str(nodes), *(["--gpus", str(processes)] if processes else [])]
+            given = ["--shell", "--nodes", str(nodes), *(["--gpus", str(processes)] if processes else [])]
             expected = [*given, *(["--no_deepspeed"] if plain else [])]
             assert json.loads((folder / "asked").read_text()) == [expected, str(self.repo)]
         return done, *(json.loads((folder / "seen").read_text()) if (folder / "seen").exists() else (None, {}))
