@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -31,32 +32,46 @@ RTX_40_DRIVER = (550, 40, 7)
 # Interfaces of containers and virtual machines, which lead to no other node.
 VIRTUAL = ("docker", "veth", "virbr", "br-")
 
+
 INTERFACE_ADVICE = "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that joins the nodes"
-# What CUDA, NCCL and gloo say when a start fails -> what to do about it; the first that is found counts.
+NCCL_ADVICE = "see NCCL's own lines (NCCL_DEBUG=WARN)"
+
+
+class Failure(NamedTuple):
+    """What CUDA, NCCL or gloo say when a start fails, as a regular expression, and what to do about it."""
+
+    pattern: str
+    advice: str
+
+
+# The first that is found counts.
 FAILURES = (
-    (
+    # CUDA
+    Failure(
         r"no kernel image is available|not compatible with the current PyTorch",
         "this torch build has no code for this GPU; install a build for its compute capability",
     ),
-    (
+    Failure(
         r"driver on your system is too old|driver version is insufficient",
         "update the NVIDIA driver, or install a torch built for the CUDA version it has",
     ),
-    (r"Duplicate GPU detected", "start one process per GPU, and see CUDA_VISIBLE_DEVICES"),
-    (r"peer access is not supported", "set NCCL_P2P_DISABLE=1"),
-    (r"/dev/shm", "give the container more shared memory: docker run --ipc=host, or --shm-size=8g"),
-    (
+    # How the processes share a machine
+    Failure(r"Duplicate GPU detected", "start one process per GPU, and see CUDA_VISIBLE_DEVICES"),
+    Failure(r"peer access is not supported", "set NCCL_P2P_DISABLE=1"),
+    Failure(r"/dev/shm", "give the container more shared memory: docker run --ipc=host, or --shm-size=8g"),
+    # The network
+    Failure(
         r"no socket interface found|ncclSocketInit: connecting to address|failed : No route to host"
         r"|connectFullMesh failed|Unable to find address",
         INTERFACE_ADVICE,
     ),
-    (
-        r"ncclUnhandledCudaError|unhandled cuda error",
-        "see NCCL's own lines (NCCL_DEBUG=WARN) and nvidia-smi; NCCL_P2P_DISABLE=1 often helps",
+    # NCCL, where it says no more
+    Failure(
+        r"ncclUnhandledCudaError|unhandled cuda error", f"{NCCL_ADVICE} and nvidia-smi; NCCL_P2P_DISABLE=1 often helps"
     ),
-    (
+    Failure(
         r"ncclSystemError|unhandled system error|ncclRemoteError|ncclInternalError|ncclInvalidUsage",
-        "see NCCL's own lines (NCCL_DEBUG=WARN); between nodes " + INTERFACE_ADVICE,
+        f"{NCCL_ADVICE}; between nodes {INTERFACE_ADVICE}",
     ),
 )
 
@@ -73,7 +88,10 @@ def check_gpus() -> list[str]:
     if hidden or shutil.which("nvidia-smi") is None or cuda_starts():
         return []
     if torch.version.cuda is None:
-        return detect_gpus()[1]
+        _, notes = detect_gpus()
+        return notes
+
+    # The reason is what CUDA says when it is started.
     try:
         torch.cuda.init()
         return []
@@ -87,10 +105,13 @@ def driver_version() -> tuple[int, ...]:
     """(550, 40, 7) of the NVIDIA driver 550.40.07; () when it cannot be asked."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(int(part) for part in re.findall(r"\d+", text.partition("\n")[0]))
+
+    # Each GPU has a line, all with the same version.
+    first_line = answer.partition("\n")[0]
+    return tuple(int(part) for part in re.findall(r"\d+", first_line))
 
 
 def needs_no_p2p(device: torch.device) -> bool:
@@ -115,13 +136,16 @@ def is_loopback(address: str) -> bool:
 
 def interfaces() -> dict[str, str]:
     """{name: address} of this machine's network interfaces through which another node may be reached."""
-    found = {}
+    usable = {}
     for name, addresses in psutil.net_if_addrs().items():
+        if name.startswith(VIRTUAL):
+            continue
         for entry in addresses:
-            usable = entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
-            if usable and not is_loopback(entry.address) and not name.startswith(VIRTUAL):
-                found.setdefault(name, entry.address)
-    return found
+            # An address from fe80 holds on one link only.
+            is_ip = entry.family in (socket.AF_INET, socket.AF_INET6)
+            if is_ip and not entry.address.startswith("fe80") and not is_loopback(entry.address):
+                usable.setdefault(name, entry.address)
+    return usable
 
 
 def own_address() -> str:
@@ -130,10 +154,12 @@ def own_address() -> str:
     "" when there is none; gloo then takes the loopback address.
     """
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, kind, protocol, _, address in found:
+
+    # An address of this machine is one that a socket can be bound to.
+    for family, kind, protocol, _, address in resolved:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
             return address[0]
@@ -148,41 +174,48 @@ def several_nodes(world_size: int) -> bool:
     if is_loopback(os.environ.get("MASTER_ADDR", "")):
         return False
 
-    # torchrun, accelerate and Slurm's task per node; deepspeed's own runner
+    # The first is set by torchrun and accelerate, the second by deepspeed's own runner.
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name]) < world_size
+
+    # Under srun the processes of a node are not counted.
     nodes = os.environ.get("SLURM_STEP_NUM_NODES", "")
     return nodes.isdigit() and int(nodes) > 1
 
 
 def choose_interface() -> list[str]:
-    """Of a run on several nodes: see to it that gloo listens where other nodes reach it; returns what to say.
+    """See to it that gloo listens where other nodes reach it; returns what to tell the user. For several nodes only.
 
     GLOO_SOCKET_IFNAME is taken from NCCL_SOCKET_IFNAME where that names an interface in full. Raises InputError for an
     interface that does not exist, and for a host that resolves its own name to a loopback address.
     """
-    host, usable = socket.gethostname(), interfaces()
+    host = socket.gethostname()
+    usable = interfaces()
     choice = ", ".join(f"{name} ({address})" for name, address in usable.items()) or "none but loopback"
 
+    # What the user says of gloo holds, if it exists.
     given = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if given:
-        if lacking := [name for name in given.split(",") if name not in psutil.net_if_addrs()]:
-            raise InputError(f"GLOO_SOCKET_IFNAME: {host} has no network interface {lacking[0]!r}; it has {choice}")
+        for name in given.split(","):
+            if name not in psutil.net_if_addrs():
+                raise InputError(f"GLOO_SOCKET_IFNAME: {host} has no network interface {name!r}; it has {choice}")
         return []
 
-    # NCCL's ^ means all interfaces but these
+    # What the user says of NCCL holds for gloo too. NCCL's ^ means all interfaces but these.
     listed = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    for name in [] if listed.startswith("^") else listed.removeprefix("=").split(","):
+    names = [] if listed.startswith("^") else listed.removeprefix("=").split(",")
+    for name in names:
         if name in usable:
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return [f"gloo takes the interface of NCCL_SOCKET_IFNAME: GLOO_SOCKET_IFNAME={name}"]
 
+    # Else gloo listens at the address that this host's name has.
     address = own_address()
     if not address or is_loopback(address):
-        reason = f"to {address}" if address else "to no address of this machine"
-        text = f"{host}: resolves its own name {reason}, where no other node reaches it"
-        raise InputError(f"{text}; set GLOO_SOCKET_IFNAME to one of {choice}, or correct /etc/hosts")
+        place = f"to {address}" if address else "to no address of this machine"
+        reason = f"resolves its own name {place}, where no other node reaches it"
+        raise InputError(f"{host}: {reason}; set GLOO_SOCKET_IFNAME to one of {choice}, or correct /etc/hosts")
     return []
 
 
@@ -193,10 +226,12 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store through which all ranks find each other, as init_process_group would make it."""
     store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
     store.set_timeout(timeout)
-    # processes that torchrun has restarted on one machine may be given the same store again; on several nodes they
-    # are not, and count their restarts differently
-    one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_node else "0"
+
+    # Processes that torchrun has restarted on one machine may be given the same store again. On several nodes they
+    # are not, and count their restarts differently.
+    restarts = "0"
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start_{restarts}", store)
 
 
@@ -205,41 +240,19 @@ def agree_to_start(store: dist.Store, rank: int, world_size: int, device: torch.
 
     Sets NCCL's and gloo's variables that follow; rank 0 says which. Raises the first rank's InputError on all.
     """
-    own = {"host": socket.gethostname(), "error": "", "mig": False, "no_p2p": False}
-    notes = []
-    try:
-        notes += check_gpus()
-        if several_nodes(world_size):
-            notes += choose_interface()
-        # a process too many for the GPUs is told so later
-        if device.type == "cuda" and "nccl" in backend and device.index < torch.cuda.device_count():
-            own |= {"mig": is_mig_slice(device), "no_p2p": needs_no_p2p(device)}
-    except InputError as error:
-        own["error"] = str(error)
-    except RuntimeError as error:
-        # CUDA that does not start
-        advice = advice_for(str(error))
-        if not advice:
-            raise
-        own["error"] = f"{own['host']}: {cause_of(str(error))}; {advice}"
+    facts, notes = look_at_machine(world_size, device, backend)
+    all_facts = exchange_facts(store, rank, world_size, facts)
 
-    # rank 0 collects and hands out: two messages a rank, also on many nodes
-    store.set(f"facts/{rank}", json.dumps(own))
-    if rank == 0:
-        every = [json.loads(text) for text in store.multi_get([f"facts/{other}" for other in range(world_size)])]
-        store.set("facts", json.dumps(every))
-    facts = json.loads(store.get("facts"))
-    store.set(f"read/{rank}", "")
-
-    error = next((fact["error"] for fact in facts if fact["error"]), "") or mig_error(facts)
+    error = next((facts["error"] for facts in all_facts if facts["error"]), "") or mig_error(all_facts)
     if error:
-        # rank 0 may hold the store: it leaves when the others have read
+        # Rank 0 may hold the store: it leaves when the others have read.
         if rank == 0:
             store.wait([f"read/{other}" for other in range(world_size)], timedelta(seconds=30))
         raise InputError(error)
 
+    # One GPU that must not use P2P is enough: NCCL wants the same settings on all ranks.
     unset = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
-    if unset and any(fact["no_p2p"] for fact in facts):
+    if unset and any(facts["no_p2p"] for facts in all_facts):
         os.environ |= dict.fromkeys(unset, "1")
         least = ".".join(f"{part:02}" for part in RTX_40_DRIVER)
         notes.append(f"RTX 40 GPUs under a driver before {least}: {'=1 and '.join(unset)}=1 set for NCCL")
@@ -248,16 +261,51 @@ def agree_to_start(store: dist.Store, rank: int, world_size: int, device: torch.
             print(note, flush=True)
 
 
+def look_at_machine(world_size: int, device: torch.device, backend: str) -> tuple[dict, list[str]]:
+    """(facts about this rank's machine that all ranks need, notes for the user); an error is one of the facts."""
+    facts = {"host": socket.gethostname(), "error": "", "mig": False, "no_p2p": False}
+    notes = []
+    try:
+        notes += check_gpus()
+        if several_nodes(world_size):
+            notes += choose_interface()
+
+        # A process too many for the GPUs is told so later.
+        if device.type == "cuda" and "nccl" in backend and device.index < torch.cuda.device_count():
+            facts["mig"] = is_mig_slice(device)
+            facts["no_p2p"] = needs_no_p2p(device)
+    except InputError as error:
+        facts["error"] = str(error)
+    except RuntimeError as error:
+        # CUDA does not start.
+        advice = advice_for(str(error))
+        if not advice:
+            raise
+        facts["error"] = f"{facts['host']}: {cause_of(str(error))}; {advice}"
+    return facts, notes
+
+
+def exchange_facts(store: dist.Store, rank: int, world_size: int, facts: dict) -> list[dict]:
+    """The facts of all ranks. Rank 0 collects and hands out: two messages a rank, also on many nodes."""
+    store.set(f"facts/{rank}", json.dumps(facts))
+    if rank == 0:
+        texts = store.multi_get([f"facts/{other}" for other in range(world_size)])
+        store.set("facts", json.dumps([json.loads(text) for text in texts]))
+    all_facts = json.loads(store.get("facts"))
+    store.set(f"read/{rank}", "")
+    return all_facts
+
+
 def mig_error(facts: list[dict]) -> str:
     """What is wrong when several processes of a machine have slices of GPUs; "" if nothing is."""
-    slices = Counter(fact["host"] for fact in facts if fact["mig"])
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return ""
+    slices = Counter(fact["host"] for fact in facts if fact["mig"])
     for host, count in slices.items():
         if count > 1:
-            text = f"{host}: {count} processes on MIG slices, which NCCL does not join (experimental in its newest "
-            text += "versions, with NCCL_MULTI_RANK_GPU_ENABLE=1); start one process, or use whole GPUs"
-            return text
+            reason = "experimental in its newest versions, with NCCL_MULTI_RANK_GPU_ENABLE=1"
+            advice = "start one process, or use whole GPUs"
+            return f"{host}: {count} processes on MIG slices, which NCCL does not join ({reason}); {advice}"
     return ""
 
 
@@ -274,12 +322,12 @@ def advice_for(text: str) -> str:
     """What to do about a failed start; "" for an error that is not among FAILURES."""
     if out_of_memory(RuntimeError(text)):
         return "another process holds this GPU's memory, see nvidia-smi"
-    return next((advice for pattern, advice in FAILURES if re.search(pattern, text)), "")
+    return next((failure.advice for failure in FAILURES if re.search(failure.pattern, text)), "")
 
 
 @contextlib.contextmanager
 def explain_failure(store: dist.Store | None, rank: int) -> Iterator[None]:
-    """Around the start of the process group and the first tensor on the GPU: a failure that is known is one line.
+    """Around the start of the process group and the first tensor on the GPU: tells a failure that is known in one line.
 
     store: None for one process, which ends with an InputError. Of several, that line comes from the first to fail (the
     others may wait for it elsewhere) and each ends at once with code 2. Other errors pass.
@@ -294,7 +342,7 @@ def explain_failure(store: dist.Store | None, rank: int) -> Iterator[None]:
                 raise
             raise InputError(message) from None
 
-        # an unknown failure may be the echo of another rank's known one
+        # An unknown failure may be the echo of another rank's known one.
         told = earlier_failures(store, rank, int(bool(advice)))
         if not advice and not told:
             raise
@@ -308,5 +356,5 @@ def earlier_failures(store: dist.Store, rank: int, own: int) -> int:
     try:
         return store.add("failed", own) - own
     except RuntimeError:
-        # the store is gone, and with it a rank 0 that has explained its own
+        # The store is gone, and with it a rank 0 that has explained its own failure.
         return own if rank else 0
