@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-MOST_VALUES = 100_000  # in a config file
+# How many values a config file may stand for.
+MOST_VALUES = 100_000
 
 
 class InputError(Exception):
@@ -26,7 +27,9 @@ class RunError(Exception):
 
 def is_first_process() -> bool:
     """True on rank 0, also before the process group exists, and where the rank cannot be read."""
-    rank = os.environ.get("RANK") or (os.environ.get("SLURM_PROCID") if "SLURM_STEP_NUM_TASKS" in os.environ else None)
+    rank = os.environ.get("RANK")
+    if not rank and "SLURM_STEP_NUM_TASKS" in os.environ:
+        rank = os.environ.get("SLURM_PROCID")
     return re.fullmatch("0*[1-9][0-9]*", rank or "0") is None
 
 
@@ -36,6 +39,9 @@ def environment_number(name: str, low: int, high: int) -> int:
     if re.fullmatch("0|[1-9][0-9]{0,9}", text) is None or not low <= int(text) <= high:
         raise InputError(f"{name} must be a whole number from {low} to {high}, not {text!r}")
     return int(text)
+
+
+# --- types of arguments -----------------------------------------------------------------------------------------------
 
 
 def whole(low: int) -> Callable[[str], int]:
@@ -74,13 +80,16 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or not low <= value <= high or (above and value == low):
-            limits = f"{'above' if above else 'at least'} {low:g}" + (
-                f" and at most {high:g}" if high < math.inf else ""
-            )
+            limits = f"above {low:g}" if above else f"at least {low:g}"
+            if high < math.inf:
+                limits += f" and at most {high:g}"
             raise argparse.ArgumentTypeError(f"must be a number {limits}, not {text!r}")
         return value
 
     return parse
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -105,18 +114,21 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         parsed, extra = self.parse_known_args(args, namespace)
         if extra:
-            flags = [text for action in self._actions for text in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(extra[0].split("=")[0], flags, n=1)
-            self.error(f"unknown argument {extra[0]!r}" + (f", nearest is {near[0]}" if near else ""))
-        # a variable that a job script never set; as a path it would be the working folder
+            advice = f", nearest is {near[0]}" if near else ""
+            self.error(f"unknown argument {extra[0]!r}{advice}")
+
+        # An empty word is a variable that a job script never set; as a path it would be the working folder.
         for action in self._actions:
             value = getattr(parsed, action.dest, None)
             if value == "" or (isinstance(value, list) and "" in value):
-                self.error(f"argument {'/'.join(action.option_strings) or action.dest}: must not be empty")
+                name = "/".join(action.option_strings) or action.dest
+                self.error(f"argument {name}: must not be empty")
         return parsed
 
     def error(self, message: str):
-        # one name for a flag that has several
+        # A flag that has several names is told by one.
         message = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)+:", r"argument \1:", message)
         if is_first_process():
             print(f"error: {message}; see --help", file=sys.stderr)
@@ -124,45 +136,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] | None = None) -> None:
-    """The flags that mean the same in every script (DESIGN: command line). also: {flag: a guide's name for it}."""
-    add = parser.add_argument_group("run").add_argument
-    add("--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it")
-    add("--seed", type=seed_number, default=0, help="initial weights, sample order, and all else that is drawn")
-    add(
-        "--max_steps", type=whole(0), default=0, help="stop after so many optimizer steps in all; 0: the whole training"
-    )
-    text = "auto: go on from the output folder's newest intact checkpoint, or start; PATH: a checkpoint or run folder"
-    add("--resume_from", metavar="auto|PATH", help=text)
-    add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
-    add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
-
-    add = parser.add_argument_group("speed and memory").add_argument
-    text = "auto: bf16 on GPUs that have it, fp16 on older, no on CPU; no: fp32, TF32 off"
-    add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
-    text = "batches per GPU summed into one step; on OOM double it and halve the batch size, the result stays the same"
-    add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
-    text = "fit the batch to memory, the effective one stays; left out: on GPUs, not on CPU"
-    add("--auto_batch", action=argparse.BooleanOptionalAction, help=text)
-    add(
-        "--num_workers", type=whole(0), default=4, help="data loading processes PER GPU; 0: the training process itself"
-    )
-    add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
-    text = "the same bits in each run on the same GPUs, slower; see docs/determinism.md"
-    add("--deterministic", action="store_true", help=text)
-    text = "no training: print the memory and FLOPs of a step; needs no GPU, data or weights"
-    add("--rehearse", action="store_true", help=text)
-    text = "with --rehearse: GiB that the GPU reports; left out: this machine's, else 80"
-    add("--gpu_memory", type=number(0, above=True), metavar="GIB", help=text)
-
-    add = parser.add_argument_group("safety").add_argument
-    add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
-    text = "stop after so many steps in a row with a non-finite loss or gradient (each is skipped)"
-    add("--max_bad_steps", type=whole(1), default=10, help=text)
-    text = "optimizer steps between checkpoints, besides those at epoch ends or evaluations; 0: only those"
-    add("--save_every", type=whole(0), default=500, help=text)
-    add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
-    text = "seconds after which ranks give up on one that is dead or stuck and end the job"
-    add("--dist_timeout", type=whole(1), default=600, help=text)
+    """Add the flags that mean the same in every script. also: {flag: a guide's name for it}."""
+    _add_run_arguments(parser)
+    _add_speed_arguments(parser)
+    _add_safety_arguments(parser)
 
     add = parser.add_argument_group("logging").add_argument
     add("--log_every", type=whole(1), default=10, help="optimizer steps between log lines")
@@ -173,9 +150,60 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     text = "with plain `python`: start so many processes (one per GPU) through torchrun; launchers set it by themselves"
     add("--world_size", type=whole(1), help=text)
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+    # A guide's own name is another name of the same flag.
     for name, other in (also or {}).items():
-        parser._option_string_actions[f"--{other}"] = action = parser._option_string_actions[f"--{name}"]
+        action = parser._option_string_actions[f"--{name}"]
         action.option_strings.append(f"--{other}")
+        parser._option_string_actions[f"--{other}"] = action
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("run").add_argument
+    add("--config", metavar="FILE", help="YAML or JSON file that sets any flag; the command line wins over it")
+    add("--seed", type=seed_number, default=0, help="initial weights, sample order, and all else that is drawn")
+    text = "stop after so many optimizer steps in all; 0: the whole training"
+    add("--max_steps", type=whole(0), default=0, help=text)
+    text = "auto: go on from the output folder's newest intact checkpoint, or start; PATH: a checkpoint or run folder"
+    add("--resume_from", metavar="auto|PATH", help=text)
+    add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
+    add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
+
+
+def _add_speed_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("speed and memory").add_argument
+    text = "auto: bf16 on GPUs that have it, fp16 on older, no on CPU; no: fp32, TF32 off"
+    add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
+    text = "batches per GPU summed into one step; on OOM double it and halve the batch size, the result stays the same"
+    add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
+    text = "fit the batch to memory, the effective one stays; left out: on GPUs, not on CPU"
+    add("--auto_batch", action=argparse.BooleanOptionalAction, help=text)
+    text = "data loading processes PER GPU; 0: the training process itself"
+    add("--num_workers", type=whole(0), default=4, help=text)
+
+    # How the model is run.
+    add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
+    text = "the same bits in each run on the same GPUs, slower; see docs/determinism.md"
+    add("--deterministic", action="store_true", help=text)
+    text = "no training: print the memory and FLOPs of a step; needs no GPU, data or weights"
+    add("--rehearse", action="store_true", help=text)
+    text = "with --rehearse: GiB that the GPU reports; left out: this machine's, else 80"
+    add("--gpu_memory", type=number(0, above=True), metavar="GIB", help=text)
+
+
+def _add_safety_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("safety").add_argument
+    add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
+    text = "stop after so many steps in a row with a non-finite loss or gradient (each is skipped)"
+    add("--max_bad_steps", type=whole(1), default=10, help=text)
+    text = "optimizer steps between checkpoints, besides those at epoch ends or evaluations; 0: only those"
+    add("--save_every", type=whole(0), default=500, help=text)
+    add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
+    text = "seconds after which ranks give up on one that is dead or stuck and end the job"
+    add("--dist_timeout", type=whole(1), default=600, help=text)
+
+
+# --- config files -----------------------------------------------------------------------------------------------------
 
 
 def without_comments(text: str) -> str:
@@ -185,7 +213,8 @@ def without_comments(text: str) -> str:
 
 def check_aliases(path: str, root) -> None:
     """InputError when a few lines of YAML stand for more than 100 000 values, by aliases of aliases."""
-    waiting, count = [root], 0
+    waiting = [root]
+    count = 0
     while waiting:
         value = getattr(waiting.pop(), "value", None)
         count += 1
@@ -198,30 +227,14 @@ def check_aliases(path: str, root) -> None:
 
 def read_config(path: str) -> dict:
     """A YAML or JSON (with // comments) mapping. Raises InputError naming file and line."""
-    import yaml
-
-    kind = "JSON" if path.endswith(".json") else "YAML"
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        if kind == "JSON":
-            values = json.loads(without_comments(text))
-        else:
-            check_aliases(path, yaml.compose(text, yaml.SafeLoader))
-            values = yaml.safe_load(text)
+        values = _parse_config(path)
     except OSError as error:
-        shipped = Path(__file__).resolve().parent / "configs"
-        near = difflib.get_close_matches(Path(path).name, [file.name for file in shipped.glob("*.*")], n=1)
-        advice = f"there is configs/{near[0]}" if near and isinstance(error, FileNotFoundError) else "check --config"
-        raise InputError(f"{path}: cannot read the config ({error.strerror}); {advice}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); correct the file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = f":{error.problem_mark.line + 1}" if getattr(error, "problem_mark", None) else ""
-        raise InputError(f"{path}{line}: not valid YAML; correct the file") from None
+        reason = f"cannot read the config ({error.strerror})"
+        raise InputError(f"{path}: {reason}; {_nearest_config(path, error)}") from None
     except RecursionError:
         raise InputError(f"{path}: nested too deeply for a config; correct the file") from None
-    except ValueError as error:  # a number of thousands of digits, a 31st of February
-        raise InputError(f"{path}: not valid {kind} ({error}); correct the file") from None
+
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -229,12 +242,43 @@ def read_config(path: str) -> dict:
     return values
 
 
+def _parse_config(path: str):
+    """What a config file stands for. Raises InputError for what is not valid, OSError and RecursionError."""
+    import yaml
+
+    kind = "JSON" if path.endswith(".json") else "YAML"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if kind == "JSON":
+            return json.loads(without_comments(text))
+        check_aliases(path, yaml.compose(text, yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: not valid JSON ({error.msg}); correct the file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise InputError(f"{path}{line}: not valid YAML; correct the file") from None
+    except ValueError as error:
+        # A number of thousands of digits, or a 31st of February.
+        raise InputError(f"{path}: not valid {kind} ({error}); correct the file") from None
+
+
+def _nearest_config(path: str, error: OSError) -> str:
+    """What to do about a config that cannot be read: the name of one that is there, if it is like this one."""
+    shipped = Path(__file__).resolve().parent / "configs"
+    names = [file.name for file in shipped.glob("*.*")]
+    near = difflib.get_close_matches(Path(path).name, names, n=1)
+    if near and isinstance(error, FileNotFoundError):
+        return f"there is configs/{near[0]}"
+    return "check --config"
+
+
 def check_config_value(path: str, action: argparse.Action, value):
     """`value` as the command line would have parsed it; InputError names file, key and what is allowed."""
-    key = action.dest
 
     def wrong(reason: str) -> InputError:
-        return InputError(f"{path}: {key}: {reason}; correct the file")
+        return InputError(f"{path}: {action.dest}: {reason}; correct the file")
 
     if value is None and action.default is None:
         return None
@@ -244,27 +288,34 @@ def check_config_value(path: str, action: argparse.Action, value):
         return value
     if action.metavar == "JSON" and not isinstance(value, str):
         value = json.dumps(value)
-    many = action.nargs in ("+", "*") or isinstance(action.nargs, int)
-    if many != isinstance(value, list) or (isinstance(action.nargs, int) and len(value) != action.nargs):
+
+    # A list where the flag takes several words, and as long as the flag wants it.
+    exactly = action.nargs if isinstance(action.nargs, int) else None
+    many = exactly is not None or action.nargs in ("+", "*")
+    if many != isinstance(value, list) or (exactly is not None and len(value) != exactly):
         raise wrong(f"must be {'a list' if many else 'a single value'}, not {value!r}")
-    checked = []
-    for item in value if many else [value]:
-        if (
-            isinstance(item, bool)
-            or not isinstance(item, int | float | str)
-            or (action.type is None and not isinstance(item, str))
-        ):
-            raise wrong(f"wrong type {type(item).__name__} ({item!r})")
+    try:
+        if many:
+            return [_check_item(action, item) for item in value]
+        return _check_item(action, value)
+    except argparse.ArgumentTypeError as error:
+        raise wrong(str(error)) from None
+
+
+def _check_item(action: argparse.Action, item):
+    """One value of a config as the command line would have parsed it. Raises ArgumentTypeError."""
+    plain = isinstance(item, int | float | str) and not isinstance(item, bool)
+    if not plain or (action.type is None and not isinstance(item, str)):
+        raise argparse.ArgumentTypeError(f"wrong type {type(item).__name__} ({item!r})")
+    if action.type is not None:
         try:
-            item = action.type(str(item)) if action.type else item
-        except argparse.ArgumentTypeError as error:
-            raise wrong(str(error)) from None
+            item = action.type(str(item))
         except ValueError:
-            raise wrong(f"invalid value {item!r}") from None
-        if action.choices is not None and item not in action.choices:
-            raise wrong(f"{item!r} is not one of {', '.join(map(str, action.choices))}")
-        checked.append(item)
-    return checked if many else checked[0]
+            raise argparse.ArgumentTypeError(f"invalid value {item!r}") from None
+    if action.choices is not None and item not in action.choices:
+        choices = ", ".join(str(choice) for choice in action.choices)
+        raise argparse.ArgumentTypeError(f"{item!r} is not one of {choices}")
+    return item
 
 
 def flatten_sections(path: str, values: dict, sections: dict[str, dict[str, str]]) -> dict:
@@ -273,58 +324,86 @@ def flatten_sections(path: str, values: dict, sections: dict[str, dict[str, str]
     for name, value in values.items():
         inside = {name: value}
         if name in sections:
-            if not isinstance(value, dict):
-                raise InputError(f"{path}: {name}: must be a section of keys, not {value!r}; correct the file")
-            if unknown := [key for key in value if key not in sections[name]]:
-                near = difflib.get_close_matches(str(unknown[0]), sections[name], n=1)
-                text = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sections[name])}"
-                raise InputError(f"{path}: unknown key {unknown[0]!r} in {name}{text}")
-            inside = {sections[name][key]: item for key, item in value.items()}
-        if twice := [key for key in inside if key in flat]:
-            raise InputError(f"{path}: {twice[0]} is given twice; remove one")
+            inside = _flags_of_section(path, name, value, sections[name])
+        for key in inside:
+            if key in flat:
+                raise InputError(f"{path}: {key} is given twice; remove one")
         flat |= inside
     return flat
+
+
+def _flags_of_section(path: str, name: str, value, flags: dict[str, str]) -> dict:
+    """{flag: value} of one section. flags: {key: flag}."""
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {name}: must be a section of keys, not {value!r}; correct the file")
+    for key in value:
+        if key not in flags:
+            near = difflib.get_close_matches(str(key), flags, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(flags)}"
+            raise InputError(f"{path}: unknown key {key!r} in {name}; {advice}")
+    return {flags[key]: item for key, item in value.items()}
 
 
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: list[str] | None = None, sections: dict[str, dict[str, str]] | None = None
 ) -> argparse.Namespace:
-    """Parse with the precedence defaults < --config file < command line. Mistakes end the process with one line and
-    code 2. sections: see flatten_sections."""
+    """Parse with the precedence defaults < --config file < command line; mistakes end the process with code 2.
+
+    sections: see flatten_sections.
+    """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config")
     try:
         path = finder.parse_known_args(argv)[0].config
     except argparse.ArgumentError:
-        path = None  # `--config` without a value: the full parser words the error
+        # `--config` has no value: the full parser words the error.
+        path = None
     if path:
-        actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
-        for action in list(actions.values()):  # a flag's other name
-            actions |= {text[2:]: action for text in action.option_strings if action.nargs != 0 and "-" not in text[2:]}
-        given: dict[str, str] = {}
         try:
-            for key, value in flatten_sections(path, read_config(path), sections or {}).items():
-                if key not in actions or actions[key].dest in ("config", "local_rank"):
-                    near = difflib.get_close_matches(str(key), [*actions, *(sections or {})], n=1)
-                    raise InputError(
-                        f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
-                    )
-                action = actions[key]
-                if action.dest in given:
-                    raise InputError(f"{path}: {key} means the same as {given[action.dest]}; remove one")
-                given[action.dest] = key
-                parser.set_defaults(**{action.dest: check_config_value(path, action, value)})
-                action.required = False
+            _set_defaults_from(path, parser, sections or {})
         except RecursionError:
             end_with(InputError(f"{path}: nested too deeply for a config; correct the file"))
         except InputError as error:
             end_with(error)
+
+    # What must be done before torch is imported is done here.
     args = parser.parse_args(argv)
     if getattr(args, "rehearse", False):
         prepare_rehearsal(parser, args)
     if getattr(args, "deterministic", False):
         ask_for_fixed_order()
     return args
+
+
+def _set_defaults_from(path: str, parser: argparse.ArgumentParser, sections: dict[str, dict[str, str]]) -> None:
+    """The values of a config file become the parser's defaults. Raises InputError."""
+    actions = {}
+    for action in parser._actions:
+        if action.option_strings and action.dest != "help":
+            actions[action.dest] = action
+
+    # A key may be a flag's other name too.
+    for action in list(actions.values()):
+        for flag in action.option_strings:
+            name = flag.removeprefix("--")
+            if action.nargs != 0 and "-" not in name:
+                actions[name] = action
+
+    given: dict[str, str] = {}
+    for key, value in flatten_sections(path, read_config(path), sections).items():
+        if key not in actions or actions[key].dest in ("config", "local_rank"):
+            near = difflib.get_close_matches(str(key), [*actions, *sections], n=1)
+            advice = f"did you mean {near[0]!r}?" if near else "see --help"
+            raise InputError(f"{path}: unknown key {key!r}; {advice}")
+        action = actions[key]
+        if action.dest in given:
+            raise InputError(f"{path}: {key} means the same as {given[action.dest]}; remove one")
+        given[action.dest] = key
+        parser.set_defaults(**{action.dest: check_config_value(path, action, value)})
+        action.required = False
+
+
+# --- before torch is imported -----------------------------------------------------------------------------------------
 
 
 def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -334,7 +413,7 @@ def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace)
     if args.eval_only or getattr(args, "predict", None) or getattr(args, "sample", None):
         parser.error("--rehearse is about a training step and goes without --eval_only, --predict and --sample")
     if not is_first_process():
-        # a launcher's other processes: one tells
+        # Of a launcher's processes one tells.
         sys.exit(0)
     try:
         load_before_torch()
@@ -344,56 +423,66 @@ def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace)
 
 def ask_for_fixed_order() -> None:
     """The part of --deterministic that libraries read from the environment when they start, so before torch does."""
-    # cuBLAS: a workspace of its own for each stream; torch accepts these two settings
+    # cuBLAS takes a workspace of its own for each stream; torch accepts these two settings.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # NCCL: the switches of NVLink add up in varying order
+    # The switches of NVLink add up in varying order, so NCCL does without them.
     os.environ["NCCL_NVLS_ENABLE"] = "0"
+
+
+# --- where values come from -------------------------------------------------------------------------------------------
 
 
 def value_sources(
     parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None, sections: dict | None = None
 ) -> dict[str, str]:
     """{name: "command line", the --config file's name, or "default"} of every argument, for a banner."""
-    words = [word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
-    in_file = flatten_sections(args.config, read_config(args.config), sections or {}) if args.config else {}
+    words = sys.argv[1:] if argv is None else argv
+    flags = {word.split("=")[0] for word in words}
+    in_file = {}
+    if args.config:
+        in_file = flatten_sections(args.config, read_config(args.config), sections or {})
+
     sources = {}
     for action in parser._actions:
-        names = action.dest, *(text[2:] for text in action.option_strings)
-        if any(text in words for text in action.option_strings):
+        names = [action.dest, *(flag[2:] for flag in action.option_strings)]
+        if flags.intersection(action.option_strings):
             sources[action.dest] = "command line"
+        elif any(name in in_file for name in names):
+            sources.setdefault(action.dest, Path(args.config).name)
         else:
-            named = any(name in in_file for name in names)
-            sources.setdefault(action.dest, Path(args.config).name if named else "default")
+            sources.setdefault(action.dest, "default")
     return sources
 
 
 def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run_folder: str, names: tuple) -> None:
-    """--eval_only and --predict: what no flag gives is as in the run that is used, from the args.yaml beside its
-    checkpoint.
+    """For --eval_only and --predict: what no flag gives is as in the run that is used, from its args.yaml.
 
     args.source must be there. Mistakes in the file end the process with one line and code 2.
     """
-    folder = Path(run_folder)
+    path = Path(run_folder) / "args.yaml"
     try:
+        # The file lies beside the checkpoint.
         if args.resume_from not in (None, "auto"):
-            folder = Path(args.resume_from) if Path(args.resume_from).is_dir() else Path(args.resume_from).parent
-        path = folder / "args.yaml"
+            source = Path(args.resume_from)
+            path = (source if source.is_dir() else source.parent) / "args.yaml"
         if not path.is_file():
             return
     except OSError:
-        # such as a name that is too long: what looks for the checkpoint says so
+        # Such as a name that is too long: what looks for the checkpoint says so.
         return
+
     actions = {action.dest: action for action in parser._actions}
     taken = []
     try:
         values = read_config(str(path))
         for name in names:
             value = values.get(name)
-            if args.source[name] == "default" and value not in (None, getattr(args, name)):
-                setattr(args, name, check_config_value(str(path), actions[name], value))
-                args.source[name] = "the run's args.yaml"
-                taken.append(f"--{name} {value}")
+            if args.source[name] != "default" or value in (None, getattr(args, name)):
+                continue
+            setattr(args, name, check_config_value(str(path), actions[name], value))
+            args.source[name] = "the run's args.yaml"
+            taken.append(f"--{name} {value}")
     except InputError as error:
         end_with(error)
     if taken and is_first_process():
@@ -401,8 +490,9 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
 
 
 def set_derived(args: argparse.Namespace, reason: str = "", **values) -> None:
-    """Replace flags by what follows from the machine. args.yaml keeps what was asked for: another machine derives anew.
+    """Replace flags by what follows from the machine.
 
+    args.yaml keeps what was asked for: another machine derives anew.
     reason: where the values come from, for a banner; empty where args.source stays as it is.
     """
     before = vars(args).setdefault("asked", {})
@@ -429,6 +519,9 @@ def save_args(path: Path, args: argparse.Namespace) -> None:
     os.replace(temporary, path)
 
 
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
 def end_with(error: Exception) -> None:
     """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
     if is_first_process():
@@ -442,7 +535,8 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
         code = main(args)
     except (InputError, RunError) as error:
         end_with(error)
-    except KeyboardInterrupt:  # before the training loop, which saves and ends by itself
+    except KeyboardInterrupt:
+        # This is before the training loop, which saves and ends by itself.
         sys.stderr.write("interrupted\n")
         os._exit(130)
     sys.exit(code or 0)
