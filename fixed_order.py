@@ -7,55 +7,71 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-# interpolate's name for a tensor of so many axes
+# interpolate's mode for a tensor of so many axes.
 LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
-def in_fixed_order(x: torch.Tensor) -> bool:
+def in_fixed_order(x: Tensor) -> bool:
     """Whether torch's own operation would not do: on a GPU under --deterministic."""
     return x.is_cuda and torch.are_deterministic_algorithms_enabled()
 
 
 @functools.lru_cache(maxsize=64)
-def linear_weights(before: int, after: int, device: str) -> torch.Tensor:
+def linear_weights(before: int, after: int, device: str) -> Tensor:
     """(after, before) matrix of linear interpolation along one axis, as torch's with align_corners=False."""
-    centre = (torch.arange(after, dtype=torch.float64) + 0.5) * before / after - 0.5
-    distance = centre.clamp(0, before - 1)[:, None] - torch.arange(before)
-    return (1 - distance.abs()).clamp(min=0).float().to(device)
+    # Where each output lies among the inputs, which it does not leave at the ends.
+    outputs = torch.arange(after, dtype=torch.float64)
+    centre = (outputs + 0.5) * before / after - 0.5
+    centre = centre.clamp(0, before - 1)
+
+    inputs = torch.arange(before)
+    distance = (centre.unsqueeze(1) - inputs).abs()
+    weights = (1 - distance).clamp(min=0)
+    return weights.float().to(device)
 
 
 @functools.lru_cache(maxsize=64)
-def window_weights(before: int, after: int, device: str) -> torch.Tensor:
+def window_weights(before: int, after: int, device: str) -> Tensor:
     """(after, before) matrix of adaptive average pooling along one axis."""
-    place, output = torch.arange(before), torch.arange(after)[:, None]
-    first = output * before // after
-    end = ((output + 1) * before + after - 1) // after
-    inside = (place >= first) & (place < end)
-    return (inside / (end - first)).float().to(device)
+    inputs = torch.arange(before)
+    outputs = torch.arange(after).unsqueeze(1)
+
+    # The window of an output: from its first input on, up to the one before its end.
+    first = outputs * before // after
+    end = (outputs + 1) * before
+    end = (end + after - 1) // after
+    inside = torch.logical_and(inputs >= first, inputs < end)
+    weights = inside / (end - first)
+    return weights.float().to(device)
 
 
-def by_axes(x: torch.Tensor, size: tuple[int, ...], weights: Callable) -> torch.Tensor:
+def by_axes(x: Tensor, size: tuple[int, ...], weights: Callable) -> Tensor:
     """x with its last axes multiplied by a matrix each, in fp32: a matrix product has a fixed order of summation."""
     with torch.autocast(x.device.type, enabled=False):
         out = x.float()
-        for axis, after in zip(range(-len(size), 0), size, strict=True):
-            matrix = weights(out.shape[axis], after, str(x.device))
-            out = (out.movedim(axis, -1) @ matrix.T).movedim(-1, axis)
+        first_axis = x.dim() - len(size)
+        for axis, after in enumerate(size, start=first_axis):
+            before = out.shape[axis]
+            matrix = weights(before, after, str(x.device))
+            out = out.movedim(axis, -1)
+            out = out @ matrix.T
+            out = out.movedim(-1, axis)
     return out.to(x.dtype)
 
 
-def interpolate(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+def interpolate(x: Tensor, size: tuple[int, ...]) -> Tensor:
     """(B, C, ...) -> (B, C, *size), linear along each axis."""
     if in_fixed_order(x):
         return by_axes(x, size, linear_weights)
-    return F.interpolate(x, size, mode=LINEAR[x.dim()], align_corners=False)
+    mode = LINEAR[x.dim()]
+    return F.interpolate(x, size, mode=mode, align_corners=False)
 
 
-def adaptive_avg_pool2d(x: torch.Tensor, side: int) -> torch.Tensor:
-    """(B, C, H, W) -> (B, C, side, side), means of windows that cover the picture."""
+def adaptive_avg_pool2d(x: Tensor, side: int) -> Tensor:
+    """(B, C, H, W) -> (B, C, side, side), means of windows that cover the image."""
     if in_fixed_order(x):
         return by_axes(x, (side, side), window_weights)
     return F.adaptive_avg_pool2d(x, side)
@@ -64,10 +80,16 @@ def adaptive_avg_pool2d(x: torch.Tensor, side: int) -> torch.Tensor:
 class MaxPool3d(nn.MaxPool3d):
     """nn.MaxPool3d whose gradient has a fixed order of summation; kernel, stride and padding are one number each."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if in_fixed_order(x):
             return FixedMaxPool3d.apply(x, self.kernel_size, self.stride, self.padding)
         return super().forward(x)
+
+
+def voxel_steps(volume: Tensor) -> list[int]:
+    """How far the next voxel along each axis lies behind, in a flattened volume of (B, C, X, Y, Z)."""
+    _, _, _, height, depth = volume.shape
+    return [height * depth, depth, 1]
 
 
 class FixedMaxPool3d(torch.autograd.Function):
@@ -78,31 +100,58 @@ class FixedMaxPool3d(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, kernel: int, stride: int, padding: int) -> torch.Tensor:
+    def forward(ctx, x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
         """(B, C, X, Y, Z) -> (B, C, X', Y', Z')."""
-        out, taken = torch.ops.aten.max_pool3d_with_indices(x, [kernel] * 3, [stride] * 3, [padding] * 3)
-        steps = x.shape[3] * x.shape[4], x.shape[4], 1
-        # how far the voxel that was taken lies behind the window's first one, in the flattened volume
-        first = torch.zeros(1, dtype=torch.int32, device=x.device)
-        for step, count in zip(steps, out.shape[2:], strict=True):
-            along = torch.arange(count, dtype=torch.int32, device=x.device) * stride - padding
-            first = first[..., None] + along * step
-        ctx.save_for_backward(taken.int() - first[0])
-        ctx.sizes = kernel, stride, padding, steps, x.shape
+        max_pool = torch.ops.aten.max_pool3d_with_indices
+        out, taken = max_pool(x, [kernel] * 3, [stride] * 3, [padding] * 3)
+        ctx.kernel = kernel
+        ctx.stride = stride
+        ctx.padding = padding
+        ctx.steps = voxel_steps(x)
+        ctx.input_shape = x.shape
+
+        # How far the voxel that was taken lies behind the window's first one, in the flattened volume.
+        taken = taken.int()
+        first = taken.new_zeros(1)
+        for step, count in zip(ctx.steps, out.shape[2:], strict=True):
+            along = torch.arange(count, device=x.device)
+            along = along.int() * stride
+            along = along - padding
+            first = first.unsqueeze(-1) + along * step
+        first = first.squeeze(0)
+        ctx.save_for_backward(taken - first)
         return out
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
+        """(B, C, X', Y', Z') -> (B, C, X, Y, Z), and nothing for the three numbers."""
         (behind,) = ctx.saved_tensors
-        kernel, stride, padding, steps, shape = ctx.sizes
-        padded = grad.new_zeros(*shape[:2], *(n + 2 * padding for n in shape[2:]))
-        # from the last place on: then each voxel adds up its outputs from the first one on
+        kernel = ctx.kernel
+        padding = ctx.padding
+        batch, channels, *sides = ctx.input_shape
+        padded_sides = [side + 2 * padding for side in sides]
+        padded = grad.new_zeros(batch, channels, *padded_sides)
+
+        # From the last place on: then each voxel adds up its outputs from the first one on.
         for place in reversed(range(kernel**3)):
-            corner = place // kernel**2, place // kernel % kernel, place % kernel
-            ends = (a + stride * (n - 1) + 1 for a, n in zip(corner, grad.shape[2:], strict=True))
-            where = tuple(slice(a, end, stride) for a, end in zip(corner, ends, strict=True))
-            # a place in the padding may lie as far behind as a voxel: what it is given is cut off below
-            distance = sum(a * step for a, step in zip(corner, steps, strict=True))
-            padded[(..., *where)] += torch.where(behind == distance, grad, 0)
-        inside = tuple(slice(padding, padding + n) for n in shape[2:])
-        return padded[(..., *inside)], None, None, None
+            row, z = divmod(place, kernel)
+            x, y = divmod(row, kernel)
+
+            # The voxels at this place of all windows.
+            every = [slice(None), slice(None)]
+            distance = 0
+            for axis, start in enumerate([x, y, z]):
+                count = grad.shape[2 + axis]
+                last = start + ctx.stride * (count - 1)
+                voxels = slice(start, last + 1, ctx.stride)
+                every.append(voxels)
+                distance += start * ctx.steps[axis]
+
+            # A place in the padding may lie as far behind as a voxel: what it is given is cut off below.
+            taken_here = behind == distance
+            given = torch.where(taken_here, grad, 0)
+            padded[tuple(every)] += given
+
+        for axis, side in enumerate(sides, start=2):
+            padded = padded.narrow(axis, padding, side)
+        return padded, None, None, None
