@@ -11,20 +11,22 @@ aten = torch.ops.aten
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def convolution_backward_flops(
-    gradient, images, weight, bias, stride, padding, dilation, transposed, output_padding, groups, wanted, **_
-) -> int:
+def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
     """FLOPs of a convolution's gradients: as many as its forward pass for the images', and again for the weight's.
 
+    options: bias, stride, padding, dilation, transposed, output padding, groups, and which gradients are wanted.
     torch's own formula counts each group's weight against the channels of all groups, which is hundreds of times too
     much for a depthwise convolution.
     """
-    positions = (images if transposed else gradient).shape[2:]
-    forward = 2 * len(images) * math.prod(positions) * weight.numel()
-    return forward * (wanted[0] + wanted[1])
+    _, _, _, _, transposed, _, _, wanted = options
+    for_images, for_weight, _ = wanted
+    small = images if transposed else gradient
+    positions = math.prod(small.shape[2:])
+    forward = 2 * len(images) * positions * weight.numel()
+    return forward * (for_images + for_weight)
 
 
-# torch's formulas, mended, and the CPU's attention, which is missing there
+# torch's formulas, mended, and the CPU's attention, which is missing there.
 FORMULAS = flop_registry | {
     aten.convolution_backward: convolution_backward_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
@@ -47,21 +49,22 @@ class FlopCount(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        def call(function, **more):
+            return function(*args, **(kwargs or {}), **more)
 
-        # in inference mode a composite operation arrives whole; one with a kernel of its own must stay whole, or
-        # its result would change
+        # In inference mode a composite operation arrives whole. One with a kernel of its own must stay whole, or its
+        # result would change.
         own = operation.namespace != "aten" or torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CPU")
         if not own:
             with self:
-                result = operation.decompose(*args, **kwargs)
+                result = call(operation.decompose)
             if result is not NotImplemented:
                 return result
 
-        result = operation(*args, **kwargs)
+        result = call(operation)
         formula = FORMULAS.get(operation.overloadpacket)
         if formula:
-            self.total += formula(*args, **kwargs, out_val=result)
+            self.total += call(formula, out_val=result)
         return result
 
 
@@ -72,10 +75,12 @@ def matmul_rate(device: torch.device, precision: str) -> float:
     number is drawn.
     """
     on_gpu = device.type == "cuda"
-    side, largest, enough = (1024, 8192, 0.01) if on_gpu else (256, 2048, 0.001)
+    side = 1024 if on_gpu else 256
+    largest = 8192 if on_gpu else 2048
+    enough = 0.01 if on_gpu else 0.001
     best = 0.0
     while True:
-        # numbers with varied bits: a GPU computes faster on equal ones, as it takes less power
+        # The numbers have varied bits: a GPU computes faster on equal ones, as it takes less power.
         values = torch.arange(side * side, dtype=torch.float32, device=device).sin_()
         matrix = values.view(side, side).to(DTYPES[precision])
         seconds = min(_time_product(matrix) for _ in range(5))
@@ -84,7 +89,7 @@ def matmul_rate(device: torch.device, precision: str) -> float:
             break
         side *= 2
 
-    # the memory goes back, and is no part of the peak that the run reports
+    # The memory goes back, and is no part of the peak that the run reports.
     del values, matrix
     if on_gpu:
         torch.cuda.empty_cache()
@@ -102,6 +107,6 @@ def _time_product(matrix: torch.Tensor) -> float:
 
 
 def _wait(device: torch.device) -> None:
-    """Until a GPU has done what it was given."""
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
