@@ -22,10 +22,13 @@ def has_gpu() -> bool:
     """Whether a CUDA driver with a device answers."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        if driver.cuInit(0) != 0:
+            return False
         count = ctypes.c_int(0)
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        answered = driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     except (OSError, AttributeError):
         return False
+    return answered and count.value > 0
 
 
 def load_before_torch() -> None:
@@ -38,7 +41,8 @@ def load_before_torch() -> None:
     if "torch" in sys.modules:
         raise InputError("--rehearse: torch is imported already; start the script by itself")
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
-    LIBRARY.append(ctypes.CDLL(str(_compile(torch_folder)), mode=ctypes.RTLD_GLOBAL))
+    library = _compiled(torch_folder)
+    LIBRARY.append(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
 
 
 def use_guard() -> None:
@@ -49,34 +53,45 @@ def use_guard() -> None:
 
 def find_compiler() -> str | None:
     """The path of a C++ compiler: $CXX, g++, clang++ or c++."""
-    names = (os.environ.get("CXX") or "", "g++", "clang++", "c++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return None
 
 
-def _compile(torch_folder: Path) -> Path:
+def _compiled(torch_folder: Path) -> Path:
     """The compiled library, kept in the user's cache folder for this source and this torch."""
     version = (torch_folder / "version.py").read_bytes()
-    key = hashlib.sha256(SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medical-multi-gpu"
-    library = cache / f"fake_cuda_{key}.so"
-    if library.is_file():
-        return library
+    key = hashlib.sha256(SOURCE.read_bytes() + version + str(torch_folder).encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    library = Path(cache) / "medical-multi-gpu" / f"fake_cuda_{key.hexdigest()[:16]}.so"
+    if not library.is_file():
+        _compile(torch_folder, library)
+    return library
 
+
+def _compile(torch_folder: Path, library: Path) -> None:
+    """Make the library. Raises InputError without a compiler, for its errors, and for a folder one may not write to."""
     compiler = find_compiler()
     if compiler is None or sys.platform == "win32":
-        text = "needs a GPU, or a C++ compiler (g++ or clang++) on Linux or macOS"
-        raise InputError(f"--rehearse: {text}; install one, or rehearse on another machine")
+        reason = "needs a GPU, or a C++ compiler (g++ or clang++) on Linux or macOS"
+        raise InputError(f"--rehearse: {reason}; install one, or rehearse on another machine")
+
+    # It is compiled under a name of this process, as others may do the same now.
     libraries = torch_folder / "lib"
     temporary = library.with_suffix(f".{os.getpid()}.tmp")
-    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", str(SOURCE)]
-    command += ["-o", str(temporary), f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu"]
+    command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20"]
+    command += [f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(temporary)]
+    command += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu"]
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(temporary, library)
     except OSError as error:
-        raise InputError(f"{cache}: cannot write here ({error.strerror}); set XDG_CACHE_HOME") from None
+        reason = f"cannot write here ({error.strerror})"
+        raise InputError(f"{library.parent}: {reason}; set XDG_CACHE_HOME") from None
     except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no message"])[0][:200]
-        raise InputError(f"--rehearse: {compiler} failed on fake_cuda.cpp ({reason}); try another with CXX=") from None
-    return library
+        lines = error.stderr.strip().splitlines() or ["no message"]
+        reason = f"failed on fake_cuda.cpp ({lines[0][:200]})"
+        raise InputError(f"--rehearse: {compiler} {reason}; try another with CXX=") from None
