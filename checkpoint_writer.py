@@ -28,12 +28,12 @@ class CheckpointWriter:
     """
 
     def __init__(self):
-        # the same on all ranks: a save was begun, and they have not yet agreed on how it went
+        # The same on all ranks: a save was begun, and they have not yet agreed on how it went.
         self.unsettled = False
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.memory: mmap.mmap | None = None
-        # pin_asked: it was to be pinned; pinned: CUDA did so
+        # pin_asked: it was to be pinned; pinned: CUDA did so.
         self.pin_asked = False
         self.pinned = False
         self.preparing: threading.Thread | None = None
@@ -47,12 +47,12 @@ class CheckpointWriter:
             except BaseException as error:
                 self.error = error
 
-        # no daemon: the interpreter's exit waits for it
+        # It is no daemon, so that the interpreter's exit waits for it.
         self.thread = threading.Thread(target=run, name="checkpoint")
         try:
             self.thread.start()
         except RuntimeError:
-            # the system has no thread to give
+            # The system has no thread to give.
             self.thread = None
             run()
 
@@ -71,7 +71,7 @@ class CheckpointWriter:
             try:
                 raise error
             finally:
-                # else the error's traceback, which knows this frame, would keep all frames of the run alive
+                # Else the error's traceback, which knows this frame, would keep all frames of the run alive.
                 del error
 
     def prepare(self, size: int, on_gpu: bool) -> None:
@@ -81,9 +81,10 @@ class CheckpointWriter:
         """
         self.join()
         if size and self._make_room(size + size // 20, on_gpu):
-            # memset lets other threads run
-            thread = threading.Thread(target=ctypes.memset, args=(self._span()[0], 0, size))
-            # where the system has no thread to give, the first save takes longer
+            # memset lets other threads run.
+            thread = threading.Thread(target=ctypes.memset, args=(self._address(), 0, size))
+
+            # Where the system has no thread to give, the first save takes longer.
             with contextlib.suppress(RuntimeError):
                 thread.start()
                 self.preparing = thread
@@ -97,10 +98,11 @@ class CheckpointWriter:
         tensors = list(_find_tensors(contents))
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         on_gpu = any(storage.device.type == "cuda" for storage in storages.values())
-        if not self._make_room(sum(_room(storage) for storage in storages.values()), on_gpu):
+        size = sum(_room(storage) for storage in storages.values())
+        if not self._make_room(size, on_gpu):
             return None
 
-        # all copies from a GPU are begun, then waited for together
+        # All copies from a GPU are begun, then waited for together.
         copies: dict[int, torch.UntypedStorage] = {}
         place = 0
         for key, storage in storages.items():
@@ -109,11 +111,15 @@ class CheckpointWriter:
         if on_gpu:
             torch.cuda.current_stream().synchronize()
 
-        # deepcopy takes a tensor's copy where it is told of one
-        known = {id(tensor): _same_view(tensor, copies[tensor.untyped_storage()._cdata]) for tensor in tensors}
+        # deepcopy takes a tensor's copy where it is told of one.
+        known = {}
+        for tensor in tensors:
+            storage = copies[tensor.untyped_storage()._cdata]
+            known[id(tensor)] = _same_view(tensor, storage)
         return copy.deepcopy(contents, known)
 
     def _copy_storage(self, storage: torch.UntypedStorage, place: int) -> torch.UntypedStorage:
+        """Begin a copy of a storage into the memory, `place` bytes behind its start."""
         size = storage.nbytes()
         if size == 0:
             return torch.UntypedStorage(0)
@@ -129,14 +135,16 @@ class CheckpointWriter:
             self.preparing = None
         if self.memory is not None and len(self.memory) >= size and self.pin_asked >= pinned:
             return True
+
+        # Half of the RAM is for decoded data, and for what is validated.
         self.release()
-        # the rest is for decoded data, and for what is validated
         if size > 0.5 * available_ram_gb() * 2**30:
             return False
         try:
             self.memory = _allocate(max(size, mmap.PAGESIZE))
         except (OSError, MemoryError, OverflowError):
             return False
+
         self.pin_asked = pinned
         if pinned:
             self._pin()
@@ -144,22 +152,24 @@ class CheckpointWriter:
 
     def _pin(self) -> None:
         """Register the memory with CUDA. Where that is refused, copies from the GPU are slower ones."""
-        self.pinned = int(torch.cuda.cudart().cudaHostRegister(*self._span(), 0)) == 0
+        refused = torch.cuda.cudart().cudaHostRegister(self._address(), len(self.memory), 0)
+        self.pinned = int(refused) == 0
         if not self.pinned:
-            # CUDA would tell the refusal to the next kernel
+            # CUDA would tell the refusal to the next kernel.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
                 torch.cuda.synchronize()
 
-    def _span(self) -> tuple[int, int]:
-        """(address, bytes) of the memory."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr(), len(self.memory)
+    def _address(self) -> int:
+        """Where the memory begins."""
+        return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
     def release(self) -> None:
         """Give the memory back."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._span()[0])
-        self.memory, self.pinned = None, False
+            torch.cuda.cudart().cudaHostUnregister(self._address())
+        self.memory = None
+        self.pinned = False
 
 
 WRITER = CheckpointWriter()
@@ -180,13 +190,14 @@ def _allocate(size: int) -> mmap.mmap:
     """Zeroed memory that loading processes do not inherit: writing to it would copy it for them first."""
     kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
     memory = mmap.mmap(-1, size, **kind)
-    # a hint, which some systems lack
+    # This is a hint, which some systems lack.
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_DONTFORK)
     return memory
 
 
 def _room(storage: torch.UntypedStorage) -> int:
+    """The bytes that a storage takes in a copy, rounded up."""
     return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
