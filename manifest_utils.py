@@ -50,8 +50,9 @@ def write_atomically(path: Path, write) -> str:
         _sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
+
+        # torch.save raises a RuntimeError of its own when the disk had no room for the end of the file.
         cause = error
-        # torch.save raises a RuntimeError of its own when the disk had no room for the end of the file
         while isinstance(cause, RuntimeError):
             cause = cause.__context__
         if isinstance(cause, OSError):
@@ -76,6 +77,7 @@ class _HashingFile:
 
 
 def _sync_folder(folder: Path) -> None:
+    """Flush a folder's names to the disk."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -88,7 +90,8 @@ def prepare_link(source: Path, target: Path) -> Path:
     """A file that os.replace makes `target`, another name of `source`; a copy where there are no links."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
-    # a link to a symbolic link would follow what that points to later
+
+    # A link to a symbolic link would follow what that points to later.
     source = Path(os.path.realpath(source))
     try:
         os.link(source, temporary)
@@ -137,6 +140,7 @@ def read_manifest(run_folder: Path) -> Manifest | None:
         lines = (run_folder / MANIFEST).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return None
+
     manifest = Manifest()
     for line in lines:
         match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
@@ -152,6 +156,7 @@ def read_manifest(run_folder: Path) -> Manifest | None:
 
 
 def write_manifest(run_folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a run folder as a whole."""
     lines = [f"# run {manifest.run_id}"]
     lines += [f"# written {name}" for name in manifest.written]
     lines += [f"# obsolete {name}" for name in manifest.obsolete]
@@ -162,7 +167,7 @@ def write_manifest(run_folder: Path, manifest: Manifest) -> None:
 
 def note_written(run_folder: Path, name: str) -> None:
     """Rank 0 of a training run: enter a file that it is about to write, relative to its folder, into the manifest."""
-    # a checkpoint that is being written enters itself
+    # A checkpoint that is being written enters itself.
     WRITER.join()
     manifest = read_manifest(run_folder)
     if manifest is not None and name not in manifest.written:
@@ -174,7 +179,7 @@ def delete_obsolete(run_folder: Path, manifest: Manifest) -> None:
     """Delete the files that the manifest on the disk already calls obsolete."""
     for name in manifest.obsolete:
         path = run_folder / name
-        # a manifest that somebody edited must not reach outside the folder
+        # A manifest that somebody edited must not reach outside the folder.
         if ".." not in Path(name).parts and path.resolve().is_relative_to(run_folder.resolve()):
             path.unlink(missing_ok=True)
     manifest.obsolete = []
@@ -214,7 +219,7 @@ def write_checkpoint(path: Path, contents: dict) -> str:
     def write(file: _HashingFile) -> None:
         torch.save(contents, file)
         seal = f"\n# checkpoint step={contents['step']} run={contents['run_id']} sha256={file.sha256.hexdigest()}\n"
-        # torch.load passes over what follows the end of its archive
+        # torch.load passes over what follows the end of its archive.
         file.write(seal.encode())
 
     return write_atomically(path, write)
@@ -237,14 +242,9 @@ def find_damage(path: Path) -> str:
     """
     seal = read_seal(path)
     if seal is None:
-        try:
-            with zipfile.ZipFile(path) as archive:
-                record = archive.testzip()
-        except OSError as error:
-            return f"cannot be read ({error.strerror or error})"
-        except Exception as error:  # damaged archives raise errors of each of the compression methods
-            return f"not a readable checkpoint ({error})"
-        return f"its part {record} does not match its checksum" if record else ""
+        return _find_damage_in_archive(path)
+
+    # The seal is of all bytes before it.
     sha256 = hashlib.sha256()
     try:
         with open(path, "rb") as file:
@@ -259,7 +259,21 @@ def find_damage(path: Path) -> str:
     return misnamed(path.name, seal.step)
 
 
+def _find_damage_in_archive(path: Path) -> str:
+    """Why a checkpoint without a seal cannot be trusted; "" for a good one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            record = archive.testzip()
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    except Exception as error:
+        # Damaged archives raise errors of each of the compression methods.
+        return f"not a readable checkpoint ({error})"
+    return f"its part {record} does not match its checksum" if record else ""
+
+
 def misnamed(name: str, step: int) -> str:
+    """What is wrong with a checkpoint's name, given the step in it; "" for nothing."""
     match = re.fullmatch(r"step_(\d+)\.pt", name)
     return f"it holds step {step}, another than its name says" if match and int(match[1]) != step else ""
 
@@ -282,6 +296,14 @@ def is_checkpoint_name(name: str) -> bool:
 # --- a manifest that was lost -----------------------------------------------------------------------------------------
 
 
+class Identity(NamedTuple):
+    """What a file says of itself; `reason` is why it is not a good checkpoint of this project, or ""."""
+
+    step: int
+    run_id: str
+    reason: str
+
+
 def recover_manifest(run_folder: Path) -> Manifest:
     """A manifest from what the checkpoints of a folder say of themselves, for a folder that has lost its own.
 
@@ -290,47 +312,57 @@ def recover_manifest(run_folder: Path) -> Manifest:
     known = read_manifest(run_folder)
     names = sorted(path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name))
     names = [name for name in names if known is None or name not in known.obsolete]
-    found: list[tuple[int, str, str]] = []
+
+    # Which of them are good, and of which run.
+    intact: list[tuple[int, str]] = []
     run_ids = {known.run_id} if known and known.run_id else set()
     for name in names:
         path = run_folder / name
-        step, run_id, reason = identify(path)
-        if reason:
-            print_main(f"warning: {path}: {reason}; passed over", file=sys.stderr)
+        identity = identify(path)
+        if identity.reason:
+            print_main(f"warning: {path}: {identity.reason}; passed over", file=sys.stderr)
             continue
-        found.append((step, name, file_sha256(path)))
-        run_ids.add(run_id)
-    if names and not found:
-        text = f"holds {names[0]}, but no readable {MANIFEST} and no intact checkpoint"
-        raise InputError(f"{run_folder}: {text}; choose another folder")
+        intact.append((identity.step, name))
+        run_ids.add(identity.run_id)
+
+    # They must be of one run, which can go on from a step's own checkpoint.
+    if names and not intact:
+        reason = f"holds {names[0]}, but no readable {MANIFEST} and no intact checkpoint"
+        raise InputError(f"{run_folder}: {reason}; choose another folder")
     if len(run_ids) > 1:
-        text = f"holds checkpoints of {len(run_ids)} runs and no readable {MANIFEST}"
-        raise InputError(f"{run_folder}: {text}; name one with --resume_from, and an empty output folder")
-    if found and not any(name.startswith("step_") for _, name, _ in found):
-        raise InputError(f"{run_folder}: holds {found[0][1]} and no step_*.pt; name it with --resume_from")
+        reason = f"holds checkpoints of {len(run_ids)} runs and no readable {MANIFEST}"
+        raise InputError(f"{run_folder}: {reason}; name one with --resume_from, and an empty output folder")
+    if intact and not any(name.startswith("step_") for _, name in intact):
+        _, name = intact[0]
+        raise InputError(f"{run_folder}: holds {name} and no step_*.pt; name it with --resume_from")
+
     manifest = known or Manifest()
     manifest.run_id = run_ids.pop() if run_ids else ""
-    manifest.checkpoints = {name: digest for _, name, digest in sorted(found)}
-    if found and known is None:
-        text = f"no readable {MANIFEST}; the checkpoints were checked by the sums in them"
-        print_main(f"warning: {run_folder}: {text}", file=sys.stderr)
+    manifest.checkpoints = {name: file_sha256(run_folder / name) for _, name in sorted(intact)}
+    if intact and known is None:
+        reason = f"no readable {MANIFEST}; the checkpoints were checked by the sums in them"
+        print_main(f"warning: {run_folder}: {reason}", file=sys.stderr)
     return manifest
 
 
-def identify(path: Path) -> tuple[int, str, str]:
-    """(step, run, reason why it is not a good checkpoint of this project or "") of a file, by what is in it."""
+def identify(path: Path) -> Identity:
+    """The step, the run, and what is wrong with a file, by what is in it."""
     reason = find_damage(path)
     seal = read_seal(path)
-    if reason or seal:
-        return (seal.step, seal.run_id, reason) if seal else (0, "", reason)
+    if seal:
+        return Identity(seal.step, seal.run_id, reason)
+    if reason:
+        return Identity(0, "", reason)
+
+    # Checkpoints of the first versions have no seal.
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-        step = contents["step"]
-        if not {"rng", "format"} <= contents.keys():
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        step = checkpoint["step"]
+        if not {"rng", "format"} <= checkpoint.keys():
             raise KeyError
     except Exception:
-        return 0, "", "not a checkpoint of this project"
-    return step, contents.get("run_id", ""), misnamed(path.name, step)
+        return Identity(0, "", "not a checkpoint of this project")
+    return Identity(step, checkpoint.get("run_id", ""), misnamed(path.name, step))
 
 
 def file_is(path: Path, digest: str) -> bool:
