@@ -22,10 +22,11 @@ NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.ela
 
 def is_worth_showing(record: logging.LogRecord) -> bool:
     """False for torchrun's log lines about workers that end by themselves or are told to."""
-    text = str(record.msg)
-    if text.startswith("failed (exitcode"):
-        return record.args[0] not in REPORTED
-    return not text.startswith(("Sending process %s closing signal", "Received %s death signal"))
+    message = str(record.msg)
+    if message.startswith("failed (exitcode"):
+        exit_code = record.args[0]
+        return exit_code not in REPORTED
+    return not message.startswith(("Sending process %s closing signal", "Received %s death signal"))
 
 
 def report_end(worker: str, code: int) -> int:
@@ -37,6 +38,7 @@ def report_end(worker: str, code: int) -> int:
         reason = f"signal {-code}"
         if -code in set(signal.Signals):
             reason += f" ({signal.Signals(-code).name})"
+
     print(f"error: {worker} ended with {reason}", file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
@@ -76,6 +78,7 @@ def end_of_signal(number: int) -> int:
 
 
 def main() -> int:
+    """Run the command that the words of the command line name; returns the exit code."""
     # Until there are workers, Ctrl-C just ends this process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -87,6 +90,8 @@ def main() -> int:
         from accelerate.commands.accelerate_cli import main as launch
     else:
         from torch.distributed.run import main as launch
+
+    # torchrun says nothing of ends that the script has told.
     for name in NOISY:
         logging.getLogger(name).addFilter(is_worth_showing)
 
@@ -96,6 +101,7 @@ def main() -> int:
     # torchrun replaces these by the same; accelerate with one process has none.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+
     try:
         launch()
     except ChildFailedError as error:
