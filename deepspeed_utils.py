@@ -11,19 +11,40 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from cli_utils import InputError, read_config
 
+# What the command line owns.
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+# The keys of a file that DeepSpeed reads.
 KNOWN = (
-    *OWNED, "zero_optimization", "fp16", "bf16", "activation_checkpointing", "communication_data_type", "data_types",
-    "prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "steps_per_print", "comms_logger",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "flops_profiler", "aio",
-)  # fmt: skip
+    *OWNED,
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    # How numbers are stored and exchanged.
+    "fp16",
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    # The rest.
+    "activation_checkpointing",
+    "aio",
+    "comms_logger",
+    "flops_profiler",
+    "steps_per_print",
+    "wall_clock_breakdown",
+)
+# What AdamW keeps of each parameter, beside the step.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def available() -> bool:
+    """Whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -35,8 +56,10 @@ def read_deepspeed_config(path: str) -> dict:
             raise InputError(f"{path}: {key}: is set by the script's own flags; remove it from the file")
         if key not in KNOWN:
             raise InputError(f"{path}: unknown key {key!r}; DeepSpeed would ignore it, correct the file")
+
     zero = config.get("zero_optimization", {})
-    if not isinstance(zero, dict) or zero.get("stage", 0) not in (1, 2, 3):
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if stage not in (1, 2, 3):
         raise InputError(f"{path}: zero_optimization: stage must be 1, 2 or 3; correct the file")
     for name in ("fp16", "bf16", "activation_checkpointing"):
         if not isinstance(config.get(name, {}), dict):
@@ -57,8 +80,8 @@ def check_blocks(config: dict, path: str) -> None:
             block(**config.get(name, {}))
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, (name, *first["loc"])))
-            raise InputError(f"{path}: {where}: {first['msg']}; correct the file") from None
+            key = ".".join([name, *(str(part) for part in first["loc"])])
+            raise InputError(f"{path}: {key}: {first['msg']}; correct the file") from None
 
 
 def fill_config(config: dict, path: str, micro_batch: int, accumulation: int, grad_clip: float, precision: str) -> dict:
@@ -66,8 +89,35 @@ def fill_config(config: dict, path: str, micro_batch: int, accumulation: int, gr
 
     A value in the file may be "auto" or the same; another one is an InputError, as no one could tell which was meant.
     """
-    own = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
-    own["gradient_clipping"] = grad_clip
+    own = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": grad_clip,
+    }
+    check_owned(config, path, own, precision)
+
+    # What decides the precision is filled in anew.
+    left_out = (*OWNED, "fp16", "bf16", "activation_checkpointing")
+    filled = {key: value for key, value in config.items() if key not in left_out}
+    filled |= own
+
+    # torch's AdamW resumes bit for bit, DeepSpeed's own does not.
+    filled["zero_allow_untested_optimizer"] = True
+    filled["zero_force_ds_cpu_optimizer"] = False
+    filled["steps_per_print"] = 1 << 40
+
+    if precision != "no":
+        given = config.get(precision, {})
+        block = {key: value for key, value in given.items() if value != "auto"}
+        block["enabled"] = True
+        if precision == "bf16":
+            block["check_grad_overflow"] = True
+        filled[precision] = block
+    return filled
+
+
+def check_owned(config: dict, path: str, own: dict, precision: str) -> None:
+    """InputError where the file says another value than the command line."""
     for key, value in own.items():
         if config.get(key, "auto") not in ("auto", value):
             raise InputError(f'{path}: {key}: {config[key]}, but the run has {value:g}; write "auto" there')
@@ -76,57 +126,64 @@ def fill_config(config: dict, path: str, micro_batch: int, accumulation: int, gr
     for name in ("fp16", "bf16"):
         enabled = config.get(name, {}).get("enabled", "auto")
         if enabled != "auto" and enabled != (precision == name):
-            text = f"{str(enabled).lower()}, but --mixed_precision is {precision}"
-            raise InputError(f'{path}: {name}.enabled: {text}; write "auto" there, or give --mixed_precision')
-    filled = {k: v for k, v in config.items() if k not in (*OWNED, "fp16", "bf16", "activation_checkpointing")} | own
-    # torch's AdamW resumes bit for bit, DeepSpeed's own does not
-    filled |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 1 << 40}
-    if precision != "no":
-        block = {k: v for k, v in config.get(precision, {}).items() if v != "auto"} | {"enabled": True}
-        filled[precision] = block | ({"check_grad_overflow": True} if precision == "bf16" else {})
-    return filled
+            reason = f"{str(enabled).lower()}, but --mixed_precision is {precision}"
+            raise InputError(f'{path}: {name}.enabled: {reason}; write "auto" there, or give --mixed_precision')
 
 
-def start_engine(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict):
+def start_engine(model: nn.Module, optimizer: Optimizer, config: dict):
     """deepspeed.initialize in the process group that is there already."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it; plain python and srun do not set it
+    # DeepSpeed insists on it; plain python and srun do not set it.
+    os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # its shared-memory collectives on CPU want a C++ compiler at the first start; gloo does the same
+
+    # Its shared-memory collectives on CPU want a C++ compiler at the first start; gloo does the same.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return engine
 
 
-def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+# --- whole tensors out of an engine -----------------------------------------------------------------------------------
+
+
+def belongs_to_engine(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed holds this parameter, or its master, in parts (ZeRO-3 or ZeRO-1 and 2)."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """All ranks call it: fp32 tensors of all parameters and buffers, masters where the weights are half precision.
 
     Collects from DDP's or DeepSpeed's module alike; every rank gets the whole. What DeepSpeed holds in parts is put
     together on the CPU; the others are the module's own tensors, which training goes on to change.
     """
-    from_engine = [hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters()]
     weights = {name: value.detach() for name, value in model.named_buffers()}
-    persistent = model.state_dict().keys()
-    for (name, parameter), special in zip(model.named_parameters(), from_engine, strict=True):
-        if special:
+    for name, parameter in model.named_parameters():
+        if belongs_to_engine(parameter):
             weights[name] = _full(parameter).float().cpu().clone()
         else:
             weights[name] = parameter.detach().float()
+    persistent = model.state_dict().keys()
     return {name: value for name, value in weights.items() if name in persistent}
 
 
-def _full(parameter: nn.Parameter) -> torch.Tensor:
+def _full(parameter: nn.Parameter) -> Tensor:
+    """All ranks call it: the whole of a parameter that DeepSpeed holds in parts."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if (value := safe_get_full_fp32_param(parameter)) is not None:
+    value = safe_get_full_fp32_param(parameter)
+    if value is not None:
         return value
-    with deepspeed.zero.GatheredParameters([parameter]):  # frozen, in ZeRO-3
+
+    # A frozen parameter has no master.
+    with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 
 
-def put_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def put_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """All ranks call it: overwrite the weights that forward passes use (for an evaluation; the optimizer keeps its)."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -143,75 +200,104 @@ def put_weights(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
                 buffer.copy_(weights[name])
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict:
+def full_optimizer_state(model: nn.Module, optimizer: AdamW) -> dict:
     """All ranks call it: {"step": n, "exp_avg": {name: fp32 tensor}, "exp_avg_sq": {...}} of AdamW, as full_weights."""
-    state = next((s for s in optimizer.state.values() if s), None)
+    state = next((state for state in optimizer.state.values() if state), None)
     if state is None:
         return {"step": 0, "exp_avg": {}, "exp_avg_sq": {}}
+
     full = {"step": int(state["step"])}
-    for key in ("exp_avg", "exp_avg_sq"):
+    for key in MOMENTS:
         full[key] = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
-                    from deepspeed.utils import safe_get_full_optimizer_state
-
-                    value = safe_get_full_optimizer_state(parameter, key).detach().float().cpu().clone()
-                else:
-                    value = optimizer.state[parameter][key].detach().float()
-                full[key][name] = value
+                full[key][name] = _full_moment(parameter, optimizer, key)
     return full
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.AdamW, engine, weights: dict, saved: dict) -> None:
+def _full_moment(parameter: nn.Parameter, optimizer: AdamW, key: str) -> Tensor:
+    """All ranks call it: the whole of one of AdamW's moments in fp32."""
+    if not belongs_to_engine(parameter):
+        return optimizer.state[parameter][key].detach().float()
+
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    value = safe_get_full_optimizer_state(parameter, key)
+    return value.detach().float().cpu().clone()
+
+
+# --- and back into one ------------------------------------------------------------------------------------------------
+
+
+def restore_optimizer(model: nn.Module, optimizer: AdamW, engine, weights: dict, saved: dict) -> None:
     """Put what full_weights and full_optimizer_state gave into a plain AdamW, or into the partitions of an engine.
 
     engine: None for DDP, whose module was given `weights` before.
     """
-    if engine is None:
-        if saved["step"]:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    like = torch.empty_like(parameter, dtype=torch.float32)  # also its memory format
-                    state = {key: like.clone().copy_(saved[key][name]) for key in ("exp_avg", "exp_avg_sq")}
-                    step = torch.tensor(float(saved["step"]), device=parameter.device)
-                    optimizer.state[parameter] = state | {"step": step}
-        return
+    if engine is not None:
+        _restore_partitions(model, optimizer, engine, weights, saved)
+    elif saved["step"]:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                optimizer.state[parameter] = _plain_state(parameter, name, saved)
+
+
+def _plain_state(parameter: nn.Parameter, name: str, saved: dict) -> dict[str, Tensor]:
+    """AdamW's state of one parameter, in its memory format."""
+    step = float(saved["step"])
+    state = {"step": torch.tensor(step, device=parameter.device)}
+    for key in MOMENTS:
+        moment = torch.empty_like(parameter, dtype=torch.float32)
+        state[key] = moment.copy_(saved[key][name])
+    return state
+
+
+def _restore_partitions(model: nn.Module, optimizer: AdamW, engine, weights: dict[str, Tensor], saved: dict) -> None:
+    """Put master weights and moments into this rank's partitions."""
     zero = engine.optimizer
     partitions = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+
+    # DeepSpeed makes the state in its first step; what is put into it must be there before.
     if saved["step"]:
         for partition in partitions:
-            state = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
-            step = torch.tensor(float(saved["step"]), device=partition.device)
-            optimizer.state[partition] = state | {"step": step}
+            state = {key: torch.zeros_like(partition) for key in MOMENTS}
+            step = float(saved["step"])
+            state["step"] = torch.tensor(step, device=partition.device)
+            optimizer.state[partition] = state
         if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-            zero._lazy_init_hp_params_optimizer_state()  # else done by its first step
+            zero._lazy_init_hp_params_optimizer_state()
+
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             _put(parameter, weights[name], None)
-            for key in ("exp_avg", "exp_avg_sq") if saved["step"] else ():
-                _put(parameter, saved[key][name], key)
+            if saved["step"]:
+                for key in MOMENTS:
+                    _put(parameter, saved[key][name], key)
 
 
-def _put(parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
+def _put(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
     """This rank's part of a whole fp32 tensor, into DeepSpeed's master weights (key None) or optimizer state."""
-    from deepspeed import utils as ds
+    from deepspeed import utils as deepspeed
 
+    # ZeRO-1 and 2 take the part by themselves.
     if not hasattr(parameter, "ds_id"):
         value = value.to(parameter.device)
         if key:
-            ds.safe_set_full_optimizer_state(parameter, value, key)
+            deepspeed.safe_set_full_optimizer_state(parameter, value, key)
         else:
-            ds.safe_set_full_fp32_param(parameter, value)
+            deepspeed.safe_set_full_fp32_param(parameter, value)
         return
-    own = parameter.ds_tensor.numel()  # ZeRO-3 pads the last rank's part
-    flat = torch.zeros(own * dist.get_world_size(), dtype=torch.float32)
+
+    # ZeRO-3 cuts a flat tensor into equal parts, and pads the last rank's.
+    length = parameter.ds_tensor.numel()
+    flat = torch.zeros(length * dist.get_world_size(), dtype=torch.float32)
     flat[: value.numel()] = value.flatten()
-    part = flat[own * dist.get_rank() : own * (dist.get_rank() + 1)].to(parameter.ds_tensor.device)
+    part = flat.narrow(0, length * dist.get_rank(), length)
+    part = part.to(parameter.ds_tensor.device)
     if key:
-        ds.safe_set_local_optimizer_state(parameter, part, key)
+        deepspeed.safe_set_local_optimizer_state(parameter, part, key)
     else:
-        ds.safe_set_local_fp32_param(parameter, part)
+        deepspeed.safe_set_local_fp32_param(parameter, part)
 
 
 SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -224,6 +310,7 @@ def scaler_state(engine) -> dict:
 
 
 def restore_scaler(engine, saved: dict) -> None:
+    """Put what scaler_state gave into an engine."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for name, value in saved.items():
         if name in SCALER_FIELDS and hasattr(scaler, name):
@@ -234,7 +321,9 @@ def describe(config: dict) -> str:
     """`ZeRO-2, optimizer on the CPU` for the banner."""
     zero = config.get("zero_optimization", {})
     parts = [f"ZeRO-{zero.get('stage', 0)}"]
-    for key, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
-        if zero.get(key, {}).get("device") not in (None, "none"):
-            parts.append(f"{what} on the {zero[key]['device'].upper()}")
+    offloaded = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
+    for key, name in offloaded.items():
+        device = zero.get(key, {}).get("device")
+        if device not in (None, "none"):
+            parts.append(f"{name} on the {device.upper()}")
     return ", ".join(parts)
