@@ -27,6 +27,7 @@ from manifest_utils import (
     RESULT_FILES,
     Manifest,
     delete_obsolete,
+    # What is asked of files, and how they are written.
     file_is,
     file_sha256,
     find_damage,
@@ -49,7 +50,8 @@ from manifest_utils import (
 
 def get_rng_state() -> dict:
     """State of this process's generators (torch CPU and GPU, NumPy, random) as tensors and numbers."""
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 - libraries still draw from it
+    # Libraries still draw from NumPy's own generator.
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -63,6 +65,7 @@ def restore_rng(states: list[dict]) -> None:
     rank, world_size = world()
     if len(states) != world_size:
         return
+
     state = states[rank]
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
@@ -81,21 +84,29 @@ def trained_state(model: torch.nn.Module, everything: bool = False) -> dict[str,
 
     Names are those of the plain module, whatever wrapped it (no `module.` of DDP, no `_orig_mod.` of torch.compile).
     """
-    frozen = set() if everything else {name for name, p in model.named_parameters() if not p.requires_grad}
-    kept = {name: value for name, value in model.state_dict().items() if name not in frozen}
-    return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in kept.items()}
+    frozen = set()
+    if not everything:
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+    state = {}
+    for name, value in model.state_dict().items():
+        if name not in frozen:
+            state[name.removeprefix("module.").replace("_orig_mod.", "")] = value
+    return state
 
 
 def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Put the weights of trained_state into an unwrapped model. Raises InputError when a name or a shape does not
-    fit."""
-    own = model.state_dict()
+    """Put the weights of trained_state into an unwrapped model.
+
+    Raises InputError when a name or a shape does not fit.
+    """
+    state = model.state_dict()
     lacking = sorted(trained_state(model).keys() - weights.keys())
-    unlike = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
-    if wrong := lacking + unlike:
-        raise InputError(
-            f"--resume_from: checkpoint of another model ({wrong[0]} does not fit); give the flags it was trained with"
-        )
+    unlike = [name for name, value in weights.items() if name not in state or state[name].shape != value.shape]
+    wrong = lacking + unlike
+    if wrong:
+        reason = f"checkpoint of another model ({wrong[0]} does not fit)"
+        raise InputError(f"--resume_from: {reason}; give the flags it was trained with")
     model.load_state_dict(weights, strict=False)
 
 
@@ -112,12 +123,12 @@ def save_checkpoint(run_folder: Path, contents: dict, step: int, keep_last: int)
     with agree_on_errors():
         if world()[0] == 0:
             WRITER.wait()
-            snapshot = WRITER.copy(contents)
             more = {"step": step, "rng": rng}
+            snapshot = WRITER.copy(contents)
             if snapshot is None:
-                _write(run_folder, path, {**contents, **more}, keep_last)
+                _write(run_folder, path, contents | more, keep_last)
             else:
-                WRITER.start(functools.partial(_write, run_folder, path, {**snapshot, **more}, keep_last))
+                WRITER.start(functools.partial(_write, run_folder, path, snapshot | more, keep_last))
     WRITER.unsettled = True
     return path
 
@@ -141,6 +152,7 @@ def settle_checkpoint() -> None:
 
 
 def _write(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None:
+    """Write a checkpoint and what goes with it. Raises RunError."""
     try:
         _save(run_folder, path, contents, keep_last)
     except OSError as error:
@@ -148,6 +160,7 @@ def _write(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None
 
 
 def _not_written(path: Path, error: OSError) -> RunError:
+    """What to tell of a file that could not be written."""
     if not path.parent.is_dir():
         return _removed(path.parent)
     reason = f"not written ({error.strerror or error}), the checkpoint before is intact"
@@ -155,6 +168,7 @@ def _not_written(path: Path, error: OSError) -> RunError:
 
 
 def _removed(run_folder: Path) -> RunError:
+    """What to tell of a run folder that is gone."""
     return RunError(f"{run_folder}: was removed while the run was writing there; start again")
 
 
@@ -175,21 +189,23 @@ def _manifest_of_this_run(run_folder: Path, run_id: str | None) -> Manifest:
 
 
 def _save(run_folder: Path, path: Path, contents: dict, keep_last: int) -> None:
+    """Write a checkpoint, enter it into the manifest, and delete those that it replaces. Raises OSError."""
     manifest = _manifest_of_this_run(run_folder, contents.get("log", {}).get("run_id"))
     saved_before = manifest.checkpoints.pop(path.name, None)
     digest = write_checkpoint(path, contents | {"run_id": manifest.run_id})
 
-    # from the manifest on, the new file counts and the oldest ones do not
+    # From the manifest on, the new file counts and the oldest ones do not.
     manifest.checkpoints |= {path.name: digest, "last.pt": digest}
     outdated = [name for name in manifest.obsolete if name not in manifest.checkpoints and is_checkpoint_name(name)]
     manifest.obsolete = [name for name in outdated if (run_folder / name).exists()]
     for name in manifest.steps()[:-keep_last]:
         del manifest.checkpoints[name]
         manifest.obsolete.append(name)
+
     try:
         _write_with_links(run_folder, manifest, path, ("last.pt",))
     except OSError:
-        # the disk is full: leave no file that is in no manifest
+        # The disk is full: leave no file that is in no manifest.
         on_disk = read_manifest(run_folder)
         if saved_before is None and on_disk and path.name not in on_disk.checkpoints:
             path.unlink()
@@ -262,9 +278,8 @@ class _Part(dict):
     path: Path
 
     def __missing__(self, key):
-        raise InputError(
-            f"{self.path}: lacks {key!r}, so another version of this script wrote it; use that version, or start afresh"
-        )
+        reason = f"lacks {key!r}, so another version of this script wrote it"
+        raise InputError(f"{self.path}: {reason}; use that version, or start afresh")
 
 
 class Checkpoint(_Part):
@@ -297,16 +312,19 @@ def find_newest(run_folder: Path) -> Path | None:
     manifest = read_manifest(run_folder)
     if manifest is None or not manifest.steps():
         manifest = recover_manifest(run_folder)
+
     for name in reversed(manifest.steps()):
+        # last.pt or best.pt may be another copy of the same checkpoint.
         digest = manifest.checkpoints[name]
-        # last.pt or best.pt may be another copy of the same checkpoint
-        names = [name, *(other for other, its in manifest.checkpoints.items() if its == digest and other != name)]
-        for path in (run_folder / other for other in names):
+        copies = [other for other, its in manifest.checkpoints.items() if its == digest and other != name]
+        for path in (run_folder / other for other in (name, *copies)):
             if file_sha256(path) == digest or is_own_checkpoint(path, manifest):
                 return path
         if (run_folder / name).exists():
             reason = "is damaged (its sha256 is not the manifest's); trying the one before"
             print_main(f"warning: {run_folder / name} {reason}", file=sys.stderr)
+
+    # No step is left: what is can be named, but it is not where the run stands.
     for name, digest in manifest.checkpoints.items():
         if file_is(run_folder / name, digest):
             raise InputError(f"{run_folder}: of its checkpoints only {name} is intact; name it with --resume_from")
@@ -324,6 +342,8 @@ def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resu
     """
     if resume_from is None:
         return None
+
+    # Rank 0 looks, all take what it found.
     settle_checkpoint()
     choice = None
     with agree_on_errors():
@@ -334,41 +354,58 @@ def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resu
     choice = broadcast_object(choice)
     if choice is None:
         return None
-    contents = None
+
+    checkpoint = None
     with agree_on_errors():
-        contents = _read(choice, format)
-        if resume and world()[0] == 0 and not _is_of_run(contents, run_folder) and _holds_checkpoints(run_folder):
-            raise InputError(f"{run_folder}: holds another run than {choice}; choose an empty output folder")
-    print_main(f"loaded {choice} (step {contents['step']})")
-    return contents
+        checkpoint = _read(choice, format)
+        if resume and world()[0] == 0:
+            _check_same_folder(checkpoint, run_folder)
+    print_main(f"loaded {choice} (step {checkpoint['step']})")
+    return checkpoint
+
+
+def _check_same_folder(checkpoint: Checkpoint, run_folder: Path) -> None:
+    """InputError for a folder that holds the checkpoints of another run."""
+    if _is_of_run(checkpoint, run_folder):
+        return
+    if any(is_checkpoint_name(path.name) for path in run_folder.glob("*.pt")):
+        raise InputError(f"{run_folder}: holds another run than {checkpoint.path}; choose an empty output folder")
 
 
 def _check_no_results(run_folder: Path) -> None:
     """InputError for a folder with the results of a run whose checkpoints are gone: `auto` would start it anew."""
     metrics = run_folder / "metrics.jsonl"
     manifest = read_manifest(run_folder)
-    # what a kill left while --overwrite deleted it is no result
-    gone = ("args.yaml", "metrics.jsonl", *(manifest.obsolete if manifest else ()))
-    found = [name for name in RESULT_FILES if name not in gone and (run_folder / name).exists()]
-    # a run that was killed before its first checkpoint leaves a manifest
-    if metrics.is_file() and metrics.stat().st_size and manifest is None:
-        found.append(metrics.name)
-    if found:
-        text = f"holds {found[0]} and no checkpoint to resume; choose another folder, or --overwrite it"
-        raise InputError(f"{run_folder}: {text}")
+
+    # What a kill left while --overwrite deleted it is no result.
+    gone = ["args.yaml", "metrics.jsonl"]
+    if manifest:
+        gone += manifest.obsolete
+    results = [name for name in RESULT_FILES if name not in gone and (run_folder / name).exists()]
+
+    # A run that was killed before its first checkpoint leaves a manifest.
+    if manifest is None and metrics.is_file() and metrics.stat().st_size:
+        results.append(metrics.name)
+    if results:
+        reason = f"holds {results[0]} and no checkpoint to resume"
+        raise InputError(f"{run_folder}: {reason}; choose another folder, or --overwrite it")
 
 
 def _read(path: Path, format: str) -> Checkpoint:
+    """Load a checkpoint file. Raises InputError for one of another program, script or step."""
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise InputError(f"{path}: not a readable checkpoint ({reason}); choose another --resume_from") from None
+
+    # It can be read: is it what was asked for?
     if not isinstance(contents, dict) or not {"step", "rng", "format"} <= contents.keys():
         raise InputError(f"{path}: not a checkpoint of this project; choose another --resume_from")
     if contents["format"] != format:
         raise InputError(f"{path}: checkpoint of {contents['format']}, not of {format}; choose another --resume_from")
-    if reason := misnamed(path.name, contents["step"]):
+    reason = misnamed(path.name, contents["step"])
+    if reason:
         raise InputError(f"{path}: {reason}; choose another --resume_from")
     return Checkpoint(contents, path)
 
@@ -376,7 +413,8 @@ def _read(path: Path, format: str) -> Checkpoint:
 def _resolve(path: Path) -> Path:
     """The file that a path given by the user means. Raises InputError for a damaged or missing one."""
     try:
-        is_folder, is_file = path.is_dir(), path.is_file()
+        is_folder = path.is_dir()
+        is_file = path.is_file()
     except OSError as error:
         raise InputError(f"--resume_from {path}: {error.strerror}; check --resume_from") from None
     if is_folder:
@@ -386,17 +424,20 @@ def _resolve(path: Path) -> Path:
         return newest
     if not is_file:
         raise InputError(f"{path}: no such checkpoint; check --resume_from")
+
+    # The file, its own seal and the manifest must say the same.
     reason = find_damage(path)
     digest = file_sha256(path)
     manifest = read_manifest(path.parent)
     expected = manifest.checkpoints.get(path.name, digest) if manifest else digest
     meant = digest == expected or (not reason and _was_linked_early(path, digest, manifest))
     if not meant and not is_own_checkpoint(path, manifest):
-        # the manifest is written before best.pt and last.pt are linked: a kill in between leaves the old link
-        for name, other in manifest.checkpoints.items():
-            if name.startswith("step_") and other == expected and file_is(path.parent / name, expected):
+        # The manifest is written before best.pt and last.pt are linked: a kill in between leaves the old link.
+        for name in manifest.steps():
+            if manifest.checkpoints[name] == expected and file_is(path.parent / name, expected):
                 return path.parent / name
         reason = reason or "it is another checkpoint than the manifest names"
+
     if reason.startswith("not a readable checkpoint"):
         raise InputError(f"{path}: {reason}; choose another --resume_from")
     if reason:
@@ -414,23 +455,22 @@ def _is_of_run(contents: Checkpoint, run_folder: Path) -> bool:
     manifest = read_manifest(run_folder)
     if manifest and manifest.run_id and contents.get("run_id"):
         return contents["run_id"] == manifest.run_id
-    # one of them is from before runs had names
+
+    # One of them is from before runs had names.
     if contents.path.parent.resolve() == run_folder.resolve():
         return True
     return manifest is not None and file_sha256(contents.path) in manifest.checkpoints.values()
 
 
-def _holds_checkpoints(run_folder: Path) -> bool:
-    return any(is_checkpoint_name(path.name) for path in run_folder.glob("*.pt"))
-
-
 def check_same_run(contents: dict, now: dict) -> None:
     """InputError when a checkpoint cannot be gone on with exactly; contents["run"] holds what `now` must equal."""
     for name, value in now.items():
-        if contents["run"][name] != value:
-            hint = "keep the product of batch size, --gradient_accumulation_steps and the number of processes"
-            was = f"{name.replace('_', ' ')} {contents['run'][name]}, now {value}"
-            raise InputError(f"--resume_from: a run with {was}; {hint if 'batch' in name else 'give the same again'}")
+        before = contents["run"][name]
+        if before != value:
+            advice = "give the same again"
+            if "batch" in name:
+                advice = "keep the product of batch size, --gradient_accumulation_steps and the number of processes"
+            raise InputError(f"--resume_from: a run with {name.replace('_', ' ')} {before}, now {value}; {advice}")
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, weight_decay: float) -> None:
@@ -444,17 +484,20 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict, weight_deca
         for group in optimizer.param_groups:
             group["weight_decay"] = weight_decay
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        if value.shape != parameter.shape:
-                            raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
-                        state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                _match_layout(optimizer.state.get(parameter, {}), parameter)
     except (KeyError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
-        raise InputError(
-            f"--resume_from: the state of another optimizer ({reason}); give the flags of the run"
-        ) from None
+        detail = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
+        reason = f"the state of another optimizer ({detail})"
+        raise InputError(f"--resume_from: {reason}; give the flags of the run") from None
+
+
+def _match_layout(state: dict, parameter: torch.nn.Parameter) -> None:
+    """Give an optimizer's moments the memory layout of their parameter. Raises ValueError for another shape."""
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            if value.shape != parameter.shape:
+                raise ValueError(f"{name} of shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+            state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def restore_scaler(scaler: torch.amp.GradScaler, saved: dict, precision: str) -> None:
@@ -480,7 +523,7 @@ def lock_run_folder(run_folder: Path, may_exist: bool, wait: float = 60, overwri
                 check_run_folder(run_folder, may_exist, overwrite)
                 run_folder.mkdir(parents=True, exist_ok=True)
                 lock = RunLock(run_folder / ".lock", wait if may_exist else 0)
-                # another run may have begun and even ended here since the first look
+                # Another run may have begun and even ended here since the first look.
                 check_run_folder(run_folder, may_exist, overwrite)
             except OSError as error:
                 raise InputError(f"{run_folder}: cannot write here ({error.strerror}); choose another folder") from None
@@ -497,35 +540,48 @@ def check_run_folder(run_folder: Path, may_exist: bool, overwrite: bool) -> None
     names = {*RESULT_FILES, MANIFEST}
     files = [path for path in run_folder.iterdir() if path.name in names or is_checkpoint_name(path.name)]
     folders = [path for path in (run_folder / "logs", run_folder / "figures") if path.exists()]
-    # opening a pipe would wait for ever
-    odd = [path for path in (*files, run_folder / ".lock") if path.exists() and not path.is_file()]
-    odd += [path for path in folders if not path.is_dir()]
-    if odd:
-        raise InputError(f"{odd[0]}: is not what a run writes under this name; move it away, or choose another folder")
+    _check_kinds([*files, run_folder / ".lock"], folders)
+
     manifest = read_manifest(run_folder)
     files += [path for path in folders if any(path.iterdir())]
     ours = manifest is not None or _is_args_file(run_folder / "args.yaml")
+    checkpoints = [path for path in files if is_checkpoint_name(path.name)]
     if not may_exist and files:
-        if ours or any(is_checkpoint_name(path.name) or path.name == "metrics.jsonl" for path in files):
-            text = "holds a run already; go on with --resume_from auto, or --overwrite it, or choose another folder"
-            raise InputError(f"{run_folder}: {text}")
+        if ours or checkpoints or any(path.name == "metrics.jsonl" for path in files):
+            advice = "go on with --resume_from auto, or --overwrite it, or choose another folder"
+            raise InputError(f"{run_folder}: holds a run already; {advice}")
         raise InputError(f"{run_folder}: holds {files[0].name}, which no run wrote; choose another folder")
 
-    # a folder without manifest and args.yaml is a run's only if its checkpoints say so, which --resume_from looks at
-    checkpoints = [path for path in files if is_checkpoint_name(path.name)]
+    # A folder without manifest and args.yaml is a run's only if its checkpoints say so, which --resume_from looks at.
     if files and not ours and (overwrite or not checkpoints):
-        text = f"holds {files[0].name}, but no {MANIFEST} or args.yaml of a run"
-        raise InputError(f"{run_folder}: {text}; choose another folder")
-    if manifest is None and not overwrite:
-        return
+        reason = f"holds {files[0].name}, but no {MANIFEST} or args.yaml of a run"
+        raise InputError(f"{run_folder}: {reason}; choose another folder")
+    if manifest is not None or overwrite:
+        _check_strangers(checkpoints, manifest)
+
+
+def _check_kinds(files: list[Path], folders: list[Path]) -> None:
+    """InputError for a file that is none, or a folder that is none: opening a pipe would wait for ever."""
+    odd = [path for path in files if path.exists() and not path.is_file()]
+    odd += [path for path in folders if not path.is_dir()]
+    if odd:
+        raise InputError(f"{odd[0]}: is not what a run writes under this name; move it away, or choose another folder")
+
+
+def _check_strangers(checkpoints: list[Path], manifest: Manifest | None) -> None:
+    """InputError for a checkpoint of another run.
+
+    A run that is killed between writing a checkpoint and the manifest leaves one that is its own.
+    """
     run_ids = {manifest.run_id} if manifest else set()
+    known = manifest.files() if manifest else []
     for path in checkpoints:
-        if manifest is None or path.name not in manifest.files():
-            # a run that is killed between writing a checkpoint and the manifest leaves one that is its own
-            _, run_id, reason = identify(path)
-            run_ids.add(run_id)
-            if reason or len(run_ids) > 1:
-                raise InputError(f"{path}: is not of the run in this folder; move it away, or choose another folder")
+        if path.name in known:
+            continue
+        identity = identify(path)
+        run_ids.add(identity.run_id)
+        if identity.reason or len(run_ids) > 1:
+            raise InputError(f"{path}: is not of the run in this folder; move it away, or choose another folder")
 
 
 def _is_args_file(path: Path) -> bool:
@@ -537,59 +593,63 @@ def _is_args_file(path: Path) -> bool:
     return all(re.search(rf"^{name}: ", text, re.MULTILINE) for name in ("dist_timeout", "keep_last", "max_bad_steps"))
 
 
-def begin_run(run_folder: Path, contents: Checkpoint | None) -> tuple[str, int]:
+def begin_run(run_folder: Path, checkpoint: Checkpoint | None) -> tuple[str, int]:
     """Rank 0, once nothing can be wrong: write down which run this folder holds from here on, then make it so.
 
-    contents: the checkpoint to go on from; None for a fresh run, which replaces what was here. Returns (run id, bytes
+    checkpoint: the checkpoint to go on from; None for a fresh run, which replaces what was here. Returns (run id, bytes
     of metrics.jsonl that belong to the checkpoint). Whenever it is killed, `--resume_from auto` follows the decision
     that the manifest holds: it is written first and as a whole.
     """
     for path in run_folder.glob(".*.tmp"):
-        # what a kill left of a file that was being written
+        # This is what a kill left of a file that was being written.
         name = path.name[1:-4]
         if name in (*RESULT_FILES, MANIFEST) or is_checkpoint_name(name):
             path.unlink()
-    if contents is None:
+    if checkpoint is None:
         return begin_afresh(run_folder), 0
-    if not _is_of_run(contents, run_folder):
-        return _begin_from_another_run(run_folder, contents), 0
+    if not _is_of_run(checkpoint, run_folder):
+        return _begin_from_another_run(run_folder, checkpoint), 0
+
+    # The run goes on where it was, or before.
     manifest = read_manifest(run_folder)
     if manifest is None or not manifest.steps():
         manifest = recover_manifest(run_folder)
     manifest.run_id = manifest.run_id or secrets.token_hex(8)
     manifest.written = list(dict.fromkeys([*manifest.written, *RESULT_FILES]))
-    size = _check_log(run_folder, manifest, contents)
-    newest = _go_back(run_folder, manifest, contents)
+    size = _check_log(run_folder, manifest, checkpoint)
+    newest = _go_back(run_folder, manifest, checkpoint)
     if not newest.exists():
-        # the step's own name was dropped, and best.pt or a copy still has it
-        link(contents.path, newest)
+        # The step's own name was dropped, and best.pt or a copy still has it.
+        link(checkpoint.path, newest)
     write_manifest(run_folder, manifest)
     if not file_is(newest, manifest.checkpoints[newest.name]):
-        link(contents.path, newest)
+        link(checkpoint.path, newest)
     _mend_links(run_folder, manifest)
     return manifest.run_id, size
 
 
-def _check_log(run_folder: Path, manifest: Manifest, contents: Checkpoint) -> int:
+def _check_log(run_folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> int:
     """How many bytes of metrics.jsonl belong to the checkpoint. Raises InputError when they are not what it knows.
 
     A copy of a checkpoint may be of a branch that the folder has left, or has not seen. A file that is too short has
     lost lines, which is said.
     """
-    size, sha256 = contents["log"]["bytes"], contents["log"].get("sha256")
+    size = checkpoint["log"]["bytes"]
+    sha256 = checkpoint["log"].get("sha256")
     path = run_folder / "metrics.jsonl"
     data = path.read_bytes() if path.exists() else b""
     lost = len(data) < size
     other = not lost and sha256 and hashlib.sha256(data[:size]).hexdigest() != sha256
-    if other and file_sha256(contents.path) in manifest.checkpoints.values():
-        text = f"{path}: was changed after {contents.path.name} was written"
-        raise InputError(f"{text}; move it away and a new one is begun, or choose an empty output folder")
-    if other or (lost and contents.path.parent.resolve() != run_folder.resolve()):
-        text = f"{path} is of another branch of the run than {contents.path}; choose an empty output folder"
-        raise InputError(text)
+
+    if other and file_sha256(checkpoint.path) in manifest.checkpoints.values():
+        reason = f"was changed after {checkpoint.path.name} was written"
+        raise InputError(f"{path}: {reason}; move it away and a new one is begun, or choose an empty output folder")
+    if other or (lost and checkpoint.path.parent.resolve() != run_folder.resolve()):
+        reason = f"is of another branch of the run than {checkpoint.path}"
+        raise InputError(f"{path} {reason}; choose an empty output folder")
     if lost:
-        text = f"lacks lines that were logged before {contents.path.name}; the run goes on, its curves are without them"
-        print(f"warning: {path}: {text}", file=sys.stderr, flush=True)
+        reason = f"lacks lines that were logged before {checkpoint.path.name}"
+        print(f"warning: {path}: {reason}; the run goes on, its curves are without them", file=sys.stderr, flush=True)
     return size
 
 
@@ -614,7 +674,7 @@ def finish_deleting(run_folder: Path) -> None:
     manifest = read_manifest(run_folder)
     if manifest and manifest.obsolete:
         delete_obsolete(run_folder, manifest)
-        # names that the new run uses again must not stay in the list
+        # Names that the new run uses again must not stay in the list.
         write_manifest(run_folder, manifest)
 
 
@@ -622,30 +682,30 @@ def _files_of_run(run_folder: Path) -> list[str]:
     """What a run wrote, by its manifest, and by its args.yaml where the manifest is from before it named all."""
     files = (read_manifest(run_folder) or Manifest()).files()
     if _is_args_file(run_folder / "args.yaml"):
-        # check_run_folder has seen to it that all checkpoints here are of the one run
+        # check_run_folder has seen to it that all checkpoints here are of the one run.
         files += [path.name for path in run_folder.glob("*.pt") if is_checkpoint_name(path.name)]
         files += RESULT_FILES
         files += [f"logs/{path.name}" for path in run_folder.glob("logs/events.out.tfevents.*")]
     return files
 
 
-def _begin_from_another_run(run_folder: Path, contents: Checkpoint) -> str:
+def _begin_from_another_run(run_folder: Path, checkpoint: Checkpoint) -> str:
     """The other run's checkpoint becomes the first of a new run, so that `auto` finds it from now on."""
     run_id = secrets.token_hex(8)
-    path = run_folder / f"step_{contents['step']:08d}.pt"
-    log = dict(contents["log"]) | {"bytes": 0, "sha256": "", "run_id": run_id}
-    digest = write_checkpoint(path, contents.plain() | {"run_id": run_id, "log": log})
+    path = run_folder / f"step_{checkpoint['step']:08d}.pt"
+    log = dict(checkpoint["log"]) | {"bytes": 0, "sha256": "", "run_id": run_id}
+    digest = write_checkpoint(path, checkpoint.plain() | {"run_id": run_id, "log": log})
     write_manifest(run_folder, Manifest(run_id, {path.name: digest}, list(RESULT_FILES)))
     return run_id
 
 
-def _go_back(run_folder: Path, manifest: Manifest, contents: Checkpoint) -> Path:
+def _go_back(run_folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> Path:
     """Make the checkpoint the newest of the manifest; what was saved after it becomes obsolete. Returns its place."""
-    name = f"step_{contents['step']:08d}.pt"
-    digest = file_sha256(contents.path)
+    name = f"step_{checkpoint['step']:08d}.pt"
+    digest = file_sha256(checkpoint.path)
     if manifest.steps()[-1:] != [name] or manifest.checkpoints[name] != digest:
         for other in list(manifest.checkpoints):
-            if other == name or _step_of(run_folder / other) > contents["step"]:
+            if other == name or _step_of(run_folder / other) > checkpoint["step"]:
                 del manifest.checkpoints[other]
                 manifest.obsolete.append(other)
         manifest.checkpoints |= {name: digest, "last.pt": digest}
@@ -654,7 +714,8 @@ def _go_back(run_folder: Path, manifest: Manifest, contents: Checkpoint) -> Path
 
 
 def _step_of(path: Path) -> int:
-    return identify(path)[0] if path.is_file() else 0
+    """The step of a checkpoint; 0 for a file that is not there."""
+    return identify(path).step if path.is_file() else 0
 
 
 def _mend_links(run_folder: Path, manifest: Manifest) -> None:
@@ -667,26 +728,29 @@ def _mend_links(run_folder: Path, manifest: Manifest) -> None:
             link(target, path)
 
 
-def at_end_of_step(contents: Checkpoint, run_folder: Path) -> Checkpoint:
+def at_end_of_step(checkpoint: Checkpoint, run_folder: Path) -> Checkpoint:
     """All ranks: the same checkpoint, resumed behind all that was logged of its step, the evaluation included.
 
     For what comes after a training that is over (guide 3's next stage) and does not repeat its last evaluation.
     """
-    if not _is_of_run(contents, run_folder):
-        return contents
-    size, rows = 0, contents["log"]["rows"]
+    if not _is_of_run(checkpoint, run_folder):
+        return checkpoint
+
+    size = 0
+    rows = checkpoint["log"]["rows"]
     with contextlib.suppress(OSError), open(run_folder / "metrics.jsonl", "rb") as file:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)
-                if record["step"] > contents["step"]:
+                if record["step"] > checkpoint["step"]:
                     break
-                if record["step"] == contents["step"] and "train/loss" in record:
-                    # the interval that the checkpoint cut in two was written after it
+                if record["step"] == checkpoint["step"] and "train/loss" in record:
+                    # The interval that the checkpoint cut in two was written after it.
                     rows = []
             size += len(line)
-    log = contents["log"] | {"rows": rows, "bytes": size, "sha256": ""}
-    return Checkpoint(contents.plain() | {"log": log}, contents.path)
+
+    log = checkpoint["log"] | {"rows": rows, "bytes": size, "sha256": ""}
+    return Checkpoint(checkpoint.plain() | {"log": log}, checkpoint.path)
 
 
 def cut_metrics(path: Path, size: int) -> None:
@@ -707,7 +771,8 @@ class RunLock:
     """
 
     def __init__(self, path: Path, wait: float):
-        self.file = open(path, "a")  # noqa: SIM115 - open for the lifetime of the lock
+        # The file is open for the lifetime of the lock.
+        self.file = open(path, "a")  # noqa: SIM115
         deadline = time.monotonic() + wait
         while not self._try():
             if time.monotonic() >= deadline:
@@ -715,6 +780,7 @@ class RunLock:
             time.sleep(0.2)
 
     def _try(self) -> bool:
+        """Whether the lock is ours now."""
         try:
             if os.name == "nt":
                 import msvcrt
@@ -726,6 +792,7 @@ class RunLock:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
-        except OSError as error:  # some network file systems have no locks
+        except OSError as error:
+            # Some network file systems have no locks.
             print(f"warning: {self.file.name}: no locks here ({error.strerror}); keep other runs out", file=sys.stderr)
         return True
