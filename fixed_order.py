@@ -23,12 +23,15 @@ def in_fixed_order(x: Tensor) -> bool:
 def linear_weights(before: int, after: int, device: str) -> Tensor:
     """(after, before) matrix of linear interpolation along one axis, as torch's with align_corners=False."""
     # Where each output lies among the inputs, which it does not leave at the ends.
-    outputs = torch.arange(after, dtype=torch.float64)
-    centre = (outputs + 0.5) * before / after - 0.5
+    outputs = torch.arange(after).double()
+    centre = (outputs + 0.5) * before
+    centre = centre / after
+    centre = centre - 0.5
     centre = centre.clamp(0, before - 1)
 
     inputs = torch.arange(before)
-    distance = (centre.unsqueeze(1) - inputs).abs()
+    distance = centre.unsqueeze(1) - inputs
+    distance = distance.abs()
     weights = (1 - distance).clamp(min=0)
     return weights.float().to(device)
 
@@ -40,9 +43,11 @@ def window_weights(before: int, after: int, device: str) -> Tensor:
     outputs = torch.arange(after).unsqueeze(1)
 
     # The window of an output: from its first input on, up to the one before its end.
-    first = outputs * before // after
+    first = outputs * before
+    first = first // after
     end = (outputs + 1) * before
-    end = (end + after - 1) // after
+    end = end + after - 1
+    end = end // after
     inside = torch.logical_and(inputs >= first, inputs < end)
     weights = inside / (end - first)
     return weights.float().to(device)
@@ -50,12 +55,13 @@ def window_weights(before: int, after: int, device: str) -> Tensor:
 
 def by_axes(x: Tensor, size: tuple[int, ...], weights: Callable) -> Tensor:
     """x with its last axes multiplied by a matrix each, in fp32: a matrix product has a fixed order of summation."""
+    device = str(x.device)
     with torch.autocast(x.device.type, enabled=False):
         out = x.float()
         first_axis = x.dim() - len(size)
         for axis, after in enumerate(size, start=first_axis):
             before = out.shape[axis]
-            matrix = weights(before, after, str(x.device))
+            matrix = weights(before, after, device)
             out = out.movedim(axis, -1)
             out = out @ matrix.T
             out = out.movedim(-1, axis)
@@ -73,7 +79,8 @@ def interpolate(x: Tensor, size: tuple[int, ...]) -> Tensor:
 def adaptive_avg_pool2d(x: Tensor, side: int) -> Tensor:
     """(B, C, H, W) -> (B, C, side, side), means of windows that cover the image."""
     if in_fixed_order(x):
-        return by_axes(x, (side, side), window_weights)
+        size = (side, side)
+        return by_axes(x, size, window_weights)
     return F.adaptive_avg_pool2d(x, side)
 
 
@@ -103,7 +110,7 @@ class FixedMaxPool3d(torch.autograd.Function):
     def forward(ctx, x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
         """(B, C, X, Y, Z) -> (B, C, X', Y', Z')."""
         max_pool = torch.ops.aten.max_pool3d_with_indices
-        out, taken = max_pool(x, [kernel] * 3, [stride] * 3, [padding] * 3)
+        out, taken = max_pool(x, kernel, stride, padding)
         ctx.kernel = kernel
         ctx.stride = stride
         ctx.padding = padding
@@ -113,11 +120,14 @@ class FixedMaxPool3d(torch.autograd.Function):
         # How far the voxel that was taken lies behind the window's first one, in the flattened volume.
         taken = taken.int()
         first = taken.new_zeros(1)
-        for step, count in zip(ctx.steps, out.shape[2:], strict=True):
+        for axis in range(3):
+            count = out.shape[2 + axis]
+            step = ctx.steps[axis]
             along = torch.arange(count, device=x.device)
             along = along.int() * stride
             along = along - padding
-            first = first.unsqueeze(-1) + along * step
+            first = first.unsqueeze(-1)
+            first = first + along * step
         first = first.squeeze(0)
         ctx.save_for_backward(taken - first)
         return out
@@ -127,6 +137,7 @@ class FixedMaxPool3d(torch.autograd.Function):
         """(B, C, X', Y', Z') -> (B, C, X, Y, Z), and nothing for the three numbers."""
         (behind,) = ctx.saved_tensors
         kernel = ctx.kernel
+        stride = ctx.stride
         padding = ctx.padding
         batch, channels, *sides = ctx.input_shape
         padded_sides = [side + 2 * padding for side in sides]
@@ -138,12 +149,14 @@ class FixedMaxPool3d(torch.autograd.Function):
             x, y = divmod(row, kernel)
 
             # The voxels at this place of all windows.
+            corner = [x, y, z]
             every = [slice(None), slice(None)]
             distance = 0
-            for axis, start in enumerate([x, y, z]):
+            for axis in range(3):
+                start = corner[axis]
                 count = grad.shape[2 + axis]
-                last = start + ctx.stride * (count - 1)
-                voxels = slice(start, last + 1, ctx.stride)
+                last = start + stride * (count - 1)
+                voxels = slice(start, last + 1, stride)
                 every.append(voxels)
                 distance += start * ctx.steps[axis]
 
