@@ -5,7 +5,6 @@ not seen: kernels' own workspaces, NCCL, fragmentation and time. `--rehearse` of
 use this file.
 """
 
-import collections
 import contextlib
 import functools
 import json
@@ -14,12 +13,14 @@ import os
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,19 +40,54 @@ OWN_FILES = (__file__, flops_utils.__file__, mock.__file__, contextlib.__file__)
 KEPT: list[torch.library.Library] = []
 # Operations that launch nothing on a GPU: they make a view, or memory that nothing is written to.
 NO_LAUNCH = {
-    "alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided",
-    "_unsafe_view", "_reshape_alias",
-}  # fmt: skip
+    "_reshape_alias",
+    "_unsafe_view",
+    "alias",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "lift_fresh",
+    "new_empty",
+    "new_empty_strided",
+}
 # Operations whose CUDA kernels add in an order that varies from run to run, unless torch is told otherwise.
 UNORDERED = (
-    "adaptive_avg_pool2d_backward", "adaptive_avg_pool3d_backward", "adaptive_max_pool", "avg_pool3d_backward",
-    "max_pool3d_with_indices_backward", "upsample_linear1d_backward", "upsample_bilinear2d_backward",
-    "upsample_bicubic2d_backward", "upsample_trilinear3d_backward", "grid_sampler", "reflection_pad", "replication_pad",
-    "scatter_add", "scatter_reduce", "index_add", "index_put", "_unsafe_index_put", "put_", "embedding_dense_backward",
-    "_embedding_bag", "nll_loss2d", "histc", "bincount", "cumsum", "kthvalue", "median",
-    "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention_backward",
-    "_scaled_dot_product_cudnn_attention_backward", "_cudnn_convolution_backward",
-)  # fmt: skip
+    # Pooling, and changes of size.
+    "adaptive_avg_pool2d_backward",
+    "adaptive_avg_pool3d_backward",
+    "adaptive_max_pool",
+    "avg_pool3d_backward",
+    "max_pool3d_with_indices_backward",
+    "upsample_linear1d_backward",
+    "upsample_bilinear2d_backward",
+    "upsample_bicubic2d_backward",
+    "upsample_trilinear3d_backward",
+    "grid_sampler",
+    "reflection_pad",
+    "replication_pad",
+    # Places by index.
+    "scatter_add",
+    "scatter_reduce",
+    "index_add",
+    "index_put",
+    "_unsafe_index_put",
+    "put_",
+    "embedding_dense_backward",
+    "_embedding_bag",
+    # Counts, sums and orders.
+    "nll_loss2d",
+    "histc",
+    "bincount",
+    "cumsum",
+    "kthvalue",
+    "median",
+    # Attention and convolution.
+    "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward",
+    "_cudnn_convolution_backward",
+)
 
 
 class Trace(TorchDispatchMode):
@@ -66,43 +102,47 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.device_type = device_type
         self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-        self.launches = self.traffic = 0
-        self.waits: collections.Counter[str] = collections.Counter()
-        self.casts: collections.Counter[str] = collections.Counter()
-        self.layout_copies: collections.Counter[str] = collections.Counter()
-        self.unordered: collections.Counter[str] = collections.Counter()
-        self.attention: collections.Counter[str] = collections.Counter()
+        self.now = 0
+        self.peak = 0
+        self.launches = 0
+        self.traffic = 0
+        self.waits = Counter()
+        self.casts = Counter()
+        self.layout_copies = Counter()
+        self.unordered = Counter()
+        self.attention = Counter()
 
     # --- memory
 
     def hold(self, tensor) -> None:
         """Count a tensor's memory until it is freed."""
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device_type:
+        if not isinstance(tensor, Tensor) or tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.sizes:
             return
-        self.sizes[key] = math.ceil(storage.nbytes() / BLOCK) * BLOCK
+        blocks = math.ceil(storage.nbytes() / BLOCK)
+        self.sizes[key] = blocks * BLOCK
         self.now += self.sizes[key]
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._free, key)
 
     def forget_operations(self) -> None:
         """Count operations from here on; memory that is held stays counted."""
-        self.launches = self.traffic = 0
+        self.launches = 0
+        self.traffic = 0
         self.peak = self.now
         for counter in (self.waits, self.casts, self.layout_copies, self.unordered, self.attention):
             counter.clear()
 
-    def hold_all(self, *modules: torch.nn.Module) -> None:
+    def hold_all(self, module: nn.Module) -> None:
         """Count the parameters and buffers that are there already."""
-        for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
-                self.hold(tensor)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.hold(tensor)
 
     def _free(self, key: int) -> None:
+        """Count a tensor's memory no longer."""
         self.now -= self.sizes.pop(key, 0)
 
     # --- operations
@@ -110,56 +150,73 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        on_device = [value for value in inputs if value.device.type == self.device_type]
-
+        inputs = find_tensors((args, kwargs))
+        on_device = self._on_device(inputs)
         if name == "_local_scalar_dense" and on_device:
             self.waits[f"item() in {_place()}"] += 1
+
         out = function(*args, **kwargs)
-        outputs = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
-        made = [value for value in outputs if value.device.type == self.device_type]
-        self._note_waits(name, args, kwargs, on_device, outputs)
+        outputs = find_tensors(out)
+        made = self._on_device(outputs)
+        if on_device:
+            self._note_reading(name, args)
+        if name in ("_to_copy", "copy_"):
+            self._note_copy(name, args, kwargs, outputs[0])
+
         if made and not function.is_view and name not in NO_LAUNCH:
             self.launches += 1
-            self.traffic += sum(map(_bytes, on_device)) + sum(map(_bytes, made))
-            self._note_copies(name, args, inputs, made)
+            self.traffic += sum(_bytes(tensor) for tensor in (*on_device, *made))
+            if name == "clone":
+                self._note_layout(inputs[0], made[0])
             if name.startswith(UNORDERED):
                 self.unordered[name] += 1
-        for value in made:
-            self.hold(value)
+        for tensor in made:
+            self.hold(tensor)
         return out
 
-    def _note_waits(self, name: str, args: tuple, kwargs: dict, on_device: list, outputs: list) -> None:
-        """Operations for which the host waits until the GPU has caught up."""
-        if name in ("nonzero", "masked_select", "_unique2") and on_device:
+    def _on_device(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those of the tensors that are on the device watched."""
+        return [tensor for tensor in tensors if tensor.device.type == self.device_type]
+
+    def _note_reading(self, name: str, args: tuple) -> None:
+        """Operations whose result has a size that the host must read from the GPU."""
+        if name in ("nonzero", "masked_select", "_unique2"):
             self.waits[f"{name} in {_place()}"] += 1
-        if name in ("index", "index_put", "index_put_", "_unsafe_index_put") and on_device:
+        if name in ("index", "index_put", "index_put_", "_unsafe_index_put"):
             indices = [index for index in args[1] if index is not None]
             if any(index.device.type != self.device_type for index in indices):
                 self.waits[f"index on the CPU in {_place()}"] += 1
             if any(index.dtype == torch.bool for index in indices):
                 self.waits[f"index by a mask in {_place()}"] += 1
-        if name in ("_to_copy", "copy_"):
-            source = args[1] if name == "copy_" else args[0]
-            target = args[0] if name == "copy_" else outputs[0]
+
+    def _note_copy(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> None:
+        """Copies for which the host waits, and those on the GPU to another dtype, which compute nothing."""
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0] if name == "copy_" else out
+        kinds = {source.device.type, target.device.type}
+        if self.device_type not in kinds:
+            return
+
+        if len(kinds) == 2:
             positional = len(args) > 2 and args[2]
-            free_running = kwargs.get("non_blocking", positional)
-            kinds = {source.device.type, target.device.type}
-            if len(kinds) == 2 and self.device_type in kinds and not free_running:
+            if not kwargs.get("non_blocking", positional):
                 self.waits[f"copy {source.device.type} -> {target.device.type} in {_place()}"] += 1
+        elif source.dtype != out.dtype:
+            kind = f"{source.dtype} -> {out.dtype} in {_place()}".replace("torch.", "")
+            self.casts[kind] += _bytes(source) + _bytes(out)
 
-    def _note_copies(self, name: str, args: tuple, inputs: list, made: list) -> None:
-        """Traffic that computes nothing: another dtype, another memory format."""
-        if name in ("_to_copy", "copy_"):
-            source = args[1] if name == "copy_" else args[0]
-            if source.device.type == made[0].device.type and source.dtype != made[0].dtype:
-                kind = f"{source.dtype} -> {made[0].dtype} in {_place()}".replace("torch.", "")
-                self.casts[kind] += _bytes(source) + _bytes(made[0])
-        if name == "clone" and inputs[0].numel() > 2**16 and inputs[0].stride() != made[0].stride():
-            self.layout_copies[f"{tuple(inputs[0].shape)} in {_place()}"] += 2 * _bytes(made[0])
+    def _note_layout(self, source: Tensor, out: Tensor) -> None:
+        """Large copies to another memory format, which compute nothing."""
+        if source.numel() > 2**16 and source.stride() != out.stride():
+            self.layout_copies[f"{tuple(source.shape)} in {_place()}"] += 2 * _bytes(out)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def find_tensors(tree) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -185,18 +242,26 @@ class HostForReal(TorchDispatchMode):
         kwargs = kwargs or {}
         fakes = [value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
 
-        # something is read back from the GPU: there is nothing, so any plausible answer is given
+        # Something is read back from the GPU: there is nothing, so any plausible answer is given.
         if function is torch.ops.aten.equal.default and fakes:
             return True
         if function is torch.ops.aten._local_scalar_dense.default and fakes:
-            return {torch.bool: False}.get(fakes[0].dtype, 1.0 if fakes[0].is_floating_point() else 1)
-        if fakes or torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            return function(*args, **kwargs)
-        # without a driver no host memory can be pinned
-        if kwargs.get("pin_memory"):
+            return plausible_number(fakes[0].dtype)
+
+        # Without a driver no host memory can be pinned.
+        device = torch.device(kwargs.get("device") or "cpu")
+        by_host = not fakes and device.type != "cuda"
+        if by_host and kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
-        with unset_fake_temporarily():
+        with unset_fake_temporarily() if by_host else contextlib.nullcontext():
             return function(*args, **kwargs)
+
+
+def plausible_number(dtype: torch.dtype) -> bool | int | float:
+    """What a tensor of one number might hold."""
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
 
 
 @contextlib.contextmanager
@@ -208,18 +273,14 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
     """
     fake_cuda_utils.use_guard()
     if torch.cuda.is_available():
-        # the autograd engine wants a device that has been used
+        # The autograd engine wants a device that has been used.
         torch.empty(1, device="cuda")
     keep_whole("silu_backward", "mish_backward")
-    real_attention = F.scaled_dot_product_attention
 
-    def attention(*args, **kwargs):
-        return choose_attention(real_attention, trace, *args, **kwargs)
-
-    # torch asks the driver in these places; the last one swaps storages, which a fake tensor does not allow
+    # torch asks the driver in these places; the last one swaps storages, which a fake tensor does not allow.
     patches = {
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
-        "torch.nn.functional.scaled_dot_product_attention": attention,
+        "torch.nn.functional.scaled_dot_product_attention": traced_attention(trace, F.scaled_dot_product_attention),
         "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
         "torch.cuda.get_device_capability": lambda *_: (9, 0),
         "torch.cuda.is_bf16_supported": lambda *_, **__: True,
@@ -229,6 +290,8 @@ def imaginary_gpu(trace: Trace) -> Iterator[Ranks]:
     with contextlib.ExitStack() as stack:
         for name, replacement in patches.items():
             stack.enter_context(mock.patch(name, replacement))
+
+        # Inside, all that is made on the GPU is fake.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -246,66 +309,84 @@ def keep_whole(*names: str) -> None:
         KEPT.append(library)
 
 
-def apply_to_module(module: torch.nn.Module, function, recurse: bool = True) -> torch.nn.Module:
+def apply_to_module(module: nn.Module, function, recurse: bool = True) -> nn.Module:
     """nn.Module._apply by new parameters instead of swapped storages."""
     for child in module.children() if recurse else ():
         apply_to_module(child, function)
+
     for name, parameter in module._parameters.items():
         if parameter is not None:
             with torch.no_grad():
                 changed = function(parameter)
             if changed is not parameter:
-                module._parameters[name] = torch.nn.Parameter(changed.detach(), parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(changed.detach(), parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = function(buffer)
     return module
 
 
-def choose_attention(
-    real, trace: Trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-) -> torch.Tensor:
-    """scaled_dot_product_attention by the kernel that torch takes on GPUs from Ampere on."""
-    if query.device.type != "cuda":
-        return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-        query, key, value = (_lowered(tensor, dtype) for tensor in (query, key, value))
-        attn_mask = attn_mask if attn_mask is None else _lowered(attn_mask, dtype)
-    if enable_gqa:
-        copies = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+def traced_attention(trace: Trace, real: Callable) -> Callable:
+    """scaled_dot_product_attention by the kernel that torch takes on GPUs from Ampere on, which `trace` is told.
 
-    # the flash kernel takes half precision, one width for all, and no mask
-    width = query.shape[-1]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if attn_mask is None and half and width <= 256 and value.shape[-1] == width:
-        trace.attention[f"flash, width {width}"] += 1
-        padding = -width % 8
-        if padding:
-            query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        scale = scale or 1 / math.sqrt(width)
-        out = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return out[..., :width] if padding else out
+    real: torch's own, for what is not on a GPU.
+    """
 
-    # the memory-efficient kernel takes a mask to add, its rows a multiple of 8 long
-    kind = "no mask" if attn_mask is None else f"{attn_mask.dtype} mask".removeprefix("torch.")
-    trace.attention[f"memory-efficient, {kind}"] += 1
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zeros.masked_fill_(attn_mask.logical_not(), -math.inf)
-        columns = attn_mask.shape[-1]
-        if columns % 8:
-            attn_mask = F.pad(attn_mask, (0, -columns % 8))[..., :columns]
-        attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return efficient(query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale)[0]
+    def attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ) -> Tensor:
+        if query.device.type != "cuda":
+            return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = (_lowered(tensor, dtype) for tensor in (query, key, value))
+            attn_mask = attn_mask if attn_mask is None else _lowered(attn_mask, dtype)
+
+        # Several heads of the queries share one of the keys.
+        if enable_gqa:
+            copies = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
+
+        # The flash kernel takes half precision, one width for all, which 8 divides, and no mask.
+        width = query.shape[-1]
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if attn_mask is None and half and width <= 256 and value.shape[-1] == width:
+            trace.attention[f"flash, width {width}"] += 1
+            if width % 8:
+                query, key, value = (F.pad(tensor, (0, -width % 8)) for tensor in (query, key, value))
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            scale = scale or 1 / math.sqrt(width)
+            out, *_ = flash(query, key, value, dropout_p, is_causal, False, scale=scale)
+            return out[..., :width] if width % 8 else out
+
+        # The memory-efficient kernel takes any.
+        kind = "no mask" if attn_mask is None else f"{attn_mask.dtype} mask".removeprefix("torch.")
+        trace.attention[f"memory-efficient, {kind}"] += 1
+        if attn_mask is not None:
+            attn_mask = _mask_to_add(attn_mask, query, key)
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, learns, dropout_p, is_causal, scale=scale)[0]
+
+    return attention
 
 
-def _lowered(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _mask_to_add(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the memory-efficient kernel takes it: to be added, its rows a multiple of 8 long in memory."""
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros_like(mask, dtype=query.dtype)
+        mask = zeros.masked_fill_(mask.logical_not(), -math.inf)
+
+    columns = mask.shape[-1]
+    padding = -columns % 8
+    if padding:
+        mask = F.pad(mask, (0, padding))[..., :columns]
+    batch, heads, queries, _ = query.shape
+    return mask.expand(batch, heads, queries, key.shape[2])
+
+
+def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """An fp32 tensor in autocast's dtype, others as they are."""
     return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
@@ -320,7 +401,7 @@ def random_weights(device: torch.device | str = "cpu") -> Iterator[None]:
 
     def build(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **__):
         config = config or cls.config_class.from_pretrained(path)
-        # the same on every rank
+        # The weights are the same on every rank.
         torch.manual_seed(0)
         with torch.device((device_map or {}).get("", device)):
             model = cls._from_config(config, dtype=dtype or torch.float32).eval()
@@ -334,8 +415,11 @@ def random_weights(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 class Rehearsed(NamedTuple):
-    """What one optimizer step of one process takes. state: bytes of weights, optimizer state and DDP's buckets, which
-    are there all the time; peak: bytes at most; flops: of all its micro-batches."""
+    """What one optimizer step of one process takes.
+
+    state: bytes of weights, optimizer state and DDP's buckets, which are there all the time. peak: bytes at most.
+    flops: of all its micro-batches.
+    """
 
     state: int
     peak: int
@@ -343,8 +427,8 @@ class Rehearsed(NamedTuple):
 
 
 def rehearse_step(
-    trace: Trace, model: torch.nn.Module, optimizer: torch.optim.Optimizer, trial: Callable[[], None],
-    accumulation: int = 1, processes: int = 1, beside: torch.nn.Module | None = None,
+    trace: Trace, model: nn.Module, optimizer: torch.optim.Optimizer, trial: Callable[[], None],
+    accumulation: int = 1, processes: int = 1, beside: nn.Module | None = None,
 ) -> Rehearsed:  # fmt: skip
     """Trace one optimizer step inside imaginary_gpu: `trial` (a micro-batch, forward and backward), clip, update.
 
@@ -355,16 +439,18 @@ def rehearse_step(
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = [parameter for parameter in trained if parameter.requires_grad]
     device = trained[0].device
-    trace.hold_all(*([model] if beside is None else [model, beside]))
+    trace.hold_all(model)
+    if beside is not None:
+        trace.hold_all(beside)
 
-    # SGD's momentum is there already; what AdamW keeps comes with its first step
+    # SGD's momentum is there already; what AdamW keeps comes with its first step.
     for state in optimizer.state.values():
         for value in state.values():
             trace.hold(value)
     if isinstance(optimizer, torch.optim.SGD):
         make_traceable(optimizer)
 
-    # what is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients
+    # What is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients.
     with trace:
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -372,18 +458,21 @@ def rehearse_step(
         optimizer.zero_grad(set_to_none=True)
         buckets = [torch.empty_like(parameter) for parameter in trained] if processes > 1 else []
         state = trace.now
+
+        # From the second micro-batch on there are gradients.
         gradients = [torch.zeros_like(parameter) for parameter in trained] if accumulation > 1 else []
         for parameter, gradient in zip(trained, gradients, strict=False):
             parameter.grad = gradient
     del gradients
     trace.forget_operations()
 
+    # One micro-batch and one update are counted.
     with trace, flops_utils.FlopCount() as count:
         trial()
         scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         scaler.scale(torch.zeros((), device=device))
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        nn.utils.clip_grad_norm_(trained, 1.0)
         scaler.step(optimizer)
         scaler.update(1.0)
         optimizer.zero_grad(set_to_none=True)
@@ -431,24 +520,36 @@ def report_rehearsal(
         "arithmetic": f"{step.flops / 1e12:8.2f} TFLOP per step and GPU",
     }
     print(f"== rehearsal: {title} ".ljust(100, "="))
-    print("\n".join(f"  {name:<12} {value}" for name, value in lines.items()))
+    for name, value in lines.items():
+        print(f"  {name:<12} {value}")
     print(f"{advice}\n")
-    found = {"peak_gib": step.peak / GIB, "state_gib": step.state / GIB, "activations_gib": activations / GIB}
-    found |= {"tflop_per_step": step.flops / 1e12}
-    found = {name: round(value, 4) for name, value in found.items()}
-    print(json.dumps(found | {"fits": fits, "advice": advice}), flush=True)
+
+    result = {
+        "peak_gib": round(step.peak / GIB, 4),
+        "state_gib": round(step.state / GIB, 4),
+        "activations_gib": round(activations / GIB, 4),
+        "tflop_per_step": round(step.flops / 1e12, 4),
+        "fits": fits,
+        "advice": advice,
+    }
+    print(json.dumps(result), flush=True)
 
 
 def processes_to_plan_for(world_size: int | None) -> int:
-    """Those of --world_size, or of the launcher."""
-    return world_size or read_environment()[2]
+    """The processes of --world_size, or those of the launcher."""
+    if world_size:
+        return world_size
+    _, _, launched, _ = read_environment()
+    return launched
 
 
 def memory_to_plan_for(gpu_memory_gb: float | None) -> float:
     """--gpu_memory, or what this machine's GPU has, or 80; GiB."""
     if gpu_memory_gb is not None:
         return gpu_memory_gb
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else 80.0
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / GIB
+    return 80.0
 
 
 def end_rehearsal() -> None:
