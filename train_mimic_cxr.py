@@ -23,18 +23,17 @@ import warnings
 import zlib
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import (
     InputError,
     Parser,
     add_common_arguments,
-    asked,
     end_with,
     number,
     parse_arguments,
     read_config,
     run_main,
-    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -202,30 +201,71 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from PIL import Image
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-import checkpoint_utils as ckpt
-import deepspeed_utils as dsu
-import distributed_utils as du
-import hardware_utils as hw
-import mimic_cxr_index as mci
-from logging_utils import RunLog, print_banner, print_table, save_figure, wrap, write_result
-from old_loop_utils import (
-    auto_batch_advice,
-    batch_flags,
-    copies_held,
-    fit_batch_to_memory,
-    fits_by_itself,
-    forget_other_best,
-    keep_best,
-    say_if_finished,
-    say_saved,
-    split_record,
+import deepspeed_utils
+from checkpoint_utils import (
+    export_weights,
+    load_checkpoint,
+    load_trained,
+    lock_run_folder,
+    prepare_checkpoint,
+    restore_rng,
+    restore_scaler,
 )
+from distributed_utils import (
+    Ranks,
+    agree_on_errors,
+    create_distributed_dataloader,
+    gather_objects,
+    launch_workers,
+    print_main,
+    schedule,
+    setup_distributed,
+    to_device,
+    world,
+    wrap_in_ddp,
+)
+from hardware_utils import (
+    autocast,
+    available_ram_gb,
+    choose_precision,
+    core_numbers,
+    is_roomy,
+    out_of_memory,
+    set_numerics,
+    settings_for,
+    smaller_batch,
+    split_batch,
+    usable_cores,
+)
+from logging_utils import RunLog, print_table, save_figure, wrap, write_result
+from loop_utils import (
+    LossScaler,
+    Step,
+    TrainingRun,
+    ValidatedProgress,
+    agree_on_precision,
+    clip_and_step,
+    end_epoch,
+    end_step,
+    explain_out_of_memory,
+    finish_run,
+    keep_best,
+    next_epoch,
+    optimizer_steps,
+    print_start,
+    resume,
+    say_if_finished,
+    say_where,
+    seed_ranks,
+    sync_gradients,
+)
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, copies_held, fit_batch_to_memory, fits_by_itself
+from mimic_cxr_index import CHEXPERT, HEADS, Index, left_out_table, open_index, picture_name
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
@@ -282,11 +322,11 @@ class PictureCache:
 class QuestionData(Dataset):
     """Questions of one split: picture (1, S, S) uint8, question, head, target, CheXpert labels (14,) of the study."""
 
-    def __init__(self, index: mci.Index, split: str, args: argparse.Namespace, tokenizer):
+    def __init__(self, index: Index, split: str, args: argparse.Namespace, tokenizer):
         self.rows, self.studies, self.root = index.questions(SPLITS[split]), index.studies, args.mimic_cxr_path
         self.count = min(args.max_samples or len(self.rows), len(self.rows))
         self.size, self.tokenizer, self.length = args.image_size, tokenizer, args.max_question_length
-        self.labels = [index.studies[name].to_numpy() for name in mci.CHEXPERT]
+        self.labels = [index.studies[name].to_numpy() for name in CHEXPERT]
         self.uncertain = UNCERTAIN[args.chexpert_uncertain]
         record = self.size**2 + 4
         limit = min(int(args.cache_gb * 2**30) // record, len(index.studies))
@@ -300,20 +340,24 @@ class QuestionData(Dataset):
 
     def picture_path(self, study: int) -> str:
         ids = [self.studies[name][study].as_py() for name in ("subject_id", "study_id", "dicom_id")]
-        return f"{self.root}/{mci.picture_name(*ids)}"
+        return f"{self.root}/{picture_name(*ids)}"
 
     def __getitem__(self, i: int) -> dict:
+        """Question i; `error` says why it cannot be used, which all ranks are told before the step."""
+        picture = np.zeros((self.size, self.size), np.uint8)
         try:
             row = self.row(i)
-        except InputError as reason:  # a file of the index that is gone or damaged since the start
-            picture = np.zeros((self.size, self.size), np.uint8)
-            return NO_QUESTION | {"index": i, "picture": picture, "error": str(reason).split("; ")[0]}
-        path, error = self.picture_path(row["study"]), ""
+        except InputError as reason:
+            # a file of the index is gone or damaged since the start
+            error = f"{str(reason).split('; ')[0]}; replace it and go on"
+            return NO_QUESTION | {"index": i, "picture": picture, "error": error}
+
+        path = self.picture_path(row["study"])
+        error = ""
         try:
             picture = self.cache.get(row["study"], path)
-        except Exception as reason:  # told to all ranks at the step's exchange, which then end together
-            text = str(reason).replace(path, "file")
-            picture, error = np.zeros((self.size, self.size), np.uint8), f"{path}: not a readable picture ({text})"
+        except Exception as reason:
+            error = f"{path}: not a readable picture ({str(reason).replace(path, 'file')}); replace it and go on"
         return row | {"index": i, "picture": picture, "error": error}
 
     def collate(self, items: list[dict]) -> dict:
@@ -382,32 +426,49 @@ def takes_ready_mask(encoder: nn.Module) -> bool:
         ready = encoder(input_ids=ids, attention_mask=broadcast_mask(mask)).last_hidden_state
         return torch.equal(plain, ready)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if hw.out_of_memory(error):
+        if out_of_memory(error):
             raise
         return False
     finally:
         encoder.train(training)
 
 
+def recompute(forward, *args, **kwargs):
+    """What a layer gives; its activations are computed again in the backward pass."""
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
 class ChestModel(nn.Module):
     """Image encoder, text encoder, fusion, four answer heads; the CheXpert head sees the picture alone."""
 
-    def __init__(self, image: nn.Module, text: nn.Module, statistics: tuple[list, list], args: argparse.Namespace):
+    def __init__(
+        self,
+        image: nn.Module,
+        text: nn.Module,
+        statistics: tuple[list, list],
+        precision: str,
+        fusion_layers: int,
+        dropout: float,
+    ):
         super().__init__()
-        self.image, self.text, self.precision, self.checkpoint = image, text, args.mixed_precision, False
+        self.image = image
+        self.text = text
+        self.precision = precision
+        self.recomputed = False
         self.ready_mask = takes_ready_mask(text)
-        dim, width = text.config.hidden_size, getattr(image.config, "hidden_sizes", None)
-        width = width[-1] if width else image.config.hidden_size
+        dim = text.config.hidden_size
+        widths = getattr(image.config, "hidden_sizes", None)
+        width = widths[-1] if widths else image.config.hidden_size
         self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
-        self.fusion = nn.ModuleList(FusionLayer(dim, args.dropout) for _ in range(args.fusion_layers))
+        self.fusion = nn.ModuleList(FusionLayer(dim, dropout) for _ in range(fusion_layers))
         self.norm = nn.LayerNorm(dim)
 
         def head(inside: int, hidden: int, classes: int) -> nn.Module:
             first = nn.Linear(inside, hidden)
-            return nn.Sequential(first, nn.GELU(), nn.Dropout(args.dropout), nn.Linear(hidden, classes))
+            return nn.Sequential(first, nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, classes))
 
-        self.heads = nn.ModuleDict({k: head(dim, HEAD_WIDTH[k], len(names)) for k, names in mci.HEADS.items()})
-        self.chexpert = head(dim, 512, len(mci.CHEXPERT))
+        self.heads = nn.ModuleDict({k: head(dim, HEAD_WIDTH[k], len(names)) for k, names in HEADS.items()})
+        self.chexpert = head(dim, 512, len(CHEXPERT))
         for name, values in zip(("mean", "std"), statistics, strict=True):
             self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
 
@@ -424,21 +485,23 @@ class ChestModel(nn.Module):
 
     def forward(self, picture: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
-        with hw.autocast(picture.device, self.precision):
+        with autocast(picture.device, self.precision):
             seen = self.features(picture)
             if self.ready_mask:
                 mask = broadcast_mask(mask)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
             for layer in self.fusion:
-                text = checkpoint(layer, text, seen, use_reentrant=False) if self.checkpoint else layer(text, seen)
+                text = recompute(layer, text, seen) if self.recomputed else layer(text, seen)
             pooled = self.norm(text[:, 0])
             answers = [head(pooled) for head in self.heads.values()]
             return *(logits.float() for logits in answers), self.chexpert(seen.mean(1)).float()
 
 
-def load_encoder(path: str, flag: str, **options):
-    """A Hugging Face encoder in fp32, all of whose weights are in the file (but for a pooler, which nothing here uses).
-    Raises InputError naming flag and reason."""
+def load_encoder(path: str, flag: str, options: dict | None = None):
+    """A Hugging Face encoder in fp32, all of whose weights are in the file but for a pooler, which nothing here uses.
+
+    options: values of its config, where that has them. Raises InputError naming flag and reason.
+    """
     from transformers import AutoConfig, AutoModel
 
     kind = flag.split("_")[0]
@@ -449,7 +512,7 @@ def load_encoder(path: str, flag: str, **options):
         if not Path(path).exists() and (path.count("/") > 1 or path[0] in "./~"):  # else a name on the hub
             raise OSError("no such folder")
         config = AutoConfig.from_pretrained(path)
-        for name, value in options.items():
+        for name, value in (options or {}).items():
             if hasattr(config, name):
                 setattr(config, name, value)
         if not all(hasattr(config, name) for name in needs) or not any(hasattr(config, name) for name in width):
@@ -461,63 +524,79 @@ def load_encoder(path: str, flag: str, **options):
     except InputError:
         raise
     except Exception as error:
-        if hw.out_of_memory(error):
+        if out_of_memory(error):
             raise
         reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
         raise InputError(f"{path}: cannot be loaded ({reason}); download it and give its folder as --{flag}") from None
 
 
-def build_model(args: argparse.Namespace, ranks: du.Ranks) -> tuple[ChestModel, object]:
-    """(model, tokenizer): both encoders loaded, frozen where asked, checkpointing set. Raises InputError."""
-    from transformers import AutoTokenizer, utils
+def load_tokenizer(path: str, config):
+    """The tokenizer of a text encoder with this config. Raises InputError where one does not go with the other."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        ids = tokenizer("is there a pleural effusion?", add_special_tokens=False)["input_ids"]
+        if set(ids) <= {tokenizer.unk_token_id}:
+            raise ValueError("it knows no words")
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(f"it has {len(tokenizer)} words and the encoder {config.vocab_size}")
+        return tokenizer
+    except Exception as error:
+        reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
+        raise InputError(f"{path}: no tokenizer ({reason}); download it again") from None
+
+
+def image_statistics(path: str) -> tuple[list, list]:
+    """(mean, standard deviation) of each channel as an image encoder wants them; ImageNet's where it does not say."""
     from transformers.image_processing_base import ImageProcessingMixin
+
+    statistics = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        processor = ImageProcessingMixin.get_image_processor_dict(path)[0]
+        statistics = processor["image_mean"], processor["image_std"]
+    return statistics
+
+
+def build_model(args: argparse.Namespace, precision: str, device: torch.device) -> tuple[ChestModel, object]:
+    """(model, tokenizer): both encoders loaded, frozen where asked, checkpointing set. Raises InputError."""
+    from transformers import utils
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
     image = load_encoder(args.image_encoder, "image_encoder")
-    rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), args.dropout)
-    text = load_encoder(args.text_encoder, "text_encoder", **rates)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.text_encoder)
-        ids = tokenizer("is there a pleural effusion?", add_special_tokens=False)["input_ids"]
-        if set(ids) <= {tokenizer.unk_token_id}:
-            raise ValueError("it knows no words")
-        if len(tokenizer) > text.config.vocab_size:
-            raise ValueError(f"it has {len(tokenizer)} words and the encoder {text.config.vocab_size}")
-    except Exception as error:
-        reason = str(error).splitlines()[0][:150] if str(error) else type(error).__name__
-        raise InputError(f"{args.text_encoder}: no tokenizer ({reason}); download it again") from None
+    names = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout")
+    text = load_encoder(args.text_encoder, "text_encoder", dict.fromkeys(names, args.dropout))
+    tokenizer = load_tokenizer(args.text_encoder, text.config)
     longest = getattr(text.config, "max_position_embeddings", None) or math.inf
     if args.max_question_length > longest:
         raise InputError(
             f"--max_question_length {args.max_question_length}: {args.text_encoder} takes {longest}; lower it"
         )
-    statistics = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        processor = ImageProcessingMixin.get_image_processor_dict(args.image_encoder)[0]
-        statistics = processor["image_mean"], processor["image_std"]
-    torch.manual_seed(args.seed)  # the same new layers on every rank
-    model = ChestModel(image, text, statistics, args)
-    for part, frozen in ((image, args.freeze_image), (text, args.freeze_text)):
-        part.requires_grad_(not frozen)
+    statistics = image_statistics(args.image_encoder)
+
+    # the same new layers on every rank
+    torch.manual_seed(args.seed)
+    model = ChestModel(image, text, statistics, precision, args.fusion_layers, args.dropout)
+    image.requires_grad_(not args.freeze_image)
+    text.requires_grad_(not args.freeze_text)
     try:
         freeze_unused(model, args.image_size)
     except (RuntimeError, ValueError) as error:
-        if hw.out_of_memory(error):
+        if out_of_memory(error):
             raise
         size = f"3 x {args.image_size} x {args.image_size}"
         raise InputError(f"{args.image_encoder}: does not take pictures of {size}; see --image_size") from None
     if args.gradient_checkpointing:
         recompute_activations(model, args)
-    model.to(ranks.device)
-    return model, tokenizer
+    return model.to(device), tokenizer
 
 
 def recompute_activations(model: ChestModel, args: argparse.Namespace) -> None:
     """--gradient_checkpointing: activations are computed again in the backward pass. Raises as blocks_of does."""
     parts = (args.image_encoder, model.image), (args.text_encoder, model.text)
     blocks = [block for path, part in parts for block in blocks_of(part, path)]
-    model.checkpoint = True
+    model.recomputed = True
     for block in blocks:
         block.forward = checkpointed(block.forward)
 
@@ -537,7 +616,7 @@ def checkpointed(forward):
     def call(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return recompute(forward, *args, **kwargs)
 
     return call
 
@@ -557,28 +636,30 @@ def freeze_unused(model: ChestModel, size: int) -> None:
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def batch_counts(batches: list[dict]) -> list[int]:
-    """[questions of each head..., known CheXpert labels] of some batches, on the host."""
-    heads = torch.cat([batch["head"] for batch in batches])
-    counts = torch.bincount(heads, minlength=len(mci.HEADS)).tolist()
-    return [*counts, sum(int(batch["known"].sum()) for batch in batches)]
+def count_targets(step: Step) -> list[float]:
+    """[questions of each head..., known CheXpert labels] of this rank's share of a step, on the host."""
+    heads = torch.cat([batch["head"] for batch in step.batches])
+    counts = torch.bincount(heads, minlength=len(HEADS)).tolist()
+    return [*counts, sum(int(batch["known"].sum()) for batch in step.batches)]
 
 
-def batch_loss(model: nn.Module, batch: dict, counts: list[float], args: argparse.Namespace) -> torch.Tensor:
+def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> torch.Tensor:
     """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
 
-    Each head's cross-entropy is a mean over ITS questions in the global batch (`counts`, of all ranks), weighted
-    1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and micro-batches add up.
+    counts: as count_targets gives them, of all ranks. Each head's cross-entropy is a mean over ITS questions in the
+    global batch, weighted 1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and
+    micro-batches add up.
     """
     *answers, chexpert = model(batch["picture"], batch["ids"], batch["mask"])
     vqa = chexpert.new_zeros(())
-    for place, (head, logits) in enumerate(zip(mci.HEADS, answers, strict=True)):
-        mine = batch["head"] == place
-        entropy = F.cross_entropy(logits, torch.where(mine, batch["target"], 0), reduction="none")
-        vqa = vqa + HEAD_WEIGHT[head] * (entropy * mine).sum() / max(1.0, counts[place])
+    for place, (head, logits) in enumerate(zip(HEADS, answers, strict=True)):
+        asked = batch["head"] == place
+        entropy = F.cross_entropy(logits, torch.where(asked, batch["target"], 0), reduction="none")
+        vqa = vqa + HEAD_WEIGHT[head] * (entropy * asked).sum() / max(1.0, counts[place])
     bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
     labels = (bce * batch["known"]).sum() / max(1.0, counts[-1])
-    loss = vqa + args.chexpert_weight * labels
+    loss = vqa + chexpert_weight * labels
+
     # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
     return torch.stack([loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan), vqa, labels])
 
@@ -587,41 +668,36 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], args: argpars
 
 
 class TorchEngine:
-    """One process, or DDP. A GradScaler skips non-finite steps without a GPU sync (its scale moves for fp16 only)."""
+    """One process, or DDP around the model. A step with a non-finite gradient is skipped without a GPU sync."""
 
-    def __init__(self, model: nn.Module, optimizer, args: argparse.Namespace, ranks: du.Ranks):
-        self.optimizer, self.clip, self.fp16 = optimizer, args.grad_clip or math.inf, args.mixed_precision == "fp16"
-        self.scaler = torch.amp.GradScaler(ranks.device.type, init_scale=2.0**14 if self.fp16 else 1.0)
-        self.model, self.trained = model, optimizer.param_groups[0]["params"]
-        if ranks.world_size > 1:
-            ids = [ranks.device] if ranks.device.type == "cuda" else None
-            options = {"forward_sync_buffers": False, "find_unused_parameters": du.keep_buckets()}
-            self.model = DDP(model, device_ids=ids, gradient_as_bucket_view=True, **options)
+    def __init__(self, model: ChestModel, optimizer: torch.optim.AdamW, precision: str, grad_clip: float):
+        self.model = model
+        self.device = model.mean.device
+        self.optimizer = optimizer
+        self.grad_clip = grad_clip
+        self.scaler = LossScaler(self.device, precision)
+        # depthwise kernels have two layouts at once
+        warnings.filterwarnings("ignore", message="Grad strides do not match")
+        if world()[1] > 1:
+            self.model = wrap_in_ddp(model, self.device)
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool):
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
         """Around the forward and backward pass of one micro-batch: gradients are exchanged after the last only."""
-        with contextlib.nullcontext() if last or not isinstance(self.model, DDP) else self.model.no_sync():
-            yield
+        return sync_gradients(self.model, now=last)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss).backward()
 
-    def update(self) -> torch.Tensor:
+    def update(self, lr: float) -> torch.Tensor:
         """Clip, step, clear; returns the gradient norm before clipping (non-finite: the step was skipped)."""
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.trained, self.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update(None if self.fp16 else 1.0)
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return clip_and_step(self.optimizer, self.scaler, self.grad_clip, lr)
 
     def scaler_state(self) -> dict:
         return self.scaler.state_dict()
 
-    def restore(self, model: ChestModel, contents: dict) -> None:
-        dsu.restore_optimizer(model, self.optimizer, None, contents["model"], contents["optimizer"])
-        ckpt.restore_scaler(self.scaler, contents["scaler"], "fp16" if self.fp16 else "no")
+    def restore(self, model: ChestModel, checkpoint: dict) -> None:
+        deepspeed_utils.restore_optimizer(model, self.optimizer, None, checkpoint["model"], checkpoint["optimizer"])
+        restore_scaler(self.scaler, checkpoint["scaler"], self.scaler.precision)
 
     def close(self) -> None:
         self.model = None
@@ -630,41 +706,72 @@ class TorchEngine:
 class DeepSpeedEngine:
     """DeepSpeed ZeRO-1/2/3 with the same AdamW; it skips a step with a non-finite gradient by itself."""
 
-    def __init__(self, model: nn.Module, optimizer, config: dict):
-        self.model, self.optimizer = dsu.start_engine(model, optimizer, config), optimizer
+    def __init__(self, model: ChestModel, optimizer: torch.optim.AdamW, config: dict):
+        self.model = deepspeed_utils.start_engine(model, optimizer, config)
+        self.device = self.model.device
+        self.optimizer = optimizer
 
-    @contextlib.contextmanager
-    def micro_batch(self, last: bool):
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
+        """Around the forward and backward pass of one micro-batch: gradients are exchanged after the last only."""
         self.model.set_gradient_accumulation_boundary(last)
-        yield
+        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)
 
-    def update(self) -> torch.Tensor:
+    def update(self, lr: float) -> torch.Tensor:
+        """Clip, step, clear; returns the gradient norm before clipping (non-finite: the step was skipped)."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.model.step()
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.model.device).float()
 
     def scaler_state(self) -> dict:
-        return dsu.scaler_state(self.model)
+        return deepspeed_utils.scaler_state(self.model)
 
-    def restore(self, model: ChestModel, contents: dict) -> None:
-        dsu.restore_optimizer(model, self.optimizer, self.model, contents["model"], contents["optimizer"])
-        dsu.restore_scaler(self.model, contents["scaler"])
+    def restore(self, model: ChestModel, checkpoint: dict) -> None:
+        weights = checkpoint["model"]
+        deepspeed_utils.restore_optimizer(model, self.optimizer, self.model, weights, checkpoint["optimizer"])
+        deepspeed_utils.restore_scaler(self.model, checkpoint["scaler"])
 
     def close(self) -> None:
-        self.model.destroy()  # its hooks hold the model in cycles
+        # its hooks hold the model in cycles
+        self.model.destroy()
         self.model = None
 
 
-def start_engine(model: ChestModel, config: dict | None, args: argparse.Namespace, ranks: du.Ranks):
+class Setup(NamedTuple):
+    """How a run computes, as follows from its flags, files and machines; the reasons are for the banner.
+
+    config: DeepSpeed's, which lies at config_path; None where torch trains. smallest_gpu: GiB, where --auto_optimize
+    looked at one.
+    """
+
+    precision: str
+    precision_reason: str = ""
+    engine_reason: str = ""
+    config: dict | None = None
+    config_path: str = ""
+    smallest_gpu: float | None = None
+
+
+def start_engine(
+    model: ChestModel, setup: Setup, batch: BatchSize, args: argparse.Namespace
+) -> TorchEngine | DeepSpeedEngine:
     """The engine around the model, with a fused AdamW over what is trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if config is None and ranks.device.type == "cuda":  # DeepSpeed sends weights as flat bytes, which must be in order
+    if setup.config is None and model.mean.is_cuda:
+        # not for DeepSpeed, which sends weights as flat bytes: they must be in order
         model.image.to(memory_format=torch.channels_last)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    if config is None:
-        return TorchEngine(model, optimizer, args, ranks)
+    if setup.config is None:
+        return TorchEngine(model, optimizer, setup.precision, args.grad_clip)
+
+    # what the file says of the batch was compared with the flags before the batch was fitted
+    config = {name: value for name, value in setup.config.items() if name not in deepspeed_utils.OWNED}
+    config = deepspeed_utils.fill_config(
+        config, setup.config_path, batch.size, batch.accumulation, args.grad_clip, setup.precision
+    )
     return DeepSpeedEngine(model, optimizer, config)
 
 
@@ -672,97 +779,104 @@ def start_engine(model: ChestModel, config: dict | None, args: argparse.Namespac
 
 
 def train_one_epoch(
-    engine, loader, state: dict, ends: tuple[int, int], args, ranks: du.Ranks, log, stop, save
-) -> int:  # fmt: skip
-    """Train from state's position to the end of the epoch or run; returns the exit code of a stop signal, else 0.
+    engine: TorchEngine | DeepSpeedEngine, loader: DataLoader, training: TrainingRun, args: argparse.Namespace
+) -> None:
+    """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
-    state: `step`, `epoch`, `samples` (of all ranks, this epoch), kept up to date. ends: (last step of this run, steps
-    of the whole training, which the learning rate follows). Between log lines nothing is read back from the GPU. Raises
-    InputError on all ranks for an unreadable picture of any of them.
+    Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
     """
-    warnings.filterwarnings("ignore", message="Grad strides do not match")  # depthwise kernels have two layouts at once
     engine.model.train()
-    batches, sampler = iter(loader), loader.batch_sampler
-    while state["step"] < ends[0] and state["samples"] < sampler.used:
-        samples, mine = sampler.window(state["samples"])
-        window = log.next_batches(batches, max(1, math.ceil(mine / args.batch_size)))
-        counts = batch_counts(window) if mine else [0] * (len(mci.HEADS) + 1)
-        error = next((batch["error"] for batch in window if batch["error"]), "")
-        facts = [*counts, stop.code == 143, stop.code == 130, bool(error)]
-        *counts, stop_143, stop_130, broken = du.reduce_sum(facts).tolist()
-        if broken:
-            raise InputError(next(text for text in du.gather_objects(error) if text) + "; replace it and go on")
-        if stop_143 or stop_130:  # agreed by all ranks, before the window is used
-            save()
-            return 143 if stop_143 else 130
-        weights = [float(mine > 0)] * len(window)
-        # every rank passes through the model equally often, as ZeRO exchanges in each pass: spare ones count nothing
-        spare = math.ceil(math.ceil(samples / ranks.world_size) / args.batch_size) - len(window)
-        window, weights = window + window[-1:] * spare, weights + [0.0] * spare
-        rate = args.learning_rate * du.schedule(state["step"], ends[1], args.warmup_steps, args.lr_schedule)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
-        losses = []
-        for i, (batch, weight) in enumerate(zip(window, weights, strict=True)):
-            with log.count_flops(samples), engine.micro_batch(last=i == len(window) - 1):
-                parts = batch_loss(engine.model, du.to_device(batch, ranks.device), counts, args) * weight
-                engine.backward(parts[0] * ranks.world_size)  # both engines take the mean, these are shares of a sum
-            losses.append(parts.detach())
-        norm = engine.update()
-        shared = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: rank 0 gives it to the sum
-        log.step(torch.cat([sum(losses), shared if ranks.is_main else torch.zeros_like(shared)]), samples, rate)
-        state["step"] += 1
-        state["samples"] += samples
-        log.check(state["step"], args.max_bad_steps)
-        if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1)
-        if args.save_every and state["step"] % args.save_every == 0:
-            save()
-    return 0
+    world_size = world()[1]
+    for step in optimizer_steps(loader, training, count=count_targets):
+        factor = schedule(training.progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
+        lr = args.learning_rate * factor
+
+        # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
+        passes = math.ceil(math.ceil(step.samples / world_size) / loader.batch_sampler.batch_size)
+        spare = passes - len(step.batches)
+        weights = [step.weight] * len(step.batches) + [0.0] * spare
+        step.batches += step.batches[-1:] * spare
+
+        # forward and backward: each micro-batch gives its share of the mean over the global batch
+        losses = torch.zeros(3, device=engine.device)
+        for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
+            batch = to_device(batch, engine.device)
+            with training.log.count_flops(step.samples), engine.micro_batch(last):
+                parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight) * weight
+                # both engines average over the ranks; these are shares of a sum, so undo the division
+                engine.backward(parts[0] * world_size)
+            losses += parts.detach()
+
+        # update the weights; a non-finite gradient skips the step on all ranks together
+        grad_norm = engine.update(lr)
+        end_step(training, step, losses, grad_norm, lr)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def predict(model: nn.Module, data: QuestionData, args: argparse.Namespace, ranks: du.Ranks) -> dict[str, np.ndarray]:
-    """Every question of a split once, in row order and the same on every rank: index, head, target, predicted class,
-    study, type, the study's CheXpert probabilities (n, 14), and each question's part of the losses (entropy, bce)."""
+def answer_questions(model: nn.Module, data: QuestionData, batch_size: int, num_workers: int, prefetch: int) -> dict:
+    """Every question of a split once, in row order and the same on every rank: {name: array with a row for each}.
+
+    Names: index, head, target, predicted class, study, type, chexpert: the study's probabilities (n, 14), and each
+    question's part of the losses (entropy, bce, known). Raises InputError on all ranks for an unusable image of any.
+    """
     model.eval()
-    options = {"num_workers": args.num_workers, "collate_fn": data.collate, **prefetch(args)}
-    loader = du.create_distributed_dataloader(data, args.batch_size, train=False, **options)
-    rounds = math.ceil(math.ceil(len(data) / loader.batch_sampler.batch_size) / ranks.world_size)
-    batches, found, error = iter(loader), [], ""
+    loader = create_distributed_dataloader(
+        data,
+        batch_size,
+        train=False,
+        num_workers=num_workers,
+        collate_fn=data.collate,
+        prefetch_factor=prefetch if num_workers else None,
+    )
+    rounds = math.ceil(math.ceil(len(data) / loader.batch_sampler.batch_size) / world()[1])
+    batches = iter(loader)
+    local = []
+    error = ""
     for _ in range(rounds):
+        # ZeRO-3 gathers weights in each pass, so every rank makes equally many
         batch = next(batches, None)
-        real = batch is not None
-        batch = batch if real else data.collate([data[0]])  # ZeRO-3 gathers weights in each pass: all ranks pass
+        has_share = batch is not None
+        if not has_share:
+            batch = data.collate([data[0]])
         error = error or batch["error"]
-        batch = du.to_device(batch, ranks.device)
+        batch = to_device(batch, model.mean.device)
         *answers, chexpert = model(batch["picture"], batch["ids"], batch["mask"])
-        if real:
-            best = torch.stack([logits.argmax(1) for logits in answers], 1).gather(1, batch["head"][:, None])[:, 0]
-            part = {name: batch[name].cpu().numpy() for name in ("index", "head", "target", "study")}
-            part |= {"predicted": best.cpu().numpy(), "chexpert": chexpert.sigmoid().cpu().numpy()}
-            part |= question_losses(answers, chexpert, batch)
-            found.append(part | {"type": np.array(batch["type"], dtype="U48")})
-    with du.agree_on_errors():
+        if has_share:
+            local.append(batch_predictions(answers, chexpert, batch))
+    with agree_on_errors():
         if error:
-            raise InputError(f"{error}; replace it and go on")
-    names = ("index", "head", "target", "study", "predicted", "chexpert", "entropy", "bce", "known", "type")
-    mine = {name: np.concatenate([part[name] for part in found]) if found else None for name in names}
-    parts = [part for part in du.gather_objects(mine) if part["index"] is not None]
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in names}
-    order = np.argsort(whole["index"], kind="stable")
-    return {name: values[order] for name, values in whole.items()}
+            raise InputError(error)
+    return in_row_order(local)
+
+
+def batch_predictions(answers: list[torch.Tensor], chexpert: torch.Tensor, batch: dict) -> dict[str, np.ndarray]:
+    """A row for each question of a batch, see answer_questions."""
+    classes = torch.stack([logits.argmax(1) for logits in answers], 1)
+    predicted = classes.gather(1, batch["head"][:, None])[:, 0]
+    rows = {name: batch[name].cpu().numpy() for name in ("index", "head", "target", "study")}
+    rows |= {"predicted": predicted.cpu().numpy(), "chexpert": chexpert.sigmoid().cpu().numpy()}
+    rows |= question_losses(answers, chexpert, batch)
+    return rows | {"type": np.array(batch["type"], dtype="U48")}
+
+
+def in_row_order(local: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """All ranks: the rows of every rank's batches as one, by index. local: this rank's, which may be none."""
+    own = {name: np.concatenate([batch[name] for batch in local]) for name in local[0]} if local else None
+    parts = [part for part in gather_objects(own) if part]
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    order = np.argsort(rows["index"], kind="stable")
+    return {name: values[order] for name, values in rows.items()}
 
 
 def question_losses(answers: list[torch.Tensor], chexpert: torch.Tensor, batch: dict) -> dict[str, np.ndarray]:
     """Each question's cross-entropy (of its own head), sum of CheXpert losses, and number of known labels."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for place, logits in enumerate(answers):
-        mine = batch["head"] == place
-        entropy += mine * F.cross_entropy(logits, torch.where(mine, batch["target"], 0), reduction="none")
+        asked = batch["head"] == place
+        entropy += asked * F.cross_entropy(logits, torch.where(asked, batch["target"], 0), reduction="none")
     bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
     values = {"entropy": entropy, "bce": (bce * batch["known"]).sum(1), "known": batch["known"].sum(1)}
     return {name: value.double().cpu().numpy() for name, value in values.items()}
@@ -771,7 +885,7 @@ def question_losses(answers: list[torch.Tensor], chexpert: torch.Tensor, batch: 
 def compute_losses(split: str, found: dict[str, np.ndarray], chexpert_weight: float) -> dict[str, float | None]:
     """The training loss of a split and its two parts, as batch_loss has them. None where one is not finite."""
     vqa = 0.0
-    for place, head in enumerate(mci.HEADS):
+    for place, head in enumerate(HEADS):
         rows = found["head"] == place
         if rows.any():
             vqa += HEAD_WEIGHT[head] * float(found["entropy"][rows].mean())
@@ -780,7 +894,7 @@ def compute_losses(split: str, found: dict[str, np.ndarray], chexpert_weight: fl
     return {f"{split}/{name}": value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) -> dict[str, float | None]:
+def compute_metrics(split: str, found: dict[str, np.ndarray], index: Index) -> dict[str, float | None]:
     """Accuracy in all, per head and per question type, beside the most frequent training answer of each type; macro F1
     per head; CheXpert AUROC and average precision per label and macro, each study once, uncertain and blank labels left
     out. None where a metric is undefined (a label of one class only)."""
@@ -791,7 +905,7 @@ def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) 
     kinds, at = np.unique(found["type"], return_inverse=True)
     guess = np.array([usual.get(kind, -1) for kind in kinds])[at] == found["target"]
     metrics = {f"{split}/vqa_accuracy": float(right.mean()), f"{split}/vqa_majority": float(guess.mean())}
-    for place, (head, names) in enumerate(mci.HEADS.items()):
+    for place, (head, names) in enumerate(HEADS.items()):
         rows = found["head"] == place
         if rows.any():
             metrics[f"{split}/vqa_accuracy/{head}"] = float(right[rows].mean())
@@ -805,7 +919,7 @@ def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) 
     truth, scores = chexpert_truth(index, studies), found["chexpert"][first]
     for name, metric in (("chexpert_auroc", binary_auroc), ("chexpert_ap", binary_average_precision)):
         values = {}
-        for i, label in enumerate(mci.CHEXPERT):
+        for i, label in enumerate(CHEXPERT):
             rows = truth[:, i] >= 0
             both = len(np.unique(truth[rows, i])) == 2
             pair = torch.from_numpy(scores[rows, i]), torch.from_numpy(truth[rows, i].astype(np.int64))
@@ -816,20 +930,20 @@ def compute_metrics(split: str, found: dict[str, np.ndarray], index: mci.Index) 
     return metrics
 
 
-def chexpert_truth(index: mci.Index, studies: np.ndarray) -> np.ndarray:
+def chexpert_truth(index: Index, studies: np.ndarray) -> np.ndarray:
     """int8 (n, 14): 1, 0, or -1 where blank or uncertain."""
-    truth = np.stack([index.studies[name].to_numpy()[studies] for name in mci.CHEXPERT], 1)
+    truth = np.stack([index.studies[name].to_numpy()[studies] for name in CHEXPERT], 1)
     return np.where(truth >= 0, truth, -1)
 
 
-def group_sizes(found: dict[str, np.ndarray], index: mci.Index) -> dict[str, int]:
+def group_sizes(found: dict[str, np.ndarray], index: Index) -> dict[str, int]:
     """How many questions each row of the answers' table stands for, and how many studies each of the labels'."""
     kinds, counts = np.unique(found["type"], return_counts=True)
     sizes = {"all": len(found["index"])} | dict(zip(kinds.tolist(), counts.tolist(), strict=True))
-    sizes |= {head: int((found["head"] == place).sum()) for place, head in enumerate(mci.HEADS)}
+    sizes |= {head: int((found["head"] == place).sum()) for place, head in enumerate(HEADS)}
     studies = np.unique(found["study"])
     known = (chexpert_truth(index, studies) >= 0).sum(0).tolist()
-    return sizes | {"macro": len(studies)} | dict(zip(mci.CHEXPERT, known, strict=True))
+    return sizes | {"macro": len(studies)} | dict(zip(CHEXPERT, known, strict=True))
 
 
 def print_metrics(title: str, metrics: dict[str, float | None], sizes: dict[str, int]) -> None:
@@ -858,14 +972,14 @@ def write_predictions(path: Path, data: QuestionData, found: dict[str, np.ndarra
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    heads = list(mci.HEADS.items())
+    heads = list(HEADS.items())
     rows = [data.row(int(i)) for i in found["index"]]
     table = {"study_id": [f"s{data.studies['study_id'][row['study']].as_py()}" for row in rows]}
     table |= {"question_id": [row["id"] for row in rows], "question_type": found["type"].tolist()}
     table |= {"head": [heads[h][0] for h in found["head"]], "question": [row["question"] for row in rows]}
     for name, column in (("answer", "predicted"), ("truth", "target")):
         table[name] = [heads[h][1][c] for h, c in zip(found["head"], found[column], strict=True)]
-    table |= {f"p({label})": found["chexpert"][:, i] for i, label in enumerate(mci.CHEXPERT)}
+    table |= {f"p({label})": found["chexpert"][:, i] for i, label in enumerate(CHEXPERT)}
     content = pa.BufferOutputStream()
     pq.write_table(pa.table(table), content)
     return write_result(path, content.getvalue().to_pybytes())
@@ -900,10 +1014,10 @@ def evenly(count: int, wanted: int) -> list[int]:
 def draw_inputs(data: QuestionData):
     """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
     items = [data[i] for i in evenly(len(data), 9)]
-    heads = list(mci.HEADS.values())
+    heads = list(HEADS.values())
     texts = []
     for item in items:
-        labels = {name: column[item["study"]] for name, column in zip(mci.CHEXPERT, data.labels, strict=True)}
+        labels = {name: column[item["study"]] for name, column in zip(CHEXPERT, data.labels, strict=True)}
         lines = [wrap(item["question"][:600], 48), f"answer: {heads[item['head']][item['target']]}"]
         for word, value in (("present", 1), ("uncertain", -1), ("absent", 0)):
             if names := [name for name, label in labels.items() if label == value]:
@@ -914,7 +1028,7 @@ def draw_inputs(data: QuestionData):
 
 def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
     """A matplotlib figure: nine images, each with its question, the answer given and the true one."""
-    heads = list(mci.HEADS.values())
+    heads = list(HEADS.values())
     items = []
     texts = []
     colors = []
@@ -929,7 +1043,7 @@ def draw_answers(data: QuestionData, found: dict[str, np.ndarray]):
     return draw_images(items, texts, colors)
 
 
-def draw_curves(found: dict[str, np.ndarray], index: mci.Index):
+def draw_curves(found: dict[str, np.ndarray], index: Index):
     """A matplotlib figure: ROC curves of the CheXpert labels and the confusion matrix of each head."""
     from matplotlib.figure import Figure
 
@@ -947,13 +1061,13 @@ def draw_curves(found: dict[str, np.ndarray], index: mci.Index):
     return figure
 
 
-def draw_roc(axes, found: dict[str, np.ndarray], index: mci.Index) -> None:
+def draw_roc(axes, found: dict[str, np.ndarray], index: Index) -> None:
     """The ROC curve of each CheXpert label, each study once, with its area and number of studies beside."""
     from torchmetrics.functional.classification import binary_auroc, binary_roc
 
     studies, first = np.unique(found["study"], return_index=True)
     truth = chexpert_truth(index, studies)
-    for i, label in enumerate(mci.CHEXPERT):
+    for i, label in enumerate(CHEXPERT):
         rows = truth[:, i] >= 0
         if len(np.unique(truth[rows, i])) == 2:
             scores = torch.from_numpy(found["chexpert"][first][rows, i])
@@ -971,8 +1085,8 @@ def draw_confusion(axes, found: dict[str, np.ndarray], head: str) -> None:
     """The confusion matrix of a head: colours are shares of a row, numbers are questions."""
     from torchmetrics.functional.classification import multiclass_confusion_matrix
 
-    names = mci.HEADS[head]
-    rows = found["head"] == list(mci.HEADS).index(head)
+    names = HEADS[head]
+    rows = found["head"] == list(HEADS).index(head)
     pair = (torch.from_numpy(found[name][rows]) for name in ("predicted", "target"))
     matrix = multiclass_confusion_matrix(*pair, len(names)).numpy()
     shares = matrix / matrix.sum(1, keepdims=True).clip(1)
@@ -988,26 +1102,30 @@ def draw_confusion(axes, found: dict[str, np.ndarray], head: str) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
 
 
-def evaluate(model: nn.Module, data: QuestionData, index: mci.Index, split: str, args, ranks: du.Ranks):
-    """(metrics, raw predictions) of a split, the same on every rank and at any number of ranks."""
-    found = predict(model, data, args, ranks)
-    return compute_losses(split, found, args.chexpert_weight) | compute_metrics(split, found, index), found
+def draw_split(data: QuestionData, index: Index, split: str, predictions: dict[str, np.ndarray]) -> dict:
+    """The figures of an evaluation, {name: matplotlib figure}."""
+    return {f"{split}_answers": draw_answers(data, predictions), f"{split}_curves": draw_curves(predictions, index)}
+
+
+def evaluate(
+    model: nn.Module, data: QuestionData, index: Index, split: str, batch_size: int, args: argparse.Namespace
+) -> tuple[dict[str, float | None], dict[str, np.ndarray]]:
+    """(metrics, predictions) of a split, the same on every rank and at any number of ranks."""
+    predictions = answer_questions(model, data, batch_size, args.num_workers, args.prefetch_factor)
+    metrics = compute_losses(split, predictions, args.chexpert_weight)
+    return metrics | compute_metrics(split, predictions, index), predictions
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def prefetch(args: argparse.Namespace) -> dict:
-    return {"prefetch_factor": args.prefetch_factor} if args.num_workers else {}
-
-
 def processes_per_node() -> int:
     """Ranks that share their cores: srun may give each its own, torchrun gives all of a node the same."""
-    places = du.gather_objects((platform.node(), hw.core_numbers()))
+    places = gather_objects((platform.node(), core_numbers()))
     return max(sum(bool(node == n and cores & c) for n, c in places) for node, cores in places)
 
 
-def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
+def translate_guide_keys(args: argparse.Namespace, ranks: Ranks) -> None:
     """All ranks: turn the guide's keys into our flags, now that the processes are counted; rank 0 prints each.
 
     A flag of the command line stands.
@@ -1037,7 +1155,7 @@ def translate_guide_keys(args: argparse.Namespace, ranks: du.Ranks) -> None:
     says["pin_memory"] = "nothing to set here: done by itself on a GPU"
     says["effective_batch_size"] = "nothing to set here: batch x accumulation x processes"
     for key, value in guide_keys(args.config):
-        du.print_main(f"{Path(args.config).name}: {key} {json.dumps(value)} -> {says[key.split('.')[-1]]}")
+        print_main(f"{Path(args.config).name}: {key} {json.dumps(value)} -> {says[key.split('.')[-1]]}")
     for name in (
         "batch_size_per_gpu",
         "fp16",
@@ -1076,58 +1194,78 @@ def guide_keys(config: str | None) -> list[tuple[str, object]]:
     return found
 
 
-def apply_hardware(args: argparse.Namespace, ranks: du.Ranks) -> tuple[int, float | None]:
-    """--auto_optimize: set what the command line did not from the weakest machine of the job (file < this < flags);
-    returns (the ZeRO stage for it, GiB of the smallest GPU or None on CPU)."""
+def apply_hardware(args: argparse.Namespace, ranks: Ranks) -> tuple[int, float | None]:
+    """--auto_optimize: set what the command line did not from the weakest machine of the job (file < this < flags).
+
+    Returns (the ZeRO stage for it, GiB of the smallest GPU or None on CPU).
+    """
     memory = compute = None
     if ranks.device.type == "cuda":
         card = torch.cuda.get_device_properties(ranks.device)
-        memory, compute = card.total_memory / 2**30, float(f"{card.major}.{card.minor}")
-    facts = du.gather_objects([memory, compute, hw.usable_cores(), hw.available_ram_gb()])
-    machine = [min((v for v in column if v is not None), default=None) for column in zip(*facts, strict=True)]
+        memory = card.total_memory / 2**30
+        compute = float(f"{card.major}.{card.minor}")
+    facts = gather_objects([memory, compute, usable_cores(), available_ram_gb()])
+    weakest = [
+        min((value for value in column if value is not None), default=None) for column in zip(*facts, strict=True)
+    ]
+    smallest_gpu, lowest_compute, fewest_cores, least_ram = weakest
     local = processes_per_node()
-    given = args.batch_size if args.source["batch_size"] == "command line" else None
-    options = {"batch_size": given, "processes_per_node": local}
-    chosen = hw.settings_for(ranks.world_size, *machine, dsu.available(), **options)
-    values = {"batch_size": chosen["batch_size_per_gpu"], "prefetch_factor": chosen["prefetch_factor"]}
-    values |= {"gradient_accumulation_steps": chosen["gradient_accumulation_steps"]}
-    values |= {"num_workers": chosen["dataloader_num_workers"] // local}
-    values |= {"gradient_checkpointing": chosen["gradient_checkpointing"]}
-    values |= {"offload_optimizer": not hw.is_roomy(machine[0])}
+    chosen = settings_for(
+        ranks.world_size,
+        smallest_gpu,
+        lowest_compute,
+        fewest_cores,
+        least_ram,
+        deepspeed_utils.available(),
+        batch_size=args.batch_size if args.source["batch_size"] == "command line" else None,
+        processes_per_node=local,
+    )
+
+    # what the command line says stands
+    values = {
+        "batch_size": chosen["batch_size_per_gpu"],
+        "gradient_accumulation_steps": chosen["gradient_accumulation_steps"],
+        "num_workers": chosen["dataloader_num_workers"] // local,
+        "prefetch_factor": chosen["prefetch_factor"],
+        "gradient_checkpointing": chosen["gradient_checkpointing"],
+        "offload_optimizer": not is_roomy(smallest_gpu),
+    }
     for name, value in values.items():
         if args.source[name] not in ("command line", "--debug"):
             setattr(args, name, value)
             args.source[name] = "hardware"
-    return chosen["zero_stage"] or 2, machine[0]
+    return chosen["zero_stage"] or 2, smallest_gpu
 
 
-def describe_memory(args: argparse.Namespace, memory: float, config: dict | None) -> str:
+def describe_memory(args: argparse.Namespace, memory: float, config: dict | None, batch: BatchSize) -> str:
     """For the banner: the smallest GPU's memory in GiB, and what --auto_optimize has set by it."""
     settings = []
-    if args.source["batch_size"] == "hardware":
-        settings.append(f"batch {args.batch_size}")
-    if args.source["gradient_checkpointing"] == "hardware":
-        settings.append("activations recomputed" if args.gradient_checkpointing else "activations kept")
+    if args.source["batch_size"] == "hardware" and batch.size == args.batch_size:
+        settings.append(f"batch {batch.size}")
+    if args.source["gradient_checkpointing"] == "hardware" and batch.recomputed == args.gradient_checkpointing:
+        settings.append("activations recomputed" if batch.recomputed else "activations kept")
     if config and args.source["offload_optimizer"] == "hardware" and args.source["deepspeed_config"] == "default":
         settings.append(f"optimizer on the {'CPU' if args.offload_optimizer else 'GPU'}")
-    reason = "16 GB or more" if hw.is_roomy(memory) else "below 16 GB"
+    reason = "16 GB or more" if is_roomy(memory) else "below 16 GB"
     return f"{memory:.1f} GiB on the smallest GPU, {reason}: {', '.join(settings) or 'nothing set by it'}"
 
 
-def choose_engine(args: argparse.Namespace, ranks: du.Ranks) -> tuple[bool, str]:
+def choose_engine(args: argparse.Namespace, ranks: Ranks) -> tuple[bool, str]:
     """(whether DeepSpeed trains, why), as the guide's diagram has it."""
     if args.use_ddp:
         return False, "--use_ddp"
     flag = "--use_deepspeed" if args.use_deepspeed else "--deepspeed_config"
     if args.use_deepspeed or args.source["deepspeed_config"] == "command line":
-        if not dsu.available():
+        if not deepspeed_utils.available():
             raise InputError(f"{flag}: DeepSpeed is not installed; pip install deepspeed, or use --use_ddp")
         return True, flag
     if ranks.world_size == 1:
         return False, "one process"
     if not args.auto_optimize:
         return False, "--no_auto_optimize"
-    return dsu.available(), "2 or more processes" if dsu.available() else "DeepSpeed is not installed"
+    if not deepspeed_utils.available():
+        return False, "DeepSpeed is not installed"
+    return True, "2 or more processes"
 
 
 def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]:
@@ -1137,12 +1275,13 @@ def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]
     checkpointing and no optimizer on the CPU where the GPU has room.
     """
     path = args.deepspeed_config or str(HERE / "configs" / f"deepspeed_{'zero3' if stage == 3 else 'config'}.json")
-    config = dsu.read_deepspeed_config(path)
+    config = deepspeed_utils.read_deepspeed_config(path)
     source = args.source["gradient_checkpointing"]
     named = args.source["deepspeed_config"] != "default"
     weaker = source != "command line" if named else source == "default"
     if "activation_checkpointing" in config and weaker:
-        args.gradient_checkpointing, args.source["gradient_checkpointing"] = True, Path(path).name
+        args.gradient_checkpointing = True
+        args.source["gradient_checkpointing"] = Path(path).name
     if args.offload_optimizer is False and not named:
         config["zero_optimization"].pop("offload_optimizer", None)
     if args.compile and config["zero_optimization"]["stage"] == 3:
@@ -1150,22 +1289,47 @@ def deepspeed_settings(args: argparse.Namespace, stage: int) -> tuple[dict, str]
     return config, path
 
 
-def choose_precision(config: dict | None, wanted: str, device: torch.device) -> tuple[str, str]:
-    """(precision, why): `auto` heeds what the DeepSpeed file enables or disables, where the device can."""
-    blocks = {name: (config or {}).get(name, {}) for name in ("bf16", "fp16")} if wanted == "auto" else {}
-    enabled = {name: block.pop("enabled", "auto") for name, block in blocks.items()}
-    asked = next((name for name, value in enabled.items() if value is True and device.type == "cuda"), None)
-    chosen, why = hw.choose_precision(asked or wanted, device)
+def choose_precision_with(config: dict | None, wanted: str, device: torch.device) -> tuple[str, str]:
+    """(precision, why): `auto` heeds what the DeepSpeed file enables or disables, where the device can.
+
+    These words are then taken out of the config, so that fill_config finds nothing wrong with the choice.
+    """
+    if config is None or wanted != "auto":
+        return choose_precision(wanted, device)
+    enabled = {name: config.get(name, {}).pop("enabled", "auto") for name in ("bf16", "fp16")}
+    named = next((name for name, value in enabled.items() if value is True and device.type == "cuda"), None)
+    chosen, why = choose_precision(named or wanted, device)
     if enabled.get(chosen) is False:
         return "no", f"{chosen} is disabled in the DeepSpeed file"
-    return chosen, "the DeepSpeed file" if asked else why
+    return chosen, "the DeepSpeed file" if named else why
+
+
+def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
+    """All ranks: engine, precision, and with --auto_optimize the flags that the hardware decides. Raises InputError."""
+    stage, smallest_gpu = apply_hardware(args, ranks) if args.auto_optimize else (2, None)
+    config = None
+    config_path = engine_reason = ""
+    with agree_on_errors():
+        use_deepspeed, engine_reason = choose_engine(args, ranks)
+        if use_deepspeed and not args.eval_only:
+            config, config_path = deepspeed_settings(args, stage)
+    precision, why = agree_on_precision(partial(choose_precision_with, config, args.mixed_precision, ranks.device))
+
+    # what the file says must go with the flags
+    with agree_on_errors():
+        if config is not None:
+            deepspeed_utils.fill_config(
+                config, config_path, args.batch_size, args.gradient_accumulation_steps, args.grad_clip, precision
+            )
+    why = set_numerics(ranks.device, precision, why, args.deterministic)
+    return Setup(precision, why, engine_reason, config, config_path, smallest_gpu)
 
 
 def largest_batch(batch_size: int, args: argparse.Namespace) -> dict:
     """A made-up batch, on the host, of questions of the full length, with all heads and labels."""
-    kinds = torch.arange(batch_size) % len(mci.HEADS)
+    kinds = torch.arange(batch_size) % len(HEADS)
     zeros = torch.zeros(batch_size, dtype=torch.long)
-    side, length, labels = args.image_size, args.max_question_length, len(mci.CHEXPERT)
+    side, length, labels = args.image_size, args.max_question_length, len(CHEXPERT)
     batch = {"index": zeros, "head": kinds, "target": zeros, "study": zeros}
     batch["picture"] = torch.zeros(batch_size, 1, side, side, dtype=torch.uint8)
     batch["ids"] = torch.zeros(batch_size, length, dtype=torch.long)
@@ -1177,8 +1341,9 @@ def largest_batch(batch_size: int, args: argparse.Namespace) -> dict:
 
 def trial_step(model: ChestModel, batch: dict, args: argparse.Namespace) -> None:
     """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
-    counts = [len(batch["type"])] * (len(mci.HEADS) + 1)
-    batch_loss(model.train(), du.to_device(batch, model.mean.device), counts, args)[0].backward()
+    counts = [len(batch["type"])] * (len(HEADS) + 1)
+    batch = to_device(batch, model.mean.device)
+    batch_loss(model.train(), batch, counts, args.chexpert_weight)[0].backward()
 
 
 def held_copies(config: dict | None) -> float:
@@ -1189,32 +1354,46 @@ def held_copies(config: dict | None) -> float:
     if config is None:
         return copies_held()
     offload = config["zero_optimization"].get("offload_optimizer") or {}
-    return 1 if offload.get("device", "none") != "none" else 1 + 3 / du.world()[1]
+    on_cpu = offload.get("device", "none") != "none"
+    return 1 if on_cpu else 1 + 3 / world()[1]
 
 
-def find_batch_size(model: ChestModel, config: dict | None, contents: dict | None, args: argparse.Namespace) -> None:
-    """Fit the batch, and recomputation where no flag decided, to what a step of questions of the full length takes."""
+def choose_batch_size(
+    model: ChestModel, config: dict | None, checkpoint: dict | None, args: argparse.Namespace
+) -> BatchSize:
+    """The batch of the flags, or what a step of questions of the full length leaves room for; recomputation where no
+    flag decided.
+
+    config: DeepSpeed's, None where torch trains.
+    """
+    recomputed = bool(args.gradient_checkpointing)
+    wanted = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
+    if not fits_by_itself(args.auto_batch, model.mean.device):
+        return wanted
 
     def try_once(size: int) -> None:
         trial_step(model, largest_batch(size, args), args)
 
     # the encoders' layers must be known, or there is no recomputation to turn on
-    recompute, advice = None, "pass --gradient_checkpointing or a smaller --image_size"
-    weak = args.source["gradient_checkpointing"] == "hardware" and not args.gradient_checkpointing
-    if weak or args.gradient_checkpointing is None:
+    turn_on = None
+    advice = "pass --gradient_checkpointing or a smaller --image_size"
+    by_hardware = args.source["gradient_checkpointing"] == "hardware" and not args.gradient_checkpointing
+    if by_hardware or args.gradient_checkpointing is None:
         with contextlib.suppress(InputError):
             blocks_of(model.image, args.image_encoder)
             blocks_of(model.text, args.text_encoder)
-            recompute, advice = partial(recompute_activations, model, args), "pass a smaller --image_size"
-    fitted = fit_batch_to_memory(
-        try_once, model, (args.batch_size, args.gradient_accumulation_steps), batch_flags, advice,
-        copies=held_copies(config), recompute=recompute, before=contents and contents.get("split"),
-    )  # fmt: skip
-    if fitted.reason:
-        set_derived(args, fitted.reason, batch_size=fitted.size)
-        set_derived(args, "fitted", gradient_accumulation_steps=fitted.accumulation)
-    if fitted.recomputed:
-        set_derived(args, "one question did not fit without", gradient_checkpointing=True)
+            turn_on = partial(recompute_activations, model, args)
+            advice = "pass a smaller --image_size"
+    return fit_batch_to_memory(
+        try_once,
+        model,
+        wanted,
+        batch_flags,
+        advice,
+        copies=held_copies(config),
+        recompute=turn_on,
+        checkpoint=checkpoint,
+    )
 
 
 def load_pretrained(model: ChestModel, path: str) -> None:
@@ -1228,258 +1407,342 @@ def load_pretrained(model: ChestModel, path: str) -> None:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: not a safetensors file ({error}); give a run's model.safetensors") from None
-    shapes, own = ({k: v.shape for k, v in named.items()} for named in (weights, model.state_dict()))
+    shapes = {name: value.shape for name, value in weights.items()}
+    own = {name: value.shape for name, value in model.state_dict().items()}
     if unlike := sorted(name for name in shapes.keys() | own.keys() if shapes.get(name) != own.get(name)):
         raise InputError(f"{path}: weights of another model ({unlike[0]}); give the encoders it was trained with")
-    ckpt.load_trained(model, weights)
-    du.print_main(f"weights from {path}; the optimizer starts anew")
+    load_trained(model, weights)
+    print_main(f"weights from {path}; the optimizer starts anew")
 
 
-def evaluate_only(model: ChestModel, data: QuestionData, index: mci.Index, step: int, args, ranks: du.Ranks) -> None:
+def evaluate_only(model: ChestModel, data: QuestionData, index: Index, step: int, args: argparse.Namespace) -> None:
     """--eval_only: the metrics of one split, printed and written to eval_<split>.json where the disk takes them."""
-    folder = Path(args.output_dir)
-    with du.agree_on_errors():
+    run_folder = Path(args.output_dir)
+    with agree_on_errors():
         try:
-            (folder / "figures").mkdir(parents=True, exist_ok=True)
+            (run_folder / "figures").mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another --output_dir") from None
+            reason = error.strerror
+            raise InputError(f"{run_folder}: cannot write here ({reason}); choose another --output_dir") from None
         except OSError:
-            pass  # a full or read-only disk: each file that is not written says so
-    metrics, found = evaluate(model, data, index, args.eval_split, args, ranks)
-    if ranks.is_main:
-        print_metrics(f"{args.eval_split}, step {step}", metrics, group_sizes(found, index))
-        report = folder / f"eval_{args.eval_split}.json"
-        written = [write_result(report, (json.dumps({**metrics, "step": step}, indent=2) + "\n").encode())]
-        written += [save_figure(folder / "figures" / f"{args.eval_split}_answers.png", draw_answers(data, found))]
-        written += [save_figure(folder / "figures" / f"{args.eval_split}_curves.png", draw_curves(found, index))]
-        if args.save_predictions:
-            written += [write_predictions(folder / f"predictions_{args.eval_split}.parquet", data, found)]
-        if all(written):
-            print(f"{len(data):,} questions; written: {report}, {folder}/figures", flush=True)
+            # a full or read-only disk: each file that is not written says so
+            pass
+    split = args.eval_split
+    metrics, predictions = evaluate(model, data, index, split, args.batch_size, args)
+    if world()[0] > 0:
+        return
+
+    print_metrics(f"{split}, step {step}", metrics, group_sizes(predictions, index))
+    report = run_folder / f"eval_{split}.json"
+    written = [write_result(report, (json.dumps({**metrics, "step": step}, indent=2) + "\n").encode())]
+    for name, figure in draw_split(data, index, split, predictions).items():
+        written.append(save_figure(run_folder / "figures" / f"{name}.png", figure))
+    if args.save_predictions:
+        written.append(write_predictions(run_folder / f"predictions_{split}.parquet", data, predictions))
+    if all(written):
+        print(f"{len(data):,} questions; written: {report}, {run_folder}/figures", flush=True)
 
 
-def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun, folder, config, config_path = time.time(), Path(args.output_dir), None, ""
-    translate_guide_keys(args, ranks)
-    stage, memory = apply_hardware(args, ranks) if args.auto_optimize else (2, None)
-    with du.agree_on_errors():
-        use_deepspeed, why_engine = choose_engine(args, ranks)
-        if use_deepspeed and not args.eval_only:
-            config, config_path = deepspeed_settings(args, stage)
-        args.mixed_precision, why_precision = choose_precision(config, args.mixed_precision, ranks.device)
-        if config is not None:
-            batch = args.batch_size, args.gradient_accumulation_steps
-            dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
-    if len(set(du.gather_objects(args.mixed_precision))) > 1:
-        raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
-    why_precision = hw.set_numerics(ranks.device, args.mixed_precision, why_precision, args.deterministic)
-    paths = Path(args.index_dir), Path(args.mimic_cxr_path), Path(args.mimic_qa_path)
-    options = args.quality_grade, args.view, args.max_missing
-    index = mci.open_index(*paths, *options, limit=64 if args.debug else 0)
+def open_questions(args: argparse.Namespace) -> Index:
+    """All ranks: the index of the questions; rank 0 prints what it holds. Raises InputError for an empty split."""
+    index = open_index(
+        Path(args.index_dir),
+        Path(args.mimic_cxr_path),
+        Path(args.mimic_qa_path),
+        args.quality_grade,
+        args.view,
+        args.max_missing,
+        limit=64 if args.debug else 0,
+    )
     needed = args.eval_split if args.eval_only else "train"
-    with du.agree_on_errors():
+    with agree_on_errors():
         if not len(index.questions(SPLITS[needed])):
             advice = f"see {args.mimic_cxr_path}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
             raise InputError(f"{args.mimic_qa_path}: no questions in split {needed!r}; {advice}")
-    if ranks.is_main:
-        print_table("questions left out", mci.left_out_table(index.facts))
+    if world()[0] == 0:
+        print_table("questions left out", left_out_table(index.facts))
         for title in ("ratings", "studies"):
             if rows := {name: {"count": count} for name, count in index.facts[title].items()}:
                 print_table(title, rows)
-    lock = (
-        None
-        if args.eval_only
-        else ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-    )
-    resume = args.resume_from or (str(folder / "best.pt") if args.eval_only else None)
-    with du.agree_on_errors():
-        if args.eval_only and not args.resume_from and not Path(resume).exists():
-            raise InputError(f"{folder}: holds no best.pt; check --output_dir, or give a checkpoint with --resume_from")
-    contents = ckpt.load_checkpoint(resume, folder, FORMAT, resume=not args.eval_only)
-    if args.eval_only and contents is None:
-        raise InputError(f"{folder}: no checkpoint to use; give one with --resume_from")
-    with du.agree_on_errors():
-        model, tokenizer = build_model(args, ranks)
-        if contents:
-            ckpt.load_trained(model, contents["model"])
+    return index
+
+
+def open_checkpoint(args: argparse.Namespace) -> dict | None:
+    """All ranks: the checkpoint to resume or to evaluate, None for a fresh start. Raises InputError."""
+    run_folder = Path(args.output_dir)
+    if not args.eval_only:
+        return load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
+    path = args.resume_from or str(run_folder / "best.pt")
+    with agree_on_errors():
+        if not args.resume_from and not Path(path).exists():
+            raise InputError(
+                f"{run_folder}: holds no best.pt; check --output_dir, or give a checkpoint with --resume_from"
+            )
+    checkpoint = load_checkpoint(path, run_folder, FORMAT, resume=False)
+    if checkpoint is None:
+        raise InputError(f"{run_folder}: no checkpoint to use; give one with --resume_from")
+    return checkpoint
+
+
+def run(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Everything between joining and leaving the process group; returns the exit code."""
+    begun = time.time()
+    translate_guide_keys(args, ranks)
+    setup = choose_setup(args, ranks)
+    index = open_questions(args)
+
+    # the run folder is ours from here on, where this is a training
+    lock = None
+    if not args.eval_only:
+        may_exist = bool(args.resume_from) or args.overwrite
+        lock = lock_run_folder(Path(args.output_dir), may_exist, overwrite=args.overwrite)
+    checkpoint = open_checkpoint(args)
+
+    with agree_on_errors():
+        model, tokenizer = build_model(args, setup.precision, ranks.device)
+        if checkpoint:
+            load_trained(model, checkpoint["model"])
         elif args.pretrained_weights:
             load_pretrained(model, args.pretrained_weights)
         sets = {split: QuestionData(index, split, args, tokenizer) for split in SPLITS}
     if args.eval_only:
-        evaluate_only(model, sets[args.eval_split], index, contents["step"], args, ranks)
+        evaluate_only(model, sets[args.eval_split], index, checkpoint["step"], args)
         return 0
-    if fits_by_itself(args.auto_batch, ranks.device):
-        find_batch_size(model, config, contents, args)
-    if config is not None:
-        batch = args.batch_size, args.gradient_accumulation_steps
-        # what the file says of these was compared with the flags before the batch was fitted
-        config = {name: value for name, value in config.items() if name not in dsu.OWNED}
-        config = dsu.fill_config(config, config_path, *batch, args.grad_clip, args.mixed_precision)
-    why = {"precision": why_precision, "engine": why_engine}
-    if memory is not None:
-        why["memory"] = describe_memory(args, memory, config)
-    code = fit(model, sets, index, contents, config, why, args, ranks)
-    du.print_main(f"{time.time() - begun:.0f} seconds in all")
+    if ranks.launcher == "python" and torch.cuda.device_count() > 1:
+        print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
+    code = fit(model, sets, index, checkpoint, setup, args, ranks)
+    print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
     return code
 
 
-def fit(model: ChestModel, sets: dict, index: mci.Index, contents, config, why: dict, args, ranks: du.Ranks) -> int:
+def describe_run(model: ChestModel, sets: dict, batch: BatchSize, setup: Setup, training: TrainingRun, args) -> dict:
+    """The banner's rows of this script, {name: text}."""
+    world_size = world()[1]
+    source = args.source
+    engine = "DDP" if world_size > 1 else "torch"
+    if setup.config:
+        engine = deepspeed_utils.describe(setup.config)
+
+    # where the batch was fitted to memory, its source says so
+    fitted = batch.accumulation != args.gradient_accumulation_steps
+    accumulation_source = "fitted" if fitted else source["gradient_accumulation_steps"]
+    accumulation = f"{batch.accumulation} accumulation ({accumulation_source})"
+    recomputed_source = source["gradient_checkpointing"]
+    if batch.recomputed and not args.gradient_checkpointing:
+        recomputed_source = "one question did not fit without"
+
+    # in ZeRO-3, a process holds a part of each parameter
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    trained = sum(size for size, learns in sizes if learns)
+
+    questions = ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
+    selected = f"grade {args.quality_grade}, {source['quality_grade']}; view {args.view}"
+    epoch_steps = training.planned_steps // args.epochs
+    rows = {
+        "engine": f"{engine} ({setup.engine_reason})",
+        "batch": f"{batch.size} per GPU ({batch.source}) x {accumulation} x {world_size} = "
+        f"{training.effective_batch_size}",
+        "learning rate": f"{args.learning_rate:g} ({source['learning_rate']}), {args.lr_schedule}, not scaled",
+        "precision": setup.precision_reason,
+        "checkpointing": f"{batch.recomputed} ({recomputed_source})",
+        "loading": f"{args.num_workers} workers per GPU ({source['num_workers']}), {args.cache_gb:g} GiB disk cache",
+        "questions": f"{questions} ({selected})",
+        "epochs": f"{args.epochs} epochs ({source['epochs']}), {epoch_steps} steps an epoch",
+        "trained": f"{trained:,} of {sum(size for size, _ in sizes):,} parameters",
+    }
+    if setup.smallest_gpu is not None:
+        rows["memory"] = describe_memory(args, setup.smallest_gpu, setup.config, batch)
+    return rows
+
+
+def make_loader(data: QuestionData, batch: BatchSize, args: argparse.Namespace) -> DataLoader:
+    """The training questions, shuffled and dealt out to the ranks."""
+    return create_distributed_dataloader(
+        data,
+        batch.size,
+        seed=args.seed,
+        num_workers=args.num_workers,
+        accumulation=batch.accumulation,
+        drop_last=False,
+        collate_fn=data.collate,
+        prefetch_factor=args.prefetch_factor if args.num_workers else None,
+    )
+
+
+def checkpoint_contents(
+    model: ChestModel, engine: TorchEngine | DeepSpeedEngine, batch: BatchSize, precision: str, this_run: dict
+) -> dict:
+    """All ranks: what a checkpoint holds beside position, log and random state; the same from every engine.
+
+    this_run: what may not differ where the run is resumed.
+    """
+    return {
+        "format": FORMAT,
+        "model": deepspeed_utils.full_weights(model),
+        "optimizer": deepspeed_utils.full_optimizer_state(model, engine.optimizer),
+        "scaler": engine.scaler_state(),
+        "run": this_run,
+        "precision": precision,
+        "split": batch.record(),
+    }
+
+
+def fit(
+    model: ChestModel, sets: dict[str, QuestionData], index: Index, checkpoint: dict | None, setup: Setup, args, ranks
+) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
-    begun, folder = time.time(), Path(args.output_dir)
-    loader = du.create_distributed_dataloader(
-        sets["train"], args.batch_size, seed=args.seed, num_workers=args.num_workers, drop_last=False,
-        accumulation=args.gradient_accumulation_steps, collate_fn=sets["train"].collate, **prefetch(args),
-    )  # fmt: skip
-    effective, epoch_steps = loader.batch_sampler.effective_batch_size, loader.batch_sampler.steps_per_epoch()
-    planned_steps = args.epochs * epoch_steps
+    begun = time.time()
+    run_folder = Path(args.output_dir)
+    batch = choose_batch_size(model, setup.config, checkpoint, args)
+    loader = make_loader(sets["train"], batch, args)
+    effective_batch_size = loader.batch_sampler.effective_batch_size
+    planned_steps = args.epochs * loader.batch_sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
-    state = {"step": 0, "epoch": 0, "samples": 0, "best": None, "best_sha256": None, "saved": None}
-    state["best_metrics"] = None  # of the validation of best.pt
-    this_run = {"training_questions": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
-    torch.manual_seed((args.seed * 1000003 + ranks.rank) % 2**63)  # dropout differs between ranks
-    if contents:
-        ckpt.check_same_run(contents, this_run)
-        state |= contents["state"] | {"saved": None}
-        forget_other_best(folder, state)
+
+    # begin, or go on where the checkpoint stands
+    progress = ValidatedProgress()
+    questions = len(sets["train"])
+    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
+    seed_ranks(args.seed)
+    if checkpoint:
+        resume(progress, checkpoint, this_run, run_folder)
     if args.compile:
         model.compile()
-    engine = start_engine(model, config, args, ranks)
-    if contents:
-        engine.restore(model, contents)
-        ckpt.restore_rng(contents["rng"])
-    counts = [(p.ds_numel if hasattr(p, "ds_id") else p.numel(), p.requires_grad) for p in model.parameters()]
+    engine = start_engine(model, setup, batch, args)
+    if checkpoint:
+        engine.restore(model, checkpoint)
+        restore_rng(checkpoint["rng"])
 
-    origin = args.source
-    accumulation = f"{args.gradient_accumulation_steps} accumulation ({origin['gradient_accumulation_steps']})"
-    facts = {
-        "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}",
-        "engine": f"{dsu.describe(config) if config else 'DDP' if ranks.world_size > 1 else 'torch'} ({why['engine']})",
-        "batch": f"{args.batch_size} per GPU ({origin['batch_size']}) x {accumulation} x {ranks.world_size}"
-        + f" = {effective}",
-        "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.lr_schedule}, not scaled",
-        "precision": f"{args.mixed_precision} ({why['precision']})",
-        "checkpointing": f"{bool(args.gradient_checkpointing)} ({origin['gradient_checkpointing']})",
-        **({"memory": why["memory"]} if "memory" in why else {}),
-        "loading": f"{args.num_workers} workers per GPU ({origin['num_workers']}), {args.cache_gb:g} GiB disk cache",
-        "questions": ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
-        + f" (grade {args.quality_grade}, {origin['quality_grade']}; view {args.view})",
-        "steps": f"{last_step} of {planned_steps}: {epoch_steps} an epoch, {args.epochs} epochs ({origin['epochs']})",
-        "start": f"step {state['step']}, epoch {state['epoch'] + 1}",
-        "trained": f"{sum(n for n, t in counts if t):,} of {sum(n for n, _ in counts):,} parameters",
-        "output": folder,
-    }
-    log = RunLog(folder, ranks, LOSSES, args, last_step, contents)
-    ckpt.prepare_checkpoint(model)
-    print_banner("MIMIC-CXR", facts | log.speed_facts())
-    if ranks.launcher == "python" and torch.cuda.device_count() > 1:
-        du.print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
+    log = RunLog(run_folder, ranks, LOSSES, args, last_step, checkpoint, setup.precision)
+    training = TrainingRun(
+        run_folder=run_folder,
+        progress=progress,
+        last_step=last_step,
+        planned_steps=planned_steps,
+        effective_batch_size=effective_batch_size,
+        precision=setup.precision,
+        log=log,
+        contents=partial(checkpoint_contents, model, engine, batch, setup.precision, this_run),
+        save_every=args.save_every,
+        keep_last=args.keep_last,
+        max_bad_steps=args.max_bad_steps,
+    )
+    prepare_checkpoint(model)
+    print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
 
-    wanted = asked(args, "batch_size"), asked(args, "gradient_accumulation_steps")
-    used = args.batch_size, args.gradient_accumulation_steps
-    split = split_record(wanted, used, args.gradient_checkpointing)
-
-    def save() -> None:
-        where = [state["step"], state["epoch"]]
-        if state["saved"] == where:
-            return
-        state["saved"] = where
-        parts = {"format": FORMAT, "model": dsu.full_weights(model), "state": dict(state), "run": this_run}
-        parts |= {"optimizer": dsu.full_optimizer_state(model, engine.optimizer), "scaler": engine.scaler_state()}
-        parts |= {"precision": args.mixed_precision, "split": split, "log": log.pending(state["step"])}
-        ckpt.save_checkpoint(folder, parts, state["step"], args.keep_last)
-
-    drawn, best_step = -math.inf, None
-    sizes: dict[str, dict] = {}  # of the groups of each split that was evaluated
-    if contents is None:
-        log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
-
-    def report(split: str, final: bool = False) -> tuple[dict, dict]:
-        """(metrics, raw predictions) of a split, logged."""
-        nonlocal drawn
-        metrics, found = evaluate(model, sets[split], index, split, args, ranks)
-        sizes[split] = group_sizes(found, index)
-        if final:  # the row stands at the last step, but its weights may be older
-            metrics["best_step"] = best_step
-        log.write(state["step"], state["epoch"] + 1, metrics)
-        if split == "test" or time.time() - drawn > 60:  # short epochs: not every one is drawn
-            log.figures(
-                lambda: {
-                    f"{split}_answers": draw_answers(sets[split], found),
-                    f"{split}_curves": draw_curves(found, index),
-                },
-                state["step"],
-            )
-            drawn = time.time()
-        return metrics, found
-
-    def keep_predictions(split: str, found: dict) -> None:
-        if ranks.is_main and args.save_predictions:
-            write_predictions(folder / f"predictions_{split}.parquet", sets[split], found)
-
-    ends = last_step, planned_steps
-    with du.StopSignal() as stop, contextlib.closing(log), contextlib.closing(engine):
-        say_if_finished(state["step"], last_step, "--epochs")
-        while True:
-            loader.batch_sampler.set_position(state["epoch"], state["samples"])
-            log.restart_clock()
-            if code := train_one_epoch(engine, loader, state, ends, args, ranks, log, stop, save):
-                say_saved(state["step"])
-                return code
-            save()
-            if state["step"] >= last_step:
-                log.write_rest(state["step"], state["epoch"] + 1)
-            if len(sets["val"]):
-                metrics, found = report("val")
-                accuracy, auroc = metrics["val/vqa_accuracy"], metrics["val/chexpert_auroc"]
-                shown = "undefined" if auroc is None else f"{auroc:.4f}"
-                du.print_main(f"epoch {state['epoch'] + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
-                if keep_best(folder, state, accuracy, state["samples"] >= loader.batch_sampler.used):
-                    state["best_metrics"] = metrics
-                    keep_predictions("val", found)
-            if state["step"] >= last_step:
-                break
-            state["epoch"], state["samples"] = state["epoch"] + 1, 0
-        best_step, name = state["step"], "the last weights (there are no validation questions)"
-        if len(sets["val"]):
-            best = ckpt.load_checkpoint(str(folder / "best.pt"), folder, FORMAT)
-            dsu.put_weights(model, best["model"])
-            best_step, name = best["step"], "best.pt"
-        for split in ("val", "test"):
-            if len(sets[split]):
-                # the validation of best.pt has been run and logged, unless it is a checkpoint of an earlier version
-                metrics = state["best_metrics"] if split == "val" else None
-                if metrics is None:
-                    metrics, found = report(split, final=True)
-                    keep_predictions(split, found)
-                if ranks.is_main:
-                    print_metrics(f"{split}, {name}", metrics, sizes[split])
-        facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "world_size": ranks.world_size}
-        facts |= {"effective_batch_size": effective, "precision": args.mixed_precision, "best_step": best_step}
-        facts |= state["best_metrics"] or {}
-        log.finish(facts | {"seconds": round(time.time() - begun, 1)})
-        export(folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
-        du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args, ranks.device)
+    with training.stop, contextlib.closing(log), contextlib.closing(engine), explain_out_of_memory(advice):
+        code, sizes = train(model, engine, loader, training, sets, index, args)
+        if code:
+            return code
+        best_step = test_best(model, sets, index, training, sizes, batch.size, args)
+        finish_run(training, begun, {"best_step": best_step} | (progress.best_metrics or {}))
+        export(run_folder, "best.pt" if len(sets["val"]) else "last.pt")
+        say_where(run_folder)
     return 0
 
 
-def export(folder: Path, chosen: str, format: str) -> None:
+def train(
+    model: ChestModel, engine, loader: DataLoader, training: TrainingRun, sets: dict, index: Index, args
+) -> tuple[int, dict[str, int]]:
+    """All epochs, each with its validation; (exit code of a stop signal or 0, group_sizes of the validation)."""
+    progress = training.progress
+    sampler = loader.batch_sampler
+    sizes: dict[str, int] = {}
+    say_if_finished(training, "--epochs")
+    if progress.step == 0:
+        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
+    while True:
+        train_one_epoch(engine, loader, training, args)
+        if code := end_epoch(training):
+            return code, sizes
+        if len(sets["val"]):
+            metrics, predictions = evaluate(model, sets["val"], index, "val", sampler.batch_size, args)
+            log_evaluation(sets["val"], index, "val", metrics, predictions, training)
+            sizes = group_sizes(predictions, index)
+            accuracy, auroc = metrics["val/vqa_accuracy"], metrics["val/chexpert_auroc"]
+            shown = "undefined" if auroc is None else f"{auroc:.4f}"
+            print_main(f"epoch {progress.epoch + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
+            epoch_complete = progress.samples >= sampler.used
+            if keep_best(training, accuracy, epoch_complete):
+                progress.best_metrics = metrics
+                keep_predictions(sets["val"], "val", predictions, args)
+        if not next_epoch(training):
+            return 0, sizes
+
+
+def log_evaluation(
+    data: QuestionData, index: Index, split: str, metrics: dict, predictions: dict, training: TrainingRun
+) -> None:
+    """What evaluate gives, in the log; its figures, too, but not those of every short epoch."""
+    progress = training.progress
+    training.log.write(progress.step, progress.epoch + 1, metrics)
+    seconds_apart = 0 if split == "test" else 60
+    training.log.figures(lambda: draw_split(data, index, split, predictions), progress.step, seconds_apart)
+
+
+def keep_predictions(data: QuestionData, split: str, predictions: dict, args: argparse.Namespace) -> None:
+    """--save_predictions: rank 0 writes predictions_<split>.parquet."""
+    if args.save_predictions and world()[0] == 0:
+        write_predictions(Path(args.output_dir) / f"predictions_{split}.parquet", data, predictions)
+
+
+def test_best(
+    model: ChestModel,
+    sets: dict[str, QuestionData],
+    index: Index,
+    training: TrainingRun,
+    sizes: dict[str, int],
+    batch_size: int,
+    args: argparse.Namespace,
+) -> int:
+    """Load best.pt and print its metrics of the validation and test splits; returns its step.
+
+    sizes: group_sizes of the validation.
+    """
+    best_step = training.progress.step
+    name = "the last weights (there are no validation questions)"
+    if len(sets["val"]):
+        best = load_checkpoint(str(training.run_folder / "best.pt"), training.run_folder, FORMAT)
+        deepspeed_utils.put_weights(model, best["model"])
+        best_step = best["step"]
+        name = "best.pt"
+    for split in ("val", "test"):
+        if not len(sets[split]):
+            continue
+        # best.pt was validated and logged when it was chosen, but not by an earlier version
+        metrics = training.progress.best_metrics if split == "val" else None
+        if metrics is None:
+            metrics, predictions = evaluate(model, sets[split], index, split, batch_size, args)
+            # the row stands at the last step, but its weights may be older
+            metrics["best_step"] = best_step
+            log_evaluation(sets[split], index, split, metrics, predictions, training)
+            keep_predictions(sets[split], split, predictions, args)
+            sizes = group_sizes(predictions, index)
+        if world()[0] == 0:
+            print_metrics(f"{split}, {name}", metrics, sizes)
+    return best_step
+
+
+def export(run_folder: Path, chosen: str) -> None:
     """All ranks call it: model.safetensors (the chosen weights) and model_last.safetensors, whole from any engine."""
     for name, source in (("model", chosen), ("model_last", "last.pt")):
-        weights = ckpt.load_checkpoint(str(folder / source), folder, format)["model"]
-        ckpt.export_weights(weights, folder / f"{name}.safetensors")
+        weights = load_checkpoint(str(run_folder / source), run_folder, FORMAT)["model"]
+        export_weights(weights, run_folder / f"{name}.safetensors")
 
 
 def rehearse(args: argparse.Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step of questions of the full length, by DDP or one process."""
     import rehearsal_utils as rehearsal
 
-    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    processes = rehearsal.processes_to_plan_for(args.world_size)
+    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     if args.auto_optimize:
-        machine = memory, 9.0, hw.usable_cores(), hw.available_ram_gb()
         wanted = args.batch_size if args.source["batch_size"] == "command line" else None
-        chosen = hw.settings_for(processes, *machine, deepspeed=False, batch_size=wanted)
+        chosen = settings_for(
+            processes, memory, 9.0, usable_cores(), available_ram_gb(), deepspeed=False, batch_size=wanted
+        )
         values = {"batch_size": chosen["batch_size_per_gpu"]}
         values |= {name: chosen[name] for name in ("gradient_accumulation_steps", "gradient_checkpointing")}
         for name, value in values.items():
@@ -1487,21 +1750,23 @@ def rehearse(args: argparse.Namespace) -> None:
                 setattr(args, name, value)
 
     trace = rehearsal.Trace()
+    accumulation = args.gradient_accumulation_steps
     with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
-        args.mixed_precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
-        hw.set_numerics(ranks.device, args.mixed_precision, "", args.deterministic)
+        precision, _ = choose_precision(args.mixed_precision, ranks.device)
+        set_numerics(ranks.device, precision, "", args.deterministic)
         with ranks.device:
-            model, _ = build_model(args, ranks)
-        engine = start_engine(model, None, args, ranks)
+            model, _ = build_model(args, precision, ranks.device)
+        batch = BatchSize(args.batch_size, accumulation, "")
+        engine = start_engine(model, Setup(precision), batch, args)
         trial = partial(trial_step, model, largest_batch(args.batch_size, args), args)
-        accumulation = args.gradient_accumulation_steps
         step = rehearsal.rehearse_step(trace, model, engine.optimizer, trial, accumulation, processes)
 
     def words(samples: int) -> str:
-        return batch_flags(*hw.smaller_batch(args.batch_size, accumulation, samples))
+        size, micro_batches = smaller_batch(args.batch_size, accumulation, samples)
+        return batch_flags(size, micro_batches)
 
     otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
-    title = f"MIMIC-CXR by DDP, {args.batch_size} per GPU x {accumulation} accumulation, {args.mixed_precision}"
+    title = f"MIMIC-CXR by DDP, {args.batch_size} per GPU x {accumulation} accumulation, {precision}"
     title += f", activations {'recomputed' if args.gradient_checkpointing else 'kept'}"
     print(
         "ZeRO, which shares the optimizer's state over the processes, is not rehearsed: it takes less than this by DDP"
@@ -1510,28 +1775,36 @@ def rehearse(args: argparse.Namespace) -> None:
     rehearsal.end_rehearsal()
 
 
+def out_of_memory_advice(size: int, accumulation: int, args: argparse.Namespace, device: torch.device) -> str:
+    """The flags that take less memory than this batch."""
+    half, micro_batches = split_batch(size, accumulation)
+    smaller = batch_flags(half, micro_batches)
+    otherwise = "--gradient_checkpointing, a smaller --image_size or ZeRO-3"
+    otherwise += auto_batch_advice(args.auto_batch, device)
+    return f"--batch_size {size}; try {smaller} (the same result), {otherwise}"
+
+
 def main(args: argparse.Namespace) -> int:
     if args.rehearse:
         rehearse(args)
-    du.launch_workers(args.world_size or 1)
+    launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if not torch.cuda.device_count():  # setup_distributed says why
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed a search and a warning
-    with du.setup_distributed(timeout=args.dist_timeout) as ranks:
+    if not torch.cuda.device_count():
+        # spares DeepSpeed a search and a warning; setup_distributed says why there is no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with setup_distributed(timeout=args.dist_timeout) as ranks:
         wanted = args.use_deepspeed or args.source["deepspeed_config"] == "command line"
-        if wanted and ranks.world_size == 1 and not args.eval_only:  # DeepSpeed wants a group even so
+        if wanted and ranks.world_size == 1 and not args.eval_only:
+            # DeepSpeed wants a group even so
             backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        try:
+
+        def advice() -> str:
+            # --auto_optimize sets these on the way
+            return out_of_memory_advice(args.batch_size, args.gradient_accumulation_steps, args, ranks.device)
+
+        with explain_out_of_memory(advice):
             return run(args, ranks)
-        except (RuntimeError, MemoryError) as error:
-            if not hw.out_of_memory(error):
-                raise
-            smaller = hw.split_batch(args.batch_size, args.gradient_accumulation_steps)
-            advice = "try --batch_size {} --gradient_accumulation_steps {} (the same result)".format(*smaller)
-            more = "--gradient_checkpointing, a smaller --image_size or ZeRO-3"
-            more += auto_batch_advice(args.auto_batch, ranks.device)
-            du.leave_alone(f"out of memory at --batch_size {args.batch_size}; {advice}, {more}")
 
 
 if __name__ == "__main__":

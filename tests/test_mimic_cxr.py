@@ -21,7 +21,12 @@ from conftest import ROOT
 from PIL import Image
 
 import mimic_cxr_index as mci
+from distributed_utils import Ranks
+from hardware_utils import autocast
+from loop_utils import Step
+from memory_utils import BatchSize
 
+CPU = torch.device("cpu")
 MIMIC = str(ROOT / "train_mimic_cxr.py")
 LABELS = list(mci.CHEXPERT)
 
@@ -568,14 +573,14 @@ def test_losses_of_a_split_are_those_of_training(chest, tmp_path):
     import train_mimic_cxr as script
 
     args = script.parse_args([*chest, "--chexpert_uncertain", "soft", "--batch_size", "7", "--cache_gb", "0"])
-    args.mixed_precision, ranks = "no", script.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
     index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
-    model, tokenizer = script.build_model(args, ranks)
+    model, tokenizer = script.build_model(args, "no", CPU)
     data = script.QuestionData(index, "val", args, tokenizer)
-    metrics = script.evaluate(model, data, index, "val", args, ranks)[0]
+    metrics = script.evaluate(model, data, index, "val", args.batch_size, args)[0]
     batch = data.collate([data[i] for i in range(len(data))])
     with torch.no_grad():
-        expected = script.batch_loss(model.eval(), batch, script.batch_counts([batch]), args)
+        counts = script.count_targets(Step(len(data), len(data), 0, [batch]))
+        expected = script.batch_loss(model.eval(), batch, counts, args.chexpert_weight)
     for name, value in zip(("loss", "loss_vqa", "loss_chexpert"), expected.tolist(), strict=True):
         assert metrics[f"val/{name}"] == pytest.approx(value, rel=1e-5), name
 
@@ -608,8 +613,7 @@ def test_the_chexpert_head_sees_the_picture_alone(chest, tmp_path):
     import train_mimic_cxr as script
 
     args = script.parse_args([*chest, "--dropout", "0"])
-    args.mixed_precision = "no"
-    model, tokenizer = script.build_model(args, script.du.Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    model, tokenizer = script.build_model(args, "no", CPU)
     model.eval()
     picture = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
     tokens = tokenizer(["is there an effusion?", "where is it?"], padding=True, return_tensors="pt")
@@ -626,11 +630,10 @@ def test_checkpointing_and_freezing(chest):
     """Recomputed activations give the same gradients; frozen encoders have none; BERT's unused pooler is frozen."""
     import train_mimic_cxr as script
 
-    ranks, grads = script.du.Ranks(0, 0, 1, torch.device("cpu"), "python"), []
+    grads = []
     for more in ([], ["--gradient_checkpointing"], ["--freeze_image", "--freeze_text"]):
         args = script.parse_args([*chest, "--dropout", "0", *more])
-        args.mixed_precision = "no"
-        model, tokenizer = script.build_model(args, ranks)
+        model, tokenizer = script.build_model(args, "no", CPU)
         tokens = tokenizer(["is there an effusion?"], return_tensors="pt")
         picture = torch.arange(64 * 64).view(1, 1, 64, 64).to(torch.uint8)
         out = model.train()(picture, tokens["input_ids"], tokens["attention_mask"])
@@ -677,7 +680,7 @@ def test_encoders_that_take_a_ready_mask(kind, attention, ready):
     lengths = torch.tensor([[40], [17], [5]])
     for mask in (torch.arange(40) < lengths, torch.ones(3, 40) > 0):
         for precision in ("no", "bf16"):
-            with torch.no_grad(), script.hw.autocast(torch.device("cpu"), precision):
+            with torch.no_grad(), autocast(CPU, precision):
                 plain = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state
                 given = encoder(input_ids=ids, attention_mask=script.broadcast_mask(mask.long())).last_hidden_state
             assert torch.equal(plain, given)
@@ -693,8 +696,7 @@ def test_the_model_does_not_read_its_mask_back(chest, monkeypatch):
     real = masking._ignore_bidirectional_mask_sdpa
     monkeypatch.setattr(masking, "_ignore_bidirectional_mask_sdpa", lambda *a, **k: asked.append(1) or real(*a, **k))
     args = script.parse_args([*chest, "--dropout", "0"])
-    args.mixed_precision = "no"
-    model, tokenizer = script.build_model(args, script.du.Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    model, tokenizer = script.build_model(args, "no", CPU)
     tokens = tokenizer(["is there an effusion?", "where?"], padding=True, return_tensors="pt")
     picture, asked[:] = torch.zeros(2, 1, 64, 64, dtype=torch.uint8), []
     ready = model.eval()(picture, tokens["input_ids"], tokens["attention_mask"])
@@ -736,11 +738,11 @@ def test_precision_of_the_deepspeed_file():
     """The guide's JSON has fp16 enabled: taken where there is a GPU; a given --mixed_precision stands."""
     import train_mimic_cxr as script
 
-    cpu, config = torch.device("cpu"), {"fp16": {"enabled": True, "loss_scale": 0}, "bf16": {"enabled": False}}
-    assert script.choose_precision(config, "auto", cpu)[0] == "no"
+    config = {"fp16": {"enabled": True, "loss_scale": 0}, "bf16": {"enabled": False}}
+    assert script.choose_precision_with(config, "auto", CPU)[0] == "no"
     assert config == {"fp16": {"loss_scale": 0}, "bf16": {}}  # nothing left that fill_config could find wrong
-    assert script.choose_precision({"bf16": {"enabled": True}}, "no", cpu)[0] == "no"
-    assert script.choose_precision(None, "bf16", cpu)[0] == "bf16"
+    assert script.choose_precision_with({"bf16": {"enabled": True}}, "no", CPU)[0] == "no"
+    assert script.choose_precision_with(None, "bf16", CPU)[0] == "bf16"
 
 
 @pytest.mark.soak
@@ -827,7 +829,7 @@ def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkey
     path.write_text(GUIDE_YAML.replace("training:", "pin_memory: true\ntraining:"))
     monkeypatch.setattr(script, "processes_per_node", lambda: 4)
     args = script.parse_args([*flags, "--config", str(path)])
-    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    script.translate_guide_keys(args, Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
     said = capsys.readouterr().out
     assert (
         "config.yaml: training.dataloader_num_workers 12 -> --num_workers 3 (each of the node's 4 processes)\n" in said
@@ -836,12 +838,12 @@ def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkey
     assert "config.yaml: pin_memory true -> nothing to set here: done by itself on a GPU\n" in said
     assert (args.num_workers, args.mixed_precision, args.source["num_workers"]) == (3, "fp16", "config.yaml")
     args = script.parse_args([*flags, "--config", str(path), "--use_ddp", "--mixed_precision", "bf16"])
-    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    script.translate_guide_keys(args, Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
     assert (args.use_deepspeed, args.mixed_precision) == (False, "bf16")
     assert "deepspeed.enabled true -> --use_ddp (command line)" in capsys.readouterr().out
     flags = [word for word in flags if word != "--no_auto_optimize"]
     args = script.parse_args([*flags, "--config", str(path)])
-    script.translate_guide_keys(args, script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    script.translate_guide_keys(args, Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
     assert "batch_size_per_gpu 16 -> --batch_size 16, but --auto_optimize finds its own\n" in capsys.readouterr().out
 
 
@@ -857,7 +859,7 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     path = tmp_path / "config.json"
     path.write_text(json.dumps({section: settings} if section else settings))
     args = script.parse_args([*chest, "--config", str(path)])
-    script.translate_guide_keys(args, script.du.Ranks(0, 0, gpus, torch.device("cpu"), "torchrun"))
+    script.translate_guide_keys(args, Ranks(0, 0, gpus, torch.device("cpu"), "torchrun"))
     assert args.batch_size == settings["batch_size_per_gpu"]
     names = ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing")
     for name in (*names, "offload_optimizer"):
@@ -897,14 +899,16 @@ def test_recomputation_and_offload_follow_the_gpus_memory(
     monkeypatch.setattr(script, "processes_per_node", lambda: 4)
     flags = [word for word in chest if word != "--no_auto_optimize"]
     args = script.parse_args([*flags, *words.replace("GUIDE", str(tmp_path / "guide.yaml")).split()])
-    ranks = script.du.Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun")
+    ranks = Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun")
     stage, found = script.apply_hardware(args, ranks) if args.auto_optimize else (2, None)
     config, _ = script.deepspeed_settings(args, stage)
     assert ("offload_optimizer" in config["zero_optimization"]) == offload
-    assert ("on the CPU" in script.dsu.describe(config)) == offload
+    assert ("on the CPU" in script.deepspeed_utils.describe(config)) == offload
     assert args.gradient_checkpointing == checkpointing
     if said:
-        assert script.describe_memory(args, found, config).endswith(said)
+        recomputed = bool(args.gradient_checkpointing)
+        batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, "", recomputed)
+        assert script.describe_memory(args, found, config, batch).endswith(said)
 
 
 def test_help_of_auto_optimize(capsys):
