@@ -36,6 +36,7 @@ import distributed_utils as du
 from checkpoint_utils import write_atomically
 from cli_utils import InputError
 from disk_cache import DiskCache, identity
+from sampler_utils import TrainBatchSampler, permute
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
 COLUMNS = {  # flag without _column -> names the column goes by; case, spaces and underscores do not matter
@@ -245,7 +246,7 @@ def make_folds(cohort: Cohort, count: int, seed: int) -> np.ndarray:
         raise InputError(f"{cohort.source}: {event.sum()} cases with events for --folds {count}; ask for fewer folds")
     fold, dealt = np.zeros(len(cases), int), 0
     for group in (np.flatnonzero(event), np.flatnonzero(~event)):
-        order = du.permute(np.arange(len(group)), len(group), seed, 0) if len(group) else group
+        order = permute(np.arange(len(group)), len(group), seed, 0) if len(group) else group
         fold[group[order]] = (dealt + np.arange(len(group))) % count
         dealt += len(group)
     return fold[of]
@@ -555,7 +556,7 @@ class MultiGPUSurvivalDataset(Dataset):
             raise InputError(item["error"])
         return item
 
-    def train_sampler(self, batch_size: int, seed: int, accumulation: int, drop_last: bool) -> "du.TrainBatchSampler":
+    def train_sampler(self, batch_size: int, seed: int, accumulation: int, drop_last: bool) -> TrainBatchSampler:
         """What create_distributed_dataloader deals this data set out with."""
         rank, world_size = du.world()
         if self.mine is not None:
@@ -563,7 +564,7 @@ class MultiGPUSurvivalDataset(Dataset):
         if self.event_balanced:
             events = self.cohort.event[self.rows]
             return EventBalancedSampler(events, batch_size, rank, world_size, seed, accumulation, drop_last)
-        return du.TrainBatchSampler(len(self), batch_size, rank, world_size, seed, accumulation, drop_last)
+        return TrainBatchSampler(len(self), batch_size, rank, world_size, seed, accumulation, drop_last)
 
 
 def _loader(dataset: MultiGPUSurvivalDataset):
@@ -576,7 +577,7 @@ def _loader(dataset: MultiGPUSurvivalDataset):
     return Load()
 
 
-class PartitionSampler(du.TrainBatchSampler):
+class PartitionSampler(TrainBatchSampler):
     """Batches of a data set of which each rank holds a part of its own, of the same length: places are the rank's.
 
     `samples` and `window` count all ranks, as in TrainBatchSampler; each step takes the same share from every rank.
@@ -601,10 +602,10 @@ class PartitionSampler(du.TrainBatchSampler):
         first = places[0] - places[0] % self.effective_batch_size
         count, _ = self.window(first)
         local = first // self.world_size + places - first - count * self.rank // self.world_size
-        return du.permute(local, self.local, self.seed * 1000003 + self.rank, self.epoch)
+        return permute(local, self.local, self.seed * 1000003 + self.rank, self.epoch)
 
 
-class EventBalancedSampler(du.TrainBatchSampler):
+class EventBalancedSampler(TrainBatchSampler):
     """--event_balanced: every step gets its share of the events, and at least one while there are as many as steps.
 
     Otherwise TrainBatchSampler: each case once an epoch, the same steps at any world size.
@@ -628,7 +629,7 @@ class EventBalancedSampler(du.TrainBatchSampler):
         else:
             until = events * np.arange(steps + 1) // steps
         shuffled = [
-            group[du.permute(np.arange(len(group)), len(group), self.seed + salt, self.epoch)] if len(group) else group
+            group[permute(np.arange(len(group)), len(group), self.seed + salt, self.epoch)] if len(group) else group
             for salt, group in enumerate((self.with_event, self.without))
         ]
         parts = []
