@@ -100,9 +100,10 @@ def make_case(steps: int, flags: list[str]) -> Case:
     args = script.parse_args(flags)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cohort = sd.read_cohort(args.csv_path)
-    network = script.build_model(args, 1, None, du.Ranks(0, 0, 1, device, "python"))
+    ranks = du.Ranks(0, 0, 1, device, "python")
+    network = script.build_model(args, args.mixed_precision, 1, None, ranks)
     rows = np.arange(len(cohort))
-    data = script.dataset(cohort, rows, args, train=True)
+    data = script.make_dataset(cohort, rows, args, train=True)
 
     # index on the CPU: the Cox loss reads it there
     def collate(items: list[dict]) -> dict[str, torch.Tensor]:

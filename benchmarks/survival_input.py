@@ -25,9 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-import distributed_utils as du
 import survival_data as sd
 import train_survival_distributed as tsd
+from distributed_utils import Ranks, create_distributed_dataloader
+from hardware_utils import out_of_memory
+from logging_utils import RunLog
+from loop_utils import LossScaler, Progress, TrainingRun, next_epoch
 
 
 def seconds(call) -> float:
@@ -55,39 +58,51 @@ class Script:
     """Epochs of the script's own loop."""
 
     def __init__(self, args: argparse.Namespace, cohort: sd.Cohort, folder: Path, smart: bool):
-        self.args, self.ranks = argparse.Namespace(**vars(args)), du.Ranks(0, 0, 1, args.device, "python")
-        self.args.use_smart_cache, self.args.cache_dir = smart, str(folder / "cache")
+        self.args = argparse.Namespace(**vars(args))
+        self.args.use_smart_cache = smart
+        self.args.cache_dir = str(folder / "cache")
+        self.args.log_every = 10**6
         rows = np.arange(len(cohort))
+        ranks = Ranks(0, 0, 1, args.device, "python")
         self.target = tsd.Target(cohort, rows, self.args)
-        self.model = tsd.build_model(self.args, 1, None, self.ranks)
-        self.optimizer = tsd.make_optimizer(self.model, self.args)
-        self.data = tsd.dataset(cohort, rows, self.args, train=True)
-        options = {"num_workers": self.args.num_workers, "drop_last": False}
-        self.loader = du.create_distributed_dataloader(self.data, self.args.batch_size, **options)
-        (folder / f"log_{smart}").mkdir()
-        told = {name: value for name, value in vars(self.args).items() if name != "device"}
-        self.log = tsd.RunLog(folder / f"log_{smart}", self.ranks, tsd.LOSSES, argparse.Namespace(**told), 10**6)
-        self.scaler = torch.amp.GradScaler(args.device.type, init_scale=1.0)
-        self.epoch, self.waits = 0, []
+        model = tsd.build_model(self.args, "no", 1, None, ranks)
+        optimizer = tsd.make_optimizer(model, self.args)
+        self.learner = tsd.Learner(model, optimizer, LossScaler(args.device, "no"), tsd.CoxMemory(0, args.device))
+        self.data = tsd.make_dataset(cohort, rows, self.args, train=True)
+        self.loader = create_distributed_dataloader(
+            self.data, self.args.batch_size, num_workers=self.args.num_workers, drop_last=False
+        )
+        self.training = self.start(folder / f"log_{smart}", ranks)
+        self.waits = []
+
+    def start(self, run_folder: Path, ranks: Ranks) -> TrainingRun:
+        """A training without an end, which saves nothing."""
+        run_folder.mkdir()
+        flags = {name: value for name, value in vars(self.args).items() if name != "device"}
+        log = RunLog(run_folder, ranks, tsd.LOSSES, argparse.Namespace(**flags), 10**6, precision="no")
+        return TrainingRun(
+            run_folder=run_folder,
+            progress=Progress(),
+            last_step=10**9,
+            planned_steps=10**9,
+            effective_batch_size=self.args.batch_size,
+            precision="no",
+            log=log,
+            contents=dict,
+            max_bad_steps=self.args.max_bad_steps,
+        )
 
     def train(self) -> float:
         """One epoch; samples/s, with the change of the cache before it."""
-        state = {"step": 0, "epoch": self.epoch, "samples": 0}
-        self.args.log_every = 10**6
 
         def epoch() -> None:
-            self.loader.batch_sampler.set_position(self.epoch)
-            self.log.restart_clock()
-            memory = tsd.CoxMemory(0, self.args.device)
-            options = state, 10**9, self.args, self.ranks, self.log, du.StopSignal(), None
-            tsd.train_one_epoch(
-                self.model, self.model, self.optimizer, self.scaler, self.loader, self.target, memory, *options
-            )
-            self.log.collect()  # waits for the GPU
+            tsd.train_one_epoch(self.learner.model, self.learner, self.target, self.loader, self.training, self.args)
+            # waits for the GPU
+            self.training.log.collect()
 
         passed = seconds(epoch)
-        self.waits.append(self.log.waited / passed)
-        self.epoch += 1
+        self.waits.append(self.training.log.waited / passed)
+        next_epoch(self.training)
         return self.loader.batch_sampler.used / passed
 
 
@@ -118,7 +133,7 @@ class Monai:
         loader = DataLoader(
             data, batch_size=args.batch_size, shuffle=True, num_workers=0 if smart else args.num_workers
         )
-        model = tsd.build_model(args, 1, None, du.Ranks(0, 0, 1, args.device, "python"))
+        model = tsd.build_model(args, "no", 1, None, Ranks(0, 0, 1, args.device, "python"))
 
         def loss(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
             label = label.cpu().double()
@@ -169,7 +184,7 @@ def step_variants(args: argparse.Namespace, repeats: int) -> dict:
     found, rates = {}, {}
     for name, (dtype, last, compiled) in variants.items():
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
-        model = tsd.build_model(args, 1, None, du.Ranks(0, 0, 1, device, "python"))
+        model = tsd.build_model(args, "no", 1, None, Ranks(0, 0, 1, device, "python"))
         layout = torch.channels_last_3d if last else torch.contiguous_format
         net = torch.nn.Sequential(model.backbone, model.head).to(memory_format=layout)
         optimizer = tsd.make_optimizer(net, args)
@@ -194,7 +209,7 @@ def step_variants(args: argparse.Namespace, repeats: int) -> dict:
             wait()
             passed = statistics.median(seconds(lambda step=step: (step(), wait())) for _ in range(repeats))
         except RuntimeError as error:
-            if not tsd.hw.out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             found[f"{name}: samples/s"] = "out of memory"
             continue
@@ -216,7 +231,7 @@ def step_variants(args: argparse.Namespace, repeats: int) -> dict:
         from torch.utils.flop_counter import FlopCounterMode
 
         with FlopCounterMode(display=False) as counter:
-            model = tsd.build_model(args, 1, None, du.Ranks(0, 0, 1, device, "python"))
+            model = tsd.build_model(args, "no", 1, None, Ranks(0, 0, 1, device, "python"))
             torch.nn.Sequential(model.backbone, model.head)(images[:1]).sum().backward()
         each = counter.get_total_flops()
         found |= {"TFLOP of one sample": each / 1e12, "TFLOP/s of a large bf16 product": peak / 1e12}
@@ -236,7 +251,7 @@ def main() -> None:
     small = ["--resnet", "resnet10", "--base_channels", "8", "--image_size", "48", "40", "24", "--batch_size", "8"]
     args = tsd.parse_args(["--csv_path", "-", *small, "--num_workers", "0", *rest])
     args.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    args.mixed_precision, found = "no", {}
+    found = {}
     name = torch.cuda.get_device_name() if args.device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
     folder = Path(tempfile.mkdtemp())

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 import train_survival_distributed as tsd
+from distributed_utils import Ranks, setup_distributed
+from loop_utils import Step
 from survival_data import Cohort
 
 CASES = 24
@@ -27,34 +29,43 @@ EVENTS = {
 
 def main() -> None:
     args = tsd.parse_args(["--csv_path", "x", "--resnet", "resnet10", "--base_channels", "8"])
-    args.mixed_precision, results = "no", {}
     volumes = torch.rand(CASES, 1, 12, 12, 6, generator=torch.Generator().manual_seed(0)).half()
-    time = np.arange(CASES)[::-1] // 2 / 4.0  # ties in pairs
-    with tsd.du.setup_distributed() as ranks:
+    # ties in pairs
+    time = np.arange(CASES)[::-1] // 2 / 4.0
+    results = {}
+    with setup_distributed() as ranks:
         for size in (12, 5, 1):
             for name, rule in EVENTS.items():
                 event = np.array([rule(i) for i in range(CASES)])
-                results[f"{size} {name}"] = gradients(args, ranks, volumes, time, event, size, int(sys.argv[2]))
+                cohort = Cohort("x", [], [], [], time, event, None, {}, {}, None)
+                target = tsd.Target(cohort, np.arange(CASES), args)
+                results[f"{size} {name}"] = gradients(args, ranks, volumes, target, size)
         if ranks.is_main:
             torch.save(results, sys.argv[1])
 
 
-def gradients(args, ranks, volumes, time, event, size: int, parts: int) -> tuple:
-    cohort = Cohort("x", [], [], [], time, event, None, {}, {}, None)
-    target = tsd.Target(cohort, np.arange(CASES), args)
-    model = tsd.build_model(args, 1, None, ranks).to(getattr(torch, sys.argv[3]))
+def share_of_step(volumes: torch.Tensor, size: int, parts: int, ranks: Ranks) -> Step:
+    """This rank's share of a step of so many cases, in so many micro-batches."""
+    first = size * ranks.rank // ranks.world_size
+    end = size * (ranks.rank + 1) // ranks.world_size
+    # a rank without a share passes one case of no weight
+    local = list(range(first, end)) or [0]
+    micro_batches = np.array_split(local, min(parts, len(local)))
+    batches = [{"image": volumes[part]} for part in micro_batches]
+    return Step(samples=size, local=end - first, first=first, batches=batches)
+
+
+def gradients(args, ranks: Ranks, volumes: torch.Tensor, target: tsd.Target, size: int) -> tuple:
+    """(loss, gradient of all weights) of one step of so many cases."""
+    model = tsd.build_model(args, "no", 1, None, ranks).to(getattr(torch, sys.argv[3]))
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(1)) / 2)
-    net = tsd.wrap(model, False, ranks)
-    rows = np.arange(size)
-    low, high = (size * (ranks.rank + k) // ranks.world_size for k in (0, 1))
-    mine = list(range(low, high)) or [0]  # a rank without a share passes one case of no weight
-    cuts = [list(map(int, part)) for part in np.array_split(mine, min(parts, len(mine)))]
-    window = [{"image": volumes[part]} for part in cuts]
+    wrapped = tsd.wrap_model(model, frozen=False)
+    step = share_of_step(volumes, size, int(sys.argv[2]), ranks)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    place, loss_of = (low, high, size), partial(target.loss, rows=rows)
-    loss, _ = tsd.train_step(net, model, window, place, loss_of, lambda batch: batch["image"], scaler)
-    return loss, torch.cat([p.grad.flatten() for p in model.parameters()])
+    loss_of = partial(target.loss, rows=np.arange(size))
+    loss, _ = tsd.train_step(wrapped, model, step, lambda batch: batch["image"], loss_of, scaler)
+    return loss, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 if __name__ == "__main__":

@@ -226,18 +226,17 @@ def checkpoint_predictions(table: Path, path: Path) -> dict[str, dict[str, tuple
 
     words = ["--csv_path", str(table), *TINY, "--folds", "3", "--cross_validate"]
     args = tsd.parse_args(words)
-    args.mixed_precision = "no"
-    contents = torch.load(path, weights_only=True)
-    net = tsd.RiskNet(args, 1)
-    net.load_state_dict(contents["model"])
-    net.eval()
+    checkpoint = torch.load(path, weights_only=True)
+    model = tsd.RiskNet(args, "no", 1)
+    model.load_state_dict(checkpoint["model"])
+    model.eval()
     cohort = sd.read_cohort(str(table))
     volumes = sd.Volumes(args.image_size, tuple(args.hu_window))
-    trained = set(contents["trained_cases"])
+    trained = set(checkpoint["trained_cases"])
     found: dict[str, dict[str, tuple]] = {"val": {}, "train": {}}
     for i, case in enumerate(cohort.case):
         with torch.no_grad():
-            value = float(net(volumes.get(cohort.path[i])[None].float())[0, 0])
+            value = float(model(volumes.get(cohort.path[i])[None].float())[0, 0])
         found["train" if case in trained else "val"][case] = value, bool(cohort.event[i]), float(cohort.time[i])
     return found
 
@@ -480,11 +479,10 @@ def test_group_norm_is_everywhere():
 
     for norm, kind in (("group", torch.nn.GroupNorm), ("batch", torch.nn.BatchNorm3d)):
         args = tsd.parse_args(["--csv_path", "x", "--resnet", "resnet50", "--base_channels", "8", "--norm", norm])
-        args.mixed_precision = "no"
-        net = tsd.RiskNet(args, 1)
+        model = tsd.RiskNet(args, "no", 1)
         other = {torch.nn.GroupNorm, torch.nn.BatchNorm3d} - {kind}
-        assert sum(isinstance(module, kind) for module in net.modules()) == 53
-        assert not any(isinstance(module, tuple(other)) for module in net.modules())
+        assert sum(isinstance(module, kind) for module in model.modules()) == 53
+        assert not any(isinstance(module, tuple(other)) for module in model.modules())
 
 
 # --- killed, stopped, full --------------------------------------------------------------------------------------------
