@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoint_writer import WRITER
+from async_save_utils import WRITER
 from cli_utils import InputError, RunError
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
 from manifest_utils import (

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from async_save_utils import WRITER
 from checkpoint_utils import Checkpoint, begin_run, cut_metrics, settle_checkpoint
-from checkpoint_writer import WRITER
 from cli_utils import InputError, RunError, save_args
 from distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum
 from flops_utils import FlopCount, matmul_rate

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoint_writer import WRITER
+from async_save_utils import WRITER
 from cli_utils import InputError
 from distributed_utils import print_main
 

@@ -8,7 +8,8 @@
     python train.py --model ad                                                    # without compression, to compare with
     python train.py --eval_only                                                   # 500 episodes on the 8 unseen goals
 
-Data: datasets/history_darkroom_PPO_alg-seed42.hdf5, see darkroom.py; `sample_data.py compressed_ad .` makes histories.
+Data: datasets/history_darkroom_PPO_alg-seed42.hdf5, see tasks/compressed_ad/data.py; `sample_data.py compressed_ad .`
+makes histories.
 """
 
 import argparse
@@ -194,7 +195,6 @@ from checkpoint_utils import (
     prepare_checkpoint,
     trained_state,
 )
-from darkroom import ACTIONS, HORIZON, NEXT, START, Histories, SegmentDataset, split_goals
 from distributed_utils import (
     Ranks,
     StopSignal,
@@ -214,17 +214,6 @@ from distributed_utils import (
     world,
 )
 from hardware_utils import autocast, set_numerics, smaller_batch, split_batch
-from in_context_net import GRID, Agents, InContextNet, Layer
-from in_context_report import (
-    draw_accuracy,
-    draw_inputs,
-    draw_paths,
-    draw_returns,
-    interval,
-    last_episodes,
-    print_returns,
-    return_metrics,
-)
 from logging_utils import RunLog, save_figure, write_result
 from loop_utils import (
     LossScaler,
@@ -248,6 +237,18 @@ from loop_utils import (
 )
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from sampler_utils import EvalBatchSampler
+from tasks.compressed_ad.data import ACTIONS, HORIZON, NEXT, START, Histories, SegmentDataset, split_goals
+from tasks.compressed_ad.model import GRID, Agents, InContextNet, Layer
+from tasks.compressed_ad.report import (
+    draw_accuracy,
+    draw_inputs,
+    draw_paths,
+    draw_returns,
+    interval,
+    last_episodes,
+    print_returns,
+    return_metrics,
+)
 
 # --- data and model ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@
     python train_accelerate.py --make_drrs data/cts                                    # render the X-rays of your CTs
     python train_accelerate.py --resume_from checkpoints_4gpu/stage3_best.pt --sample new_xrays
 
-Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png. Geometry and units: see drr_projector.py.
+Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png. Geometry and units: see tasks/cascade/projector.py.
 """
 
 import argparse
@@ -270,15 +270,11 @@ import numpy as np
 import torch
 from torch import nn
 
-import cascade_metrics as cm
 import checkpoint_utils as ckpt
 import distributed_utils as du
-import drr_projector as drr
-import fixed_order
+import fixed_order_utils
 import hardware_utils as hw
-import xray_ct_data as xd
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
-from cascade_net import StageNet
 from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
 from old_loop_utils import (
     Fitted,
@@ -294,6 +290,10 @@ from old_loop_utils import (
     split_record,
     try_step,
 )
+from tasks.cascade import data as xd
+from tasks.cascade import metrics as cm
+from tasks.cascade import projector as drr
+from tasks.cascade.model import StageNet
 
 # --- net and noise schedule -------------------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ def predict(
     a, s = signal.sqrt(), (1 - signal).sqrt()
     mean, std, given = CT_MEAN, CT_STD, ()
     if previous:
-        mean, std = fixed_order.interpolate(previous[0], noisy.shape[2:]), RESIDUAL_STD
+        mean, std = fixed_order_utils.interpolate(previous[0], noisy.shape[2:]), RESIDUAL_STD
         given = (mean - CT_MEAN) / CT_STD, previous[1]
     deviation = (signal * std**2 + s**2).sqrt()
     centred = noisy - a * mean

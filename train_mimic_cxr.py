@@ -265,7 +265,7 @@ from loop_utils import (
     sync_gradients,
 )
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, copies_held, fit_batch_to_memory, fits_by_itself
-from mimic_cxr_index import CHEXPERT, HEADS, Index, left_out_table, open_index, picture_name
+from tasks.mimic_cxr.index import CHEXPERT, HEADS, Index, left_out_table, open_index, picture_name
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}  # facts: loss of the original
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}

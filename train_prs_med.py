@@ -132,7 +132,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import checkpoint_utils as ckpt
 import distributed_utils as du
-import fixed_order
+import fixed_order_utils
 from hardware_utils import autocast, choose_precision, out_of_memory, set_numerics, smaller_batch, split_batch
 from logging_utils import RunLog, save_figure, write_result
 from loop_utils import (
@@ -158,7 +158,7 @@ from loop_utils import (
     sync_gradients,
 )
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
-from prs_med_data import (
+from tasks.prs_med.data import (
     SPLITS,
     PositionData,
     Reader,
@@ -173,8 +173,8 @@ from prs_med_data import (
     read_annotations,
     swap_questions,
 )
-from prs_med_memory import fold_relative_positions, recompute_lora_dropout, use_fixed_order
-from prs_med_report import draw_inputs, draw_predictions, print_data_check, print_metrics, write_prediction
+from tasks.prs_med.memory import fold_relative_positions, recompute_lora_dropout, use_fixed_order
+from tasks.prs_med.report import draw_inputs, draw_predictions, print_data_check, print_metrics, write_prediction
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class PRSMed(nn.Module):
         features = self.sam((batch["sam"] / 255 - self.sam_mean) / self.sam_std).last_hidden_state
         masks = self.decoder(features, at(batch["words"]).to(features.dtype), batch["words"] < 0)
         size = (self.reader.image_size, self.reader.image_size)
-        return fixed_order.interpolate(masks.float(), size)[:, 0], text_loss
+        return fixed_order_utils.interpolate(masks.float(), size)[:, 0], text_loss
 
     @torch.no_grad()
     def answer(self, batch: dict, max_new_tokens: int) -> list[str]:

@@ -252,7 +252,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-import fixed_order
+import fixed_order_utils
 from checkpoint_utils import (
     begin_afresh,
     check_run_folder,
@@ -314,8 +314,16 @@ from loop_utils import (
 )
 from manifest_utils import file_sha256, write_atomically
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
-from survival_data import Cohort, MultiGPUSurvivalDataset, Split, augment, check_volumes, choose_splits, read_cohort
-from survival_metrics import (
+from tasks.survival.data import (
+    Cohort,
+    MultiGPUSurvivalDataset,
+    Split,
+    augment,
+    check_volumes,
+    choose_splits,
+    read_cohort,
+)
+from tasks.survival.metrics import (
     breslow_baseline,
     concordance,
     draw_survival,
@@ -361,7 +369,7 @@ class RiskNet(nn.Module):
             shortcut_type=shortcut,
             widen_factor=args.base_channels / 64,
         )
-        self.backbone.maxpool = fixed_order.MaxPool3d(kernel_size=3, stride=2, padding=1)
+        self.backbone.maxpool = fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1)
         if args.norm == "group":
             self.use_group_norm()
         if shortcut == "A":

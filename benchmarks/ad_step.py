@@ -25,10 +25,10 @@ import torch
 from step_overhead import begin_training, wait
 
 import train
-from darkroom import NEXT
 from distributed_utils import create_distributed_dataloader, setup_distributed, to_device
-from in_context_net import Agents, visible
 from loop_utils import LossScaler, Progress
+from tasks.compressed_ad.data import NEXT
+from tasks.compressed_ad.model import Agents, visible
 from tasks.compressed_ad.ppo_histories import ppo_history
 from tasks.compressed_ad.sample_data import tabular_histories
 

@@ -83,7 +83,7 @@ def main() -> None:
     import torch
 
     import checkpoint_utils as ckpt
-    from checkpoint_writer import WRITER
+    from async_save_utils import WRITER
 
     torch.set_num_threads(options.threads)
     slow_down(options.disk_mb_per_s)

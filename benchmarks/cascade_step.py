@@ -105,8 +105,8 @@ def compare(setting: Setting, rounds: int) -> dict:
     """Ratios of time and of kept memory: gradient checkpointing on over off, SDPA over naive attention."""
     import torch
 
-    import cascade_net
     import train_accelerate as ta
+    from tasks.cascade import model as cascade_net
 
     args, device, greys = setting.args, setting.device, setting.data.greys
     k = len(args.stage_configs) - 1

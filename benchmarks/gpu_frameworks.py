@@ -94,8 +94,8 @@ class EndlessBatches(torch.utils.data.Sampler):
 def make_case(steps: int, flags: list[str]) -> Case:
     """The model, optimizer and data of train_survival_distributed.py with these flags."""
     import distributed_utils as du
-    import survival_data as sd
     import train_survival_distributed as script
+    from tasks.survival import data as sd
 
     args = script.parse_args(flags)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

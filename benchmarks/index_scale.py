@@ -43,7 +43,7 @@ def write_index(folder: Path, rows: int) -> None:
     import numpy as np
     import pyarrow as pa
 
-    import mimic_cxr_index as mci
+    from tasks.mimic_cxr import index as mci
 
     rng = np.random.default_rng(0)
     release = folder / "qba"
@@ -90,7 +90,7 @@ def write_release(folder: Path, studies: int, questions: int = 185) -> float:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    import mimic_cxr_index as mci
+    from tasks.mimic_cxr import index as mci
 
     sample = ["mimic_cxr", str(folder / "sample"), "--num_train", "60", "--num_val", "1", "--num_test", "1"]
     command = [sys.executable, str(ROOT / "sample_data.py"), *sample, "--image_size", "64"]
@@ -138,8 +138,8 @@ def write_release(folder: Path, studies: int, questions: int = 185) -> float:
 def read_rows(options: argparse.Namespace) -> dict:
     """Open the index as the trainer does and read 200 batches of rank 0 of 4, the first ones timed."""
     import distributed_utils as du
-    import mimic_cxr_index as mci
     import train_mimic_cxr as trainer
+    from tasks.mimic_cxr import index as mci
 
     ready()
     begun, folder = time.perf_counter(), Path(options.folder)
@@ -181,7 +181,7 @@ def build(options: argparse.Namespace) -> dict:
     """[wall, CPU of the busiest rank] seconds of each pass of bare json.loads over all question files (each rank its
     share), of the same without garbage collection, and of open_index in a fresh folder."""
     import distributed_utils as du
-    import mimic_cxr_index as mci
+    from tasks.mimic_cxr import index as mci
 
     folder = Path(options.folder)
     files = sorted((folder / "qba" / "qa").rglob("*.qa.json"))
@@ -259,7 +259,7 @@ def forget(folder: Path) -> None:
 
 
 def scale(folder: Path, rows: int) -> list[tuple[str, str, str]]:
-    import mimic_cxr_index as mci
+    from tasks.mimic_cxr import index as mci
 
     if not list(folder.glob("index/*/index.json")):
         begun = time.perf_counter()

@@ -54,8 +54,8 @@ def decoding(folder: Path, pictures: int, repeats: int) -> list[tuple[str, str, 
     """Rates of every loop over the pictures, and what follows from them."""
     from transformers import AutoTokenizer
 
-    import mimic_cxr_index as mci
     import train_mimic_cxr as trainer
+    from tasks.mimic_cxr import index as mci
 
     write_data(folder, pictures, 512)
     index = mci.open_index(folder / "index", folder / "mimic-cxr-jpg", folder / "mimic-ext-cxr-qba")

@@ -1,4 +1,4 @@
-"""drr_projector.py on a real CT, against NumPy and, where it is installed, DiffDRR.
+"""tasks/cascade/projector.py on a real CT, against NumPy and, where it is installed, DiffDRR.
 
     python benchmarks/projector_check.py CT.nii.gz [FOLDER]      # FOLDER: write pa.png and lat.png there, to look at
     pip install diffdrr                                          # a check only; nothing here needs it
@@ -18,8 +18,8 @@ def main() -> None:
     import torch
     from PIL import Image
 
-    import drr_projector as drr
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
+    from tasks.cascade import projector as drr
 
     path = Path(sys.argv[1])
     hu, affine = xd.read_ct(path)

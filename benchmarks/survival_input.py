@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-import survival_data as sd
 import train_survival_distributed as tsd
 from distributed_utils import Ranks, create_distributed_dataloader
 from hardware_utils import out_of_memory
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, TrainingRun, next_epoch
+from tasks.survival import data as sd
 
 
 def seconds(call) -> float:

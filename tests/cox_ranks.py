@@ -15,7 +15,7 @@ import torch
 import train_survival_distributed as tsd
 from distributed_utils import Ranks, setup_distributed
 from loop_utils import Step
-from survival_data import Cohort
+from tasks.survival.data import Cohort
 
 CASES = 24
 # name -> which cases of the step have an event; the first 12 are those of rank 0 of 2

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import distributed_utils as du
-from survival_data import MultiGPUSurvivalDataset, read_cohort
+from tasks.survival.data import MultiGPUSurvivalDataset, read_cohort
 
 
 def main() -> None:

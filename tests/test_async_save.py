@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import ROOT
 
+import async_save_utils
 import checkpoint_utils as ckpt
-import checkpoint_writer
 import loop_utils
 import manifest_utils
 
@@ -32,7 +32,7 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(manifest_utils._HashingFile, "write", write)
     yield go_on
     go_on.set()
-    checkpoint_writer.WRITER.join()
+    async_save_utils.WRITER.join()
 
 
 def parts() -> dict:
@@ -70,10 +70,10 @@ def test_the_file_holds_what_was_there_when_it_was_saved(tmp_path, slow_disk):
 
 def test_a_second_save_allocates_nothing(tmp_path, monkeypatch):
     """The memory of the first copy is used again, by contents of the same shapes and by smaller ones."""
-    sizes, real = [], checkpoint_writer._allocate
-    monkeypatch.setattr(checkpoint_writer, "_allocate", lambda size: sizes.append(size) or real(size))
-    checkpoint_writer.WRITER.join()
-    checkpoint_writer.WRITER.release()
+    sizes, real = [], async_save_utils._allocate
+    monkeypatch.setattr(async_save_utils, "_allocate", lambda size: sizes.append(size) or real(size))
+    async_save_utils.WRITER.join()
+    async_save_utils.WRITER.release()
     for step, count in enumerate((1000, 1000, 10), 1):
         contents = {"format": "toy", "model": {"weight": torch.full((count,), float(step))}}
         path = ckpt.save_checkpoint(tmp_path / "run", contents, step, keep_last=3)
@@ -84,15 +84,15 @@ def test_a_second_save_allocates_nothing(tmp_path, monkeypatch):
 
 def test_the_first_save_finds_its_memory(tmp_path, monkeypatch):
     """What is taken before training holds the weights and AdamW's moments."""
-    checkpoint_writer.WRITER.join()
-    checkpoint_writer.WRITER.release()
+    async_save_utils.WRITER.join()
+    async_save_utils.WRITER.release()
     model = torch.nn.Linear(200, 200)
     ckpt.prepare_checkpoint(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 200)).sum().backward()
     optimizer.step()
-    sizes, real = [], checkpoint_writer._allocate
-    monkeypatch.setattr(checkpoint_writer, "_allocate", lambda size: sizes.append(size) or real(size))
+    sizes, real = [], async_save_utils._allocate
+    monkeypatch.setattr(async_save_utils, "_allocate", lambda size: sizes.append(size) or real(size))
     contents = {"format": "toy", "model": model.state_dict(), "optimizer": optimizer.state_dict()}
     ckpt.save_checkpoint(tmp_path / "run", contents, 1, keep_last=1)
     ckpt.settle_checkpoint()
@@ -101,13 +101,13 @@ def test_the_first_save_finds_its_memory(tmp_path, monkeypatch):
 
 def test_a_forked_process_has_no_copy():
     """It neither writes over the parent's, nor unmaps what lies there in its own memory."""
-    writer = checkpoint_writer.WRITER
+    writer = async_save_utils.WRITER
     writer.join()
     assert writer._make_room(1000, False)
     memory = writer.memory
     child = os.fork()
     if child == 0:
-        os._exit(0 if writer.memory is None and checkpoint_writer.INHERITED[-1] is memory else 1)
+        os._exit(0 if writer.memory is None and async_save_utils.INHERITED[-1] is memory else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -116,11 +116,11 @@ def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, 
     def refuse(size: int):
         raise OSError(12, "Cannot allocate memory")
 
-    checkpoint_writer.WRITER.release()
+    async_save_utils.WRITER.release()
     if lacking == "RAM":
-        monkeypatch.setattr(checkpoint_writer, "available_ram_gb", lambda: 1e-6)
+        monkeypatch.setattr(async_save_utils, "available_ram_gb", lambda: 1e-6)
     else:
-        monkeypatch.setattr(checkpoint_writer, "_allocate", refuse)
+        monkeypatch.setattr(async_save_utils, "_allocate", refuse)
     path = ckpt.save_checkpoint(tmp_path / "run", parts(), 1, keep_last=2)
     assert path.name in manifest_utils.read_manifest(tmp_path / "run").checkpoints
 

@@ -329,7 +329,7 @@ def test_odd_but_good_data(data, tmp_path, zygote):
         Image.fromarray(np.asarray(Image.open(picture)).astype(np.uint16) * 200).save(picture)
     done = zygote(PRS_MED, "--data_root", root, "--checkpoint_dir", tmp_path / "run", *FLAGS)
     assert done.code == 0, done.stderr
-    import prs_med_data as prs
+    from tasks.prs_med import data as prs
 
     assert (
         np.array_equal(prs.open_mask(str(masks[0])), first > 0)

@@ -371,8 +371,8 @@ def test_out_of_memory_names_what_to_change(cascade, zygote, tmp_path):
 
 def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
     """PSNR, SSIM (scikit-image's definition), MAE and the projection error of what --sample writes, from the files."""
-    import xray_ct_data as xd
-    from drr_projector import normalise, resize
+    from tasks.cascade import data as xd
+    from tasks.cascade.projector import normalise, resize
 
     out = tmp_path / "run"
     shutil.copytree(one, out)
@@ -411,7 +411,7 @@ def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
 
 def test_sampled_volumes_lie_where_the_ct_does(cascade, torsos, zygote, one, tmp_path):
     """--sample: HU, RAS+, the field of view of the CT beside the X-rays; without a CT the mean one, centred."""
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
 
     folder = tmp_path / "new"
     for name in ("patient_0001", "patient_0002"):
@@ -576,8 +576,8 @@ def test_augmentation(torsos):
     """A function of (seed, epoch, patient); volume and pictures move together; none in evaluations."""
     ta, args = small_args(torsos)
     import distributed_utils as du
-    import xray_ct_data as xd
-    from drr_projector import project, resize
+    from tasks.cascade import data as xd
+    from tasks.cascade.projector import project, resize
 
     stages = [[40, 40, 40]]
     data = ta.Data(args, stages, du.Ranks(0, 0, 1, torch.device("cpu"), "python"))

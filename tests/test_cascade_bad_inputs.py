@@ -408,8 +408,8 @@ def asymmetric_crops(count: int):
 
     Dense on one side, air on the other, so that a mirrored picture looks like a negative.
     """
-    import drr_projector as drr
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
+    from tasks.cascade import projector as drr
 
     noise = np.random.default_rng(5)
     slope = np.linspace(-900, 300, 20)
@@ -432,8 +432,8 @@ def asymmetric_crops(count: int):
 @pytest.mark.parametrize("count", [3, 12])
 def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
     """Sign and turn are chosen together, so that each combination is told by the flag that mends it."""
-    import drr_projector as drr
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
+    from tasks.cascade import projector as drr
 
     patients, integrals, pictures = asymmetric_crops(count)
     for k, view in enumerate(drr.VIEWS):
@@ -455,7 +455,7 @@ def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
 
 
 def test_a_single_mirrored_picture_of_an_asymmetric_crop():
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
 
     patients, integrals, pictures = asymmetric_crops(12)
     pictures[4, 0] = pictures[4, 0, :, ::-1]
@@ -465,7 +465,7 @@ def test_a_single_mirrored_picture_of_an_asymmetric_crop():
 
 def test_layout_with_every_alias(torsos, tmp_path):
     """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float pictures: the same set."""
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
 
     (tmp_path / "set").mkdir()
     names = ["patient_0001", "patient_0002", "patient_0003", "patient_0004"]
@@ -503,7 +503,7 @@ def test_layout_with_every_alias(torsos, tmp_path):
 
 
 def test_a_damaged_cache_is_read_anew(torsos, tmp_path):
-    import xray_ct_data as xd
+    from tasks.cascade import data as xd
 
     patient = xd.find_patients(torsos, 2)[0]
     decoded = xd.Decoded(32, (True, False, False), str(tmp_path / "cache"))

@@ -8,9 +8,9 @@ import torch
 from conftest import ROOT
 from torch.nn import functional as F
 
-import fixed_order
-import xray_ct_data as xd
+import fixed_order_utils
 from cli_utils import Parser, add_common_arguments, parse_arguments
+from tasks.cascade import data as xd
 
 SETTINGS = """
 import os, sys, warnings
@@ -84,8 +84,8 @@ def test_gradients_of_three_processes_before_and_after_ddp_lays_out_its_buckets(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """fixed_order's own formulations, on CPU tensors."""
-    monkeypatch.setattr(fixed_order, "in_fixed_order", lambda x: True)
+    """fixed_order_utils' own formulations, on CPU tensors."""
+    monkeypatch.setattr(fixed_order_utils, "in_fixed_order", lambda x: True)
 
 
 def both(operation, own, x: torch.Tensor, seed: int = 0) -> tuple:
@@ -109,7 +109,7 @@ def test_max_pooling_is_torchs_to_the_bit(shape, dtype, layout, as_on_a_gpu):
         .to(dtype)
         .contiguous(memory_format=layout)
     )
-    pool = fixed_order.MaxPool3d(kernel_size=3, stride=2, padding=1)
+    pool = fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1)
     (out, grad), (own, own_grad) = both(lambda x: F.max_pool3d(x, 3, 2, 1), pool, x)
     assert torch.equal(out, own)
     assert torch.equal(grad, own_grad)
@@ -117,14 +117,16 @@ def test_max_pooling_is_torchs_to_the_bit(shape, dtype, layout, as_on_a_gpu):
 
 def test_gradients_by_finite_differences(as_on_a_gpu):
     x = torch.randn(1, 2, 5, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    assert torch.autograd.gradcheck(fixed_order.MaxPool3d(3, 2, 1), x)
+    assert torch.autograd.gradcheck(fixed_order_utils.MaxPool3d(3, 2, 1), x)
 
 
 @pytest.mark.parametrize("size", [(64, 16), (40, 16), (5, 3), (16, 16)])
 def test_adaptive_pooling_is_torchs(size, as_on_a_gpu):
     before, after = size
     x = torch.randn(2, 3, before, before, generator=torch.Generator().manual_seed(3))
-    results = both(lambda x: F.adaptive_avg_pool2d(x, after), lambda x: fixed_order.adaptive_avg_pool2d(x, after), x)
+    results = both(
+        lambda x: F.adaptive_avg_pool2d(x, after), lambda x: fixed_order_utils.adaptive_avg_pool2d(x, after), x
+    )
     for value, own in zip(*results, strict=True):
         torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6)
 
@@ -134,7 +136,7 @@ def test_interpolation_is_torchs(shapes, as_on_a_gpu):
     shape, size = shapes
     x = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     mode = "linear" if len(size) == 1 else "bilinear"
-    results = both(lambda x: F.interpolate(x, size, mode=mode), lambda x: fixed_order.interpolate(x, size), x)
+    results = both(lambda x: F.interpolate(x, size, mode=mode), lambda x: fixed_order_utils.interpolate(x, size), x)
     for value, own in zip(*results, strict=True):
         torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""in_context_net.py and darkroom.py: what may be seen, acting equals re-reading the whole past, and Darkroom itself."""
+"""CompressedAD's model and data: what may be seen, acting equals re-reading the whole past, and Darkroom itself."""
 
 import itertools
 import math
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import darkroom as dr
-from in_context_net import ACTIONS, Agents, InContextNet
+from tasks.compressed_ad import data as dr
+from tasks.compressed_ad.model import ACTIONS, Agents, InContextNet
 
 
 def small_net(n_latent: int = 5, n_transit: int = 50, seed: int = 0) -> InContextNet:
@@ -188,7 +188,7 @@ def test_latents_see_each_other_and_not_the_context():
     net = small_net(4, 12)
     latents = torch.randn(2, 4, 24).double()
     _, alone = net.decode(latents, None)
-    from in_context_net import visible
+    from tasks.compressed_ad.model import visible
 
     mask = visible(torch.tensor([True, True]), 4, torch.tensor([12, 12]), 12)
     _, beside = net.decode(torch.cat([latents, torch.randn(2, 24, 24).double()], 1), mask)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, tree
 
-import mimic_cxr_index as mci
+from tasks.mimic_cxr import index as mci
 
 MIMIC = str(ROOT / "train_mimic_cxr.py")
 SMALL = ["--batch_size", "4", "--max_steps", "1", "--max_samples", "24", "--save_every", "0"]

@@ -20,11 +20,11 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
-import mimic_cxr_index as mci
 from distributed_utils import Ranks
 from hardware_utils import autocast
 from loop_utils import Step
 from memory_utils import BatchSize
+from tasks.mimic_cxr import index as mci
 
 CPU = torch.device("cpu")
 MIMIC = str(ROOT / "train_mimic_cxr.py")

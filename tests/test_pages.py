@@ -24,20 +24,6 @@ TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
 PAGES = ["README.md", "docs/running.md", "docs/new_task.md", "docs/determinism.md", *TASK_PAGES]
 GUIDE_TABLE = "As the guide writes it, and as it works here"
 
-# Where these files lie until they have moved. The pages name them by their new place.
-BEFORE_THE_MOVE = {
-    "cache_utils.py": "disk_cache.py",
-    "sampler_utils.py": "distributed_utils.py",
-    "tasks/prs_med/memory.py": "prs_med_memory.py",
-    "tasks/mimic_cxr/index.py": "mimic_cxr_index.py",
-    "tasks/survival/data.py": "survival_data.py",
-    "tasks/survival/metrics.py": "survival_metrics.py",
-    "tasks/cascade/model.py": "cascade_net.py",
-    "tasks/cascade/projector.py": "drr_projector.py",
-    "tasks/cascade/metrics.py": "cascade_metrics.py",
-    "tasks/compressed_ad/model.py": "in_context_net.py",
-    "tasks/compressed_ad/data.py": "darkroom.py",
-}
 # Their flags are not ours, and need not be checked.
 OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "tensorboard", "hf")
 OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal")
@@ -48,9 +34,7 @@ NOT_YET_THERE = ("benchmarks/gpu", "my_task", "<", "*")
 
 
 def find(path: str) -> Path:
-    """The file that a page names, or the one that will become it."""
-    if not (ROOT / path).exists() and path in BEFORE_THE_MOVE:
-        return ROOT / BEFORE_THE_MOVE[path]
+    """The file that a page names."""
     return ROOT / path
 
 
@@ -155,7 +139,7 @@ def test_the_demos_flags_stand_in_its_config(task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.skipif(not (ROOT / "tasks/survival/data.py").exists(), reason="the tasks' files lie at the top as yet")
+@pytest.mark.skipif(not (ROOT / "tasks/mimic_cxr/report.py").exists(), reason="the scripts still hold what belongs there")
 def test_each_task_has_its_doors_and_imports_no_other_task(task):
     folder = ROOT / "tasks" / task
     assert not [door for door in DOORS if not (folder / door).is_file()]

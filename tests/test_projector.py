@@ -1,4 +1,4 @@
-"""drr_projector.py: the geometry, against NumPy and a renderer of another kind."""
+"""The projector of the cascade: the geometry, against NumPy and a renderer of another kind."""
 
 import nibabel
 import numpy as np
@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.ndimage import map_coordinates
 
-import drr_projector as drr
-import xray_ct_data as xd
+from tasks.cascade import data as xd
+from tasks.cascade import projector as drr
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_rendered_file_has_square_pixels_and_fixed_greys(patient):
 
 def test_figures_name_their_columns():
     """Above the first row, also where that has no image in a column; X-rays keep their own grey values."""
-    from cascade_metrics import SLICES, draw_rows
+    from tasks.cascade.metrics import SLICES, draw_rows
 
     slices, xrays = [np.zeros((4, 4))] * 3, [np.full((4, 4), -1.0), np.eye(4)]
     columns = [*SLICES, "frontal projection", "lateral projection"]

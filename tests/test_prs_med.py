@@ -65,8 +65,8 @@ def test_figures_show_whole_sentences():
     """The position stands at a sentence's end, so it is never cut off; odd characters and masks give no warning."""
     import warnings
 
-    import prs_med_report
-    from prs_med_data import Row
+    from tasks.prs_med import report as prs_med_report
+    from tasks.prs_med.data import Row
 
     ending = "is located in the top left of the image."
     sentence = "The irregularly shaped hypodense tumour in the upper lobe of the lung " + ending
@@ -246,7 +246,7 @@ def test_sam_vision_checkpoint(data, trained, tmp_path, zygote):
     ],
 )
 def test_position_in_a_sentence(text, position):
-    from prs_med_data import position_in
+    from tasks.prs_med.data import position_in
 
     assert position_in(text) == position
 
@@ -263,7 +263,7 @@ def test_position_in_a_sentence(text, position):
     ],
 )
 def test_position_of_a_box(box, position):
-    from prs_med_data import position_of
+    from tasks.prs_med.data import position_of
 
     mask = np.zeros((10, 10), bool)
     mask[box[0] : box[1], box[2] : box[3]] = True
@@ -273,7 +273,7 @@ def test_position_of_a_box(box, position):
 
 def test_sample_data(data):
     """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
-    import prs_med_data as prs
+    from tasks.prs_med import data as prs
 
     rows = prs.read_annotations(data, None, False)
     assert len(rows) == 54

@@ -9,8 +9,8 @@ import torch
 from conftest import PRS_MED
 from PIL import Image, ImageDraw
 
-import prs_med_data
 from distributed_utils import Ranks
+from tasks.prs_med import data as prs_med_data
 
 FLAGS = ["--batch_size", "4", "--max_steps", "1", "--max_new_tokens", "2", "--log_every", "1"]
 TURNED = 6  # EXIF: the camera was held a quarter turn to the left

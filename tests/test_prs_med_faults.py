@@ -9,7 +9,7 @@ import pytest
 from conftest import PRS_MED
 from PIL import Image
 
-import prs_med_data
+from tasks.prs_med import data as prs_med_data
 
 FLAGS = ["--batch_size", "4", "--max_steps", "1", "--max_new_tokens", "2", "--log_every", "1"]
 # what the check before training would find is met where it is decoded, as a file that changed during the run is

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import SamVisionConfig, SamVisionModel
 
-from prs_med_memory import fold_relative_positions, padding_of, recompute_lora_dropout, use_fixed_order
+from tasks.prs_med.memory import fold_relative_positions, padding_of, recompute_lora_dropout, use_fixed_order
 
 # relative positions of a 14 x 14 window, for it and for a smaller one
 POSITIONS = torch.arange(27 * 8, dtype=torch.float32).reshape(27, 8).sin()

@@ -17,7 +17,7 @@ import torch
 from background import Run, interrupt
 from conftest import ROOT, kill_then_stop, torchrun
 
-import survival_metrics as sm
+from tasks.survival import metrics as sm
 
 SURVIVAL = str(ROOT / "train_survival_distributed.py")
 TINY = ["--resnet", "resnet10", "--base_channels", "8", "--image_size", "12", "12", "8", "--lr", "1e-3"]
@@ -221,8 +221,8 @@ def checkpoint_predictions(table: Path, path: Path) -> dict[str, dict[str, tuple
 
     fold: "val" or "train".
     """
-    import survival_data as sd
     import train_survival_distributed as tsd
+    from tasks.survival import data as sd
 
     words = ["--csv_path", str(table), *TINY, "--folds", "3", "--cross_validate"]
     args = tsd.parse_args(words)

@@ -1,4 +1,4 @@
-"""survival_data.py: the table, the folds, the volumes, and what SmartCache and the samplers let a run see."""
+"""tasks/survival/data.py: the table, the folds, the volumes, and what SmartCache and the samplers let a run see."""
 
 import csv
 import json
@@ -16,9 +16,9 @@ import pytest
 import torch
 from conftest import ROOT
 
-import survival_data as sd
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader
+from tasks.survival import data as sd
 
 
 def write_csv(path: Path, header: list[str], rows: list[list]) -> Path:
@@ -99,7 +99,7 @@ def test_the_guides_own_loop_ends_without_shutdown(scans, tmp_path):
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from distributed_utils import create_distributed_dataloader
-from survival_data import MultiGPUSurvivalDataset
+from tasks.survival.data import MultiGPUSurvivalDataset
 dataset = MultiGPUSurvivalDataset({str(scans / "dataset.csv")!r}, use_smart_cache=True, image_size=(96, 96, 64))
 print(len([batch for batch in create_distributed_dataloader(dataset, batch_size=8)]))
 """

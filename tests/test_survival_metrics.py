@@ -1,4 +1,4 @@
-"""survival_metrics.py against scikit-survival, lifelines and textbook formulas."""
+"""tasks/survival/metrics.py against scikit-survival, lifelines and textbook formulas."""
 
 import itertools
 import warnings
@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-import survival_metrics as sm
+from tasks.survival import metrics as sm
 
 YEARS = [1.0, 2.0, 3.0, 4.0, 5.0]
 

@@ -14,9 +14,9 @@ import torch
 from background import interrupt
 from conftest import ROOT, at_step, kill_then_stop, torchrun
 
-from darkroom import SegmentDataset
 from manifest_utils import read_manifest
 from sampler_utils import TrainBatchSampler
+from tasks.compressed_ad.data import SegmentDataset
 
 TRAIN = str(ROOT / "train.py")
 TRAINED = ("train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/skipped")
@@ -297,7 +297,7 @@ def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path)
 
 def test_unseen_goals_choose_nothing(in_context, one):
     """best.pt is chosen by the loss on training goals, the brief evaluations and the test are of the right goals."""
-    import darkroom as dr
+    from tasks.compressed_ad import data as dr
 
     train, unseen = dr.split_goals()
     for line in lines(one):
@@ -550,7 +550,7 @@ def test_returns_against_a_simulation_step_by_step(in_context, one, rooms):
 
 
 def test_numbers_of_the_table():
-    import in_context_report as report
+    from tasks.compressed_ad import report as report
 
     rng = np.random.default_rng(1)
     returns = rng.normal(5, 1, (8, 10, 40)) + rng.normal(0, 3, (8, 1, 1))

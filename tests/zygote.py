@@ -169,10 +169,10 @@ def main() -> None:
         "SamVisionModel",
     ):
         getattr(transformers, name)
-    for path in sorted(ROOT.glob("*.py")):
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("tasks/*/*.py")]):
         # each fork would compile them anew; train_*.py and sample_data.py it runs, and does not import
         if not path.stem.startswith(("train", "sample_data", "launch_utils")):
-            importlib.import_module(path.stem)
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     gc.collect()
     gc.freeze()  # what is there already need not be looked through in each fork
     keep_memory_in_large_pages()

@@ -1,7 +1,7 @@
 """Write patients with a CT and two X-rays each for train_accelerate.py, in the drr_patient_data layout.
 
 The CTs (NIfTI, HU) are made-up torsos: body, lungs, spine, ribs, heart, nodules; voxel sizes and orientations vary.
-Their frontal and lateral X-rays are rendered by the projector that the training uses (drr_projector.py). No two have
+Their frontal and lateral X-rays are rendered by the projector that the training uses (projector.py). No two have
 the same size, posture, heart, diaphragm or nodules, and all of that can be seen in the X-rays.
 """
 
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> None:
     """Write <id>/<id>.nii.gz and its two X-rays. Raises InputError when the folder holds something."""
-    from xray_ct_data import make_drrs
+    from tasks.cascade.data import make_drrs
 
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: holds something already; choose another folder or delete it")

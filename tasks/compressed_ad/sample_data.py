@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_sample_data(out: Path, source: str, streams: int, steps: int, seed: int) -> None:
     """Write the histories, and print the learning curve. Raises InputError when the file is there."""
-    from darkroom import CELLS
+    from tasks.compressed_ad.data import CELLS
 
     learner = {"tabular": "TD", "ppo": "PPO"}[source]
     path = out / "datasets" / f"history_darkroom_{learner}_alg-seed{seed}.hdf5"
@@ -85,7 +85,7 @@ def tabular_histories(goals, streams: int, steps: int, seed: int) -> Transitions
     """
     from tqdm import tqdm
 
-    from darkroom import ACTIONS, CELLS, HORIZON, NEXT, START
+    from tasks.compressed_ad.data import ACTIONS, CELLS, HORIZON, NEXT, START
 
     rng = np.random.default_rng(seed)
     count = len(goals) * streams
@@ -131,7 +131,7 @@ def tabular_histories(goals, streams: int, steps: int, seed: int) -> Transitions
 
 def back_up(values: np.ndarray, goal: np.ndarray, episode: np.ndarray) -> None:
     """Update the values along an episode's cells, from its end; values is (learners, cells)."""
-    from darkroom import NEXT
+    from tasks.compressed_ad.data import NEXT
 
     learners = np.arange(len(values))
     for cell in episode[::-1]:
@@ -146,7 +146,7 @@ def write_histories(path: Path, histories: Transitions, rewards: np.ndarray) -> 
     import h5py
 
     from checkpoint_utils import write_atomically
-    from darkroom import HORIZON, PLACES
+    from tasks.compressed_ad.data import HORIZON, PLACES
 
     steps, goals, streams = rewards.shape
     step = np.arange(1, steps + 1)
@@ -180,7 +180,7 @@ def write_histories(path: Path, histories: Transitions, rewards: np.ndarray) -> 
 
 def print_learning_curve(rewards: np.ndarray) -> None:
     """Print the mean return in some episodes, and a warning when the last are no better than the first."""
-    from darkroom import CELLS, HORIZON, optimal_return, random_return
+    from tasks.compressed_ad.data import CELLS, HORIZON, optimal_return, random_return
 
     episodes = len(rewards) // HORIZON
     rewards = rewards[: episodes * HORIZON]

@@ -275,7 +275,7 @@ def describe_patient(rng: Generator, lesions: list[Lesion], load: float) -> dict
 
 def print_cohort(out: Path, follow_up: FollowUp, log_hazard: np.ndarray, validation: np.ndarray) -> None:
     """Print the numbers of the cohort and the C-index of the true risk; `validation` marks a fold's patients."""
-    from survival_metrics import concordance
+    from tasks.survival.metrics import concordance
 
     day, event = follow_up
     first_fold = event[validation]

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from cli_utils import InputError
 from distributed_utils import agree_on_errors, reduce_sum, world
-from in_context_net import ACTIONS, GRID
+from tasks.compressed_ad.model import ACTIONS, GRID
 
 CELLS, START, HORIZON = GRID * GRID, GRID * GRID // 2, 20
 FIELDS = ("states", "next_states", "actions", "rewards", "dones")

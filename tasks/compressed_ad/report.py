@@ -2,8 +2,8 @@
 
 import numpy as np
 
-import darkroom as dr
 from logging_utils import print_table
+from tasks.compressed_ad import data as dr
 
 
 def interval(values: np.ndarray, draws: int = 1000) -> tuple[float, float, float]:

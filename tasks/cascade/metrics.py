@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-import drr_projector as drr
 from logging_utils import figure_text, print_table
+from tasks.cascade import projector as drr
 
 
 def projection_error(

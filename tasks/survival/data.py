@@ -3,7 +3,7 @@
 MultiGPUSurvivalDataset can be used in any training loop:
 
     from distributed_utils import create_distributed_dataloader, setup_distributed
-    from survival_data import MultiGPUSurvivalDataset
+    from tasks.survival.data import MultiGPUSurvivalDataset
 
     dataset = MultiGPUSurvivalDataset(csv_path, use_smart_cache=True)
     loader = create_distributed_dataloader(dataset, batch_size=8)
@@ -33,9 +33,9 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import distributed_utils as du
+from cache_utils import DiskCache, identity
 from checkpoint_utils import write_atomically
 from cli_utils import InputError
-from disk_cache import DiskCache, identity
 from sampler_utils import TrainBatchSampler, permute
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}

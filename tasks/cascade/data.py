@@ -17,9 +17,9 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 import distributed_utils as du
-import drr_projector as drr
+from cache_utils import DiskCache, identity
 from cli_utils import InputError
-from disk_cache import DiskCache, identity
+from tasks.cascade import projector as drr
 
 CT_ENDINGS = (".nii.gz", ".nii", ".npy")
 PICTURE_ENDINGS = (".png", ".npy", ".jpg", ".jpeg", ".tif", ".tiff")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import fixed_order
+import fixed_order_utils
 
 
 def fold_relative_positions(encoder: nn.Module) -> None:
@@ -67,7 +67,7 @@ def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
     tensor, for which the host would wait.
     """
     if len(positions) != 2 * size - 1:
-        positions = fixed_order.interpolate(positions.T[None], (2 * size - 1,))[0].T
+        positions = fixed_order_utils.interpolate(positions.T[None], (2 * size - 1,))[0].T
     return positions.flip(0).unfold(0, size, 1).flip(0)
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import drr_projector as drr
-import fixed_order
+import fixed_order_utils
 from hardware_utils import GroupNorm
+from tasks.cascade import projector as drr
 
 
 def norm(channels: int) -> GroupNorm:
@@ -145,7 +145,9 @@ class StageNet(nn.Module):
         """noisy (B, 1, X, Y, Z); time (B,) in 0..1; xrays (B, views, H, W) in -1..1; previous (B, 1, X, Y, Z): the
         volume of the stage before on this stage's grid, with noise of the level `noise` (B,)."""
         features = self.part(self.encoder, xrays)
-        pooled = fixed_order.adaptive_avg_pool2d(features.flatten(0, 1), self.picture_grid).flatten(2).transpose(1, 2)
+        pooled = (
+            fixed_order_utils.adaptive_avg_pool2d(features.flatten(0, 1), self.picture_grid).flatten(2).transpose(1, 2)
+        )
         tokens = (self.to_tokens(pooled) + self.picture_position).unflatten(0, features.shape[:2]).flatten(1, 2)
         width = self.position.shape[-1]
         condition = self.time(sinusoid(time, width)) + self.whole_picture(tokens.mean(1))

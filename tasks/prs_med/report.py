@@ -10,7 +10,7 @@ from PIL import Image
 
 from checkpoint_utils import write_atomically
 from logging_utils import print_table
-from prs_med_data import PositionData
+from tasks.prs_med.data import PositionData
 
 PANEL_INCHES = 4
 PANEL_CHARACTERS = 62  # of 8 points, in a panel's width
