@@ -324,13 +324,13 @@ def say_saved(step: int) -> None:
 
 
 def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> None:
-    """Rank 0: the banner, a script's own rows between those that all runs have."""
+    """Rank 0: the banner, a script's own rows between those that all runs have, or instead of them."""
     progress = training.progress
     first = {"launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}"}
     rows = rows | {"precision": f"{training.precision} ({rows['precision']})"}
     last = {"steps": f"{training.last_step} of {training.planned_steps}"}
     last |= {"start": f"step {progress.step}, epoch {progress.epoch + 1}", "output": training.run_folder}
-    print_banner(title, first | rows | last | training.log.speed_facts())
+    print_banner(title, first | rows | last | rows | training.log.speed_facts())
 
 
 def finish_run(training: TrainingRun, begun: float, more: dict) -> None:

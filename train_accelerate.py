@@ -27,20 +27,21 @@ import platform
 import re
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import (
     InputError,
     Parser,
     RunError,
     add_common_arguments,
-    asked,
     number,
     parse_arguments,
     run_main,
     seed_number,
-    set_derived,
     take_from_run,
     value_sources,
     whole,
@@ -48,14 +49,20 @@ from cli_utils import (
 
 FORMAT = "cascade/1"
 LOSSES = ["loss", "diffusion_loss", "physics_loss", "grad_norm", "skipped"]
-LOSS_DRAWS = 4  # noise levels at which each validation patient's loss is taken
-PREVIOUS_NOISE = 0.1  # noise on the previous stage's volume: up to this in training
-PREVIOUS_NOISE_SAMPLING = 0.02  # and this much in sampling, which hides what the previous stage got wrong
-CT_MEAN, CT_STD = -0.75, 0.25  # of a torso CT in -1..1, roughly
-RESIDUAL_STD = 0.06  # of what the stage before lacks, roughly
-TOKEN_GRID = 16  # most tokens along an axis
-GUIDE_MEMORY_GB = {64: 15, 128: 40, 256: 70}  # the guide's table, for its batches of 16, 8 and 4
-GUIDE_RATE = 10  # samples/s per GPU that the guide aims for
+# noise levels at which each validation patient's loss is taken
+LOSS_DRAWS = 4
+# noise on the previous stage's volume: up to this in training, and so much in sampling, which hides its mistakes
+PREVIOUS_NOISE = 0.1
+PREVIOUS_NOISE_SAMPLING = 0.02
+# of a torso CT in -1..1, roughly, and of what the stage before lacks
+CT_MEAN = -0.75
+CT_STD = 0.25
+RESIDUAL_STD = 0.06
+# most tokens along an axis
+TOKEN_GRID = 16
+# the guide's table of GB by side, for its batches of 16, 8 and 4, and the throughput per GPU that it aims for
+GUIDE_MEMORY_GB = {64: 15, 128: 40, 256: 70}
+GUIDE_SAMPLES_PER_S = 10
 # what a checkpoint prescribes to a run that goes on from it or uses it
 FIXED = ("img_size", "num_views", "encoder_dim", "num_timesteps", "v_parameterization")
 FIXED_STAGE = ("name", "volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
@@ -269,47 +276,196 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-import checkpoint_utils as ckpt
-import distributed_utils as du
-import fixed_order_utils
-import hardware_utils as hw
+import fixed_order
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
-from logging_utils import RunLog, figure_text, print_banner, print_table, save_figure, write_result
-from old_loop_utils import (
-    Fitted,
+from cascade_metrics import (
+    PLACES,
+    SLICES,
+    draw_result,
+    draw_rows,
+    measure,
+    middle_slices,
+    print_metrics,
+    projection_error,
+)
+from cascade_net import StageNet
+from checkpoint_utils import (
+    at_end_of_step,
+    export_weights,
+    load_checkpoint,
+    load_trained,
+    lock_run_folder,
+    prepare_checkpoint,
+    trained_state,
+)
+from distributed_utils import (
+    EvalBatchSampler,
+    Ranks,
+    StopSignal,
+    agree_on_errors,
+    any_rank,
+    create_distributed_dataloader,
+    gather_objects,
+    launch_workers,
+    print_main,
+    reduce_max,
+    reduce_sum,
+    schedule,
+    setup_distributed,
+    world,
+)
+from drr_projector import VIEWS, back_project, normalise, resize, spacing_of, to_hu
+from hardware_utils import autocast, available_ram_gb, set_numerics, smaller_batch, split_batch, usable_cores
+from hardware_utils import choose_precision as precision_of_device
+from logging_utils import RunLog, figure_text, print_table, save_figure, write_result
+from loop_utils import (
+    LossScaler,
+    Progress,
+    TrainingRun,
+    agree_on_precision,
+    clip_and_step,
+    end_epoch,
+    end_step,
+    explain_out_of_memory,
+    finish_run,
+    first_error,
+    keep_best,
+    next_epoch,
+    optimizer_steps,
+    print_start,
+    restore_training,
+    resume,
+    say_if_finished,
+    say_saved,
+    say_where,
+    sync_gradients,
+)
+from manifest_utils import write_atomically
+from memory_utils import (
+    BatchSize,
     auto_batch_advice,
     batch_flags,
     copies_held,
     fit_batch_to_memory,
     fits_by_itself,
-    forget_other_best,
-    keep_best,
-    say_if_finished,
-    say_saved,
-    split_record,
     try_step,
 )
-from tasks.cascade import data as xd
-from tasks.cascade import metrics as cm
-from tasks.cascade import projector as drr
-from tasks.cascade.model import StageNet
+from xray_ct_data import (
+    Decoded,
+    Patient,
+    XrayCtDataset,
+    augment,
+    check_alignment,
+    draw_noise,
+    find_patients,
+    fit_greys,
+    grey,
+    make_drrs,
+    read_all,
+    read_ct,
+    split_patients,
+)
 
-# --- net and noise schedule -------------------------------------------------------------------------------------------
+# --- patients ---------------------------------------------------------------------------------------------------------
 
 
-def build_net(k: int, args: argparse.Namespace, device: torch.device) -> StageNet:
-    """The net of stage k (from 0) with the same random weights on every rank."""
+class Data:
+    """The patients of a run: their split, the decoder, and what is derived from all of them.
+
+    greys: (a, b, r) of each view, with grey value = a * line integral + b. extent: mean field of view of the training
+    patients, mm. ids: of each split's patients.
+    """
+
+    def __init__(self, args: argparse.Namespace, sizes: list[list[int]]):
+        """All ranks. sizes: the grids that will be needed. Raises InputError."""
+        with agree_on_errors():
+            self.patients = find_patients(Path(args.dataset_path), args.num_views)
+            self.split = split_patients(self.patients, args.split_seed, args.split_files)
+        places = sorted(place for part in self.split.values() for place in part)
+        chosen = [self.patients[place] for place in places]
+        self.decoded = make_decoder(args)
+
+        # a large CT takes 3 GB while it is read, and the processes of a machine share it
+        processes = gather_objects(platform.node()).count(platform.node())
+        threads = max(1, min(usable_cores(), int(available_ram_gb() / 3)) // processes)
+        print_main(f"reading {len(chosen)} patients ...")
+        integrals, images, extents = read_all(chosen, self.decoded, sizes, threads)
+
+        # the X-rays must be those of the CTs; how their grey values follow from line integrals is learned from training
+        with agree_on_errors():
+            if not args.skip_alignment_check:
+                check_alignment(chosen, integrals, images)
+            train = np.isin(places, self.split["train"])
+            self.greys = fit_greys(integrals[train], images[train])
+            self.extent = extents[train].mean(0).tolist()
+            if any(not abs(a) > 1e-6 for a, *_ in self.greys):
+                raise InputError("--dataset_path: the X-rays have nothing to do with the CTs; see --make_drrs")
+
+        self.in_memory = args.cache_in_memory
+        self.ids = {name: sorted(self.patients[i].id for i in part) for name, part in self.split.items()}
+        self.fingerprint = hashlib.sha256(json.dumps(self.ids, sort_keys=True).encode()).hexdigest()[:12]
+        self.sets: dict[tuple, XrayCtDataset] = {}
+        self.means: dict[tuple, torch.Tensor] = {}
+
+    def set(self, split: str, size: list[int]) -> XrayCtDataset:
+        """One split on one grid. Those of another grid, of the stage before, are let go."""
+        grid = tuple(size)
+        if (split, grid) not in self.sets:
+            self.sets = {key: dataset for key, dataset in self.sets.items() if key[1] == grid}
+            places = self.split[split]
+            self.sets[split, grid] = XrayCtDataset(self.patients, places, self.decoded, size, self.in_memory)
+        return self.sets[split, grid]
+
+    def mean_volume(self, size: list[int]) -> torch.Tensor:
+        """All ranks: (1, 1, X, Y, Z) on the CPU, the mean of the training patients, which is the first baseline."""
+        grid = tuple(size)
+        if grid not in self.means:
+            self.means = {grid: mean_of_volumes(self.set("train", size))}
+        return self.means[grid]
+
+
+def mean_of_volumes(dataset: XrayCtDataset) -> torch.Tensor:
+    """All ranks: (1, 1, X, Y, Z) on the CPU, the mean volume of some patients. Raises InputError."""
+    rank, world_size = world()
+    total = torch.zeros(dataset.size, dtype=torch.float64)
+    with agree_on_errors():
+        for place in range(rank, len(dataset), world_size):
+            item = dataset[place]
+            if item["error"]:
+                raise InputError(item["error"])
+            total += normalise(item["volume"].double())
+    return (reduce_sum(total) / len(dataset)).float()[None, None]
+
+
+def make_decoder(args: argparse.Namespace) -> Decoded:
+    """What reads a patient's files, turned as the flags say."""
+    horizontal = [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
+    return Decoded(args.img_size, (args.flip_drrs_vertical, *horizontal), args.cache_dir)
+
+
+def loading_workers(args: argparse.Namespace, device: torch.device) -> int:
+    """Loading processes beside each process: none where the patients are in memory, nor by default on a CPU."""
+    unasked_on_cpu = args.source["num_workers"] == "default" and device.type == "cpu"
+    return 0 if args.cache_in_memory or unasked_on_cpu else args.num_workers
+
+
+# --- model and noise schedule -----------------------------------------------------------------------------------------
+
+
+def build_model(k: int, args: argparse.Namespace, device: torch.device) -> StageNet:
+    """The model of stage k (from 0) with the same random weights on every rank."""
     seed = args.seed * 1000003 + k
     # torch takes 64 bits
     torch.manual_seed(seed if -(2**63) <= seed < 2**64 else seed % 2**63)
     stage = args.stage_configs[k]
-    net = StageNet(stage, args, k == 0, halvings(stage["volume_size"], stage["token_grid"]))
-    net.checkpointing = bool(args.gradient_checkpointing) or stage.get("recompute", False)
-    for module in net.modules():
+    model = StageNet(stage, args, k == 0, halvings(stage["volume_size"], stage["token_grid"]))
+    model.checkpointing = bool(args.gradient_checkpointing)
+    for module in model.modules():
         if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
             module.to(memory_format=torch.channels_last_3d)
-    return net.to(device)
+    return model.to(device)
 
 
 def make_scheduler(args: argparse.Namespace):
@@ -336,68 +492,84 @@ def on_device(values: list, device: torch.device) -> torch.Tensor:
 def noise_like(shape: tuple[int, ...], device: torch.device, keys: list[tuple[int, ...]]) -> torch.Tensor:
     """Gaussian noise (len(keys), *shape), each part a function of its key alone."""
     seeds = [int(np.random.default_rng([k % 2**63 for k in key]).integers(2**62)) for key in keys]
-    return xd.draw_noise(shape, device, seeds)
+    return draw_noise(shape, device, seeds)
 
 
 def predict(
-    net: nn.Module, scheduler, noisy: torch.Tensor, timestep: torch.Tensor, xrays: torch.Tensor, previous, args
-):
+    model: nn.Module, scheduler, noisy: torch.Tensor, timestep: torch.Tensor, xrays: torch.Tensor, previous, args
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(v or noise as the scheduler expects it, clean volume), both (B, 1, X, Y, Z) fp32, at timesteps (B,).
 
-    The net sees inputs of unit variance and predicts, in unit variance, what a linear estimate from the noisy volume
+    The model sees inputs of unit variance and predicts, in unit variance, what a linear estimate from the noisy volume
     leaves of the clean one (Karras et al. 2022, here for v). The estimate's prior is the volume of the stage before;
-    in the first stage a uniform one. So the net need not learn to copy its inputs, which are nearly right.
+    in the first stage a uniform one. So the model need not learn to copy its inputs, which are nearly right.
     """
     signal = scheduler.alphas_cumprod.to(noisy.device)[timestep][:, None, None, None, None]
-    a, s = signal.sqrt(), (1 - signal).sqrt()
-    mean, std, given = CT_MEAN, CT_STD, ()
+    signal_scale = signal.sqrt()
+    noise_scale = (1 - signal).sqrt()
+
+    # the prior of the clean volume, and what the model is given of it
+    mean = CT_MEAN
+    std = CT_STD
+    given = ()
     if previous:
-        mean, std = fixed_order_utils.interpolate(previous[0], noisy.shape[2:]), RESIDUAL_STD
-        given = (mean - CT_MEAN) / CT_STD, previous[1]
-    deviation = (signal * std**2 + s**2).sqrt()
-    centred = noisy - a * mean
-    output = net(centred / deviation, (timestep + 1) / args.num_timesteps, xrays, *given)
-    clean = mean + a * (std / deviation) ** 2 * centred + std * s / deviation * output
-    return ((a * noisy - clean) if args.v_parameterization else (noisy - a * clean)) / s, clean
+        volume, level = previous
+        mean = fixed_order.interpolate(volume, noisy.shape[2:])
+        std = RESIDUAL_STD
+        given = ((mean - CT_MEAN) / CT_STD, level)
+
+    # the linear estimate, and what the model adds to it
+    deviation = (signal * std**2 + noise_scale**2).sqrt()
+    centred = noisy - signal_scale * mean
+    output = model(centred / deviation, (timestep + 1) / args.num_timesteps, xrays, *given)
+    clean = mean + signal_scale * (std / deviation) ** 2 * centred + std * noise_scale / deviation * output
+    if args.v_parameterization:
+        return (signal_scale * noisy - clean) / noise_scale, clean
+    return (noisy - signal_scale * clean) / noise_scale, clean
 
 
 def sample_losses(
-    net: nn.Module, scheduler, batch: dict, timestep: torch.Tensor, noise: torch.Tensor, previous, args, greys
+    model: nn.Module, scheduler, batch: dict, timestep: torch.Tensor, noise: torch.Tensor, previous, args, greys
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(diffusion loss, physics loss) of each patient, (B,) fp32.
 
     The first is the mean square error of v or of the noise. The second compares the projections of the clean volume
-    that the net implies with the X-rays; at high noise levels that volume is a guess, so each patient counts by its
+    that the model implies with the X-rays; at high noise levels that volume is a guess, so each patient counts by its
     share of signal, alpha_bar(t).
     """
     volume = batch["volume"]
     noisy = scheduler.add_noise(volume, noise, timestep)
-    output, clean = predict(net, scheduler, noisy, timestep, batch["seen"], previous, args)
+    output, clean = predict(model, scheduler, noisy, timestep, batch["seen"], previous, args)
     target = scheduler.get_velocity(volume, noise, timestep) if args.v_parameterization else noise
     diffusion = (output - target).square().mean((1, 2, 3, 4))
-    physics = cm.projection_error(clean, batch["extent"], batch["xrays"], greys).mean(1)
+    physics = projection_error(clean, batch["extent"], batch["xrays"], greys).mean(1)
     return diffusion, scheduler.alphas_cumprod.to(volume.device)[timestep] * physics
 
 
 def prepare(batch: dict, args, device: torch.device, stage: int, epoch: int | None) -> dict:
-    """A batch on the device: volume (B, 1, X, Y, Z) and xrays (B, views, H, W) in -1..1, `seen` the pictures as the net
-    gets them. epoch: for augmentation; None in evaluations, which have none."""
-    volume = drr.normalise(batch["volume"].to(device, non_blocking=True).float())[:, None]
-    xrays = xd.grey(batch["xrays"].to(device, non_blocking=True))
+    """A batch on the device: volume (B, 1, X, Y, Z), xrays and seen (B, views, H, W) in -1..1, and extent (B, 3) mm.
+
+    xrays: projections of the volume. seen: those that the model gets, of varied exposure. epoch: for augmentation;
+    None in evaluations, which have none.
+    """
+    volume = normalise(batch["volume"].to(device, non_blocking=True).float())[:, None]
+    xrays = grey(batch["xrays"].to(device, non_blocking=True))
     seen = xrays
     if args.augmentation and epoch is not None:
         key = args.seed + 1000003 * (stage + 1)
-        volume, xrays, seen = xd.augment(volume, xrays, batch["index"].tolist(), key, epoch)
+        volume, xrays, seen = augment(volume, xrays, batch["index"].tolist(), key, epoch)
     extent = batch["extent"].to(device, non_blocking=True)
     return {"volume": volume, "xrays": xrays, "seen": seen, "extent": extent, "index": batch["index"].tolist()}
 
 
 def noised_previous(volume: torch.Tensor, k: int, levels: list[float], keys: list[tuple], args):
-    """(previous, level) for a net of stage k from the true volume: noise-conditioning augmentation (Ho et al. 2022).
-    None for the first stage."""
+    """(volume of the stage before, its noise level) for stage k, made from the true volume; None for the first stage.
+
+    This is the noise-conditioning augmentation of Ho et al. 2022.
+    """
     if k == 0:
         return None
-    low = drr.resize(volume, args.stage_configs[k - 1]["volume_size"])
+    low = resize(volume, args.stage_configs[k - 1]["volume_size"])
     grain = noise_like(low.shape[1:], low.device, keys)
     level = on_device(levels, low.device)
     return low + level[:, None, None, None, None] * grain, level
@@ -405,7 +577,10 @@ def noised_previous(volume: torch.Tensor, k: int, levels: list[float], keys: lis
 
 def training_draw(batch: dict, k: int, epoch: int, args) -> tuple:
     """(timestep, noise, previous) of each patient of a batch: a function of (seed, stage, epoch, patient)."""
-    volume, times, levels, keys = batch["volume"], [], [], []
+    volume = batch["volume"]
+    times: list[int] = []
+    levels: list[float] = []
+    keys: list[tuple] = []
     for index in batch["index"]:
         key = (args.seed, 1, k, epoch, index)
         draw = np.random.default_rng([n % 2**63 for n in key])
@@ -421,270 +596,511 @@ def training_draw(batch: dict, k: int, epoch: int, args) -> tuple:
 
 
 class Ema:
-    """Averaged weights in a net of their own; the decay grows with the steps, min(decay, (1 + n) / (10 + n))."""
+    """Averaged weights in a model of their own; the decay grows with the steps, min(decay, (1 + n) / (10 + n))."""
 
-    def __init__(self, net: StageNet, decay: float):
-        self.net, self.decay = copy.deepcopy(net).requires_grad_(False).eval(), decay
-        self.net.checkpointing = False
+    def __init__(self, model: StageNet, decay: float):
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.model.checkpointing = False
+        self.decay = decay
 
     @torch.no_grad()
-    def update(self, net: StageNet, steps: int) -> None:
+    def update(self, model: StageNet, steps: int) -> None:
+        """Move towards the weights after so many steps."""
         decay = min(self.decay, (1 + steps) / (10 + steps))
-        torch._foreach_lerp_(list(self.net.parameters()), list(net.parameters()), 1 - decay)
+        torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - decay)
+
+
+class Learner(NamedTuple):
+    """What learns in one stage. wrapped: the model, in DDP where there are several processes."""
+
+    model: StageNet
+    wrapped: nn.Module
+    averaged: Ema
+    optimizer: torch.optim.AdamW
+    scaler: LossScaler
+
+
+@dataclass
+class StageProgress(Progress):
+    """Progress of the cascade: `step` counts over all stages; `epoch`, `samples` and `best` belong to the stage.
+
+    stage: from 0. stage_step: optimizer steps of the stage done. plateau: factor on the learning rate. lowest: lowest
+    validation loss so far. waiting: epochs since.
+    """
+
+    stage: int = 0
+    stage_step: int = 0
+    plateau: float = 1.0
+    lowest: float | None = None
+    waiting: int = 0
+
+
+def make_optimizer(model: StageNet, args: argparse.Namespace) -> torch.optim.AdamW:
+    """Fused AdamW over one stage's model, which alone learns."""
+    return torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
 def train_one_epoch(
-    k: int, wrapped, net: StageNet, ema: Ema, accelerator, optimizer, scaler, scheduler, loader, state: dict,
-    ends: tuple[int, int], greys, args, ranks: du.Ranks, log: RunLog, stop: du.StopSignal, save,
-) -> int:  # fmt: skip
-    """Train stage k from state's position to the end of the epoch or run; returns the exit code of a stop signal.
+    k: int, learner: Learner, loader: DataLoader, training: TrainingRun, data: Data, args: argparse.Namespace
+) -> None:
+    """Train stage k from the run's position to the end of the epoch, of the stage or the run, or to a stop signal.
 
-    state: `step` (all stages), `stage_step`, `epoch` and `samples` (of this stage, all ranks), kept up to date. ends:
-    (last step of the run, steps of this stage). Between log lines nothing is read back from the GPU. Raises
-    InputError on all ranks for a file that any of them cannot use.
+    Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unusable file of any.
     """
-    warnings.filterwarnings("ignore", message="Grad strides do not match")  # 1 x 1 x 1 kernels have two layouts at once
-    net.train()
-    stage, sampler = args.stage_configs[k], loader.batch_sampler
-    batches, size, epoch = iter(loader), sampler.batch_size, state["epoch"]
-    parameters = list(net.parameters())
-    while state["step"] < ends[0] and state["samples"] < sampler.used:
-        count, mine = sampler.window(state["samples"])
-        window = log.next_batches(batches, max(1, math.ceil(mine / size)))
-        error = next((text for batch in window for text in batch["error"] if text), "")
-        stop_143, stop_130, broken = du.reduce_max([stop.code == 143, stop.code == 130, bool(error)]).tolist()
-        if broken:
-            raise InputError(next(text for text in du.gather_objects(error) if text))
-        if stop_143 or stop_130:  # agreed by all ranks, before the window is used
-            save()
-            return 143 if stop_143 else 130
-        kind = "constant" if args.scheduler == "plateau" else args.scheduler
-        rate = (
-            args.learning_rate * state["plateau"] * du.schedule(state["stage_step"], ends[1], args.warmup_steps, kind)
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        totals = torch.zeros(3, device=ranks.device)
-        for i, batch in enumerate(window):
-            batch = prepare(batch, args, ranks.device, k, epoch)
-            timestep, noise, previous = training_draw(batch, k, epoch, args)
-            apart = contextlib.nullcontext() if i == len(window) - 1 else accelerator.no_sync(wrapped)
-            with log.count_flops(count), apart:
-                with accelerator.autocast():
-                    losses = sample_losses(wrapped, scheduler, batch, timestep, noise, previous, args, greys)
-                # DDP takes the mean over ranks, these are parts of a sum; a rank without a share has weight 0
-                diffusion, physics = ((part.sum() * (bool(mine) / count)) for part in losses)
-                loss = diffusion + stage["physics_weight"] * physics
-                scaler.scale(loss * ranks.world_size).backward()
-            totals += torch.stack([loss, diffusion, physics]).detach()
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip or math.inf)
-        scaler.step(optimizer)  # leaves the weights alone when a gradient is not finite, without a GPU sync
-        scaler.update(None if args.mixed_precision == "fp16" else 1.0)
-        optimizer.zero_grad(set_to_none=True)
-        state["step"] += 1
-        state["stage_step"] += 1
-        state["samples"] += count
-        ema.update(net, state["stage_step"])
-        facts = torch.stack([norm, 1.0 - norm.isfinite().float()])  # the same on all ranks: one tells
-        log.step(torch.cat([totals, facts if ranks.is_main else torch.zeros_like(facts)]), count, rate)
-        log.check(state["step"], args.max_bad_steps)
-        if state["step"] % args.log_every == 0:
-            log.write_interval(state["step"], state["epoch"] + 1)
-        if args.save_every and state["step"] % args.save_every == 0:
-            save()
-    return 0
+    # 1 x 1 x 1 kernels have two memory layouts at once
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
+    learner.model.train()
+    device = learner.model.position.device
+    world_size = world()[1]
+    progress = training.progress
+    scaler = learner.scaler
+    scheduler = make_scheduler(args)
+    physics_weight = args.stage_configs[k]["physics_weight"]
+    lr_schedule = "constant" if args.scheduler == "plateau" else args.scheduler
+    for step in optimizer_steps(loader, training):
+        factor = schedule(progress.stage_step, training.planned_steps, args.warmup_steps, lr_schedule)
+        lr = args.learning_rate * progress.plateau * factor
+
+        # forward and backward: each micro-batch gives its share of the mean over the global batch
+        losses = torch.zeros(3, device=device)
+        for batch, last in step.micro_batches():
+            batch = prepare(batch, args, device, k, progress.epoch)
+            timestep, noise, previous = training_draw(batch, k, progress.epoch, args)
+            with training.log.count_flops(step.samples), sync_gradients(learner.wrapped, now=last):
+                with autocast(device, scaler.precision):
+                    parts = sample_losses(
+                        learner.wrapped, scheduler, batch, timestep, noise, previous, args, data.greys
+                    )
+                diffusion, physics = (part.sum() * (step.weight / step.samples) for part in parts)
+                loss = diffusion + physics_weight * physics
+                # DDP averages over the ranks; these are shares of a sum, so undo the division
+                scaler.scale(loss * world_size).backward()
+            losses += torch.stack([loss, diffusion, physics]).detach()
+
+        # update the weights and their average; a non-finite gradient skips the step on all ranks together
+        grad_norm = clip_and_step(learner.optimizer, scaler, args.grad_clip, lr)
+        progress.stage_step += 1
+        learner.averaged.update(learner.model, progress.stage_step)
+        end_step(training, step, losses, grad_norm, lr)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def eval_batches(data: xd.XrayCtDataset, args, k: int, ranks: du.Ranks):
-    """(places in data, prepared batch) of this rank's share. Raises InputError (of this rank) for a bad file."""
-    workers = 0 if data.kept is not None else args.num_workers
-    loader = du.create_distributed_dataloader(data, eval_batch(data.size), train=False, num_workers=workers)
+def eval_batches(
+    dataset: XrayCtDataset, k: int, args: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[list[int], dict]]:
+    """(places in the data set, prepared batch) of this rank's share. Raises InputError on this rank for a bad file."""
+    workers = loading_workers(args, device)
+    loader = create_distributed_dataloader(dataset, eval_batch(dataset.size), train=False, num_workers=workers)
     for places, batch in zip(loader.batch_sampler, loader, strict=True):
-        if error := next((text for text in batch["error"] if text), ""):
+        if error := first_error([batch]):
             raise InputError(error)
-        yield places, prepare(batch, args, ranks.device, k, None)
+        yield places, prepare(batch, args, device, k, None)
+
+
+def validation_draw(batch: dict, places: list[int], k: int, draw: int, args: argparse.Namespace) -> tuple:
+    """(timestep, noise, previous) of each patient of a batch, for one of LOSS_DRAWS noise levels.
+
+    The noise levels are spread evenly over the draws and the patients.
+    """
+    volume = batch["volume"]
+    keys = [(args.seed, 2, k, draw, index) for index in batch["index"]]
+    shares = [(draw + place * 0.618034 % 1) / LOSS_DRAWS for place in places]
+    timestep = on_device([int(share * args.num_timesteps) for share in shares], volume.device)
+    noise = noise_like(volume.shape[1:], volume.device, [(*key, 1) for key in keys])
+    levels = [PREVIOUS_NOISE_SAMPLING] * len(keys)
+    return timestep, noise, noised_previous(volume, k, levels, [(*key, 2) for key in keys], args)
 
 
 @torch.no_grad()
-def validation_loss(k: int, ema: Ema, accelerator, scheduler, data, greys, args, ranks: du.Ranks) -> dict[str, float]:
-    """val/loss and its parts by the averaged weights, at fixed noise, the same at any world size; on all ranks."""
-    table = torch.zeros(len(data), 2, dtype=torch.float64)
-    with du.agree_on_errors():
-        for places, batch in eval_batches(data, args, k, ranks):
+def validation_loss(k: int, model: StageNet, data: Data, precision: str, args: argparse.Namespace) -> dict[str, float]:
+    """val/loss and its parts at fixed noise, the same on all ranks and for any number of them. Raises RunError."""
+    dataset = data.set("val", args.stage_configs[k]["volume_size"])
+    device = model.position.device
+    scheduler = make_scheduler(args)
+    table = torch.zeros(len(dataset), 2, dtype=torch.float64)
+    with agree_on_errors():
+        for places, batch in eval_batches(dataset, k, args, device):
             for draw in range(LOSS_DRAWS):
-                keys = [(args.seed, 2, k, draw, index) for index in batch["index"]]
-                # noise levels spread evenly over the draws and the patients
-                shares = [(draw + place * 0.618034 % 1) / LOSS_DRAWS for place in places]
-                timestep = on_device([int(share * args.num_timesteps) for share in shares], ranks.device)
-                shape, device = batch["volume"].shape[1:], ranks.device
-                noise = noise_like(shape, device, [(*key, 1) for key in keys])
-                levels = [PREVIOUS_NOISE_SAMPLING] * len(keys)
-                previous = noised_previous(batch["volume"], k, levels, [(*key, 2) for key in keys], args)
-                with accelerator.autocast():
-                    losses = sample_losses(ema.net, scheduler, batch, timestep, noise, previous, args, greys)
+                timestep, noise, previous = validation_draw(batch, places, k, draw, args)
+                with autocast(device, precision):
+                    losses = sample_losses(model, scheduler, batch, timestep, noise, previous, args, data.greys)
                 table[places] += torch.stack(losses, 1).double().cpu() / LOSS_DRAWS
-    diffusion, physics = du.reduce_sum(table).mean(0).tolist()
-    weight = args.stage_configs[k]["physics_weight"]
-    values = {"val/loss": diffusion + weight * physics, "val/diffusion_loss": diffusion, "val/physics_loss": physics}
-    if not math.isfinite(values["val/loss"]):
+
+    diffusion, physics = reduce_sum(table).mean(0).tolist()
+    loss = diffusion + args.stage_configs[k]["physics_weight"] * physics
+    if not math.isfinite(loss):
         raise RunError("the validation loss is not finite; lower --learning_rate")
-    return values
+    return {"val/loss": loss, "val/diffusion_loss": diffusion, "val/physics_loss": physics}
 
 
 @torch.no_grad()
 def sample_cascade(
-    nets: list[StageNet], xrays: torch.Tensor, indices: list[int], accelerator, scheduler, args, zeroed: bool = False
+    models: list[StageNet],
+    xrays: torch.Tensor,
+    indices: list[int],
+    scheduler,
+    precision: str,
+    args: argparse.Namespace,
+    zeroed: bool = False,
 ) -> list[torch.Tensor]:
-    """The volumes (B, 1, X, Y, Z) of every stage, sampled from noise by DDIM (Song et al. 2021), each stage from the
-    volume that the one before sampled. xrays (B, views, H, W) in -1..1. The noise is a function of (seed, stage,
-    index). zeroed: the last stage gets zeros for the volume before, to see what that does."""
+    """The volumes (B, 1, X, Y, Z) of every stage, sampled from noise by DDIM (Song et al. 2021).
+
+    Each stage starts from the volume that the one before sampled. xrays: (B, views, H, W) in -1..1. The noise is a
+    function of (seed, stage, index). zeroed: the last stage gets zeros for the volume before, to see what that does.
+    """
     volumes: list[torch.Tensor] = []
-    for k, net in enumerate(nets):
+    device = xrays.device
+    for k, model in enumerate(models):
         size = (1, *args.stage_configs[k]["volume_size"])
-        x = noise_like(size, xrays.device, [(args.seed, 3, k, index) for index in indices])
+        x = noise_like(size, device, [(args.seed, 3, k, index) for index in indices])
+
+        # the volume of the stage before, with a little noise that hides what it got wrong
         previous = None
         if k:
-            last = torch.zeros_like(volumes[-1]) if zeroed and k == len(nets) - 1 else volumes[-1]
-            grain = noise_like(last.shape[1:], x.device, [(args.seed, 4, k, index) for index in indices])
-            level = torch.full((len(indices),), PREVIOUS_NOISE_SAMPLING, device=x.device)
+            last = torch.zeros_like(volumes[-1]) if zeroed and k == len(models) - 1 else volumes[-1]
+            grain = noise_like(last.shape[1:], device, [(args.seed, 4, k, index) for index in indices])
+            level = torch.full((len(indices),), PREVIOUS_NOISE_SAMPLING, device=device)
             previous = last + PREVIOUS_NOISE_SAMPLING * grain, level
+
+        # from noise to a volume
         for timestep in scheduler.timesteps.tolist():
-            now = torch.full((len(indices),), timestep, device=x.device)
-            with accelerator.autocast():
-                output, _ = predict(net, scheduler, x, now, xrays, previous, args)
+            now = torch.full((len(indices),), timestep, device=device)
+            with autocast(device, precision):
+                output, _ = predict(model, scheduler, x, now, xrays, previous, args)
             x, _ = scheduler.step(output, timestep, x)
         volumes.append(x.clamp(-1, 1))
     return volumes
 
 
-def mean_volume(data: xd.XrayCtDataset, ranks: du.Ranks) -> torch.Tensor:
-    """(1, 1, X, Y, Z) on the CPU: the mean of the training patients, the first baseline."""
-    total = torch.zeros(data.size, dtype=torch.float64)
-    with du.agree_on_errors():
-        for place in range(ranks.rank, len(data), ranks.world_size):
-            item = data[place]
-            if item["error"]:
-                raise InputError(item["error"])
-            total += drr.normalise(item["volume"].double())
-    return (du.reduce_sum(total) / len(data)).float()[None, None]
+def back_projection(batch: dict, greys: list, size: tuple[int, ...]) -> torch.Tensor:
+    """(B, 1, X, Y, Z): the X-rays of a batch smeared back along their rays, the second baseline."""
+    integrals = [(batch["xrays"][:, v : v + 1] - b) / a for v, (a, b, _) in enumerate(greys)]
+    return back_project(integrals, spacing_of(batch["extent"], size), size)
+
+
+def others_of(data: Data, split: str) -> list[int]:
+    """For each patient of a split another one, whose X-rays to show instead."""
+    places = data.split[split]
+    return [*places[1:], places[0]] if len(places) > 1 else [data.split["train"][0]]
+
+
+def conditioning_scores(
+    models: list[StageNet], batch: dict, other_xrays: torch.Tensor, scheduler, greys: list, precision: str, args
+) -> torch.Tensor:
+    """--check_conditioning: (B, 2) float64, the PSNR with another patient's X-rays, and with the stage before zeroed.
+
+    The second is 0 in the first stage, which has none before it.
+    """
+    scores = torch.zeros(len(batch["index"]), 2, dtype=torch.float64)
+    volumes = sample_cascade(models, other_xrays, batch["index"], scheduler, precision, args)
+    scores[:, 0] = measure(volumes[-1], batch, greys)[:, 0]
+    if len(models) > 1:
+        volumes = sample_cascade(models, batch["xrays"], batch["index"], scheduler, precision, args, zeroed=True)
+        scores[:, 1] = measure(volumes[-1], batch, greys)[:, 0]
+    return scores
 
 
 @torch.no_grad()
 def evaluate(
-    split: str, nets: list[StageNet], data: xd.XrayCtDataset, mean: torch.Tensor, accelerator, scheduler, greys,
-    args, ranks: du.Ranks, others: list[int] | None = None, stop: du.StopSignal | None = None,
-) -> tuple[dict[str, float] | None, dict]:  # fmt: skip
-    """(metrics, {"volumes", "batch"} of the first patient for a figure) of the whole cascade up to the last of `nets`.
+    split: str,
+    models: list[StageNet],
+    data: Data,
+    precision: str,
+    args: argparse.Namespace,
+    stop: StopSignal | None = None,
+) -> tuple[dict[str, float] | None, dict]:
+    """(metrics, {"volumes", "batch" ...} of the first patient for a figure) of the cascade up to the last of `models`.
 
-    Each patient once, however many ranks there are; all ranks return the same metrics. others: for
-    --check_conditioning, whose X-rays to give to each patient in a second pass. stop: on a signal to any rank all
-    leave, with None for the metrics.
+    Each patient once, however many ranks there are; all ranks return the same metrics. stop: on a signal to any rank
+    all leave, with None for the metrics.
     """
-    k, views = len(nets) - 1, drr.VIEWS[: args.num_views]
-    names = ["psnr", "ssim", "mae_hu", *(f"projection_error_{view}" for view in views)]
-    kinds = ["", "_mean_volume", "_backprojection"]
-    table = torch.zeros(len(data), len(kinds) * len(names) + 2, dtype=torch.float64)
-    mean, shown = mean.to(ranks.device), {}
-    with du.agree_on_errors():
-        for places, batch in eval_batches(data, args, k, ranks):
+    k = len(models) - 1
+    device = models[-1].position.device
+    size = args.stage_configs[k]["volume_size"]
+    dataset = data.set(split, size)
+    mean = data.mean_volume(size).to(device)
+    scheduler = make_scheduler(args)
+    others = others_of(data, split) if args.check_conditioning and split == "test" else None
+
+    # a row for each patient: the scores of the cascade and of both baselines, and --check_conditioning's two
+    names = score_names(split, args)
+    table = torch.zeros(len(dataset), len(names), dtype=torch.float64)
+    shown = {}
+    with agree_on_errors():
+        for places, batch in eval_batches(dataset, k, args, device):
             if stop and stop.code:
                 break
-            volumes = sample_cascade(nets, batch["xrays"], batch["index"], accelerator, scheduler, args)
-            integrals = [(batch["xrays"][:, v : v + 1] - b) / a for v, (a, b, _) in enumerate(greys)]
-            spacing = drr.spacing_of(batch["extent"], data.size)
-            back = drr.back_project(integrals, spacing, data.size)
-            rows = [cm.measure(v, batch, greys) for v in (volumes[-1], mean.expand_as(back), back)]
-            extra = torch.zeros(len(places), 2, dtype=torch.float64)
+            volumes = sample_cascade(models, batch["xrays"], batch["index"], scheduler, precision, args)
+            back = back_projection(batch, data.greys, dataset.size)
+            scores = [measure(volume, batch, data.greys) for volume in (volumes[-1], mean.expand_as(back), back)]
+            checks = torch.zeros(len(places), 2, dtype=torch.float64)
             if others is not None:
-                swapped = xd.grey(torch.stack([data.decoded.xrays(data.patients[others[p]]) for p in places]))
-                swapped = swapped.to(ranks.device)
-                for c, (pictures, zeroed) in enumerate(((swapped, False), (batch["xrays"], True))):
-                    if zeroed and k == 0:
-                        continue
-                    found = sample_cascade(nets, pictures, batch["index"], accelerator, scheduler, args, zeroed)
-                    extra[:, c] = cm.measure(found[-1], batch, greys)[:, 0]
-            table[places] = torch.cat([*rows, extra], 1)
+                other_xrays = torch.stack([data.decoded.xrays(data.patients[others[place]]) for place in places])
+                other_xrays = grey(other_xrays).to(device)
+                checks = conditioning_scores(models, batch, other_xrays, scheduler, data.greys, precision, args)
+            table[places] = torch.cat([*scores, checks], 1)
             if 0 in places:
                 shown = {"volumes": [volume[:1] for volume in volumes], "batch": batch, "back": back[:1], "mean": mean}
-    if stop and du.any_rank(bool(stop.code)):
+
+    if stop and any_rank(bool(stop.code)):
         return None, {}
-    means = du.reduce_sum(table).mean(0).tolist()
-    metrics = {f"{split}/{name}{kind}": means[len(names) * i + j]
-               for i, kind in enumerate(kinds) for j, name in enumerate(names)}  # fmt: skip
-    if others is not None:
-        metrics[f"{split}/psnr_other_patient"] = means[-2]
-        if k:
-            metrics[f"{split}/psnr_previous_zeroed"] = means[-1]
+    metrics = dict(zip(names, reduce_sum(table).mean(0).tolist(), strict=True))
+    if others is None:
+        del metrics[f"{split}/psnr_other_patient"]
+    if others is None or k == 0:
+        del metrics[f"{split}/psnr_previous_zeroed"]
     return metrics, shown
+
+
+def score_names(split: str, args: argparse.Namespace) -> list[str]:
+    """The names of an evaluation's numbers, in the order in which `evaluate` puts them together."""
+    scores = ["psnr", "ssim", "mae_hu", *(f"projection_error_{view}" for view in VIEWS[: args.num_views])]
+    kinds = ("", "_mean_volume", "_backprojection")
+    names = [f"{score}{kind}" for kind in kinds for score in scores]
+    return [f"{split}/{name}" for name in (*names, "psnr_other_patient", "psnr_previous_zeroed")]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def draw_inputs(k: int, data: xd.XrayCtDataset, scheduler, args, ranks: du.Ranks):
-    """What the net of stage k is given in training: the first patients of the first epoch."""
+def draw_inputs(k: int, data: Data, args: argparse.Namespace, device: torch.device):
+    """What the model of stage k is given in training: the first patients of the first epoch."""
     from torch.utils.data import default_collate
 
-    batch = prepare(default_collate([data[i] for i in range(min(2, len(data)))]), args, ranks.device, k, 0)
+    dataset = data.set("train", args.stage_configs[k]["volume_size"])
+    items = [dataset[place] for place in range(min(2, len(dataset)))]
+    batch = prepare(default_collate(items), args, device, k, 0)
     timestep, noise, previous = training_draw(batch, k, 0, args)
-    noisy = scheduler.add_noise(batch["volume"], noise, timestep)
+    noisy = make_scheduler(args).add_noise(batch["volume"], noise, timestep)
+
+    # for each patient what goes in, and what is to come out
     rows = []
     for i, index in enumerate(batch["index"]):
         name = figure_text(data.patients[index].id, 16)
-        noisy_slices = cm.middle_slices(noisy[i, 0])
+        noisy_slices = middle_slices(noisy[i, 0])
         rows.append((f"input: noisy CT\nt = {int(timestep[i])}", [*noisy_slices, *batch["seen"][i].cpu().numpy()]))
         if previous:
-            slices = cm.middle_slices(previous[0][i, 0])
+            slices = middle_slices(previous[0][i, 0])
             rows.append((f"input: stage before\nnoise {float(previous[1][i]):.2f}", slices))
-        rows.append((f"target: CT of\n{name}", cm.middle_slices(batch["volume"][i, 0])))
-    columns = [*cm.SLICES, *(f"input X-ray, {cm.PLACES[view]}" for view in drr.VIEWS[: args.num_views])]
-    heading = (
-        f"{figure_text(args.stage_configs[k]['name'])}: what the net is given in training (t of {args.num_timesteps})"
-    )
-    return cm.draw_rows(heading, columns, rows)
+        rows.append((f"target: CT of\n{name}", middle_slices(batch["volume"][i, 0])))
+
+    columns = [*SLICES, *(f"input X-ray, {PLACES[view]}" for view in VIEWS[: args.num_views])]
+    name = figure_text(args.stage_configs[k]["name"])
+    return draw_rows(f"{name}: what the net is given in training (t of {args.num_timesteps})", columns, rows)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def adopt(args: argparse.Namespace, contents: dict, path: str) -> None:
+def adopt(args: argparse.Namespace, checkpoint: dict, path: str) -> None:
     """Take what a checkpoint prescribes. Raises InputError where a flag or the config says otherwise."""
-    settings, reached = contents["settings"], contents["state"]["stage"]
+    settings = checkpoint["settings"]
     if args.source["seed"] == "default":
-        args.seed = contents["run"]["seed"]
+        args.seed = checkpoint["run"]["seed"]
     for name in (*FIXED, *FIXED_DATA):
-        if args.sample and name.startswith("flip") and args.source[name] != "default":
-            continue  # how the new pictures lie, not those of the training
-        if args.source[name] != "default" and getattr(args, name) != settings[name]:
+        given = args.source[name] != "default"
+        # how the new images lie, not those of the training
+        if args.sample and name.startswith("flip") and given:
+            continue
+        if given and getattr(args, name) != settings[name]:
             raise InputError(f"{path}: a run with --{name} {settings[name]}, now {getattr(args, name)}; leave it out")
         setattr(args, name, settings[name])
+
+    # steps of sampling that fit to those of the training
     if args.num_timesteps % args.ddim_steps:
         if args.source["ddim_steps"] != "default":
             raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the {args.num_timesteps} steps of {path}")
         args.ddim_steps = next(n for n in range(args.ddim_steps, 0, -1) if args.num_timesteps % n == 0)
+
     if args.source["stage_configs"] == "default":
-        given = {key: flag for key, flag in OPTIONAL.items() if args.source[flag] == "command line"}
-        args.stage_configs = settings["stage_configs"]
-        for stage in args.stage_configs:
-            stage |= {key: getattr(args, flag) for key, flag in given.items()}
-            stage |= {} if args.physics_weight is None else {"physics_weight": args.physics_weight}
-        return
+        adopt_stages(args, settings["stage_configs"])
+    else:
+        check_stages(args, settings["stage_configs"], checkpoint["state"]["stage"], path)
+
+
+def adopt_stages(args: argparse.Namespace, saved: list[dict]) -> None:
+    """Take a checkpoint's stages, but for what the command line says of all of them."""
+    given = {key: getattr(args, flag) for key, flag in OPTIONAL.items() if args.source[flag] == "command line"}
+    if args.physics_weight is not None:
+        given["physics_weight"] = args.physics_weight
+    args.stage_configs = saved
+    for stage in args.stage_configs:
+        stage |= given
+
+
+def check_stages(args: argparse.Namespace, saved: list[dict], reached: int, path: str) -> None:
+    """Raises InputError where the config's stages, up to the one reached, are not a checkpoint's."""
     if len(args.stage_configs) <= reached:
         raise InputError(f"{path}: is at stage {reached + 1} of a cascade, the config has {len(args.stage_configs)}")
-    for k in range(reached + 1):  # later stages may be others
+    for k in range(reached + 1):
         for name in FIXED_STAGE:
-            was, now = settings["stage_configs"][k][name], args.stage_configs[k][name]
-            if was != now:
-                raise InputError(f"{path}: stage {k + 1} was trained with {name} {was}, now {now}; set it back")
+            before, now = saved[k][name], args.stage_configs[k][name]
+            if before != now:
+                raise InputError(f"{path}: stage {k + 1} was trained with {name} {before}, now {now}; set it back")
 
 
-def make_optimizer(net: StageNet, args: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW over one stage's net, which alone learns."""
-    return torch.optim.AdamW(net.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+def load_models(checkpoint: dict, args: argparse.Namespace, device: torch.device) -> list[StageNet]:
+    """The averaged models of every stage that a checkpoint holds, for evaluation."""
+    models = []
+    for k, weights in enumerate([*checkpoint["earlier"], checkpoint["ema"]]):
+        model = build_model(k, args, device).requires_grad_(False).eval()
+        with agree_on_errors():
+            load_trained(model, weights)
+        models.append(model)
+    return models
+
+
+# --- the run: a trained cascade ---------------------------------------------------------------------------------------
+
+
+def use_checkpoint(why: str, args: argparse.Namespace, ranks: Ranks) -> None:
+    """--eval_only and --sample: what a trained cascade does. why: the reason for the precision."""
+    run_folder = Path(args.checkpoint_dir)
+    used = str(run_folder / "best.pt") if args.resume_from in (None, "auto") else args.resume_from
+    used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
+    checkpoint = load_checkpoint(used, run_folder, FORMAT)
+    adopt(args, checkpoint, used)
+    precision = args.mixed_precision
+    set_numerics(ranks.device, precision, why, args.deterministic)
+    # an `accelerate config` that is of no use here is refused, as in training
+    make_accelerator(args, ranks)
+    if args.sample:
+        sample_new(checkpoint, precision, args, ranks.device)
+    else:
+        evaluate_only(checkpoint, used, precision, args, ranks.device)
+
+
+def sample_new(checkpoint: dict, precision: str, args: argparse.Namespace, device: torch.device) -> None:
+    """--sample: the CT volumes of a folder's X-rays, as NIfTI in HU, in `samples` of the run folder."""
+    samples_folder = Path(args.checkpoint_dir) / "samples"
+    models = load_models(checkpoint, args, device)
+    with agree_on_errors():
+        patients = find_patients(Path(args.sample), args.num_views, need_ct=False)
+        try:
+            samples_folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{samples_folder}: cannot write here ({error.strerror}); choose another folder") from None
+
+    decoded = make_decoder(args)
+    scheduler = make_scheduler(args)
+    size = args.stage_configs[len(models) - 1]["volume_size"]
+    rank, world_size = world()
+    with agree_on_errors(), torch.no_grad():
+        for places in EvalBatchSampler(len(patients), eval_batch(size), rank, world_size):
+            chosen = [patients[place] for place in places]
+            xrays = grey(torch.stack([decoded.xrays(patient) for patient in chosen])).to(device)
+            # the noise is a function of the patient's name
+            keys = [int(hashlib.sha256(patient.id.encode()).hexdigest()[:12], 16) for patient in chosen]
+            volumes = sample_cascade(models, xrays, keys, scheduler, precision, args)[-1]
+            for patient, volume in zip(chosen, volumes, strict=True):
+                path = samples_folder / f"{patient.id}.nii.gz"
+                write_volume(path, volume[0], grid_of(patient, size, checkpoint["extent"]))
+    print_main(f"{len(patients)} volumes of {' x '.join(map(str, size))}: {samples_folder}")
+
+
+def grid_of(patient: Patient, size: list[int], extent: list[float]) -> np.ndarray:
+    """(4, 4) from voxels to mm: the place and field of view of the CT beside the X-rays; else `extent`, centred."""
+    if patient.ct is None:
+        voxel = np.array(extent) / size
+        grid = np.diag([*voxel, 1.0])
+        grid[:3, 3] = -voxel * (np.array(size) - 1) / 2
+        return grid
+    hu, affine = read_ct(patient.ct)
+    factor = np.array(hu.shape) / size
+    grid = affine @ np.diag([*factor, 1.0])
+    # the first voxel's centre
+    grid[:3, 3] += affine[:3, :3] @ ((factor - 1) / 2)
+    return grid
+
+
+def write_volume(path: Path, volume: torch.Tensor, grid: np.ndarray) -> None:
+    """A volume (X, Y, Z) in -1..1 as NIfTI in HU. Raises RunError on a full disk."""
+    import nibabel
+
+    values = to_hu(volume).round().to(torch.int16).cpu().numpy()
+    image = nibabel.Nifti1Image(values, grid)
+    image.header.set_xyzt_units("mm")
+    try:
+        write_atomically(path, lambda file: file.write(gzip.compress(image.to_bytes())))
+    except OSError as error:
+        raise RunError(f"{path}: not written ({error.strerror}); make room") from None
+
+
+def evaluate_only(checkpoint: dict, used: str, precision: str, args: argparse.Namespace, device: torch.device) -> None:
+    """--eval_only: the test metrics of a checkpoint, printed and written to eval_test.json."""
+    models = load_models(checkpoint, args, device)
+    data = Data(args, [args.stage_configs[len(models) - 1]["volume_size"]])
+    data.greys = checkpoint["greys"]
+    patients = data.ids["test"]
+    if seen := sorted(set(patients) & set(checkpoint["trained_patients"])):
+        reason = f"{used} was trained on {seen[0]} and {len(seen) - 1} more of the {len(patients)} test patients"
+        raise InputError(f"--dataset_path: {reason}; give the run's data and its --split_files or --split_seed")
+
+    metrics, shown = evaluate("test", models, data, precision, args)
+    if world()[0] == 0:
+        print_metrics(f"test, {Path(used).name}", "test", metrics)
+        run_folder = Path(args.checkpoint_dir)
+        text = json.dumps({**metrics, "step": checkpoint["step"], "stage": len(models)}, indent=2) + "\n"
+        write_result(run_folder / "eval_test.json", text.encode())
+        if shown:
+            save_figure(run_folder / "figures" / "eval_test.png", draw_result(shown, args))
+        written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
+        print(f"{len(patients)} patients; written: {written}", flush=True)
+
+
+# --- the run: what each stage takes -----------------------------------------------------------------------------------
+
+
+class StagePlan(NamedTuple):
+    """How one stage is trained.
+
+    number: from 0. config: its entry of --stage_configs. steps: optimizer steps in all. parameters, memory: of its
+    model, and GiB of one training step; None where they were not measured.
+    """
+
+    number: int
+    config: dict
+    batch: BatchSize
+    steps: int = 0
+    parameters: int | None = None
+    memory: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Also the first part of its best checkpoint's name."""
+        return self.config["name"]
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Patients of an optimizer step, over all processes."""
+        return self.batch.size * self.batch.accumulation * world()[1]
+
+
+def plan_as_asked(k: int, args: argparse.Namespace) -> StagePlan:
+    """Stage k with the batch of the flags or of the config."""
+    config = args.stage_configs[k]
+    recomputed = bool(args.gradient_checkpointing)
+    return StagePlan(k, config, BatchSize(config["batch_size"], config["accumulation_steps"], "", recomputed))
+
+
+def plan_stages(
+    first: int, data: Data, checkpoint: dict | None, precision: str, args: argparse.Namespace, device: torch.device
+) -> list[StagePlan]:
+    """All ranks: every stage, from `first` on measured, and its batch fitted to memory where that is asked for.
+
+    checkpoint: where the first one is resumed in its middle. Raises RunError when one does not fit.
+    """
+    plan = []
+    for k in range(len(args.stage_configs)):
+        stage = plan_as_asked(k, args)
+        if k >= first:
+            resumed = checkpoint if k == first else None
+            stage = measure_stage(stage, data.greys, resumed, precision, args, device)
+        steps_per_epoch = math.ceil(len(data.split["train"]) / stage.effective_batch_size)
+        plan.append(stage._replace(steps=steps_per_epoch * stage.config["num_epochs"]))
+    return plan
 
 
 def largest_batch(batch_size: int, stage: dict, args: argparse.Namespace) -> dict:
@@ -695,617 +1111,686 @@ def largest_batch(batch_size: int, stage: dict, args: argparse.Namespace) -> dic
     return batch | {"index": torch.arange(batch_size), "error": [""] * batch_size}
 
 
-def trial_step(net: StageNet, batch: dict, args: argparse.Namespace, k: int, greys) -> None:
-    """Forward and backward pass of one micro-batch of stage k, as in training; the gradients stay in the net."""
-    device = net.position.device
+def trial_step(model: StageNet, batch: dict, k: int, greys: list, precision: str, args: argparse.Namespace) -> None:
+    """Forward and backward pass of one micro-batch of stage k, as in training; the gradients stay in the model."""
+    device = model.position.device
     batch = prepare(batch, args, device, k, 0)
     timestep, noise, previous = training_draw(batch, k, 0, args)
-    with hw.autocast(device, args.mixed_precision):
-        losses = sample_losses(net.train(), make_scheduler(args), batch, timestep, noise, previous, args, greys)
+    with autocast(device, precision):
+        losses = sample_losses(model.train(), make_scheduler(args), batch, timestep, noise, previous, args, greys)
     diffusion, physics = (part.mean() for part in losses)
     (diffusion + args.stage_configs[k]["physics_weight"] * physics).backward()
 
 
-def measure_stage(
-    k: int, greys, before: dict | None, args: argparse.Namespace, ranks: du.Ranks
-) -> tuple[float | None, int, Fitted | None]:  # fmt: skip
-    """All ranks: (memory of one training step in GiB, parameters, the batch that fits) of stage k, on made-up data.
-
-    The memory is on a GPU what torch reserved at most. On CPU it is the sum of weights, gradients, AdamW's moments,
-    averaged weights and the activations kept for the backward pass; None for sizes that would take a CPU minutes. The
-    batch is None where it is not fitted. Raises RunError when the stage does not fit.
-    """
-    stage, gpu = args.stage_configs[k], ranks.device.type == "cuda"
-    fits = fits_by_itself(args.auto_batch, ranks.device)
-    net = build_net(k, args, ranks.device)
-    count = sum(p.numel() for p in net.parameters())
-    if not gpu and not fits and stage["batch_size"] * math.prod(stage["volume_size"]) > 8 * 64**3:
-        return None, count, None
-    kept: dict[int, int] = {}
+@contextlib.contextmanager
+def count_saved_tensors(kept: dict[int, int]) -> Iterator[None]:
+    """Inside, {address: bytes} of what autograd keeps for the backward pass."""
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def try_once(size: int) -> None:
-        kept.clear()
-        batch = largest_batch(size, stage, args)
-        with contextlib.nullcontext() if gpu else torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-            trial_step(net, batch, args, k, greys)
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        yield
 
-    def words(size: int, accumulation: int) -> str:
-        return f"{stage['name']}: batch_size {size} and accumulation_steps {accumulation}"
+
+def measure_stage(
+    stage: StagePlan, greys: list, checkpoint: dict | None, precision: str, args: argparse.Namespace, device
+) -> StagePlan:
+    """All ranks: the stage with the memory of one training step on made-up data, and with a batch that fits.
+
+    The memory is on a GPU what torch reserved at most. On a CPU it is the sum of weights, gradients, AdamW's moments,
+    averaged weights and the activations kept for the backward pass; None for sizes that would take a CPU minutes.
+    Raises RunError when the stage does not fit.
+    """
+    on_gpu = device.type == "cuda"
+    fits = fits_by_itself(args.auto_batch, device)
+    model = build_model(stage.number, args, device)
+    stage = stage._replace(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    voxels = stage.batch.size * math.prod(stage.config["volume_size"])
+    if not on_gpu and not fits and voxels > 8 * 64**3:
+        return stage
+    kept: dict[int, int] = {}
+
+    def try_once(size: int) -> None:
+        batch = largest_batch(size, stage.config, args)
+        with contextlib.nullcontext() if on_gpu else count_saved_tensors(kept):
+            trial_step(model, batch, stage.number, greys, precision, args)
 
     # one more copy than in the other scripts: the averaged weights
-    copies, fitted = copies_held() + 1, None
+    copies = copies_held() + 1
     if fits:
-        undecided = args.gradient_checkpointing is None
-        recompute = partial(setattr, net, "checkpointing", True) if undecided else None
-        advice = f"pass {'' if undecided else '--gradient_checkpointing or '}a smaller voxel_dim or token_grid"
-        wanted = stage["batch_size"], stage["accumulation_steps"]
-        fitted = fit_batch_to_memory(try_once, net, wanted, words, advice, copies, recompute=recompute, before=before)
-        peak = fitted.peak_gib
+        stage = stage._replace(batch=fit_stage_batch(stage, model, try_once, copies, checkpoint, args))
+        peak = stage.batch.peak_gib
     else:
-        trial = try_step(partial(try_once, stage["batch_size"]), net, copies, passes=2 if gpu else 1)
-        failed, peak = du.reduce_max([bool(trial.error), (trial.peak or 0) / 2**30]).tolist()
+        trial = try_step(partial(try_once, stage.batch.size), model, copies, passes=2 if on_gpu else 1)
+        failed, peak = reduce_max([bool(trial.error), (trial.peak or 0) / 2**30]).tolist()
         if failed:
-            raise RunError(out_of_memory_advice(stage, args, ranks.device))
-    if not gpu:
-        peak = (sum(kept.values()) + 4 * 5 * count) / 2**30
-    return float(du.reduce_max([peak])[0]), count, fitted
+            raise RunError(f"out of memory in {stage.name} {smaller_stage_advice(stage, args, device)}")
+
+    # fp32: weights, gradients, averaged weights, and two moments
+    if not on_gpu:
+        peak = (sum(kept.values()) + 4 * 5 * stage.parameters) / 2**30
+    return stage._replace(memory=float(reduce_max([peak])[0]))
 
 
-def plan_stages(first: int, greys, before: dict | None, args: argparse.Namespace, ranks: du.Ranks) -> list[dict]:
-    """All ranks: the table of stages, from `first` on measured, and each stage's batch fitted to memory.
+def fit_stage_batch(
+    stage: StagePlan,
+    model: StageNet,
+    try_once: Callable[[int], None],
+    copies: float,
+    checkpoint: dict | None,
+    args: argparse.Namespace,
+) -> BatchSize:
+    """All ranks: a stage's batch that fits into memory, with recomputation where no flag decided."""
+    undecided = args.gradient_checkpointing is None
+    recompute = partial(setattr, model, "checkpointing", True) if undecided else None
+    advice = f"pass {'' if undecided else '--gradient_checkpointing or '}a smaller voxel_dim or token_grid"
 
-    before: the split_record of the first one, where a run is resumed in its middle. Raises RunError when one does not
-    fit.
-    """
-    table, stages = [], copy.deepcopy(args.stage_configs)
-    for k, stage in enumerate(stages):
-        memory, count, fitted = None, None, None
-        if k >= first:
-            memory, count, fitted = measure_stage(k, greys, before if k == first else None, args, ranks)
-        if fitted and fitted.reason:
-            stage |= {"batch_size": fitted.size, "accumulation_steps": fitted.accumulation, "fitted": fitted.reason}
-        if fitted and fitted.recomputed:
-            stage["recompute"] = True
-        size = stage["volume_size"]
-        guide = GUIDE_MEMORY_GB.get(size[0]) if len(set(size)) == 1 else None
-        table.append({"volume": "x".join(map(str, size)), "batch/GPU": stage["batch_size"], "parameters": count or "-",
-                      "memory GB": f"{memory:.2f}" if memory else "-", "guide GB": guide or "-"})  # fmt: skip
-    set_derived(args, stage_configs=stages)
-    return table
+    def words(size: int, accumulation: int) -> str:
+        return f"{stage.name}: batch_size {size} and accumulation_steps {accumulation}"
 
-
-def out_of_memory_advice(stage: dict, args: argparse.Namespace, device: torch.device) -> str:
-    size, accumulation = hw.split_batch(stage["batch_size"], stage["accumulation_steps"])
-    advice = "--gradient_checkpointing" if not args.gradient_checkpointing else "a smaller voxel_dim or token_grid"
-    smaller = (
-        f"try batch_size {size} and accumulation_steps {accumulation} for this stage in --config (the same result), "
+    return fit_batch_to_memory(
+        try_once, model, stage.batch, words, advice, copies=copies, recompute=recompute, checkpoint=checkpoint
     )
-    smaller = smaller if stage["batch_size"] > 1 else "try "
-    text = f"out of memory in {stage['name']} at batch_size {stage['batch_size']} per GPU; {smaller}{advice}"
-    return text + auto_batch_advice(args.auto_batch, device)
 
 
-def describe_recomputation(args: argparse.Namespace) -> str:
+def smaller_stage_advice(stage: StagePlan, args: argparse.Namespace, device: torch.device) -> str:
+    """The batch at which a stage ran out of memory, and what to change."""
+    size, accumulation = split_batch(stage.batch.size, stage.batch.accumulation)
+    smaller = f"batch_size {size} and accumulation_steps {accumulation} for this stage in --config (the same result), "
+    otherwise = "a smaller voxel_dim or token_grid" if args.gradient_checkpointing else "--gradient_checkpointing"
+    advice = f"try {smaller if stage.batch.size > 1 else ''}{otherwise}"
+    return f"at batch_size {stage.batch.size} per GPU; {advice}{auto_batch_advice(args.auto_batch, device)}"
+
+
+def describe_recomputation(plan: list[StagePlan], args: argparse.Namespace) -> str:
     """For the banner: where activations are recomputed, and why."""
     if args.gradient_checkpointing is not None:
         return f"{'on' if args.gradient_checkpointing else 'off'} ({args.source['gradient_checkpointing']})"
-    names = [stage["name"] for stage in args.stage_configs if stage.get("recompute")]
+    names = [stage.name for stage in plan if stage.batch.recomputed]
     return f"on in {', '.join(names)} (one patient did not fit without)" if names else "off (default)"
 
 
-class Data:
-    """The patients of a run: their split, the decoder, and what is derived from all of them."""
-
-    def __init__(self, args: argparse.Namespace, sizes: list, ranks: du.Ranks):
-        """All ranks. sizes: the grids that will be needed. Raises InputError."""
-        with du.agree_on_errors():
-            self.patients = xd.find_patients(Path(args.dataset_path), args.num_views)
-            self.split = xd.split_patients(self.patients, args.split_seed, args.split_files)
-        chosen = sorted(place for places in self.split.values() for place in places)
-        self.decoded = make_decoder(args)
-        local = du.gather_objects(platform.node()).count(platform.node())
-        share = max(1, min(hw.usable_cores(), int(hw.available_ram_gb() / 3)) // local)  # 3 GB for a large CT
-        du.print_main(f"reading {len(chosen)} patients ...")
-        shown = xd.read_all([self.patients[i] for i in chosen], self.decoded, sizes, share)
-        integrals, pictures, extents = shown
-        with du.agree_on_errors():
-            if not args.skip_alignment_check:
-                xd.check_alignment([self.patients[i] for i in chosen], integrals, pictures)
-            train = np.isin(chosen, self.split["train"])
-            self.greys = xd.fit_greys(integrals[train], pictures[train])
-            self.extent = extents[train].mean(0).tolist()
-            if any(not abs(a) > 1e-6 for a, *_ in self.greys):
-                raise InputError("--dataset_path: the X-rays have nothing to do with the CTs; see --make_drrs")
-        self.in_memory = args.cache_in_memory
-        self.ids = {name: sorted(self.patients[i].id for i in places) for name, places in self.split.items()}
-        self.fingerprint = hashlib.sha256(json.dumps(self.ids, sort_keys=True).encode()).hexdigest()[:12]
-        self.made: dict = {}
-
-    def set(self, split: str, size: list[int]) -> xd.XrayCtDataset:
-        """One split on one grid."""
-        key = split, tuple(size)
-        if key not in self.made:
-            self.made = {k: v for k, v in self.made.items() if k[1] == key[1]}  # another stage: let go of the last
-            places = self.split[split]
-            self.made[key] = xd.XrayCtDataset(self.patients, places, self.decoded, size, self.in_memory)
-        return self.made[key]
+def print_stages(plan: list[StagePlan]) -> None:
+    """Rank 0: what each stage takes, beside the guide's table."""
+    rows = {}
+    for stage in plan:
+        size = stage.config["volume_size"]
+        guide = GUIDE_MEMORY_GB.get(size[0]) if len(set(size)) == 1 else None
+        rows[stage.name] = {
+            "volume": "x".join(map(str, size)),
+            "batch/GPU": stage.batch.size,
+            "parameters": stage.parameters or "-",
+            "memory GB": f"{stage.memory:.2f}" if stage.memory else "-",
+            "guide GB": guide or "-",
+        }
+    print_table("stages", rows)
 
 
-def make_decoder(args: argparse.Namespace) -> xd.Decoded:
-    flips = tuple(args.flip_drrs_horizontal in (view, "both") for view in drr.VIEWS)
-    return xd.Decoded(args.img_size, (args.flip_drrs_vertical, *flips), args.cache_dir)
+# --- the run: training ------------------------------------------------------------------------------------------------
 
 
-def load_nets(contents: dict, args: argparse.Namespace, ranks: du.Ranks) -> list[StageNet]:
-    """The averaged nets of every stage that a checkpoint holds, for evaluation."""
-    nets = []
-    for k, weights in enumerate([*contents["earlier"], contents["ema"]]):
-        net = build_net(k, args, ranks.device).requires_grad_(False).eval()
-        with du.agree_on_errors():
-            ckpt.load_trained(net, weights)
-        nets.append(net)
-    return nets
+class StageChoice(NamedTuple):
+    """The stages of a run, from 0. anew: the first is begun, and not resumed in its middle."""
+
+    first: int
+    last: int
+    anew: bool
 
 
-def others_of(data: Data, split: str) -> list[int]:
-    """For each patient of a split another one, whose X-rays to show instead."""
-    places = data.split[split]
-    return [*places[1:], places[0]] if len(places) > 1 else [data.split["train"][0]]
-
-
-def sample_new(contents: dict, args: argparse.Namespace, accelerator, ranks: du.Ranks) -> int:
-    """--sample: the CT volumes of a folder's X-rays, as NIfTI in HU; where a CT lies beside them, in its place in the
-    world and its field of view, else centred, with the mean field of view of the training patients."""
-    import nibabel
-
-    folder, nets = Path(args.checkpoint_dir) / "samples", load_nets(contents, args, ranks)
-    with du.agree_on_errors():
-        patients = xd.find_patients(Path(args.sample), args.num_views, need_ct=False)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
-    decoded, scheduler, size = (
-        make_decoder(args),
-        make_scheduler(args),
-        args.stage_configs[len(nets) - 1]["volume_size"],
-    )
-    with du.agree_on_errors(), torch.no_grad():
-        for places in du.EvalBatchSampler(len(patients), eval_batch(size), ranks.rank, ranks.world_size):
-            xrays = xd.grey(torch.stack([decoded.xrays(patients[p]) for p in places])).to(ranks.device)
-            keys = [int(hashlib.sha256(patients[p].id.encode()).hexdigest()[:12], 16) for p in places]
-            volumes = sample_cascade(nets, xrays, keys, accelerator, scheduler, args)
-            for place, volume in zip(places, volumes[-1], strict=True):
-                patient = patients[place]
-                if patient.ct is not None:
-                    hu, affine = xd.read_ct(patient.ct)
-                    factor = np.array(hu.shape) / size
-                    grid = affine @ np.diag([*factor, 1.0])
-                    grid[:3, 3] += affine[:3, :3] @ ((factor - 1) / 2)  # the first voxel's centre
-                else:
-                    voxel = np.array(contents["extent"]) / size
-                    grid = np.diag([*voxel, 1.0])
-                    grid[:3, 3] = -voxel * (np.array(size) - 1) / 2
-                values = drr.to_hu(volume[0]).round().to(torch.int16).cpu().numpy()
-                image = nibabel.Nifti1Image(values, grid)
-                image.header.set_xyzt_units("mm")
-                path = folder / f"{patient.id}.nii.gz"
-                try:
-                    ckpt.write_atomically(path, lambda file, image=image: file.write(gzip.compress(image.to_bytes())))
-                except OSError as error:
-                    raise RunError(f"{path}: not written ({error.strerror}); make room") from None
-    du.print_main(f"{len(patients)} volumes of {' x '.join(map(str, size))}: {folder}")
-    return 0
-
-
-def evaluate_only(contents: dict, used: str, args: argparse.Namespace, accelerator, ranks: du.Ranks) -> int:
-    """--eval_only: the test metrics of a checkpoint, printed and written to eval_test.json."""
-    nets = load_nets(contents, args, ranks)
-    size = args.stage_configs[len(nets) - 1]["volume_size"]
-    data = Data(args, [size], ranks)
-    data.greys = contents["greys"]
-    if seen := sorted(set(data.ids["test"]) & set(contents["trained_patients"])):
-        text = f"{used} was trained on {seen[0]} and {len(seen) - 1} more of the {len(data.ids['test'])} test patients"
-        raise InputError(f"--dataset_path: {text}; give the run's data and its --split_files or --split_seed")
-    others = others_of(data, "test") if args.check_conditioning else None
-    test, mean = data.set("test", size), mean_volume(data.set("train", size), ranks)
-    options = accelerator, make_scheduler(args), data.greys, args, ranks, others
-    metrics, shown = evaluate("test", nets, test, mean, *options)
-    if ranks.is_main:
-        cm.print_metrics(f"test, {Path(used).name}", "test", metrics)
-        folder = Path(args.checkpoint_dir)
-        text = json.dumps({**metrics, "step": contents["step"], "stage": len(nets)}, indent=2) + "\n"
-        write_result(folder / "eval_test.json", text.encode())
-        if shown:
-            save_figure(folder / "figures" / "eval_test.png", cm.draw_result(shown, args))
-        print(f"{len(test)} patients; written: {folder}/eval_test.json, {folder}/figures/eval_test.png", flush=True)
-    return 0
-
-
-def begin_stage(state: dict, k: int) -> None:
-    """Set state to the first step of stage k (from 0)."""
-    state |= {"stage": k, "epoch": 0, "samples": 0, "stage_step": 0, "best": None, "best_sha256": None, "saved": None}
-    state |= {"plateau": 1.0, "lowest": None, "waiting": 0}
-
-
-def next_rate(state: dict, loss: float) -> None:
-    """Reduce on plateau, as torch's ReduceLROnPlateau(factor=.5, patience=5): the factor goes into state."""
-    if state["lowest"] is None or loss < state["lowest"] * (1 - 1e-4):
-        state["lowest"], state["waiting"] = loss, 0
-    else:
-        state["waiting"] += 1
-    if state["waiting"] > 5:
-        state["plateau"], state["waiting"] = state["plateau"] * 0.5, 0
-
-
-def fit_stage(
-    k: int, earlier: list[StageNet], contents: dict | None, data: Data, state: dict, last_step: int, save_parts,
-    accelerator, args: argparse.Namespace, ranks: du.Ranks, log: RunLog, stop: du.StopSignal,
-) -> tuple[int, StageNet | None, int]:  # fmt: skip
-    """Train stage k from state on; returns (exit code of a signal or 0, its best averaged net, step of that)."""
-    stage, folder = args.stage_configs[k], Path(args.checkpoint_dir)
-    net = build_net(k, args, ranks.device)
-    if earlier and not contents:  # what the X-rays' features are worth was learned before
-        net.encoder.load_state_dict(earlier[-1].encoder.state_dict())
-    ema = Ema(net, args.ema_decay)
-    optimizer, scheduler = make_optimizer(net, args), make_scheduler(args)
-    fp16 = args.mixed_precision == "fp16"
-    scaler = torch.amp.GradScaler(ranks.device.type, init_scale=2.0**14 if fp16 else 1.0)
-    if contents:
-        with du.agree_on_errors():
-            ckpt.load_trained(net, contents["net"])
-            ckpt.load_trained(ema.net, contents["ema"])
-        ckpt.restore_optimizer(optimizer, contents["optimizer"], args.weight_decay)
-        ckpt.restore_scaler(scaler, contents["scaler"], args.mixed_precision)
-        ckpt.restore_rng(contents["rng"])
-    # the averaged weights are saved too, and those of the stages before
-    ckpt.prepare_checkpoint(net, copies=4 + len(earlier))
-    train, val = data.set("train", stage["volume_size"]), data.set("val", stage["volume_size"])
-    if args.compile:
-        net.compile()
-    wrapped = accelerator.prepare_model(net)
-    loader = du.create_distributed_dataloader(
-        train, stage["batch_size"], seed=args.seed + 1000003 * k, drop_last=False,
-        num_workers=0 if args.cache_in_memory else args.num_workers, accumulation=stage["accumulation_steps"],
-    )  # fmt: skip
-    sampler = loader.batch_sampler
-    stage_steps = sampler.steps_per_epoch() * stage["num_epochs"]
-    log.context = {"stage": k + 1}
-    log.forget_flops()
-    for name in ("train/samples_per_s", "train/peak_memory_gb"):  # of the stage before
-        log.last.pop(name, None)
-    if ranks.device.type == "cuda":  # of this stage, not of those measured or trained before
-        torch.cuda.reset_peak_memory_stats(ranks.device)
-
-    def save() -> None:
-        where = [state["step"], state["epoch"]]
-        if state["saved"] == where:
-            return
-        state["saved"] = where
-        parts = {"format": FORMAT, "net": ckpt.trained_state(net), "ema": ckpt.trained_state(ema.net, everything=True)}
-        parts |= {"earlier": [ckpt.trained_state(n, everything=True) for n in earlier], "state": dict(state)}
-        parts |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict() if fp16 else {}}
-        ckpt.save_checkpoint(folder, parts | save_parts(k, log.pending(state["step"])), state["step"], args.keep_last)
-
-    if state["stage_step"] == 0 and k:
-        # written down at once: from here on the stage before is done
-        save()
-    if state["stage_step"] == 0:
-        log.figures(lambda: {f"{stage['name']}_inputs": draw_inputs(k, train, scheduler, args, ranks)}, state["step"])
-    while True:
-        sampler.set_position(state["epoch"], state["samples"])
-        log.restart_clock()
-        options = state, (last_step, stage_steps), data.greys, args, ranks, log, stop, save
-        tools = accelerator, optimizer, scaler, scheduler, loader
-        if code := train_one_epoch(k, wrapped, net, ema, *tools, *options):
-            return code, None, 0
-        save()
-        if state["step"] >= last_step or state["stage_step"] >= stage_steps:
-            log.write_rest(state["step"], state["epoch"] + 1)
-        metrics = validation_loss(k, ema, accelerator, scheduler, val, data.greys, args, ranks)
-        log.write(state["step"], state["epoch"] + 1, metrics)
-        du.print_main(f"{stage['name']} epoch {state['epoch'] + 1}: val loss {metrics['val/loss']:.4f}")
-        names = f"{stage['name']}_best.pt", "best.pt"
-        keep_best(folder, state, metrics["val/loss"], state["samples"] >= sampler.used, lower=True, names=names)
-        if args.scheduler == "plateau":
-            next_rate(state, metrics["val/loss"])
-        if state["step"] >= last_step or state["stage_step"] >= stage_steps:
-            break
-        state["epoch"], state["samples"] = state["epoch"] + 1, 0
-    best = ckpt.load_checkpoint(str(folder / f"{stage['name']}_best.pt"), folder, FORMAT)
-    ckpt.load_trained(ema.net, best["ema"])
-    accelerator.free_memory()
-    return 0, ema.net, best["step"]
-
-
-def stage_steps(k: int, data: Data, args: argparse.Namespace, world_size: int) -> int:
-    """Optimizer steps of stage k."""
-    stage = args.stage_configs[k]
-    effective = stage["batch_size"] * stage["accumulation_steps"] * world_size
-    return math.ceil(len(data.split["train"]) / effective) * stage["num_epochs"]
-
-
-def choose_stages(contents: dict | None, args: argparse.Namespace) -> tuple[int, int, bool]:
-    """(first stage to go through, last one, whether the first is begun anew) from --stage and the checkpoint.
-
-    Raises InputError when the stages before are not there.
-    """
-    names, wanted = [stage["name"] for stage in args.stage_configs], None
+def choose_stages(checkpoint: dict | None, args: argparse.Namespace) -> StageChoice:
+    """What --stage and the checkpoint ask for. Raises InputError when the stages before are not there."""
+    names = [stage["name"] for stage in args.stage_configs]
+    wanted = None
     if args.stage:
         if args.stage not in (*names, *map(str, range(1, len(names) + 1))):
             raise InputError(f"--stage {args.stage}: there are 1 to {len(names)} ({', '.join(names)})")
         wanted = names.index(args.stage) if args.stage in names else int(args.stage) - 1
-    last = len(args.stage_configs) - 1 if wanted is None else wanted
-    if contents is None:
+    last = len(names) - 1 if wanted is None else wanted
+
+    if checkpoint is None:
         if wanted:
-            text = "the stages before it are not there; train them first, or name one of their checkpoints with "
-            raise InputError(f"--stage {args.stage}: {text}--resume_from")
-        return 0, last, True
-    reached = contents["state"]["stage"]
+            reason = "the stages before it are not there; train them first, or name one of their checkpoints with "
+            raise InputError(f"--stage {args.stage}: {reason}--resume_from")
+        return StageChoice(0, last, anew=True)
+
+    reached = checkpoint["state"]["stage"]
     if wanted is not None and not reached <= wanted <= reached + 1:
         more = f" or {reached + 2}" if reached + 1 < len(names) else ""
-        text = f"the checkpoint is at stage {reached + 1}"
-        raise InputError(f"--stage {args.stage}: {text}; go on with --stage {reached + 1}{more}")
-    if wanted == reached + 1 and Path(args.resume_from).is_file():  # the user's choice of weights for the stage before
-        return wanted, last, True
-    return reached, last, False
+        reason = f"the checkpoint is at stage {reached + 1}"
+        raise InputError(f"--stage {args.stage}: {reason}; go on with --stage {reached + 1}{more}")
+    # a file is the user's choice of weights for the stage before
+    if wanted == reached + 1 and Path(args.resume_from).is_file():
+        return StageChoice(wanted, last, anew=True)
+    return StageChoice(reached, last, anew=False)
 
 
-def run(args: argparse.Namespace, ranks: du.Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun, folder, world_size = time.time(), Path(args.checkpoint_dir), ranks.world_size
-    if args.make_drrs:
-        du.print_main(f"{xd.make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
-        return 0
-    with du.agree_on_errors():
-        why = choose_precision(args, ranks)
-    if len(set(du.gather_objects(args.mixed_precision))) > 1:
-        raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
-    if args.source["num_workers"] == "default" and ranks.device.type == "cpu":
-        args.num_workers = 0
-    if args.eval_only or args.sample:
-        used = str(folder / "best.pt") if args.resume_from in (None, "auto") else args.resume_from
-        used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
-        contents = ckpt.load_checkpoint(used, folder, FORMAT)
-        adopt(args, contents, used)
-        hw.set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
-        accelerator = make_accelerator(args, ranks)
-        if args.sample:
-            return sample_new(contents, args, accelerator, ranks)
-        return evaluate_only(contents, used, args, accelerator, ranks)
+def begin_stage(progress: StageProgress, k: int) -> None:
+    """Set the progress to the first step of stage k (from 0)."""
+    for name, value in asdict(StageProgress(step=progress.step, stage=k)).items():
+        setattr(progress, name, value)
 
-    lock = ckpt.lock_run_folder(folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-    contents = ckpt.load_checkpoint(args.resume_from, folder, FORMAT, resume=True)
-    state: dict = {"step": 0}
-    if contents:
-        adopt(args, contents, args.resume_from)
-        why = keep_precision(args, contents, why, ranks)
-    why = hw.set_numerics(ranks.device, args.mixed_precision, why, args.deterministic)
-    accelerator = make_accelerator(args, ranks)
-    first, last, anew = choose_stages(contents, args)
-    data = Data(args, [stage["volume_size"] for stage in args.stage_configs[: last + 1]], ranks)
-    table = plan_stages(first, data.greys, contents.get("split") if contents and not anew else None, args, ranks)
-    stages = args.stage_configs
-    effective = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in stages]
-    this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective[first]}
-    begun_from = ckpt.at_end_of_step(contents, folder) if contents and anew else contents
-    earlier: list[StageNet] = []
-    if contents:
-        ckpt.check_same_run(contents, {name: this_run[name] for name in list(this_run)[: 2 if anew else 3]})
-        state = contents["state"] | {"saved": None}
-        data.greys = contents["greys"]
-        nets = load_nets(contents, args, ranks)
-        earlier = nets if anew else nets[:-1]
-        del nets
-        if anew:
-            contents = None
-        else:
-            contents.need("net", "ema", "optimizer", "scaler", "rng")
-    if anew:
-        begin_stage(state, first)
+
+def reduce_on_plateau(progress: StageProgress, loss: float) -> None:
+    """After an epoch: as torch's ReduceLROnPlateau(factor=.5, patience=5); the factor goes into the progress."""
+    progress.waiting += 1
+    if progress.lowest is None or loss < progress.lowest * (1 - 1e-4):
+        progress.lowest = loss
+        progress.waiting = 0
+    if progress.waiting > 5:
+        progress.plateau *= 0.5
+        progress.waiting = 0
+
+
+def load_position(
+    checkpoint: dict, choice: StageChoice, this_run: dict, data: Data, progress: StageProgress, args, device
+) -> list[StageNet]:
+    """All ranks: put the progress where a checkpoint stands; returns the models of the stages before.
+
+    Raises InputError for the checkpoint of another run.
+    """
+    if choice.anew:
+        # another stage may have another batch
+        this_run = {name: value for name, value in this_run.items() if name != "effective_batch_size"}
     else:
-        forget_other_best(folder, state, f"{stages[first]['name']}_best.pt")
-    planned = [stage_steps(k, data, args, world_size) for k in range(last + 1)]
-    planned[first] = max(planned[first], state["stage_step"])  # begun with more epochs than are asked for now
-    if last > first and args.stage and state["stage_step"] < planned[first]:
-        text = (
-            f"{stages[first]['name']} has done {state['stage_step']} of {planned[first]} steps; leave out --stage, or "
-        )
-        raise InputError(f"--stage {args.stage}: {text}--resume_from {folder}/{stages[first]['name']}_best.pt")
-    last_step = state["step"] - state["stage_step"] + sum(planned[first:])
-    last_step = min(args.max_steps or math.inf, last_step)
+        checkpoint.need("net", "ema", "optimizer", "scaler", "rng")
+    best = f"{args.stage_configs[choice.first]['name']}_best.pt"
+    resume(progress, checkpoint, this_run, Path(args.checkpoint_dir), best)
+    data.greys = checkpoint["greys"]
+    models = load_models(checkpoint, args, device)
+    return models if choice.anew else models[:-1]
 
-    origin = args.source
-    facts = {
-        "launcher": f"{ranks.launcher}, world size {world_size}, {ranks.device}, by Accelerate "
-        f"({accelerator.distributed_type.value})",
-        "batch": "; ".join(
-            f"{s['name']}: {s['batch_size']} per GPU x {s['accumulation_steps']} accumulation x {world_size} = {e}"
-            + (f" ({s['fitted']})" if "fitted" in s else "")
-            for s, e in zip(stages, effective, strict=True)
-        ),
-        "learning rate": f"{args.learning_rate:g} ({origin['learning_rate']}), {args.scheduler}, not scaled",
-        "precision": f"{args.mixed_precision} ({why})",
-        "patients": ", ".join(f"{len(places)} {name}" for name, places in data.split.items())
-        + f" ({'split files' if args.split_files else f'split seed {args.split_seed}'})",
-        "X-rays": f"{args.num_views} view{'s' * (args.num_views > 1)} at {args.img_size}^2; grey = "
-        + "; ".join(
-            f"{a:.3f} * line integral {b:+.3f} ({v}, r = {r:.3f})"
-            for v, (a, b, r) in zip(drr.VIEWS, data.greys, strict=False)
-        ),
-        "diffusion": f"{args.num_timesteps} steps, cosine, {'v' if args.v_parameterization else 'noise'} prediction, "
-        f"DDIM {args.ddim_steps}, EMA {args.ema_decay:g}",
-        "recomputation": describe_recomputation(args),
-        "memory": "decoded patients "
-        + (
-            f"in memory, {data.set('train', stages[last]['volume_size']).bytes() / 2**30:.2f} GB per process"
-            if args.cache_in_memory
-            else f"on disk in {args.cache_dir}"
-        ),
-        "loading": f"{0 if args.cache_in_memory else args.num_workers} workers per process",
-        "steps": f"{last_step}: " + ", ".join(f"{s['name']} {n}" for s, n in zip(stages, planned, strict=False)),
-        "start": f"step {state['step']}, {stages[state['stage']]['name']}, epoch {state['epoch'] + 1}",
-        "output": folder,
+
+def end_of_run(plan: list[StagePlan], choice: StageChoice, progress: StageProgress, args: argparse.Namespace) -> int:
+    """The step at which the run ends. Raises InputError where --stage is not the stage that is under way.
+
+    A stage that was begun with more epochs than are asked for now ends where it is.
+    """
+    stage = plan[choice.first]
+    stage = stage._replace(steps=max(stage.steps, progress.stage_step))
+    plan[choice.first] = stage
+    if args.stage and choice.last > choice.first and progress.stage_step < stage.steps:
+        done = f"{stage.name} has done {progress.stage_step} of {stage.steps} steps"
+        best = Path(args.checkpoint_dir) / f"{stage.name}_best.pt"
+        use = f"leave out --stage, or --resume_from {best}"
+        raise InputError(f"--stage {args.stage}: {done}; {use}")
+    steps = sum(stage.steps for stage in plan[choice.first : choice.last + 1])
+    last_step = progress.step - progress.stage_step + steps
+    return min(args.max_steps or last_step, last_step)
+
+
+def gib_in_memory(data: Data, size: list[int]) -> float:
+    """What --cache_in_memory takes in each process."""
+    return data.set("train", size).bytes() / 2**30
+
+
+def describe_data(data: Data, size: list[int], args: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    """The banner's rows about the patients and how they are read. size: of the last stage's grid."""
+    patients = ", ".join(f"{len(places)} {name}" for name, places in data.split.items())
+    source = "split files" if args.split_files else f"split seed {args.split_seed}"
+    views = f"{args.num_views} view{'s' * (args.num_views > 1)} at {args.img_size}^2"
+    greys = [
+        f"{a:.3f} * line integral {b:+.3f} ({view}, r = {r:.3f})"
+        for view, (a, b, r) in zip(VIEWS, data.greys, strict=False)
+    ]
+    kept = f"on disk in {args.cache_dir}"
+    if args.cache_in_memory:
+        kept = f"in memory, {gib_in_memory(data, size):.2f} GB per process"
+    return {
+        "patients": f"{patients} ({source})",
+        "X-rays": f"{views}; grey = {'; '.join(greys)}",
+        "memory": f"decoded patients {kept}",
+        "loading": f"{loading_workers(args, device)} workers per process",
     }
-    log = RunLog(folder, ranks, LOSSES, args, last_step, begun_from)
-    if begun_from and anew:
-        # what the stage before had not logged yet
-        log.context = {"stage": first}
-        log.write_rest(state["step"], begun_from["state"]["epoch"] + 1)
-    del begun_from
-    log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
-    print_banner("X-RAY TO CT CASCADE", facts | log.speed_facts())
+
+
+def describe_batches(plan: list[StagePlan]) -> str:
+    """The banner's row about the batch of each stage."""
+    batches = []
+    for stage in plan:
+        batch = f"{stage.batch.size} per GPU x {stage.batch.accumulation} accumulation x {world()[1]}"
+        source = f" ({stage.batch.source})" if stage.batch.source else ""
+        batches.append(f"{stage.name}: {batch} = {stage.effective_batch_size}{source}")
+    return "; ".join(batches)
+
+
+def describe_run(
+    plan: list[StagePlan], last: int, data: Data, training: TrainingRun, why: str, args, device: torch.device
+) -> dict[str, str]:
+    """The banner's rows of this script. last: the last stage of this run. why: the reason for the precision."""
+    prediction = "v" if args.v_parameterization else "noise"
+    diffusion = f"{args.num_timesteps} steps, cosine, {prediction} prediction, DDIM {args.ddim_steps}"
+    steps = ", ".join(f"{stage.name} {stage.steps}" for stage in plan[: last + 1])
+    progress = training.progress
+    rows = {
+        "batch": describe_batches(plan),
+        "learning rate": f"{args.learning_rate:g} ({args.source['learning_rate']}), {args.scheduler}, not scaled",
+        "precision": why,
+        "diffusion": f"{diffusion}, EMA {args.ema_decay:g}",
+        "recomputation": describe_recomputation(plan, args),
+    }
+    rows |= describe_data(data, plan[last].config["volume_size"], args, device)
+    rows |= {"steps": f"{training.last_step}: {steps}"}
+    return rows | {"start": f"step {progress.step}, {plan[progress.stage].name}, epoch {progress.epoch + 1}"}
+
+
+def warn_of_full_memory(gib: float) -> None:
+    """Rank 0 says so where --cache_in_memory takes more than is free. gib: of each process."""
+    free = available_ram_gb()
+    if gib > free:
+        print_main(f"warning: --cache_in_memory takes {gib:.1f} GB per process; {free:.1f} are free")
+
+
+def fit(why: str, args: argparse.Namespace, ranks: Ranks) -> int:
+    """Train the stages one after another, test the last; returns the exit code. why: the reason for the precision."""
+    begun = time.time()
+    run_folder = Path(args.checkpoint_dir)
+    device = ranks.device
+    checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
+    if checkpoint:
+        adopt(args, checkpoint, args.resume_from)
+        why = keep_precision(args, checkpoint, why, ranks)
+    precision = args.mixed_precision
+    why = set_numerics(device, precision, why, args.deterministic)
+    accelerator = make_accelerator(args, ranks)
+
+    # which stages, their patients, and the batch of each
+    choice = choose_stages(checkpoint, args)
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs[: choice.last + 1]])
+    begun_stage = None if choice.anew else checkpoint
+    plan = plan_stages(choice.first, data, begun_stage, precision, args, device)
+
+    # begin, or go on where the checkpoint stands
+    progress = StageProgress()
+    effective_batch_size = plan[choice.first].effective_batch_size
+    this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective_batch_size}
+    models: list[StageNet] = []
+    if checkpoint:
+        models = load_position(checkpoint, choice, this_run, data, progress, args, device)
+    if choice.anew:
+        begin_stage(progress, choice.first)
+    last_step = end_of_run(plan, choice, progress, args)
+    training = TrainingRun(
+        run_folder=run_folder,
+        progress=progress,
+        last_step=last_step,
+        planned_steps=last_step,
+        effective_batch_size=effective_batch_size,
+        precision=precision,
+        log=open_log(checkpoint, choice, last_step, precision, args, ranks),
+        contents=partial(run_contents, this_run, data, precision, args),
+        save_every=args.save_every,
+        keep_last=args.keep_last,
+        max_bad_steps=args.max_bad_steps,
+    )
+    engine = f"by Accelerate ({accelerator.distributed_type.value})"
+    rows = {"launcher": f"{ranks.launcher}, world size {ranks.world_size}, {device}, {engine}"}
+    rows |= describe_run(plan, choice.last, data, training, why, args, device)
+    print_start("X-RAY TO CT CASCADE", ranks, training, rows)
     if ranks.is_main:
-        print_table("stages", {stage["name"]: row for stage, row in zip(stages, table, strict=True)})
-    if args.cache_in_memory and (
-        (need := data.set("train", stages[last]["volume_size"]).bytes() / 2**30) > hw.available_ram_gb()
-    ):
-        du.print_main(
-            f"warning: --cache_in_memory takes {need:.1f} GB per process; {hw.available_ram_gb():.1f} are free"
-        )
+        print_stages(plan)
+    if args.cache_in_memory:
+        warn_of_full_memory(gib_in_memory(data, plan[choice.last].config["volume_size"]))
 
-    def save_parts(k: int, pending: dict) -> dict:
-        parts = {"run": this_run | {"effective_batch_size": effective[k]}, "log": pending, "greys": data.greys}
-        settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, "mixed_precision")}
-        settings["stage_configs"] = asked(args, "stage_configs")
-        sizes = [(s["batch_size"], s["accumulation_steps"]) for s in (settings["stage_configs"][k], stages[k])]
-        parts["split"] = split_record(*sizes, stages[k].get("recompute", False))
-        return parts | {"settings": settings, "extent": data.extent, "trained_patients": data.ids["train"]}
+    # the weights of a stage before are in the models; let go of the rest
+    del checkpoint
+    todo = plan[choice.first : choice.last + 1]
+    with training.stop, contextlib.closing(training.log):
+        say_if_finished(training, "--num_epochs_per_stage")
+        code, best_step = train_stages(todo, models, begun_stage, data, training, accelerator, args, device)
+        return code or test_cascade(models, best_step, plan, data, training, begun, args)
 
-    speed: dict[str, float] = {}
-    with du.StopSignal() as stop, contextlib.closing(log):
-        say_if_finished(state["step"], last_step, "--num_epochs_per_stage")
-        for k in range(first, last + 1):
-            tools = accelerator, args, ranks, log, stop
-            code, net, best_step = fit_stage(k, earlier, contents, data, state, last_step, save_parts, *tools)
-            gc.collect()
-            if code:
-                return stopped(code, state)
-            earlier.append(net)
-            contents, size, name = None, stages[k]["volume_size"], stages[k]["name"]
-            options = accelerator, make_scheduler(args), data.greys, args, ranks
-            mean = mean_volume(data.set("train", size), ranks)
-            metrics, shown = evaluate("val", earlier, data.set("val", size), mean, *options, stop=stop)
-            if metrics is None:
-                return stopped(int(du.reduce_max([stop.code])[0]), state)
-            log.write(state["step"], state["epoch"] + 1, metrics)
-            if ranks.is_main:
-                cm.print_metrics(f"val, {name}", "val", metrics)
-            log.figures(lambda n=name, patients=shown: {f"{n}_val": cm.draw_result(patients, args)}, state["step"])
-            if "train/samples_per_s" in log.last:
-                speed[f"train/samples_per_s_per_gpu/{name}"] = log.last["train/samples_per_s"] / world_size
-                speed[f"train/peak_memory_gb/{name}"] = log.last["train/peak_memory_gb"]
-            if state["step"] >= last_step:
-                break
-            begin_stage(state, k + 1)
-        others = others_of(data, "test") if args.check_conditioning else None
-        metrics, shown = evaluate("test", earlier, data.set("test", size), mean, *options, others, stop)
+
+def open_log(
+    checkpoint: dict | None, choice: StageChoice, last_step: int, precision: str, args: argparse.Namespace, ranks: Ranks
+) -> RunLog:
+    """All ranks: the log of the run, which makes the run folder this run's."""
+    run_folder = Path(args.checkpoint_dir)
+    next_stage = checkpoint is not None and choice.anew
+    resumed = at_end_of_step(checkpoint, run_folder) if next_stage else checkpoint
+    log = RunLog(run_folder, ranks, LOSSES, args, last_step, resumed, precision)
+    log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
+    if next_stage:
+        # what the stage before had not logged yet
+        log.context = {"stage": choice.first}
+        log.write_rest(resumed["step"], resumed["state"]["epoch"] + 1)
+    return log
+
+
+def run_contents(this_run: dict, data: Data, precision: str, args: argparse.Namespace) -> dict:
+    """What the checkpoints of all stages hold."""
+    settings = {name: getattr(args, name) for name in (*FIXED, *FIXED_DATA, "stage_configs")}
+    return {
+        "format": FORMAT,
+        "run": this_run,
+        "settings": settings | {"mixed_precision": precision},
+        "greys": data.greys,
+        "extent": data.extent,
+        "trained_patients": data.ids["train"],
+    }
+
+
+def stage_contents(stage: StagePlan, learner: Learner, models: list[StageNet], training: TrainingRun) -> dict:
+    """What a checkpoint of this stage holds. models: of the stages before. training: of the whole run."""
+    contents = training.contents()
+    return contents | {
+        "run": contents["run"] | {"effective_batch_size": stage.effective_batch_size},
+        "net": trained_state(learner.model),
+        "ema": trained_state(learner.averaged.model, everything=True),
+        "earlier": [trained_state(model, everything=True) for model in models],
+        "optimizer": learner.optimizer.state_dict(),
+        "scaler": learner.scaler.state_dict(),
+        "split": stage.batch.record(),
+    }
+
+
+def train_stages(
+    todo: list[StagePlan],
+    models: list[StageNet],
+    checkpoint: dict | None,
+    data: Data,
+    training: TrainingRun,
+    accelerator,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Train and validate one stage after another; (exit code of a stop signal or 0, step of the last best checkpoint).
+
+    models: the best averaged ones of the stages before, to which those trained here are added. checkpoint: where the
+    first stage is resumed in its middle.
+    """
+    progress = training.progress
+    log = training.log
+    best_step = 0
+    for stage in todo:
+        code, model, best_step = fit_stage(stage, models, checkpoint, data, training, accelerator, args, device)
+        gc.collect()
+        if code:
+            return code, 0
+        models.append(model)
+        checkpoint = None
+
+        # sample the validation patients by all stages so far
+        metrics, shown = evaluate("val", models, data, training.precision, args, training.stop)
         if metrics is None:
-            return stopped(int(du.reduce_max([stop.code])[0]), state)
-        log.write(state["step"], state["epoch"] + 1, metrics | {"best_step": best_step})
-        weights = {
-            f"{stage['name']}.{key}": value
-            for stage, net in zip(stages, earlier, strict=False)
-            for key, value in net.state_dict().items()
+            return leave_evaluation(training), 0
+        log.write(progress.step, progress.epoch + 1, metrics)
+        if world()[0] == 0:
+            print_metrics(f"val, {stage.name}", "val", metrics)
+        draw = partial(draw_result, shown, args)
+        log.figures(lambda name=stage.name, draw=draw: {f"{name}_val": draw()}, progress.step)
+        note_speed(stage, log)
+
+        if progress.step >= training.last_step:
+            break
+        begin_stage(progress, stage.number + 1)
+    return 0, best_step
+
+
+def make_learner(
+    stage: StagePlan, models: list[StageNet], checkpoint: dict | None, precision: str, accelerator, args, device
+) -> Learner:
+    """All ranks: what learns in a stage, at its start or as a checkpoint has it. models: of the stages before."""
+    model = build_model(stage.number, args, device)
+    model.checkpointing = stage.batch.recomputed
+    if models and not checkpoint:
+        # what the X-rays' features are worth was learned before
+        model.encoder.load_state_dict(models[-1].encoder.state_dict())
+    averaged = Ema(model, args.ema_decay)
+    optimizer = make_optimizer(model, args)
+    scaler = LossScaler(device, precision)
+    if checkpoint:
+        with agree_on_errors():
+            load_trained(model, checkpoint["net"])
+            load_trained(averaged.model, checkpoint["ema"])
+        restore_training(checkpoint, optimizer, scaler, args.weight_decay)
+    if args.compile:
+        model.compile()
+    return Learner(model, accelerator.prepare_model(model), averaged, optimizer, scaler)
+
+
+def fit_stage(
+    stage: StagePlan,
+    models: list[StageNet],
+    checkpoint: dict | None,
+    data: Data,
+    training: TrainingRun,
+    accelerator,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> tuple[int, StageNet | None, int]:
+    """Train one stage from the run's position on; (exit code of a signal or 0, its best averaged model, step of that).
+
+    models: of the stages before. checkpoint: where the stage is resumed in its middle. training: of the whole run.
+    """
+    learner = make_learner(stage, models, checkpoint, training.precision, accelerator, args, device)
+    if checkpoint:
+        # its weights are in the models; let go of the host's memory
+        checkpoint.clear()
+    # a checkpoint also holds the averaged weights, and those of the stages before
+    prepare_checkpoint(learner.model, copies=4 + len(models))
+    loader = create_distributed_dataloader(
+        data.set("train", stage.config["volume_size"]),
+        stage.batch.size,
+        seed=args.seed + 1000003 * stage.number,
+        num_workers=loading_workers(args, device),
+        accumulation=stage.batch.accumulation,
+        drop_last=False,
+    )
+
+    # the stage's part of the run ends with its steps, or where --max_steps ends the run
+    progress = training.progress
+    log = training.log
+    end_of_stage = progress.step - progress.stage_step + stage.steps
+    stage_training = replace(
+        training,
+        last_step=min(end_of_stage, training.last_step),
+        planned_steps=stage.steps,
+        effective_batch_size=stage.effective_batch_size,
+        contents=partial(stage_contents, stage, learner, models, training),
+    )
+    begin_log_of_stage(stage, log, device)
+    if progress.stage_step == 0:
+        if stage.number > 0:
+            # written down at once: from here on the stage before is done
+            stage_training.save()
+        log.figures(lambda: {f"{stage.name}_inputs": draw_inputs(stage.number, data, args, device)}, progress.step)
+
+    if code := train_stage(stage, learner, loader, stage_training, data, args):
+        return code, None, 0
+    best = load_checkpoint(str(training.run_folder / f"{stage.name}_best.pt"), training.run_folder, FORMAT)
+    load_trained(learner.averaged.model, best["ema"])
+    accelerator.free_memory()
+    return 0, learner.averaged.model, best["step"]
+
+
+def begin_log_of_stage(stage: StagePlan, log: RunLog, device: torch.device) -> None:
+    """Speed and memory are this stage's from here on, not those of the stages measured or trained before."""
+    log.context = {"stage": stage.number + 1}
+    log.forget_flops()
+    for name in ("train/samples_per_s", "train/peak_memory_gb"):
+        log.last.pop(name, None)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def train_stage(
+    stage: StagePlan, learner: Learner, loader: DataLoader, training: TrainingRun, data: Data, args: argparse.Namespace
+) -> int:
+    """All epochs of a stage, each with its validation loss; the exit code of a stop signal, else 0."""
+    progress = training.progress
+    while True:
+        train_one_epoch(stage.number, learner, loader, training, data, args)
+        if code := end_epoch(training):
+            return code
+        metrics = validation_loss(stage.number, learner.averaged.model, data, training.precision, args)
+        loss = metrics["val/loss"]
+        training.log.write(progress.step, progress.epoch + 1, metrics)
+        print_main(f"{stage.name} epoch {progress.epoch + 1}: val loss {loss:.4f}")
+
+        # the best of the stage is the best of the run, too, as later stages start from it
+        epoch_complete = progress.samples >= loader.batch_sampler.used
+        keep_best(training, loss, epoch_complete, lower=True, names=(f"{stage.name}_best.pt", "best.pt"))
+        if args.scheduler == "plateau":
+            reduce_on_plateau(progress, loss)
+        if not next_epoch(training):
+            return 0
+
+
+def leave_evaluation(training: TrainingRun) -> int:
+    """All ranks, once a stop signal has ended an evaluation: its exit code."""
+    say_saved(training.progress.step)
+    return int(reduce_max([training.stop.code])[0])
+
+
+def note_speed(stage: StagePlan, log: RunLog) -> None:
+    """Keep a stage's throughput and memory for summary.json, where this run has trained it."""
+    if "train/samples_per_s" in log.last:
+        log.last[f"train/samples_per_s_per_gpu/{stage.name}"] = log.last["train/samples_per_s"] / world()[1]
+        log.last[f"train/peak_memory_gb/{stage.name}"] = log.last["train/peak_memory_gb"]
+
+
+def print_speed(plan: list[StagePlan], log: RunLog, device: torch.device) -> None:
+    """Rank 0: throughput and memory of each stage that was trained, beside what the guide aims for."""
+    total = None
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    rows = {}
+    for stage in plan:
+        samples_per_s = log.last.get(f"train/samples_per_s_per_gpu/{stage.name}")
+        if samples_per_s is None:
+            continue
+        memory = log.last[f"train/peak_memory_gb/{stage.name}"]
+        rows[stage.name] = {
+            "samples/s/GPU": f"{samples_per_s:.2f}",
+            "guide's aim": f"> {GUIDE_SAMPLES_PER_S}",
+            "memory GB": f"{memory:.2f}",
+            "share": f"{memory / total:.0%}" if total else "-",
+            "share's aim": "70-80%",
         }
-        ckpt.export_weights(weights, folder / "model.safetensors")
-        facts = {"steps": state["step"], "epochs": state["epoch"] + 1, "stages": len(earlier), "world_size": world_size}
-        facts |= {"effective_batch_size": effective[len(earlier) - 1], "precision": args.mixed_precision}
-        log.finish(facts | speed | {"seconds": round(time.time() - begun, 1)})
-        if ranks.is_main:
-            cm.print_metrics(f"test, {stages[len(earlier) - 1]['name']}", "test", metrics)
-            print_speed(stages, speed, ranks)
-        log.figures(lambda: {"test": cm.draw_result(shown, args)}, state["step"])
-        du.print_main(f"weights: {folder}/model.safetensors; figures: {folder}/figures; summary: {folder}/summary.json")
-    del lock
+    if rows:
+        print_table("speed", rows)
+
+
+def test_cascade(
+    models: list[StageNet],
+    best_step: int,
+    plan: list[StagePlan],
+    data: Data,
+    training: TrainingRun,
+    begun: float,
+    args: argparse.Namespace,
+) -> int:
+    """The test patients by the whole cascade, the results of the run; the exit code."""
+    progress = training.progress
+    log = training.log
+    last = plan[len(models) - 1]
+    metrics, shown = evaluate("test", models, data, training.precision, args, training.stop)
+    if metrics is None:
+        return leave_evaluation(training)
+    log.write(progress.step, progress.epoch + 1, metrics | {"best_step": best_step})
+    weights = {
+        f"{stage.name}.{key}": value
+        for stage, model in zip(plan, models, strict=False)
+        for key, value in model.state_dict().items()
+    }
+    export_weights(weights, training.run_folder / "model.safetensors")
+    facts = {"stages": len(models), "effective_batch_size": last.effective_batch_size}
+    finish_run(training, begun, facts)
+    if world()[0] == 0:
+        print_metrics(f"test, {last.name}", "test", metrics)
+        print_speed(plan, log, models[-1].position.device)
+    log.figures(lambda: {"test": draw_result(shown, args)}, progress.step)
+    say_where(training.run_folder)
     return 0
 
 
-def stopped(code: int, state: dict) -> int:
-    say_saved(state["step"])
+def run(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Everything between joining and leaving the process group; returns the exit code."""
+    if args.make_drrs:
+        print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
+        return 0
+
+    def choose() -> tuple[str, str]:
+        why = choose_precision(args, ranks)
+        return args.mixed_precision, why
+
+    _, why = agree_on_precision(choose)
+    if args.eval_only or args.sample:
+        use_checkpoint(why, args, ranks)
+        return 0
+    run_folder = Path(args.checkpoint_dir)
+    lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+    code = fit(why, args, ranks)
+    del lock
     return code
-
-
-def print_speed(stages: list[dict], speed: dict[str, float], ranks: du.Ranks) -> None:
-    """Rank 0: throughput and memory of each stage that was trained, beside what the guide aims for."""
-    rows = {}
-    total = None
-    if ranks.device.type == "cuda":
-        total = torch.cuda.get_device_properties(ranks.device).total_memory / 2**30
-    for name in [stage["name"] for stage in stages]:
-        if f"train/samples_per_s_per_gpu/{name}" in speed:
-            used, rate = speed[f"train/peak_memory_gb/{name}"], speed[f"train/samples_per_s_per_gpu/{name}"]
-            row = {"samples/s/GPU": f"{rate:.2f}", "guide's aim": f"> {GUIDE_RATE}"}
-            row |= {
-                "memory GB": f"{used:.2f}",
-                "share": f"{used / total:.0%}" if total else "-",
-                "share's aim": "70-80%",
-            }
-            rows[name] = row
-    if rows:
-        print_table("speed", rows)
 
 
 def rehearse(args: argparse.Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step of each stage, or of --stage; the object is the largest's."""
     import rehearsal_utils as rehearsal
 
-    processes, memory = rehearsal.processes_to_plan_for(args.world_size), rehearsal.memory_to_plan_for(args.gpu_memory)
+    processes = rehearsal.processes_to_plan_for(args.world_size)
+    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     wanted = [k for k, stage in enumerate(args.stage_configs) if args.stage in (None, stage["name"], str(k + 1))]
     if not wanted:
         raise InputError(f"--stage {args.stage}: there are 1 to {len(args.stage_configs)}; name one of them")
     reports = []
     for k in wanted:
-        stage, trace = args.stage_configs[k], rehearsal.Trace()
-        size, accumulation = stage["batch_size"], stage["accumulation_steps"]
+        stage = plan_as_asked(k, args)
+        trace = rehearsal.Trace()
         with rehearsal.imaginary_gpu(trace) as ranks:
-            precision, _ = hw.choose_precision(args.mixed_precision, ranks.device)
-            settings = argparse.Namespace(**{**vars(args), "mixed_precision": precision})
-            hw.set_numerics(ranks.device, precision, "", args.deterministic)
+            precision, _ = precision_of_device(args.mixed_precision, ranks.device)
+            set_numerics(ranks.device, precision, "", args.deterministic)
             with ranks.device:
-                net = build_net(k, settings, ranks.device)
-            averaged = Ema(net, args.ema_decay).net
+                model = build_model(k, args, ranks.device)
+            averaged = Ema(model, args.ema_decay).model
             # the X-rays' grey values are known from the data only, and change no size
-            trial = partial(trial_step, net, largest_batch(size, stage, settings), settings, k, [(1.0, 0.0, 1.0)] * 2)
-            optimizer = make_optimizer(net, settings)
-            step = rehearsal.rehearse_step(trace, net, optimizer, trial, accumulation, processes, averaged)
-        title = f"cascade, {stage['name']}, {size} per GPU x {accumulation} accumulation, {precision}"
-        reports.append((step.peak, title, step, stage))
+            greys = [(1.0, 0.0, 1.0)] * 2
+            batch = largest_batch(stage.batch.size, stage.config, args)
+            trial = partial(trial_step, model, batch, k, greys, precision, args)
+            optimizer = make_optimizer(model, args)
+            step = rehearsal.rehearse_step(
+                trace, model, optimizer, trial, stage.batch.accumulation, processes, averaged
+            )
+        split = f"{stage.batch.size} per GPU x {stage.batch.accumulation} accumulation"
+        reports.append((step, f"cascade, {stage.name}, {split}, {precision}", stage))
 
     # the largest comes last
     otherwise = "a smaller voxel_dim or token_grid" if args.gradient_checkpointing else "--gradient_checkpointing"
-    for _, title, step, stage in sorted(reports, key=lambda report: report[0]):
-
-        def words(samples: int, stage: dict = stage) -> str:
-            size, accumulation = hw.smaller_batch(stage["batch_size"], stage["accumulation_steps"], samples)
-            if args.stage:
-                return batch_flags(size, accumulation)
-            return f"in --config, {stage['name']}: batch_size {size} and accumulation_steps {accumulation}"
-
-        rehearsal.report_rehearsal(title, step, stage["batch_size"], memory, words, otherwise)
+    for step, title, stage in sorted(reports, key=lambda report: report[0].peak):
+        words = partial(smaller_batch_words, stage, args)
+        rehearsal.report_rehearsal(title, step, stage.batch.size, memory, words, otherwise)
     rehearsal.end_rehearsal()
+
+
+def smaller_batch_words(stage: StagePlan, args: argparse.Namespace, samples: int) -> str:
+    """How a user asks for micro-batches of at most so many samples in a stage, the effective batch as it is."""
+    size, accumulation = smaller_batch(stage.batch.size, stage.batch.accumulation, samples)
+    if args.stage:
+        return batch_flags(size, accumulation)
+    return f"in --config, {stage.name}: batch_size {size} and accumulation_steps {accumulation}"
+
+
+def out_of_memory_advice(args: argparse.Namespace, ranks: Ranks) -> str:
+    """What takes less memory, where it ran out after the stages were measured."""
+    smaller = "halve it and double the stage's accumulation_steps in --config (the same result)"
+    otherwise = auto_batch_advice(args.auto_batch, ranks.device)
+    return f"a stage's batch_size; try --gradient_checkpointing, or {smaller}{otherwise}"
 
 
 def main(args: argparse.Namespace) -> int:
     if args.rehearse:
         rehearse(args)
-    du.launch_workers(args.world_size or 1)
-    with du.setup_distributed(timeout=args.dist_timeout) as ranks:
-        try:
-            return run(args, ranks)
-        except (RuntimeError, MemoryError) as error:
-            if not hw.out_of_memory(error):
-                raise
-            advice = (
-                "try --gradient_checkpointing, or halve the stage's batch_size and double its accumulation_steps in "
-            )
-            advice += "--config (the same result)" + auto_batch_advice(args.auto_batch, ranks.device)
-            du.leave_alone(f"out of memory; {advice}")
+    launch_workers(args.world_size or 1)
+    with (
+        setup_distributed(timeout=args.dist_timeout) as ranks,
+        explain_out_of_memory(partial(out_of_memory_advice, args, ranks)),
+    ):
+        return run(args, ranks)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def bare_loop(net, ema, optimizer, batches, k: int, scheduler, greys, args, devi
     for step, batch in zip(range(steps), batches, strict=False):
         batch = ta.prepare(batch, args, device, k, 0)
         timestep, noise, previous = ta.training_draw(batch, k, 0, args)
-        with ta.hw.autocast(device, args.mixed_precision):
+        with ta.autocast(device, args.mixed_precision):
             diffusion, physics = ta.sample_losses(net, scheduler, batch, timestep, noise, previous, args, greys)
         (diffusion.mean() + args.stage_configs[k]["physics_weight"] * physics.mean()).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), args.grad_clip)
@@ -52,7 +52,7 @@ class Setting:
         self.args = ta.parse_args(words)
         self.ranks, self.device = ranks, ranks.device
         ta.choose_precision(self.args, ranks)
-        self.data = ta.Data(self.args, [stage["volume_size"] for stage in self.args.stage_configs], ranks)
+        self.data = ta.Data(self.args, [stage["volume_size"] for stage in self.args.stage_configs])
 
 
 def overhead(setting: Setting, rounds: int, steps: int) -> dict:
@@ -61,42 +61,53 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
 
     import train_accelerate as ta
 
-    args, ranks, device, k = setting.args, setting.ranks, setting.device, 1
+    args, device, k = setting.args, setting.device, 1
     stage, greys = args.stage_configs[k], setting.data.greys
     train = setting.data.set("train", stage["volume_size"])
     for i in range(len(train)):
         train[i]  # decoded before the clock starts
-    nets = [ta.build_net(k, args, device) for _ in range(2)]
-    emas = [ta.Ema(net, args.ema_decay) for net in nets]
-    optimizers = [ta.make_optimizer(net, args) for net in nets]
-    scheduler, accelerator = ta.make_scheduler(args), ta.make_accelerator(args, ranks)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
-    wrapped = accelerator.prepare_model(nets[1])
-    loader = ta.du.create_distributed_dataloader(train, stage["batch_size"], drop_last=False)
-    state: dict = {"step": 0}
-    ta.begin_stage(state, k)
+    scheduler, accelerator = ta.make_scheduler(args), ta.make_accelerator(args, setting.ranks)
+    learners = []
+    for _ in range(2):
+        model = ta.build_model(k, args, device)
+        ema, optimizer = ta.Ema(model, args.ema_decay), ta.make_optimizer(model, args)
+        scaler = ta.LossScaler(device, args.mixed_precision)
+        learners.append(ta.Learner(model, model, ema, optimizer, scaler))
+    bare, script = learners
+    script = script._replace(wrapped=accelerator.prepare_model(script.model))
+    loader = ta.create_distributed_dataloader(train, stage["batch_size"], drop_last=False)
+    progress = ta.StageProgress(stage=k)
     Path(args.checkpoint_dir).mkdir()
-    log = ta.RunLog(Path(args.checkpoint_dir), ranks, ta.LOSSES, args, 10**9)
-    log.context = {"stage": 2}
+    log = ta.RunLog(Path(args.checkpoint_dir), setting.ranks, ta.LOSSES, args, 10**9)
+    log.context = {"stage": k + 1}
+    training = ta.TrainingRun(
+        run_folder=Path(args.checkpoint_dir),
+        progress=progress,
+        last_step=0,
+        planned_steps=10**9,
+        effective_batch_size=stage["batch_size"],
+        precision=args.mixed_precision,
+        log=log,
+        contents=dict,
+    )
+
     times: dict[str, list[float]] = {"bare": [], "script": []}
-    with ta.du.StopSignal() as stop:
+    with training.stop:
         for _ in range(rounds + 1):
             loader.batch_sampler.set_position(0)
             begun = time.perf_counter()
-            bare_loop(nets[0], emas[0], optimizers[0], loader, k, scheduler, greys, args, device, steps)
+            bare_loop(bare.model, bare.averaged, bare.optimizer, loader, k, scheduler, greys, args, device, steps)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times["bare"].append(time.perf_counter() - begun)
-            loader.batch_sampler.set_position(0)
-            state |= {"samples": 0, "stage_step": 0}
+            progress.samples = progress.stage_step = 0
+            training.last_step = progress.step + steps
             begun = time.perf_counter()
-            tools = nets[1], emas[1], accelerator, optimizers[1], scaler, scheduler, loader, state
-            options = (state["step"] + steps, 10**9), greys, args, ranks, log, stop, lambda: None
-            ta.train_one_epoch(k, wrapped, *tools, *options)
+            ta.train_one_epoch(k, script, loader, training, setting.data, args)
             times["script"].append(time.perf_counter() - begun)
     log.close()
     ratios = [script / bare for bare, script in zip(times["bare"][1:], times["script"][1:], strict=True)]
-    same = all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(bare.model.parameters(), script.model.parameters(), strict=True))
     return {"step_over_bare_loop": statistics.median(ratios), "from": min(ratios), "to": max(ratios),
             "ms_per_step": 1000 * statistics.median(times["script"][1:]) / steps, "equal_weights": same}  # fmt: skip
 
@@ -110,7 +121,7 @@ def compare(setting: Setting, rounds: int) -> dict:
 
     args, device, greys = setting.args, setting.device, setting.data.greys
     k = len(args.stage_configs) - 1
-    net, scheduler = ta.build_net(k, args, device), ta.make_scheduler(args)
+    net, scheduler = ta.build_model(k, args, device), ta.make_scheduler(args)
     sdpa = cascade_net.attention
 
     def naive(q, k, v, heads):
@@ -128,7 +139,7 @@ def compare(setting: Setting, rounds: int) -> dict:
         if device.type == "cuda":
             torch.cuda.synchronize()
         begun = time.perf_counter()
-        with ta.hw.autocast(device, args.mixed_precision):
+        with ta.autocast(device, args.mixed_precision):
             losses = ta.sample_losses(net, scheduler, data, timestep, noise, previous, args, greys)
         sum(part.sum() for part in losses).backward()
         net.zero_grad(set_to_none=True)
@@ -138,7 +149,7 @@ def compare(setting: Setting, rounds: int) -> dict:
 
     def memory(checkpointing: bool) -> float:
         args.gradient_checkpointing, args.auto_batch = checkpointing, False
-        return ta.measure_stage(k, greys, None, args, setting.ranks)[0]
+        return ta.measure_stage(ta.plan_as_asked(k, args), greys, None, args.mixed_precision, args, device).memory
 
     kinds = {"plain": (False, sdpa), "checkpointing": (True, sdpa), "naive": (False, naive)}
     times: dict[str, list[float]] = {name: [] for name in kinds}
@@ -166,6 +177,7 @@ def real_size(ranks, seconds: float) -> None:
     import torch
 
     import train_accelerate as ta
+    from hardware_utils import out_of_memory
 
     greys = [(0.2, -1.0, 1.0), (0.2, -1.0, 1.0)]
     for compiled in (False, True):
@@ -180,7 +192,7 @@ def real_size(ranks, seconds: float) -> None:
             row = {"stage": stage["name"], "batch": count, "precision": args.mixed_precision, "compile": compiled,
                    "checkpointing": checkpointing}  # fmt: skip
             try:
-                net, scheduler = ta.build_net(k, args, device), ta.make_scheduler(args)
+                net, scheduler = ta.build_model(k, args, device), ta.make_scheduler(args)
                 ema, optimizer = ta.Ema(net, args.ema_decay), ta.make_optimizer(net, args)
                 row["parameters"] = sum(p.numel() for p in net.parameters())
                 if compiled:
@@ -200,7 +212,7 @@ def real_size(ranks, seconds: float) -> None:
                 row |= {"samples_per_s": rate, "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
                 row |= {"minutes_per_1000_on_4": 1000 / (4 * rate) / 60, "guide_gb": memory, "guide_minutes": minutes}
             except RuntimeError as error:
-                if not ta.hw.out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 row["out_of_memory"] = True
             net = ema = optimizer = item = None
@@ -218,10 +230,10 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    import train_accelerate as ta
+    from distributed_utils import Ranks
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    ranks = ta.du.Ranks(0, 0, 1, device, "python")
+    ranks = Ranks(0, 0, 1, device, "python")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}", flush=True)
     if options.real:
         if device.type == "cpu":

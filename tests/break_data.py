@@ -25,9 +25,8 @@ def main() -> None:
                 file.write_bytes(file.read_bytes()[:40])
         return path
 
-    # scripts whose loop is not yet that of loop_utils import the name themselves
-    for module in (checkpoint_utils, loop_utils):
-        module.save_checkpoint = save_checkpoint
+    # the scripts that are not on loop_utils yet call it by its module
+    checkpoint_utils.save_checkpoint = loop_utils.save_checkpoint = save_checkpoint
     sys.argv = sys.argv[3:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -485,7 +485,7 @@ def test_every_weight_learns_and_no_earlier_stage(torsos):
     """Each parameter of a stage's net has a gradient once the zero-initialised ones have moved; both views and the
     volume before reach the output; the optimizer holds this stage's parameters alone."""
     ta, args = small_args(torsos)
-    net = ta.build_net(1, args, torch.device("cpu"))
+    net = ta.build_model(1, args, torch.device("cpu"))
     optimizer = ta.make_optimizer(net, args)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in net.parameters()}
     torch.manual_seed(0)
@@ -538,13 +538,11 @@ def test_prediction_of_v_and_noise_agree(torsos):
 def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
     """The true volume fits its X-rays; a moved one does not; the same error counts less where there is more noise."""
     ta, args = small_args(torsos)
-    import distributed_utils as du
-
-    data = ta.Data(args, [[8, 8, 8], [16, 16, 16]], du.Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    data = ta.Data(args, [[8, 8, 8], [16, 16, 16]])
     items = torch.utils.data.default_collate([data.set("train", [16, 16, 16])[i] for i in range(4)])
     batch = ta.prepare(items, args, torch.device("cpu"), 1, None)
-    right = ta.cm.projection_error(batch["volume"], batch["extent"], batch["xrays"], data.greys)
-    wrong = ta.cm.projection_error(batch["volume"].roll(3, 2), batch["extent"], batch["xrays"], data.greys)
+    right = ta.projection_error(batch["volume"], batch["extent"], batch["xrays"], data.greys)
+    wrong = ta.projection_error(batch["volume"].roll(3, 2), batch["extent"], batch["xrays"], data.greys)
     assert right.shape == (4, 2)
     assert right.max() < 3e-3
     assert (wrong[:, 0] > 20 * right[:, 0]).all()  # a move along x shows in the frontal view,
@@ -556,7 +554,7 @@ def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
         _, physics = ta.sample_losses(net, scheduler, batch, times, noise, None, args, data.greys)
         noisy = scheduler.add_noise(batch["volume"], noise, times)
         _, clean = ta.predict(net, scheduler, noisy, times, batch["xrays"], None, args)
-        error = ta.cm.projection_error(clean, batch["extent"], batch["xrays"], data.greys).mean(1)
+        error = ta.projection_error(clean, batch["extent"], batch["xrays"], data.greys).mean(1)
         assert torch.allclose(physics, scheduler.alphas_cumprod[time_] * error)
     assert scheduler.alphas_cumprod[2] > 10 * scheduler.alphas_cumprod[17]
 
@@ -566,21 +564,19 @@ def test_gradient_checkpointing_keeps_less(torsos):
     kept = []
     for more in ([], ["--gradient_checkpointing"]):
         ta, args = small_args(torsos, "--batch_size", "4", *more)
-        import distributed_utils as du
-
-        kept.append(ta.measure_stage(1, greys, None, args, du.Ranks(0, 0, 1, torch.device("cpu"), "python"))[0])
+        stage = ta.plan_as_asked(1, args)
+        kept.append(ta.measure_stage(stage, greys, None, "no", args, torch.device("cpu")).memory)
     assert kept[1] < 0.6 * kept[0]
 
 
 def test_augmentation(torsos):
     """A function of (seed, epoch, patient); volume and pictures move together; none in evaluations."""
     ta, args = small_args(torsos)
-    import distributed_utils as du
-    from tasks.cascade import data as xd
-    from tasks.cascade.projector import project, resize
+    import xray_ct_data as xd
+    from drr_projector import project, resize
 
     stages = [[40, 40, 40]]
-    data = ta.Data(args, stages, du.Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    data = ta.Data(args, stages)
     items = torch.utils.data.default_collate([data.set("train", stages[0])[i] for i in range(4)])
     plain = ta.prepare(items, args, torch.device("cpu"), 1, None)
     assert torch.equal(plain["seen"], plain["xrays"])
@@ -637,23 +633,23 @@ def test_config_keys_have_an_effect(cascade, zygote, torsos, one, tmp_path):
 @pytest.mark.soak
 def test_overfits_one_volume(torsos, tmp_path):
     """v-prediction at 32^3 on one volume: loss below 0.05, and PSNR above 30 dB by sampling."""
-    import distributed_utils as du
+    from distributed_utils import schedule
 
     stage = {"name": "stage1", "volume_size": [32, 32, 32], "voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
     ta, args = small_args(torsos, "--stage_configs", json.dumps([stage | {"token_grid": 8}]), "--num_timesteps", "1000",
                           "--ddim_steps", "50", "--no-augmentation")  # fmt: skip
-    ranks = du.Ranks(0, 0, 1, torch.device("cpu"), "python")
+    device = torch.device("cpu")
     torch.set_num_threads(2)
-    data = ta.Data(args, [[32, 32, 32]], ranks)
+    data = ta.Data(args, [[32, 32, 32]])
     item = torch.utils.data.default_collate([data.set("train", [32, 32, 32])[0]] * 4)
-    batch = ta.prepare(item, args, ranks.device, 0, None)
-    net, scheduler = ta.build_net(0, args, ranks.device), ta.make_scheduler(args)
+    batch = ta.prepare(item, args, device, 0, None)
+    net, scheduler = ta.build_model(0, args, device), ta.make_scheduler(args)
     ema = ta.Ema(net, 0.99)
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, fused=True)
     kept = []
     for step in range(500):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * du.schedule(step, 500, 10, "cosine")
+            group["lr"] = 2e-3 * schedule(step, 500, 10, "cosine")
         times = torch.randint(1000, (4,), generator=torch.Generator().manual_seed(step))
         noise = torch.randn(batch["volume"].shape, generator=torch.Generator().manual_seed(step))
         diffusion, physics = ta.sample_losses(net, scheduler, batch, times, noise, None, args, data.greys)
@@ -663,7 +659,7 @@ def test_overfits_one_volume(torsos, tmp_path):
         optimizer.zero_grad()
         ema.update(net, step + 1)
         kept.append(float(diffusion.detach().mean()))
-    volume = ta.sample_cascade([ema.net], batch["xrays"][:1], [0], ta.make_accelerator(args, ranks), scheduler, args)[0]
+    volume = ta.sample_cascade([ema.model], batch["xrays"][:1], [0], scheduler, "no", args)[0]
     psnr = float(10 * torch.log10(4 / (volume - batch["volume"][:1]).square().mean()))
     print(
         f"v-prediction on one 32^3 volume: mean loss of the last 50 steps {np.mean(kept[-50:]):.4f}, PSNR {psnr:.2f} dB"
