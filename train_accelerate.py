@@ -278,19 +278,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-import fixed_order
+import fixed_order_utils
 from accelerate_utils import choose_precision, keep_precision, make_accelerator
-from cascade_metrics import (
-    PLACES,
-    SLICES,
-    draw_result,
-    draw_rows,
-    measure,
-    middle_slices,
-    print_metrics,
-    projection_error,
-)
-from cascade_net import StageNet
 from checkpoint_utils import (
     at_end_of_step,
     export_weights,
@@ -316,7 +305,6 @@ from distributed_utils import (
     setup_distributed,
     world,
 )
-from drr_projector import VIEWS, back_project, normalise, resize, spacing_of, to_hu
 from hardware_utils import autocast, available_ram_gb, set_numerics, smaller_batch, split_batch, usable_cores
 from hardware_utils import choose_precision as precision_of_device
 from logging_utils import RunLog, figure_text, print_table, save_figure, write_result
@@ -352,7 +340,7 @@ from memory_utils import (
     fits_by_itself,
     try_step,
 )
-from xray_ct_data import (
+from tasks.cascade.data import (
     Decoded,
     Patient,
     XrayCtDataset,
@@ -367,6 +355,18 @@ from xray_ct_data import (
     read_ct,
     split_patients,
 )
+from tasks.cascade.metrics import (
+    PLACES,
+    SLICES,
+    draw_result,
+    draw_rows,
+    measure,
+    middle_slices,
+    print_metrics,
+    projection_error,
+)
+from tasks.cascade.model import StageNet
+from tasks.cascade.projector import VIEWS, back_project, normalise, resize, spacing_of, to_hu
 
 # --- patients ---------------------------------------------------------------------------------------------------------
 
@@ -514,7 +514,7 @@ def predict(
     given = ()
     if previous:
         volume, level = previous
-        mean = fixed_order.interpolate(volume, noisy.shape[2:])
+        mean = fixed_order_utils.interpolate(volume, noisy.shape[2:])
         std = RESIDUAL_STD
         given = ((mean - CT_MEAN) / CT_STD, level)
 

@@ -572,8 +572,8 @@ def test_gradient_checkpointing_keeps_less(torsos):
 def test_augmentation(torsos):
     """A function of (seed, epoch, patient); volume and pictures move together; none in evaluations."""
     ta, args = small_args(torsos)
-    import xray_ct_data as xd
-    from drr_projector import project, resize
+    from tasks.cascade import data as xd
+    from tasks.cascade.projector import project, resize
 
     stages = [[40, 40, 40]]
     data = ta.Data(args, stages)
