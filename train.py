@@ -186,7 +186,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from accelerate_utils import choose_precision, keep_precision, make_accelerator
+from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
 from checkpoint_utils import (
     export_weights,
     load_checkpoint,
@@ -610,7 +610,7 @@ def evaluate_only(precision: str, args: argparse.Namespace, ranks: Ranks) -> Non
         run_folder = Path(path).parent
         args.output_dir = str(run_folder)
     set_numerics(ranks.device, precision, "", args.deterministic)
-    accelerator = make_accelerator(args, ranks)
+    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     with agree_on_errors():
         baseline = read_baseline(args)
     print_processes(accelerator, precision, ranks)
@@ -789,10 +789,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
 
-    def choose() -> tuple[str, str]:
-        why = choose_precision(args, ranks)
-        return args.mixed_precision, why
-
+    asked_by = args.source["mixed_precision"]
+    choose = partial(choose_launched_precision, args.mixed_precision, asked_by, ranks)
     precision, why = agree_on_precision(choose)
     if args.eval_only:
         evaluate_only(precision, args, ranks)
@@ -804,8 +802,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
     if checkpoint:
         adopt_settings(args, checkpoint, args.resume_from)
-        why = keep_precision(args, checkpoint, why, ranks)
-        precision = args.mixed_precision
+        begun_in = checkpoint["settings"]["mixed_precision"]
+        precision, why = keep_precision(precision, why, begun_in, asked_by, ranks)
     if args.num_warmup_steps >= args.train_timesteps:
         warmup = f"--num_warmup_steps {args.num_warmup_steps} ({args.source['num_warmup_steps']})"
         raise InputError(f"{warmup}: must be below --train_timesteps {args.train_timesteps}")
@@ -821,7 +819,7 @@ def fit(checkpoint: dict | None, precision: str, why: str, begun: float, args: a
     run_folder = Path(args.output_dir)
     with agree_on_errors():
         baseline = read_baseline(args)
-    accelerator = make_accelerator(args, ranks)
+    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     data = Data(args)
     model = build_model(args, ranks.device)
     batch = choose_batch_size(model, data.train.max_depth, checkpoint, precision, args)
@@ -841,7 +839,8 @@ def fit(checkpoint: dict | None, precision: str, why: str, begun: float, args: a
 
     # --max_steps ends a run earlier, with the same schedule
     last_step = min(args.max_steps or args.train_timesteps, args.train_timesteps)
-    log = RunLog(run_folder, ranks, LOSSES, args, last_step, checkpoint, precision)
+    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, precision, args.compile)
+    log.open(args, checkpoint)
     log.curves = [f"{split}/return_{part}" for split in ("val", "unseen") for part in ("first", "last")]
     training = TrainingRun(
         run_folder=run_folder,
@@ -985,8 +984,8 @@ def rehearse(args: argparse.Namespace) -> None:
     depth = args.max_compression_depth if args.n_latent else 0
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
-        choose_precision(args, ranks)
-        precision = args.mixed_precision
+        asked_by = args.source["mixed_precision"]
+        precision, _ = choose_launched_precision(args.mixed_precision, asked_by, ranks)
         set_numerics(ranks.device, precision, "", args.deterministic)
         with ranks.device:
             model = build_model(args, ranks.device)

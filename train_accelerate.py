@@ -279,7 +279,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fixed_order_utils
-from accelerate_utils import choose_precision, keep_precision, make_accelerator
+from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
 from checkpoint_utils import (
     at_end_of_step,
     export_weights,
@@ -305,9 +305,10 @@ from distributed_utils import (
     setup_distributed,
     world,
 )
+from figure_utils import figure_text
 from hardware_utils import autocast, available_ram_gb, set_numerics, smaller_batch, split_batch, usable_cores
 from hardware_utils import choose_precision as precision_of_device
-from logging_utils import RunLog, figure_text, print_table, save_figure, write_result
+from logging_utils import RunLog, print_table, save_figure, write_result
 from loop_utils import (
     LossScaler,
     Progress,
@@ -955,17 +956,16 @@ def load_models(checkpoint: dict, args: argparse.Namespace, device: torch.device
 # --- the run: a trained cascade ---------------------------------------------------------------------------------------
 
 
-def use_checkpoint(why: str, args: argparse.Namespace, ranks: Ranks) -> None:
+def use_checkpoint(precision: str, why: str, args: argparse.Namespace, ranks: Ranks) -> None:
     """--eval_only and --sample: what a trained cascade does. why: the reason for the precision."""
     run_folder = Path(args.checkpoint_dir)
     used = str(run_folder / "best.pt") if args.resume_from in (None, "auto") else args.resume_from
     used = str(Path(used) / "best.pt") if Path(used).is_dir() else used
     checkpoint = load_checkpoint(used, run_folder, FORMAT)
     adopt(args, checkpoint, used)
-    precision = args.mixed_precision
     set_numerics(ranks.device, precision, why, args.deterministic)
     # an `accelerate config` that is of no use here is refused, as in training
-    make_accelerator(args, ranks)
+    make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     if args.sample:
         sample_new(checkpoint, precision, args, ranks.device)
     else:
@@ -1384,7 +1384,7 @@ def warn_of_full_memory(gib: float) -> None:
         print_main(f"warning: --cache_in_memory takes {gib:.1f} GB per process; {free:.1f} are free")
 
 
-def fit(why: str, args: argparse.Namespace, ranks: Ranks) -> int:
+def fit(precision: str, why: str, args: argparse.Namespace, ranks: Ranks) -> int:
     """Train the stages one after another, test the last; returns the exit code. why: the reason for the precision."""
     begun = time.time()
     run_folder = Path(args.checkpoint_dir)
@@ -1392,10 +1392,11 @@ def fit(why: str, args: argparse.Namespace, ranks: Ranks) -> int:
     checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
     if checkpoint:
         adopt(args, checkpoint, args.resume_from)
-        why = keep_precision(args, checkpoint, why, ranks)
-    precision = args.mixed_precision
+        begun_in = checkpoint["settings"]["mixed_precision"]
+        asked_by = args.source["mixed_precision"]
+        precision, why = keep_precision(precision, why, begun_in, asked_by, ranks)
     why = set_numerics(device, precision, why, args.deterministic)
-    accelerator = make_accelerator(args, ranks)
+    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
 
     # which stages, their patients, and the batch of each
     choice = choose_stages(checkpoint, args)
@@ -1451,7 +1452,8 @@ def open_log(
     run_folder = Path(args.checkpoint_dir)
     next_stage = checkpoint is not None and choice.anew
     resumed = at_end_of_step(checkpoint, run_folder) if next_stage else checkpoint
-    log = RunLog(run_folder, ranks, LOSSES, args, last_step, resumed, precision)
+    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, precision, args.compile)
+    log.open(args, resumed)
     log.curves = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
     if next_stage:
         # what the stage before had not logged yet
@@ -1714,17 +1716,15 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
         return 0
 
-    def choose() -> tuple[str, str]:
-        why = choose_precision(args, ranks)
-        return args.mixed_precision, why
-
-    _, why = agree_on_precision(choose)
+    asked_by = args.source["mixed_precision"]
+    choose = partial(choose_launched_precision, args.mixed_precision, asked_by, ranks)
+    precision, why = agree_on_precision(choose)
     if args.eval_only or args.sample:
-        use_checkpoint(why, args, ranks)
+        use_checkpoint(precision, why, args, ranks)
         return 0
     run_folder = Path(args.checkpoint_dir)
     lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-    code = fit(why, args, ranks)
+    code = fit(precision, why, args, ranks)
     del lock
     return code
 

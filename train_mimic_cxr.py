@@ -229,6 +229,7 @@ from distributed_utils import (
     world,
     wrap_in_ddp,
 )
+from figure_utils import wrap
 from hardware_utils import (
     autocast,
     available_ram_gb,
@@ -242,7 +243,7 @@ from hardware_utils import (
     split_batch,
     usable_cores,
 )
-from logging_utils import RunLog, print_table, save_figure, wrap, write_result
+from logging_utils import RunLog, print_table, save_figure, write_result
 from loop_utils import (
     LossScaler,
     Step,
@@ -1614,7 +1615,8 @@ def fit(
         engine.restore(model, checkpoint)
         restore_rng(checkpoint["rng"])
 
-    log = RunLog(run_folder, ranks, LOSSES, args, last_step, checkpoint, setup.precision)
+    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
+    log.open(args, checkpoint)
     training = TrainingRun(
         run_folder=run_folder,
         progress=progress,

@@ -812,7 +812,8 @@ def fit(
             "split": batch.record(),
         }
 
-    log = RunLog(run_folder, ranks, LOSSES, args, last_step, checkpoint, precision)
+    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, precision, args.compile)
+    log.open(args, checkpoint)
     log.curves = [f"val/{name}" for name in CURVES]
     training = TrainingRun(
         run_folder=run_folder,

@@ -279,6 +279,7 @@ from distributed_utils import (
     world,
     wrap_in_ddp,
 )
+from figure_utils import figure_text
 from hardware_utils import (
     GroupNorm,
     autocast,
@@ -289,7 +290,7 @@ from hardware_utils import (
     split_batch,
     usable_cores,
 )
-from logging_utils import RunLog, figure_text, print_table, save_figure, write_result
+from logging_utils import RunLog, print_table, save_figure, write_result
 from loop_utils import (
     LossScaler,
     Progress,
@@ -1411,7 +1412,8 @@ def fit(
         restore_training(checkpoint, learner.optimizer, learner.scaler, args.weight_decay)
 
     # the scores of every epoch are drawn as curves; those of the end alone would be single points
-    log = RunLog(run_folder, ranks, LOSSES, args, last_step, checkpoint, setup.precision)
+    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
+    log.open(args, checkpoint)
     log.curves = [f"val/{name}" for name in CURVES[args.task]]
     training = TrainingRun(
         run_folder=run_folder,

@@ -40,7 +40,7 @@ class Setting:
 
     def __init__(self, folder: Path, words: list[str], ranks):
         self.args = train.parse_args(["--data", str(folder / "data"), "--output_dir", str(folder / "run"), *words])
-        train.choose_precision(self.args, ranks)
+        self.args.mixed_precision, _ = train.choose_launched_precision("auto", "default", ranks)
         self.ranks = ranks
         self.device = ranks.device
         self.data = train.Data(self.args)
@@ -71,7 +71,7 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     args = setting.args
     device = setting.device
     args.num_warmup_steps = 0
-    accelerator = train.make_accelerator(args, setting.ranks)
+    accelerator = train.make_accelerator(args.mixed_precision, 1, setting.ranks)
     models = {name: train.build_model(args, device) for name in ("raw", "script")}
     optimizers = {name: train.make_optimizer(model, args) for name, model in models.items()}
     loaders = {name: setting.loader() for name in models}

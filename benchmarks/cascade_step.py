@@ -51,7 +51,7 @@ class Setting:
 
         self.args = ta.parse_args(words)
         self.ranks, self.device = ranks, ranks.device
-        ta.choose_precision(self.args, ranks)
+        self.args.mixed_precision, _ = ta.choose_launched_precision("auto", "default", ranks)
         self.data = ta.Data(self.args, [stage["volume_size"] for stage in self.args.stage_configs])
 
 
@@ -66,7 +66,7 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     train = setting.data.set("train", stage["volume_size"])
     for i in range(len(train)):
         train[i]  # decoded before the clock starts
-    scheduler, accelerator = ta.make_scheduler(args), ta.make_accelerator(args, setting.ranks)
+    scheduler, accelerator = ta.make_scheduler(args), ta.make_accelerator(args.mixed_precision, 1, setting.ranks)
     learners = []
     for _ in range(2):
         model = ta.build_model(k, args, device)
@@ -78,7 +78,8 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     loader = ta.create_distributed_dataloader(train, stage["batch_size"], drop_last=False)
     progress = ta.StageProgress(stage=k)
     Path(args.checkpoint_dir).mkdir()
-    log = ta.RunLog(Path(args.checkpoint_dir), setting.ranks, ta.LOSSES, args, 10**9)
+    log = ta.RunLog(Path(args.checkpoint_dir), setting.ranks, ta.LOSSES, 10**9, args.log_every, "no")
+    log.open(args)
     log.context = {"stage": k + 1}
     training = ta.TrainingRun(
         run_folder=Path(args.checkpoint_dir),
@@ -183,7 +184,7 @@ def real_size(ranks, seconds: float) -> None:
     for compiled in (False, True):
         for k, checkpointing in ((0, False), (1, False), (2, False), (2, True)):
             args = ta.parse_args(["--config", str(ROOT / "configs" / "multi_view_config.json")])
-            ta.choose_precision(args, ranks)
+            args.mixed_precision, _ = ta.choose_launched_precision("auto", "default", ranks)
             args.gradient_checkpointing = checkpointing
             stage, device = args.stage_configs[k], ranks.device
             count, size = stage["batch_size"], stage["volume_size"]

@@ -137,8 +137,8 @@ def write_release(folder: Path, studies: int, questions: int = 185) -> float:
 
 def read_rows(options: argparse.Namespace) -> dict:
     """Open the index as the trainer does and read 200 batches of rank 0 of 4, the first ones timed."""
-    import distributed_utils as du
     import train_mimic_cxr as trainer
+    from sampler_utils import TrainBatchSampler
     from tasks.mimic_cxr import index as mci
 
     ready()
@@ -149,7 +149,7 @@ def read_rows(options: argparse.Namespace) -> dict:
     data = trainer.QuestionData(index, "train", args, None)
     data.rows = index.questions("train", options.copies)
     data.count = len(data.rows)
-    sampler = du.TrainBatchSampler(len(data), 16, 0, 4)
+    sampler = TrainBatchSampler(len(data), 16, 0, 4)
     result = {"open": time.perf_counter() - begun, "length": len(data), "first": []}
     for epoch in range(3):
         begun = time.perf_counter()

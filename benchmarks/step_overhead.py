@@ -120,6 +120,8 @@ def begin_training(
 ) -> TrainingRun:
     """A run that logs as the script does and saves nothing."""
     run_folder.mkdir(parents=True, exist_ok=True)
+    log = RunLog(run_folder, ranks, losses, ENDLESS, args.log_every, "no")
+    log.open(args)
     return TrainingRun(
         run_folder=run_folder,
         progress=progress,
@@ -127,7 +129,7 @@ def begin_training(
         planned_steps=ENDLESS,
         effective_batch_size=loader.batch_sampler.effective_batch_size,
         precision="no",
-        log=RunLog(run_folder, ranks, losses, args, ENDLESS, precision="no"),
+        log=log,
         contents=dict,
     )
 
@@ -299,7 +301,7 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     averaged = script.Ema(model, args.ema_decay)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
-        wrapped = script.make_accelerator(args, ranks).prepare_model(model)
+        wrapped = script.make_accelerator("no", 1, ranks).prepare_model(model)
         learner = script.Learner(model, wrapped, averaged, optimizer, LossScaler(ranks.device, "no"))
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, script.StageProgress(stage=stage))
 
@@ -338,7 +340,7 @@ def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop
     loader = create_distributed_dataloader(segments, args.train_batch_size, collate_fn=script.as_it_is)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
-        wrapped = script.make_accelerator(args, ranks).prepare_model(model)
+        wrapped = script.make_accelerator("no", 1, ranks).prepare_model(model)
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
         scaler = LossScaler(ranks.device, "no")
 

@@ -79,7 +79,8 @@ class Script:
         """A training without an end, which saves nothing."""
         run_folder.mkdir()
         flags = {name: value for name, value in vars(self.args).items() if name != "device"}
-        log = RunLog(run_folder, ranks, tsd.LOSSES, argparse.Namespace(**flags), 10**6, precision="no")
+        log = RunLog(run_folder, ranks, tsd.LOSSES, 10**6, self.args.log_every, "no")
+        log.open(argparse.Namespace(**flags))
         return TrainingRun(
             run_folder=run_folder,
             progress=Progress(),

@@ -189,7 +189,8 @@ def main(_):
     with du.setup_distributed() as ranks:
         args = Namespace(log_every=1, wandb=False, max_bad_steps=10, compile=False, mixed_precision="no")
         lock = ckpt.lock_run_folder(folder, False)
-        log = RunLog(folder, ranks, ["loss", "skipped"], args, 9)
+        log = RunLog(folder, ranks, ["loss", "skipped"], 9, 1, "no")
+        log.open(args)
         try:
             for step in (1, 2):
                 parts = {"format": "toy", "x": torch.ones(9), "log": log.pending(step)}

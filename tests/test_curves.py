@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from logging_utils import plot_curves
+from figure_utils import plot_curves
 
 
 def draw(folder, records, chosen=None):

@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, torchrun
 
 import distributed_utils as du
+from sampler_utils import TrainBatchSampler
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.soak)])
@@ -38,7 +39,7 @@ def test_readme_example(zygote, tmp_path):
 def test_shuffle_takes_no_memory():
     """An epoch over 300 million samples starts at once and holds no list of them."""
     tracemalloc.start()
-    sampler = du.TrainBatchSampler(300_000_000, 64, 3, 8, seed=1)
+    sampler = TrainBatchSampler(300_000_000, 64, 3, 8, seed=1)
     sampler.set_position(2, samples=512 * 1000)
     batches = [batch for _, batch in zip(range(50), sampler, strict=False)]
     peak = tracemalloc.get_traced_memory()[1]

@@ -119,8 +119,9 @@ def test_matmul_rate_draws_no_random_number():
 
 def make_log(folder, compiled: bool = False) -> RunLog:
     folder.mkdir()
-    args = Namespace(log_every=1, wandb=False, mixed_precision="no", compile=compiled)
-    return RunLog(folder, Ranks(0, 0, 1, CPU, "python"), ["loss", "skipped"], args, 9)
+    log = RunLog(folder, Ranks(0, 0, 1, CPU, "python"), ["loss", "skipped"], 9, 1, "no", compiled)
+    log.open(Namespace(wandb=False))
+    return log
 
 
 def test_which_steps_are_counted(tmp_path):

@@ -37,7 +37,8 @@ def toy_run(folder: Path, last: int, resume: str | None = None, overwrite: bool 
     contents = ckpt.load_checkpoint(resume, folder, "toy", resume=True)
     begun = step = contents["step"] if contents else 0
     value = contents["model"]["value"] if contents else torch.zeros(64)
-    log = RunLog(folder, ONE, ["loss", "skipped"], args, last, contents)
+    log = RunLog(folder, ONE, ["loss", "skipped"], last, 1, "no")
+    log.open(args, contents)
     while step < last:
         step += 1
         value = value + step

@@ -135,7 +135,7 @@ def test_figures_take_any_name_and_explain_themselves(recwarn):
     """No glyph is missing, no dollar sign begins a formula, no title runs into the next one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from logging_utils import figure_text
+    from figure_utils import figure_text
 
     names = ["\u60a3\u8005 7", "a$b$c", "x\ty\nz", "long" * 40, "$", "7"]
     assert figure_text(names[0]) == "?? 7"

@@ -19,6 +19,7 @@ from tqdm import tqdm
 import distributed_utils as du
 from cache_utils import DiskCache, identity
 from cli_utils import InputError
+from sampler_utils import permute
 from tasks.cascade import projector as drr
 
 CT_ENDINGS = (".nii.gz", ".nii", ".npy")
@@ -271,7 +272,7 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None =
         return parts
     if len(patients) < 3:
         raise InputError(f"--dataset_path: {len(patients)} patients; training, validation and test need at least 3")
-    order = du.permute(np.arange(len(patients)), len(patients), seed, 0).tolist()
+    order = permute(np.arange(len(patients)), len(patients), seed, 0).tolist()
     held = max(1, round(len(patients) / 10))
     return {"train": order[2 * held :], "val": order[:held], "test": order[held : 2 * held]}
 

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from logging_utils import figure_text, print_table
+from figure_utils import figure_text
+from logging_utils import print_table
 from tasks.cascade import projector as drr
 
 
