@@ -168,7 +168,9 @@ def optimizer_steps(
     each other these, a stop signal and an unusable sample, in one small transfer of host memory. A signal to any rank
     ends the steps on all; `stop.agreed` is then its exit code. Raises InputError on all ranks for an unusable sample.
     """
-    progress, log, stop = training.progress, training.log, training.stop
+    progress = training.progress
+    log = training.log
+    stop = training.stop
     rank, world_size = world()
     sampler = loader.batch_sampler
     sampler.set_position(progress.epoch, progress.samples)
@@ -201,7 +203,9 @@ def first_error(batches: list[dict]) -> str:
     """The first reason why a sample of some batches cannot be used, empty without one."""
     for batch in batches:
         errors = batch.get("error", "")
-        for reason in [errors] if isinstance(errors, str) else errors:
+        if isinstance(errors, str):
+            errors = [errors]
+        for reason in errors:
             if reason:
                 return reason
     return ""
@@ -247,7 +251,8 @@ def end_step(training: TrainingRun, step: Step, losses: torch.Tensor, grad_norm:
 
     losses: this rank's part of the sums over the ranks. Raises RunError on all ranks after too many skipped steps.
     """
-    progress, log = training.progress, training.log
+    progress = training.progress
+    log = training.log
     progress.step += 1
     progress.samples += step.samples
 
@@ -312,7 +317,8 @@ def keep_best(
 
 def say_if_finished(training: TrainingRun, flags: str) -> None:
     """Rank 0 tells a user who resumes a finished run why nothing is trained, and which flags would change that."""
-    step, last_step = training.progress.step, training.last_step
+    step = training.progress.step
+    last_step = training.last_step
     if step >= last_step:
         print_main(f"nothing left to train: step {step} of {last_step}; see {flags}, --max_steps")
 
@@ -353,7 +359,8 @@ def say_where(run_folder: Path) -> None:
 
 def agree_on_precision(choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
     """All ranks: (precision, why) as `choose` says, which must be the same everywhere. Raises InputError."""
-    precision, why = "", ""
+    precision = ""
+    why = ""
     with agree_on_errors():
         precision, why = choose()
     if len(set(gather_objects(precision))) > 1:

@@ -95,7 +95,8 @@ def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, pass
     device = trained[0].device
     count = int(copies * sum(parameter.nbytes for parameter in trained))
     statistics = [buffer.clone() for buffer in model.buffers()]
-    error, held = "", []
+    error = ""
+    held = []
     release_memory()
 
     # dropout and noise of the run are those of a run without a trial
@@ -112,6 +113,7 @@ def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, pass
                 raise
             error = str(reason).partition("\n")[0] or type(reason).__name__
 
+    # gradients and running statistics are those from before
     memory = gpu_memory(device)
     for parameter in trained:
         parameter.grad = None
@@ -123,7 +125,43 @@ def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, pass
     if memory is None:
         return Trial(not error, error, None, None)
     peak, room = memory
-    return Trial(not error and (1 + MARGIN_SHARE) * peak + MARGIN_BYTES <= room, error, peak, room)
+    has_margin = (1 + MARGIN_SHARE) * peak + MARGIN_BYTES <= room
+    return Trial(has_margin and not error, error, peak, room)
+
+
+class Agreed(NamedTuple):
+    """What a trial step came to on all ranks together: room and peak are bytes, inf and 0 on a CPU."""
+
+    fits: bool
+    ran_out: bool
+    room: float
+    peak: float
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The peak in GiB, None on a CPU."""
+        return self.peak / 2**30 if self.peak else None
+
+    @property
+    def room_text(self) -> str:
+        """The room as a message has it."""
+        return f"{self.room / 2**30:.1f} GiB" if math.isfinite(self.room) else "memory"
+
+
+def agree_on_trial(trial: Trial) -> Agreed:
+    """All ranks: the trial of the one with the least room decides for all."""
+    room = trial.room or math.inf
+    facts = [not trial.fits, bool(trial.error), -room, trial.peak or 0]
+    failed, ran_out, room_taken, peak = reduce_max(facts).tolist()
+    return Agreed(not failed, bool(ran_out), -room_taken, peak)
+
+
+def begun_with(checkpoint: dict | None, asked: tuple[int, int]) -> dict | None:
+    """The split that a resumed run was begun with, where the same is asked for of as many processes."""
+    split = checkpoint.get("split") if checkpoint else None
+    if split and split["world_size"] == world()[1] and tuple(split["asked"]) == asked:
+        return split
+    return None
 
 
 def fit_batch_to_memory(
@@ -148,51 +186,44 @@ def fit_batch_to_memory(
     """
     asked = (wanted.size, wanted.accumulation)
     size, accumulation = asked
-    copies = copies_held() if copies is None else copies
-    recomputed = halved = False
-    room = math.inf
+    recomputed = False
+    source = wanted.source
 
-    # a resumed run splits its steps as the run was begun, where the same is asked for of as many processes
-    before = checkpoint.get("split") if checkpoint else None
-    if before and before["world_size"] == world()[1] and tuple(before["asked"]) == asked:
+    # a resumed run splits its steps as it was begun
+    if before := begun_with(checkpoint, asked):
         size, accumulation = before["used"]
+        source = "as the run was begun" if size < wanted.size else wanted.source
         if before["recomputed"] and recompute is not None:
             recompute()
             recomputed = True
 
     # try, and ask for less until all ranks have room
     while True:
-        trial = try_step(partial(try_once, size), model, copies)
-        facts = [not trial.fits, bool(trial.error), -(trial.room or math.inf), trial.peak or 0]
-        failed, ran_out, room_taken, peak = reduce_max(facts).tolist()
-        if not failed:
+        trial = try_step(partial(try_once, size), model, copies_held() if copies is None else copies)
+        agreed = agree_on_trial(trial)
+        if agreed.fits:
             break
-        room = -room_taken
 
         # first smaller micro-batches, then recomputation; a step that only lacks its margin is made after all
         if size > 1:
             size, accumulation = split_batch(size, accumulation)
-            halved = True
+            source = f"fitted: {wanted.size} did not fit into {agreed.room_text}"
             print_main(f"out of memory: going on with {words(size, accumulation)}")
         elif recompute is not None and not recomputed:
             recompute()
             recomputed = True
             size, accumulation = asked
+            source = wanted.source
             print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
-        elif ran_out:
+        elif agreed.ran_out:
             reason = trial.error or "on another process"
             raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
         else:
-            left = f"{peak / 2**30:.1f} of {room / 2**30:.1f} GiB"
-            print_main(f"warning: a step takes {left}, which leaves little for NCCL and fragmentation; {advice}")
+            taken = f"{agreed.peak_gib:.1f} of {agreed.room_text}"
+            print_main(f"warning: a step takes {taken}, which leaves little for NCCL and fragmentation; {advice}")
             break
 
-    source = wanted.source
-    if size < wanted.size:
-        space = f"{room / 2**30:.1f} GiB" if math.isfinite(room) else "memory"
-        source = f"fitted: {wanted.size} did not fit into {space}" if halved else "as the run was begun"
-    recomputed = recomputed or wanted.recomputed
-    return BatchSize(size, accumulation, source, recomputed, asked, peak / 2**30 if peak else None)
+    return BatchSize(size, accumulation, source, recomputed or wanted.recomputed, asked, agreed.peak_gib)
 
 
 def release_memory() -> None:

@@ -16,6 +16,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     shuffling 300 million samples takes no memory.
     """
     bits = math.ceil(math.log2(max(size, 2)) / 2)
+    # the shuffle's keys, and a range of 4**bits numbers that holds all samples
     sequence = np.random.SeedSequence([seed % 2**63, epoch])
     keys = sequence.generate_state(8, np.uint64)
     values = positions.astype(np.uint64)
