@@ -744,7 +744,7 @@ def test_an_index_that_is_lost_while_training(chest, tmp_path, zygote):
     """Before rank 1 of 2 reads its first question: one line on both."""
     lose = [
         "import os, runpy, sys",
-        "import mimic_cxr_index as mci",
+        "from tasks.mimic_cxr import index as mci",
         "take = mci.Questions.take",
         "def lose(self, row):",
         "    if os.environ['RANK'] == '1':",
