@@ -2,9 +2,9 @@
 
     python benchmarks/async_save.py            # on CPU about 3 minutes, 5 GB of RAM, 3.3 GB of disk
 
-The state is that of a model of 133 million parameters with AdamW (weights and two moments, fp32, in 150 tensors), the
-disk is slowed to --disk_mb_per_s by sleeping. Held up: the seconds that save_checkpoint takes. The loop makes small
-training steps; its time with saves is compared with its time without, alternating.
+The state is that of a model of 133 million parameters with AdamW (weights and two moments, fp32, in 150 tensors). The
+disk is slowed to --disk_mb_per_s by sleeping. "Held up" is the time that save_checkpoint takes. The loop makes small
+training steps; its speed with saves is compared with its speed without, in turns.
 """
 
 import argparse
@@ -13,14 +13,24 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 
+class Timing(NamedTuple):
+    """Speed of a loop, and the wall and CPU seconds that the save at its start took."""
+
+    steps_per_s: float
+    save_seconds: float
+    save_cpu_seconds: float
+
+
 def slow_down(megabytes_per_s: float) -> None:
-    """Every write to a checkpoint sleeps as long as a disk of this speed would take."""
+    """Make every write to a checkpoint sleep as long as a disk of this speed would take."""
     import manifest_utils
 
     real = manifest_utils._HashingFile.write
@@ -33,7 +43,7 @@ def slow_down(megabytes_per_s: float) -> None:
 
 
 def make_state(gigabytes: float) -> dict:
-    """Weights and two moments of 50 parameters, which together have so many bytes."""
+    """Weights and two moments of 50 parameters, which together take this many GB."""
     import torch
 
     size = int(gigabytes * 1e9 / 4 / 150)
@@ -41,36 +51,64 @@ def make_state(gigabytes: float) -> dict:
     return {part: {f"layer{i}": torch.randn(size) for i in range(50)} for part in parts}
 
 
-def make_step():
-    """One small training step, as a function."""
+def make_step() -> Callable[[], None]:
+    """A function that makes one small training step."""
     import torch
 
-    net = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batch = torch.randn(64, 256)
 
     def step() -> None:
-        net(batch).square().mean().backward()
+        model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
-def run(step, seconds: float, save=None) -> tuple[float, float, float]:
-    """(steps/s, seconds that save() took, its CPU seconds) of a loop that lasts so long, with one save at its start."""
-    begun, cpu, held = time.perf_counter(), time.thread_time(), (0.0, 0.0)
+def run(step: Callable[[], None], seconds: float, save: Callable[[], object] | None = None) -> Timing:
+    """Train for this many seconds, with one save at the start where one is given."""
+    begun = time.perf_counter()
+    cpu_begun = time.thread_time()
+    save_seconds = 0.0
+    save_cpu_seconds = 0.0
     if save:
         save()
-        held = time.perf_counter() - begun, time.thread_time() - cpu
+        save_seconds = time.perf_counter() - begun
+        save_cpu_seconds = time.thread_time() - cpu_begun
+
     steps = 0
     while time.perf_counter() - begun < seconds:
         step()
         steps += 1
-    return steps / (time.perf_counter() - begun), *held
+    return Timing(steps / (time.perf_counter() - begun), save_seconds, save_cpu_seconds)
 
 
-def main() -> None:
+def compare(options: argparse.Namespace, run_folder: Path, checkpoint: dict) -> list[float]:
+    """Print one line for each save; returns the speed with a save over the speed without."""
+    from checkpoint_utils import save_checkpoint, settle_checkpoint
+
+    step = make_step()
+    ratios = []
+    for number in range(1, options.saves + 1):
+        save = functools.partial(save_checkpoint, run_folder, checkpoint, number, keep_last=1)
+        plain = run(step, options.seconds)
+        saving = run(step, options.seconds, save)
+        ratio = saving.steps_per_s / plain.steps_per_s
+        ratios.append(ratio)
+
+        # What the disk has not taken by now is not part of the comparison.
+        begun = time.perf_counter()
+        settle_checkpoint()
+        late = time.perf_counter() - begun
+
+        held_up = f"held up {saving.save_seconds:.3f} s ({saving.save_cpu_seconds:.3f} s of the CPU)"
+        print(f"save {number}: {held_up}, loop with over without {ratio:.3f}, {late:.1f} s late", flush=True)
+    return ratios
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.6)
     parser.add_argument("--disk_mb_per_s", type=float, default=200)
@@ -78,36 +116,29 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1, help="of the training process")
     parser.add_argument("--folder", default=None, help="where to write; default: the system's temporary folder")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_args()
     import torch
 
-    import checkpoint_utils as ckpt
     from async_save_utils import WRITER
+    from checkpoint_utils import _write
 
     torch.set_num_threads(options.threads)
     slow_down(options.disk_mb_per_s)
-    state, step = make_state(options.gigabytes), make_step()
-    # as at the start of a run
+    checkpoint = {"format": "benchmark", "model": make_state(options.gigabytes)}
+
+    # A run prepares its writer before the first step too.
     WRITER.prepare(int(options.gigabytes * 1e9), on_gpu=False)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         run_folder = Path(folder) / "run"
-        contents = {"format": "benchmark", "model": state}
-        ratios = []
-        for number in range(1, options.saves + 1):
-            save = functools.partial(ckpt.save_checkpoint, run_folder, contents, number, keep_last=1)
-            without, *_ = run(step, options.seconds)
-            with_save, wall, cpu = run(step, options.seconds, save)
-            ratios.append(with_save / without)
+        ratios = compare(options, run_folder, checkpoint)
 
-            # whatever the disk has not taken by now is not part of the comparison
-            begun = time.perf_counter()
-            ckpt.settle_checkpoint()
-            late = time.perf_counter() - begun
-            text = f"held up {wall:.3f} s ({cpu:.3f} s of the CPU), loop with over without {ratios[-1]:.3f}"
-            print(f"save {number}: {text}, {late:.1f} s late", flush=True)
+        # The same state is written once more while the loop waits.
         begun = time.perf_counter()
-        ckpt._write(run_folder, run_folder / "step_00000099.pt", {**contents, "step": 99, "rng": []}, 1)
+        _write(run_folder, run_folder / "step_00000099.pt", {**checkpoint, "step": 99, "rng": []}, 1)
         print(f"the same written in place: {time.perf_counter() - begun:.1f} s")
     print(f"loop with a save every {options.seconds:.0f} s over the loop without: {statistics.median(ratios):.3f}")
 
