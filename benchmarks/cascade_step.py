@@ -9,6 +9,7 @@ samples would take on 4 such GPUs, beside the guide's table; with bf16, and agai
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -16,210 +17,391 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from accelerate_utils import choose_launched_precision, make_accelerator
+from distributed_utils import Ranks, create_distributed_dataloader
+from hardware_utils import autocast, out_of_memory
+from logging_utils import RunLog
+from loop_utils import LossScaler, TrainingRun
+from tasks.cascade import model as cascade_model
+
+# What is measured: the script's own functions.
+from train_accelerate import (
+    LOSSES,
+    Data,
+    Ema,
+    Learner,
+    StageProgress,
+    build_model,
+    make_optimizer,
+    make_scheduler,
+    measure_stage,
+    parse_args,
+    plan_as_asked,
+    prepare,
+    sample_losses,
+    train_one_epoch,
+    training_draw,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-GUIDE = {64: (15, 2), 128: (40, 8), 256: (70, 25)}  # side: GB, minutes of an epoch of 1000 samples on 4 A100
 
 
-def bare_loop(net, ema, optimizer, batches, k: int, scheduler, greys, args, device, steps: int) -> None:
+class GuideStage(NamedTuple):
+    """The guide's table for one stage: GB, and minutes of an epoch of 1000 samples on 4 A100."""
+
+    gb: float
+    minutes: float
+
+
+# The key is the side of the stage's volume.
+GUIDE = {64: GuideStage(15, 2), 128: GuideStage(40, 8), 256: GuideStage(70, 25)}
+
+
+class Setting(NamedTuple):
+    """One stage to measure, its number from 0, and what the script's functions need for it."""
+
+    k: int
+    args: argparse.Namespace
+    device: torch.device
+    precision: str
+    greys: list
+    scheduler: object
+
+    @property
+    def config(self) -> dict:
+        """The stage's entry of --stage_configs."""
+        return self.args.stage_configs[self.k]
+
+
+class Times(NamedTuple):
+    """Seconds of each round in the two loops."""
+
+    bare: list[float]
+    script: list[float]
+
+
+def synchronize() -> None:
+    """Wait for the GPU where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def new_learner(setting: Setting) -> Learner:
+    """The stage's model with the same first weights each time, its average, optimizer and scaler."""
+    model = build_model(setting.k, setting.args, setting.device)
+    return Learner(
+        model=model,
+        wrapped=model,
+        averaged=Ema(model, setting.args.ema_decay),
+        optimizer=make_optimizer(model, setting.args),
+        scaler=LossScaler(setting.device, setting.precision),
+    )
+
+
+def bare_loop(setting: Setting, learner: Learner, batches: Iterable[dict], steps: int) -> None:
     """The shortest correct loop of the same computation: no logging, checkpoints, signals, resume, NaN guard."""
-    import torch
+    k = setting.k
+    args = setting.args
+    model = learner.model
+    scheduler = setting.scheduler
+    physics_weight = setting.config["physics_weight"]
+    model.train()
+    for step, batch in enumerate(itertools.islice(batches, steps), start=1):
+        batch = prepare(batch, args, setting.device, k, 0)
+        timestep, noise, previous = training_draw(batch, k, 0, args)
+        with autocast(setting.device, setting.precision):
+            diffusion, physics = sample_losses(model, scheduler, batch, timestep, noise, previous, args, setting.greys)
+        loss = diffusion.mean() + physics_weight * physics.mean()
+        loss.backward()
 
-    import train_accelerate as ta
-
-    net.train()
-    for step, batch in zip(range(steps), batches, strict=False):
-        batch = ta.prepare(batch, args, device, k, 0)
-        timestep, noise, previous = ta.training_draw(batch, k, 0, args)
-        with ta.autocast(device, args.mixed_precision):
-            diffusion, physics = ta.sample_losses(net, scheduler, batch, timestep, noise, previous, args, greys)
-        (diffusion.mean() + args.stage_configs[k]["physics_weight"] * physics.mean()).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), args.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        ema.update(net, step + 1)
-
-
-class Setting:
-    """A data set and stage to measure on."""
-
-    def __init__(self, words: list[str], ranks):
-        import train_accelerate as ta
-
-        self.args = ta.parse_args(words)
-        self.ranks, self.device = ranks, ranks.device
-        self.args.mixed_precision, _ = ta.choose_launched_precision("auto", "default", ranks)
-        self.data = ta.Data(self.args, [stage["volume_size"] for stage in self.args.stage_configs])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        learner.optimizer.step()
+        learner.optimizer.zero_grad(set_to_none=True)
+        learner.averaged.update(model, step)
 
 
-def overhead(setting: Setting, rounds: int, steps: int) -> dict:
-    """Time of a step in the script's loop over the bare loop's, alternating; and whether the weights come out equal."""
-    import torch
+# --- the script's loop over a bare one --------------------------------------------------------------------------------
 
-    import train_accelerate as ta
 
-    args, device, k = setting.args, setting.device, 1
-    stage, greys = args.stage_configs[k], setting.data.greys
-    train = setting.data.set("train", stage["volume_size"])
-    for i in range(len(train)):
-        train[i]  # decoded before the clock starts
-    scheduler, accelerator = ta.make_scheduler(args), ta.make_accelerator(args.mixed_precision, 1, setting.ranks)
-    learners = []
-    for _ in range(2):
-        model = ta.build_model(k, args, device)
-        ema, optimizer = ta.Ema(model, args.ema_decay), ta.make_optimizer(model, args)
-        scaler = ta.LossScaler(device, args.mixed_precision)
-        learners.append(ta.Learner(model, model, ema, optimizer, scaler))
-    bare, script = learners
-    script = script._replace(wrapped=accelerator.prepare_model(script.model))
-    loader = ta.create_distributed_dataloader(train, stage["batch_size"], drop_last=False)
-    progress = ta.StageProgress(stage=k)
-    Path(args.checkpoint_dir).mkdir()
-    log = ta.RunLog(Path(args.checkpoint_dir), setting.ranks, ta.LOSSES, 10**9, args.log_every, "no")
+def start_training(setting: Setting, ranks: Ranks) -> TrainingRun:
+    """A run of the script that saves nothing."""
+    endless = 10**9
+    args = setting.args
+    run_folder = Path(args.checkpoint_dir)
+    run_folder.mkdir()
+    log = RunLog(run_folder, ranks, LOSSES, endless, args.log_every, "no")
     log.open(args)
-    log.context = {"stage": k + 1}
-    training = ta.TrainingRun(
-        run_folder=Path(args.checkpoint_dir),
-        progress=progress,
+    log.context = {"stage": setting.k + 1}
+    return TrainingRun(
+        run_folder=run_folder,
+        progress=StageProgress(stage=setting.k),
         last_step=0,
-        planned_steps=10**9,
-        effective_batch_size=stage["batch_size"],
-        precision=args.mixed_precision,
+        planned_steps=endless,
+        effective_batch_size=setting.config["batch_size"],
+        precision=setting.precision,
         log=log,
         contents=dict,
     )
 
-    times: dict[str, list[float]] = {"bare": [], "script": []}
+
+def overhead(setting: Setting, data: Data, ranks: Ranks, rounds: int, steps: int) -> dict:
+    """Time of a step in the script's loop over the bare loop's, in turns; and whether the weights come out equal."""
+    train = data.set("train", setting.config["volume_size"])
+    # Every volume is decoded before the clock starts.
+    for i in range(len(train)):
+        train[i]
+
+    accelerator = make_accelerator(setting.precision, 1, ranks)
+    bare = new_learner(setting)
+    script = new_learner(setting)
+    script = script._replace(wrapped=accelerator.prepare_model(script.model))
+    loader = create_distributed_dataloader(train, setting.config["batch_size"], drop_last=False)
+    training = start_training(setting, ranks)
+    progress = training.progress
+
+    times = Times([], [])
     with training.stop:
         for _ in range(rounds + 1):
             loader.batch_sampler.set_position(0)
             begun = time.perf_counter()
-            bare_loop(bare.model, bare.averaged, bare.optimizer, loader, k, scheduler, greys, args, device, steps)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times["bare"].append(time.perf_counter() - begun)
-            progress.samples = progress.stage_step = 0
+            bare_loop(setting, bare, loader, steps)
+            synchronize()
+            times.bare.append(time.perf_counter() - begun)
+
+            # The script makes as many steps on the same samples.
+            progress.samples = 0
+            progress.stage_step = 0
             training.last_step = progress.step + steps
             begun = time.perf_counter()
-            ta.train_one_epoch(k, script, loader, training, setting.data, args)
-            times["script"].append(time.perf_counter() - begun)
-    log.close()
-    ratios = [script / bare for bare, script in zip(times["bare"][1:], times["script"][1:], strict=True)]
-    same = all(torch.equal(a, b) for a, b in zip(bare.model.parameters(), script.model.parameters(), strict=True))
-    return {"step_over_bare_loop": statistics.median(ratios), "from": min(ratios), "to": max(ratios),
-            "ms_per_step": 1000 * statistics.median(times["script"][1:]) / steps, "equal_weights": same}  # fmt: skip
+            train_one_epoch(setting.k, script, loader, training, data, setting.args)
+            times.script.append(time.perf_counter() - begun)
+    training.log.close()
+    return overhead_figures(times, steps) | {"equal_weights": equal_weights(bare, script)}
 
 
-def compare(setting: Setting, rounds: int) -> dict:
-    """Ratios of time and of kept memory: gradient checkpointing on over off, SDPA over naive attention."""
-    import torch
-
-    import train_accelerate as ta
-    from tasks.cascade import model as cascade_net
-
-    args, device, greys = setting.args, setting.device, setting.data.greys
-    k = len(args.stage_configs) - 1
-    net, scheduler = ta.build_model(k, args, device), ta.make_scheduler(args)
-    sdpa = cascade_net.attention
-
-    def naive(q, k, v, heads):
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        weights = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1)
-        return (weights @ v).transpose(1, 2).flatten(2)
-
-    size, count = args.stage_configs[k]["volume_size"], args.stage_configs[k]["batch_size"]
-    data = {"volume": torch.rand(count, 1, *size, device=device) - 1, "index": list(range(count))}
-    data["xrays"] = data["seen"] = torch.rand(count, args.num_views, args.img_size, args.img_size, device=device)
-    data["extent"] = torch.full((count, 3), 300.0, device=device)
-    timestep, noise, previous = ta.training_draw(data, k, 0, args)
-
-    def step() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        with ta.autocast(device, args.mixed_precision):
-            losses = ta.sample_losses(net, scheduler, data, timestep, noise, previous, args, greys)
-        sum(part.sum() for part in losses).backward()
-        net.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    def memory(checkpointing: bool) -> float:
-        args.gradient_checkpointing, args.auto_batch = checkpointing, False
-        return ta.measure_stage(ta.plan_as_asked(k, args), greys, None, args.mixed_precision, args, device).memory
-
-    kinds = {"plain": (False, sdpa), "checkpointing": (True, sdpa), "naive": (False, naive)}
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    for _ in range(rounds + 1):
-        for name, (checkpointing, function) in kinds.items():
-            net.checkpointing, cascade_net.attention = checkpointing, function
-            times[name].append(step())
-    kept = {}
-    for name, (checkpointing, function) in kinds.items():
-        cascade_net.attention = function
-        kept[name] = memory(checkpointing)
-    cascade_net.attention = sdpa
-    middle = {name: statistics.median(values[1:]) for name, values in times.items()}
+def overhead_figures(times: Times, steps: int) -> dict:
+    """Ratios of the rounds, without the first, which warms up."""
+    pairs = zip(times.bare[1:], times.script[1:], strict=True)
+    ratios = [script / bare for bare, script in pairs]
     return {
-        "checkpointing_memory_ratio": kept["checkpointing"] / kept["plain"],
-        "checkpointing_time_ratio": middle["checkpointing"] / middle["plain"],
-        "sdpa_over_naive_time": middle["plain"] / middle["naive"],
-        "sdpa_over_naive_memory": kept["plain"] / kept["naive"],
-        "memory_gb": kept,
+        "step_over_bare_loop": statistics.median(ratios),
+        "from": min(ratios),
+        "to": max(ratios),
+        "ms_per_step": 1000 * statistics.median(times.script[1:]) / steps,
     }
 
 
-def real_size(ranks, seconds: float) -> None:
+def equal_weights(one: Learner, other: Learner) -> bool:
+    """Whether the two models have the same weights, bit for bit."""
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+# --- gradient checkpointing, and SDPA ---------------------------------------------------------------------------------
+
+
+def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
+    """Attention written out, with its whole matrix of weights in memory."""
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    q = split(q)
+    scores = q @ split(k).transpose(-1, -2)
+    weights = (scores / math.sqrt(q.shape[-1])).softmax(-1)
+    values = weights @ split(v)
+    return values.transpose(1, 2).flatten(2)
+
+
+def random_batch(setting: Setting) -> dict:
+    """A made-up batch on the device, as prepare() returns it."""
+    args = setting.args
+    device = setting.device
+    count = setting.config["batch_size"]
+    volume = torch.rand([count, 1, *setting.config["volume_size"]], device=device) - 1
+    xrays = torch.rand([count, args.num_views, args.img_size, args.img_size], device=device)
+    return {
+        "volume": volume,
+        "index": list(range(count)),
+        "xrays": xrays,
+        "seen": xrays,
+        "extent": torch.full((count, 3), 300.0, device=device),
+    }
+
+
+def seconds_of_step(setting: Setting, model: torch.nn.Module, batch: dict, draw: tuple) -> float:
+    """Seconds of one forward and backward pass."""
+    scheduler = setting.scheduler
+    timestep, noise, previous = draw
+    synchronize()
+    begun = time.perf_counter()
+    with autocast(setting.device, setting.precision):
+        losses = sample_losses(model, scheduler, batch, timestep, noise, previous, setting.args, setting.greys)
+    total = sum(loss.sum() for loss in losses)
+    total.backward()
+    model.zero_grad(set_to_none=True)
+    synchronize()
+    return time.perf_counter() - begun
+
+
+def memory_of_step(setting: Setting, checkpointing: bool) -> float:
+    """GiB that a training step of the script takes."""
+    args = setting.args
+    args.gradient_checkpointing = checkpointing
+    args.auto_batch = False
+    plan = plan_as_asked(setting.k, args)
+    measured = measure_stage(plan, setting.greys, None, setting.precision, args, setting.device)
+    return measured.memory
+
+
+class Variant(NamedTuple):
+    """A way to make the same step."""
+
+    checkpointing: bool
+    attention: object
+
+
+def compare(setting: Setting, rounds: int) -> dict:
+    """Ratios of time and of memory: gradient checkpointing on over off, SDPA over naive attention."""
+    model = build_model(setting.k, setting.args, setting.device)
+    batch = random_batch(setting)
+    draw = training_draw(batch, setting.k, 0, setting.args)
+    sdpa = cascade_model.attention
+    variants = {
+        "plain": Variant(False, sdpa),
+        "checkpointing": Variant(True, sdpa),
+        "naive": Variant(False, naive_attention),
+    }
+
+    # The first round warms up.
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        for name, variant in variants.items():
+            model.checkpointing = variant.checkpointing
+            cascade_model.attention = variant.attention
+            seconds = seconds_of_step(setting, model, batch, draw)
+            if number:
+                times[name].append(seconds)
+
+    memory = {}
+    for name, variant in variants.items():
+        cascade_model.attention = variant.attention
+        memory[name] = memory_of_step(setting, variant.checkpointing)
+    cascade_model.attention = sdpa
+
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "checkpointing_memory_ratio": memory["checkpointing"] / memory["plain"],
+        "checkpointing_time_ratio": middle["checkpointing"] / middle["plain"],
+        "sdpa_over_naive_time": middle["plain"] / middle["naive"],
+        "sdpa_over_naive_memory": memory["plain"] / memory["naive"],
+        "memory_gb": memory,
+    }
+
+
+# --- the published sizes, on a GPU ------------------------------------------------------------------------------------
+
+
+def pinned_batch(setting: Setting) -> dict:
+    """A made-up batch in pinned memory, as the loader returns it."""
+    count = setting.config["batch_size"]
+    side = setting.args.img_size
+    volume = torch.zeros([count, *setting.config["volume_size"]], dtype=torch.int16)
+    xrays = torch.zeros([count, 2, side, side], dtype=torch.int16)
+    return {
+        "volume": volume.pin_memory(),
+        "xrays": xrays.pin_memory(),
+        "extent": torch.full((count, 3), 300.0).pin_memory(),
+        "index": torch.arange(count),
+    }
+
+
+def speed_of_stage(setting: Setting, compiled: bool, seconds: float, row: dict) -> None:
+    """Add samples/s and memory of the bare loop to the row, beside the guide's figures."""
+    learner = new_learner(setting)
+    row["parameters"] = sum(parameter.numel() for parameter in learner.model.parameters())
+    if compiled:
+        learner.model.compile()
+    batch = pinned_batch(setting)
+    bare_loop(setting, learner, [batch] * 3, 3)
+    synchronize()
+
+    steps = 0
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        bare_loop(setting, learner, [batch] * 4, 4)
+        synchronize()
+        steps += 4
+    samples_per_s = steps * setting.config["batch_size"] / (time.perf_counter() - begun)
+
+    guide = GUIDE[setting.config["volume_size"][0]]
+    row["samples_per_s"] = samples_per_s
+    row["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    row["minutes_per_1000_on_4"] = 1000 / (4 * samples_per_s) / 60
+    row["guide_gb"] = guide.gb
+    row["guide_minutes"] = guide.minutes
+
+
+def real_size(ranks: Ranks, seconds: float) -> None:
     """The guide's stages as configs/multi_view_config.json has them, on made-up data, one GPU."""
-    import torch
-
-    import train_accelerate as ta
-    from hardware_utils import out_of_memory
-
+    precision, _ = choose_launched_precision("auto", "default", ranks)
     greys = [(0.2, -1.0, 1.0), (0.2, -1.0, 1.0)]
-    for compiled in (False, True):
-        for k, checkpointing in ((0, False), (1, False), (2, False), (2, True)):
-            args = ta.parse_args(["--config", str(ROOT / "configs" / "multi_view_config.json")])
-            args.mixed_precision, _ = ta.choose_launched_precision("auto", "default", ranks)
-            args.gradient_checkpointing = checkpointing
-            stage, device = args.stage_configs[k], ranks.device
-            count, size = stage["batch_size"], stage["volume_size"]
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            row = {"stage": stage["name"], "batch": count, "precision": args.mixed_precision, "compile": compiled,
-                   "checkpointing": checkpointing}  # fmt: skip
-            try:
-                net, scheduler = ta.build_model(k, args, device), ta.make_scheduler(args)
-                ema, optimizer = ta.Ema(net, args.ema_decay), ta.make_optimizer(net, args)
-                row["parameters"] = sum(p.numel() for p in net.parameters())
-                if compiled:
-                    net.compile()
-                item = {"volume": torch.zeros(count, *size, dtype=torch.int16).pin_memory(),
-                        "xrays": torch.zeros(count, 2, args.img_size, args.img_size, dtype=torch.int16).pin_memory(),
-                        "extent": torch.full((count, 3), 300.0).pin_memory(), "index": torch.arange(count)}  # fmt: skip
-                bare_loop(net, ema, optimizer, [item] * 3, k, scheduler, greys, args, device, 3)
-                torch.cuda.synchronize()
-                begun, steps = time.perf_counter(), 0
-                while time.perf_counter() - begun < seconds:
-                    bare_loop(net, ema, optimizer, [item] * 4, k, scheduler, greys, args, device, 4)
-                    torch.cuda.synchronize()
-                    steps += 4
-                rate = steps * count / (time.perf_counter() - begun)
-                memory, minutes = GUIDE[size[0]]
-                row |= {"samples_per_s": rate, "peak_memory_gb": torch.cuda.max_memory_allocated() / 2**30}
-                row |= {"minutes_per_1000_on_4": 1000 / (4 * rate) / 60, "guide_gb": memory, "guide_minutes": minutes}
-            except RuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                row["out_of_memory"] = True
-            net = ema = optimizer = item = None
-            gc.collect()
-            torch.compiler.reset()
-            print(json.dumps(row), flush=True)
+    stages = [(0, False), (1, False), (2, False), (2, True)]
+    for compiled, (k, checkpointing) in itertools.product((False, True), stages):
+        args = parse_args(["--config", str(ROOT / "configs" / "multi_view_config.json")])
+        args.gradient_checkpointing = checkpointing
+        setting = Setting(k, args, ranks.device, precision, greys, make_scheduler(args))
+        row = {
+            "stage": setting.config["name"],
+            "batch": setting.config["batch_size"],
+            "precision": precision,
+            "compile": compiled,
+            "checkpointing": checkpointing,
+        }
+
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            speed_of_stage(setting, compiled, seconds, row)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            row["out_of_memory"] = True
+        gc.collect()
+        torch.compiler.reset()
+        print(json.dumps(row), flush=True)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def small_setting(folder: str, ranks: Ranks) -> tuple[Setting, Data]:
+    """The second of two small stages, with made-up data."""
+    words = ["cascade", f"{folder}/data", "--num_patients", "44", "--matrix", "32"]
+    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True)
+
+    size = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
+    stages = [
+        size | {"volume_size": [16] * 3, "token_grid": 8},
+        size | {"volume_size": [32] * 3, "token_grid": 16},
+    ]
+    flags = ["--stage_configs", json.dumps(stages)]
+    flags += ["--img_size", "64", "--encoder_dim", "64", "--batch_size", "4"]
+    flags += ["--dataset_path", f"{folder}/data", "--cache_dir", f"{folder}/cache", "--cache_in_memory"]
+    flags += ["--checkpoint_dir", f"{folder}/run", "--save_every", "0"]
+    args = parse_args(flags)
+
+    precision, _ = choose_launched_precision("auto", "default", ranks)
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
+    return Setting(1, args, ranks.device, precision, data.greys, make_scheduler(args)), data
 
 
 def main() -> None:
@@ -229,27 +411,21 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the guide's sizes; needs a GPU")
     parser.add_argument("--seconds", type=float, default=15, help="with --real: time for each line")
     options = parser.parse_args()
-    import torch
 
-    from distributed_utils import Ranks
-
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     ranks = Ranks(0, 0, 1, device, "python")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}", flush=True)
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if on_gpu else 'CPU'}", flush=True)
     if options.real:
-        if device.type == "cpu":
+        if not on_gpu:
             sys.exit("--real needs a GPU")
         real_size(ranks, options.seconds)
         return
+
     with tempfile.TemporaryDirectory() as folder:
-        words = ["cascade", f"{folder}/data", "--num_patients", "44", "--matrix", "32"]
-        subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True)
-        net = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
-        stages = [net | {"volume_size": [16] * 3, "token_grid": 8}, net | {"volume_size": [32] * 3, "token_grid": 16}]
-        words = ["--stage_configs", json.dumps(stages), "--img_size", "64", "--encoder_dim", "64", "--batch_size", "4"]
-        words += ["--dataset_path", f"{folder}/data", "--cache_dir", f"{folder}/cache", "--cache_in_memory"]
-        setting = Setting([*words, "--checkpoint_dir", f"{folder}/run", "--save_every", "0"], ranks)
-        print(json.dumps(overhead(setting, options.rounds, options.steps)), flush=True)
+        setting, data = small_setting(folder, ranks)
+        figures = overhead(setting, data, ranks, options.rounds, options.steps)
+        print(json.dumps(figures), flush=True)
         print(json.dumps(compare(setting, options.rounds)), flush=True)
 
 
