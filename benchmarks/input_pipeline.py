@@ -1,42 +1,120 @@
-"""How fast pictures and questions reach the model: decoding, the picture cache, and the wait for data in a real run.
+"""How fast images and questions reach the model: decoding, the image cache, and the wait for data in a real run.
 
     python benchmarks/input_pipeline.py           # on 2 cores about 2 minutes
 
 Full-size made-up chest X-rays (2500 x 3056 grey, JPEG quality 90, noise as grainy as makes files of the real size) take
-the place of a sample data set's pictures. One thread, every loop over the same pictures, in turn; the fastest pass of
-each counts, as other load on the machine only ever adds. Rates are samples/s of CPU time where not said otherwise.
+the place of a sample data set's images. One thread runs every loop over the same images, in turn; the fastest pass of
+each counts, as other load on the machine only ever adds. Speeds are samples/s of CPU time where not said otherwise.
 """
 
 import argparse
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-SIZE, TARGET = 224, 720  # pixels; samples/s that the guide wants of 4 GPUs
+
+# Pixels of the model's images.
+SIZE = 224
+
+# Samples/s that the guide wants of 4 GPUs.
+TARGET = 720
+
+# Names of the loops, as they are printed.
+WHOLE = "PIL: whole picture, resized"
+DRAFT = "PIL: with draft, resized"
+DECODE = "decode()"
+NO_CACHE = "QuestionData, no cache"
+COLD = "QuestionData, cold cache"
+WARM = "QuestionData, warm cache"
+COLLATE = "QuestionData + collate, warm cache"
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    figure: str
+    goal: str = ""
+
+
+# --- made-up data -----------------------------------------------------------------------------------------------------
 
 
 def write_data(folder: Path, patients: int, image_size: int) -> None:
-    words = ["--num_train", str(patients), "--num_val", "2", "--num_test", "2", "--image_size", str(image_size)]
-    command = [sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(folder), *words]
+    """A sample data set of MIMIC-CXR."""
+    command = [sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(folder)]
+    command += ["--num_train", str(patients), "--num_val", "2", "--num_test", "2"]
+    command += ["--image_size", str(image_size)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def enlarge(path: Path, number: int) -> None:
-    """Put a full-size picture in place of a small one."""
+    """Put a full-size image in place of a small one."""
     import numpy as np
     from PIL import Image
 
+    large = Image.open(path).resize((2500, 3056), Image.Resampling.BICUBIC)
     noise = np.random.default_rng(number).normal(0, 5, (3056, 2500))
-    grey = np.asarray(Image.open(path).resize((2500, 3056), Image.Resampling.BICUBIC)) + noise
-    Image.fromarray(grey.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+    grey = (np.asarray(large) + noise).clip(0, 255)
+    Image.fromarray(grey.astype(np.uint8)).save(path, quality=90)
+
+
+# --- decoding and the cache -------------------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """The questions without and with a cache, and for each image the row of one question and its file."""
+
+    plain: object
+    cached: object
+    cache_file: Path
+    rows: list[int]
+    paths: list[str]
+
+
+def make_sample(folder: Path, count: int) -> Sample:
+    """Write the data, and open it as train_mimic_cxr.py does."""
+    from transformers import AutoTokenizer
+
+    from tasks.mimic_cxr.index import open_index
+    from train_mimic_cxr import QuestionData
+
+    write_data(folder, count, 512)
+    index = open_index(folder / "index", folder / "mimic-cxr-jpg", folder / "mimic-ext-cxr-qba")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bert_tiny")
+    args = SimpleNamespace(
+        mimic_cxr_path=str(folder / "mimic-cxr-jpg"),
+        max_samples=0,
+        image_size=SIZE,
+        max_question_length=128,
+        chexpert_uncertain="ignore",
+        cache_gb=0,
+    )
+    plain = QuestionData(index, "train", args, tokenizer)
+    args.cache_gb = 1
+    cached = QuestionData(index, "train", args, tokenizer)
+
+    # The first question of each study stands for its image.
+    first = {}
+    for i in range(len(plain)):
+        first.setdefault(plain.row(i)["study"], i)
+    chosen = dict(sorted(first.items())[:count])
+    paths = [plain.picture_path(study) for study in chosen]
+    for number, path in enumerate(paths):
+        enlarge(Path(path), number)
+    cache_file = index.folder / f"pictures_{SIZE}.u8"
+    return Sample(plain, cached, cache_file, list(chosen.values()), paths)
 
 
 def bare(path: str, draft: bool):
@@ -44,113 +122,133 @@ def bare(path: str, draft: bool):
     import numpy as np
     from PIL import Image
 
-    with Image.open(path) as picture:
+    with Image.open(path) as image:
         if draft:
-            picture.draft("L", (2 * SIZE, 2 * SIZE))
-        return np.asarray(picture.convert("L").resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+            image.draft("L", (2 * SIZE, 2 * SIZE))
+        small = image.convert("L").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+        return np.asarray(small)
 
 
-def decoding(folder: Path, pictures: int, repeats: int) -> list[tuple[str, str, str]]:
-    """Rates of every loop over the pictures, and what follows from them."""
-    from transformers import AutoTokenizer
+def make_loops(sample: Sample) -> dict[str, Callable[[], object]]:
+    """Every loop over the images, by name; the loop with a cold cache leaves the cache warm for the next ones."""
+    from train_mimic_cxr import decode
 
-    import train_mimic_cxr as trainer
-    from tasks.mimic_cxr import index as mci
-
-    write_data(folder, pictures, 512)
-    index = mci.open_index(folder / "index", folder / "mimic-cxr-jpg", folder / "mimic-ext-cxr-qba")
-    args = SimpleNamespace(mimic_cxr_path=str(folder / "mimic-cxr-jpg"), max_samples=0, image_size=SIZE,
-                           max_question_length=128, chexpert_uncertain="ignore")  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(folder / "bert_tiny")
-
-    def questions(cache_gb: float) -> trainer.QuestionData:
-        args.cache_gb = cache_gb
-        return trainer.QuestionData(index, "train", args, tokenizer)
-
-    plain, cached = questions(0), questions(1)
-    first = {plain.row(i)["study"]: i for i in reversed(range(len(plain)))}  # one question a study
-    chosen = dict(sorted(first.items())[:pictures])
-    rows, paths = list(chosen.values()), [plain.picture_path(study) for study in chosen]
-    for number, path in enumerate(paths):
-        enlarge(Path(path), number)
+    rows = sample.rows
+    paths = sample.paths
+    plain = sample.plain
+    cached = sample.cached
 
     def cold() -> None:
-        os.truncate(index.folder / f"pictures_{SIZE}.u8", 0)
+        os.truncate(sample.cache_file, 0)
         for i in rows:
             cached[i]
 
     def batches() -> None:
-        for at in range(0, len(rows), 16):
-            cached.collate([cached[i] for i in rows[at : at + 16]])
+        for start in range(0, len(rows), 16):
+            batch = rows[start : start + 16]
+            cached.collate([cached[i] for i in batch])
 
-    # after `cold` the cache is warm: the loops run in this order, or in the order turned round at the second half
-    loops = {
-        "PIL: whole picture, resized": lambda: [bare(path, False) for path in paths],
-        "PIL: with draft, resized": lambda: [bare(path, True) for path in paths],
-        "decode()": lambda: [trainer.decode(path, SIZE) for path in paths],
-        "QuestionData, no cache": lambda: [plain[i] for i in rows],
-        "QuestionData, cold cache": cold,
-        "QuestionData, warm cache": lambda: [cached[i] for i in rows],
-        "QuestionData + collate, warm cache": batches,
+    return {
+        WHOLE: lambda: [bare(path, False) for path in paths],
+        DRAFT: lambda: [bare(path, True) for path in paths],
+        DECODE: lambda: [decode(path, SIZE) for path in paths],
+        NO_CACHE: lambda: [plain[i] for i in rows],
+        COLD: cold,
+        WARM: lambda: [cached[i] for i in rows],
+        COLLATE: batches,
     }
-    times: dict[str, list[float]] = {name: [] for name in loops}
+
+
+def measure(loops: dict[str, Callable[[], object]], repeats: int, count: int) -> dict[str, float]:
+    """Samples/s of each loop's fastest pass, in CPU time."""
+    names = list(loops)
+    times: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(repeats + 1):
-        shift = repeat % len(loops)
-        for name in [*list(loops)[shift:], *list(loops)[:shift]]:
+        # Each pass begins with another loop.
+        shift = repeat % len(names)
+        for name in names[shift:] + names[:shift]:
             begun = time.process_time()
             loops[name]()
-            if repeat:  # the first pass brings the files into the page cache and fills the picture cache
-                times[name].append((time.process_time() - begun) / len(rows))
-    rate = {name: 1 / min(values) for name, values in times.items()}
-    size = sum(os.path.getsize(path) for path in paths) / len(paths) / 1e6
-    table = [
-        (f"{len(paths)} pictures of {size:.2f} MB, samples/s per core: {n}", f"{r:.1f}", "") for n, r in rate.items()
-    ]
-    whole, draft = rate["PIL: whole picture, resized"], rate["PIL: with draft, resized"]
-    for name in ("decode()", "QuestionData, no cache", "QuestionData, cold cache"):
-        table += [(f"{name} over the bare PIL loop", f"{rate[name] / whole:.2f}", ">= 0.9")]
-        table += [(f"{name} over the bare PIL loop with draft", f"{rate[name] / draft:.3f}", "")]
-    table += [
-        ("QuestionData, warm cache, over the bare PIL loop", f"{rate['QuestionData, warm cache'] / whole:.0f}", "")
-    ]
-    collate = 1 / rate["QuestionData + collate, warm cache"] - 1 / rate["QuestionData, warm cache"]
-    for what, name in (("cold cache", "QuestionData, cold cache"), ("warm cache", "QuestionData, warm cache")):
-        cores = TARGET * (1 / rate[name] + collate)
-        table += [(f"cores for {TARGET} samples/s (collate too), {what}", f"{cores:.2f} = {math.ceil(cores)}", "")]
+            seconds = time.process_time() - begun
+
+            # The first pass brings the files into the page cache and fills the image cache.
+            if repeat:
+                times[name].append(seconds / count)
+    return {name: 1 / min(values) for name, values in times.items()}
+
+
+def decoding(folder: Path, count: int, repeats: int) -> list[Row]:
+    """Speeds of every loop over the images, and what follows from them."""
+    sample = make_sample(folder, count)
+    paths = sample.paths
+    speed = measure(make_loops(sample), repeats, len(paths))
+    megabytes = statistics.fmean(os.path.getsize(path) for path in paths) / 1e6
+
+    title = f"{len(paths)} pictures of {megabytes:.2f} MB, samples/s per core"
+    table = [Row(f"{title}: {name}", f"{value:.1f}") for name, value in speed.items()]
+    for name in (DECODE, NO_CACHE, COLD):
+        over_whole = speed[name] / speed[WHOLE]
+        over_draft = speed[name] / speed[DRAFT]
+        table.append(Row(f"{name} over the bare PIL loop", f"{over_whole:.2f}", ">= 0.9"))
+        table.append(Row(f"{name} over the bare PIL loop with draft", f"{over_draft:.3f}"))
+    over_whole = speed[WARM] / speed[WHOLE]
+    table.append(Row(f"{WARM}, over the bare PIL loop", f"{over_whole:.0f}"))
+
+    # A sample costs its reading and its share of the collation.
+    collate = 1 / speed[COLLATE] - 1 / speed[WARM]
+    for name in (COLD, WARM):
+        cache = name.removeprefix("QuestionData, ")
+        cores = TARGET * (1 / speed[name] + collate)
+        what = f"cores for {TARGET} samples/s (collate too), {cache}"
+        table.append(Row(what, f"{cores:.2f} = {math.ceil(cores)}"))
     return table
 
 
-def waiting(folder: Path) -> list[tuple[str, str, str]]:
-    """Share of time that a real run with 2 workers waits for data: its own figure, the mean of each epoch's lines."""
+# --- the wait for data ------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path) -> list[dict]:
+    """Train for 3 epochs with 2 workers; returns the lines of metrics.jsonl that tell the wait for data."""
     write_data(folder, 60, 96)
-    command = [sys.executable, str(ROOT / "train_mimic_cxr.py"), "--no_auto_optimize", "--num_workers", "2"]
+    command = [sys.executable, str(ROOT / "train_mimic_cxr.py")]
     command += ["--mimic_cxr_path", f"{folder}/mimic-cxr-jpg", "--mimic_qa_path", f"{folder}/mimic-ext-cxr-qba"]
     command += ["--image_encoder", f"{folder}/convnext_tiny", "--text_encoder", f"{folder}/bert_tiny"]
-    command += ["--image_size", "64", "--batch_size", "16", "--epochs", "3", "--log_every", "10", "--save_every", "0"]
-    command += ["--index_dir", f"{folder}/index", "--output_dir", f"{folder}/run", "--mixed_precision", "no"]
+    command += ["--index_dir", f"{folder}/index", "--output_dir", f"{folder}/run"]
+    command += ["--image_size", "64", "--batch_size", "16", "--epochs", "3"]
+    command += ["--mixed_precision", "no", "--no_auto_optimize"]
+    command += ["--num_workers", "2", "--log_every", "10", "--save_every", "0"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "train/data_wait" in line]
+
+    metrics = folder / "run" / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record for record in records if "train/data_wait" in record]
+
+
+def waiting(folder: Path) -> list[Row]:
+    """Share of time that a real run waits for data: its own figure, the mean of each epoch's lines."""
+    records = train(folder)
     table = []
     for epoch in (1, 2, 3):
-        mine = [line for line in lines if line["epoch"] == epoch]
-        wait, rate = (sum(line[n] for line in mine) / len(mine) for n in ("train/data_wait", "train/samples_per_s"))
-        text = f"2 workers, epoch {epoch}: share of time waiting for data; samples/s"
-        table += [(text, f"{wait:.3f}; {rate:.0f}", "")]
+        chosen = [record for record in records if record["epoch"] == epoch]
+        wait = statistics.fmean(record["train/data_wait"] for record in chosen)
+        speed = statistics.fmean(record["train/samples_per_s"] for record in chosen)
+        what = f"2 workers, epoch {epoch}: share of time waiting for data; samples/s"
+        table.append(Row(what, f"{wait:.3f}; {speed:.0f}"))
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pictures", type=int, default=36, help="full-size pictures")
+    parser.add_argument("--pictures", type=int, default=36, help="full-size images")
     parser.add_argument("--repeats", type=int, default=7, help="passes over them of each loop")
     options = parser.parse_args()
+
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         table = decoding(Path(folder) / "large", options.pictures, options.repeats)
         table += waiting(Path(folder) / "small")
-    for what, figure, goal in [("what", "figure", "goal"), *table]:
-        print(f"{what:85} {figure:>12}  {goal}")
+    for row in [Row("what", "figure", "goal"), *table]:
+        print(f"{row.what:85} {row.figure:>12}  {row.goal}")
 
 
 if __name__ == "__main__":
