@@ -10,7 +10,9 @@ The last line is a JSON object: samples_per_s of the steps after the warm-up, or
 import argparse
 import itertools
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from distributed_utils import Ranks, create_distributed_dataloader
+from tasks.survival.data import read_cohort
+from train_survival_distributed import build_model, cox_loss, make_dataset, make_optimizer, parse_args
+
+ON_GPU = torch.cuda.is_available()
 
 
 class Case(NamedTuple):
@@ -46,17 +55,20 @@ class Clock:
     def tick(self, *_) -> None:
         """After each optimizer step."""
         self.done += 1
+        # The GPU is waited for once here and once at the end.
         if self.done == self.warm_up:
             synchronize()
             self.begun = time.perf_counter()
 
     def seconds(self) -> float:
+        """Seconds since the warm-up."""
         synchronize()
         return time.perf_counter() - self.begun
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    """Wait for the GPU where there is one."""
+    if ON_GPU:
         torch.cuda.synchronize()
 
 
@@ -70,10 +82,10 @@ class RiskLoss(nn.Module):
         self.event = event
 
     def forward(self, image: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        from train_survival_distributed import cox_loss
-
+        log_hazard = self.network(image)[:, 0]
         rows = index.cpu()
-        return {"loss": cox_loss(self.network(image)[:, 0], self.time_to_event[rows], self.event[rows])}
+        loss = cox_loss(log_hazard, self.time_to_event[rows], self.event[rows])
+        return {"loss": loss}
 
 
 class EndlessBatches(torch.utils.data.Sampler):
@@ -91,33 +103,44 @@ class EndlessBatches(torch.utils.data.Sampler):
             yield from self.sampler
 
 
+def collate(items: list[dict]) -> dict[str, torch.Tensor]:
+    """A batch of images and their row numbers, which stay on the CPU, where the Cox loss reads them."""
+    images = [torch.as_tensor(item["image"]) for item in items]
+    rows = [int(item["index"]) for item in items]
+    return {"image": torch.stack(images), "index": torch.tensor(rows)}
+
+
 def make_case(steps: int, flags: list[str]) -> Case:
     """The model, optimizer and data of train_survival_distributed.py with these flags."""
-    import distributed_utils as du
-    import train_survival_distributed as script
-    from tasks.survival import data as sd
+    args = parse_args(flags)
+    device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+    ranks = Ranks(0, 0, 1, device, "python")
+    cohort = read_cohort(args.csv_path)
+    network = build_model(args, args.mixed_precision, 1, None, ranks)
+    data = make_dataset(cohort, np.arange(len(cohort)), args, train=True)
 
-    args = script.parse_args(flags)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    cohort = sd.read_cohort(args.csv_path)
-    ranks = du.Ranks(0, 0, 1, device, "python")
-    network = script.build_model(args, args.mixed_precision, 1, None, ranks)
-    rows = np.arange(len(cohort))
-    data = script.make_dataset(cohort, rows, args, train=True)
-
-    # index on the CPU: the Cox loss reads it there
-    def collate(items: list[dict]) -> dict[str, torch.Tensor]:
-        images = torch.stack([torch.as_tensor(item["image"]) for item in items])
-        return {"image": images, "index": torch.tensor([int(item["index"]) for item in items])}
-
-    ordered = du.create_distributed_dataloader(data, args.batch_size).batch_sampler
-    pin = device.type == "cuda"
+    # The order of the cases is the script's.
+    ordered = create_distributed_dataloader(data, args.batch_size).batch_sampler
     loader = torch.utils.data.DataLoader(
-        data, batch_sampler=EndlessBatches(ordered), collate_fn=collate, pin_memory=pin
+        data,
+        batch_sampler=EndlessBatches(ordered),
+        collate_fn=collate,
+        pin_memory=ON_GPU,
     )
-    model = RiskLoss(network, torch.from_numpy(cohort.time), torch.from_numpy(cohort.event))
-    optimizer = script.make_optimizer(network, args)
-    return Case(model.train(), optimizer, loader, args.mixed_precision, args.grad_clip, steps, args.batch_size)
+
+    # All trainers get the same model with its loss.
+    time_to_event = torch.from_numpy(cohort.time)
+    event = torch.from_numpy(cohort.event)
+    model = RiskLoss(network, time_to_event, event)
+    return Case(
+        model=model.train(),
+        optimizer=make_optimizer(network, args),
+        loader=loader,
+        precision=args.mixed_precision,
+        grad_clip=args.grad_clip,
+        steps=steps,
+        batch_size=args.batch_size,
+    )
 
 
 # --- the trainers, each with its own loop -----------------------------------------------------------------------------
@@ -127,7 +150,8 @@ def bare_loop(case: Case, clock: Clock) -> None:
     """The shortest correct loop: no logs, no checkpoints, no guard."""
     device = next(case.model.parameters()).device
     for batch in itertools.islice(case.loader, case.steps):
-        loss = case.model(batch["image"].to(device, non_blocking=True), batch["index"])["loss"]
+        image = batch["image"].to(device, non_blocking=True)
+        loss = case.model(image, batch["index"])["loss"]
         loss.backward()
         nn.utils.clip_grad_norm_(case.model.parameters(), case.grad_clip)
         case.optimizer.step()
@@ -139,7 +163,7 @@ def accelerate_loop(case: Case, clock: Clock) -> None:
     """Accelerate with model, optimizer and loader prepared."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=case.precision)
+    accelerator = Accelerator(cpu=not ON_GPU, mixed_precision=case.precision)
     model, optimizer = accelerator.prepare(case.model, case.optimizer)
     for batch in itertools.islice(case.loader, case.steps):
         image = batch["image"].to(accelerator.device, non_blocking=True)
@@ -158,11 +182,13 @@ def fabric_loop(case: Case, clock: Clock) -> None:
     except ImportError:
         from lightning_fabric import Fabric
 
-    precision = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[case.precision]
-    fabric = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1, precision=precision)
+    names = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+    accelerator = "cuda" if ON_GPU else "cpu"
+    fabric = Fabric(accelerator=accelerator, devices=1, precision=names[case.precision])
     model, optimizer = fabric.setup(case.model, case.optimizer)
     for batch in itertools.islice(case.loader, case.steps):
-        loss = model(batch["image"].to(fabric.device, non_blocking=True), batch["index"])["loss"]
+        image = batch["image"].to(fabric.device, non_blocking=True)
+        loss = model(image, batch["index"])["loss"]
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=case.grad_clip)
         optimizer.step()
@@ -172,8 +198,6 @@ def fabric_loop(case: Case, clock: Clock) -> None:
 
 def hf_trainer(case: Case, clock: Clock) -> None:
     """The Hugging Face Trainer, which takes the loader as it is."""
-    import tempfile
-
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.utils import logging
 
@@ -194,26 +218,28 @@ def hf_trainer(case: Case, clock: Clock) -> None:
             max_grad_norm=case.grad_clip,
             bf16=case.precision == "bf16",
             fp16=case.precision == "fp16",
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=not ON_GPU,
             report_to=[],
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
             remove_unused_columns=False,
         )
+
+        # A scheduler of our own keeps the learning rate as it is.
         constant = torch.optim.lr_scheduler.ConstantLR(case.optimizer, 1.0)
-        OwnLoader(case.model, settings, callbacks=[Tick()], optimizers=(case.optimizer, constant)).train()
+        optimizers = (case.optimizer, constant)
+        trainer = OwnLoader(case.model, settings, callbacks=[Tick()], optimizers=optimizers)
+        trainer.train()
 
 
 def monai_trainer(case: Case, clock: Clock) -> None:
     """MONAI's SupervisedTrainer on ignite."""
     from ignite.engine import Events
     from monai.engines import SupervisedTrainer
+    from monai.engines.utils import IterationEvents
 
     device = next(case.model.parameters()).device
-
-    def prepare(batch: dict, device, non_blocking: bool, **_) -> tuple:
-        return batch["image"].to(device, non_blocking=True), batch["index"]
 
     class Network(nn.Module):
         def __init__(self):
@@ -223,22 +249,31 @@ def monai_trainer(case: Case, clock: Clock) -> None:
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return self.network(image)
 
-    def loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        from train_survival_distributed import cox_loss
+    def prepare(batch: dict, device: torch.device, non_blocking: bool, **_) -> tuple:
+        return batch["image"].to(device, non_blocking=True), batch["index"]
 
-        return cox_loss(outputs[:, 0], case.model.time_to_event[index], case.model.event[index])
+    def loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        time_to_event = case.model.time_to_event[index]
+        return cox_loss(outputs[:, 0], time_to_event, case.model.event[index])
 
     trainer = SupervisedTrainer(
-        device, 1, case.loader, Network(), case.optimizer, loss, epoch_length=case.steps, prepare_batch=prepare,
-        amp=case.precision != "no", amp_kwargs={"dtype": torch.bfloat16} if case.precision == "bf16" else None,
-        decollate=False, non_blocking=True,
-    )  # fmt: skip
+        device=device,
+        max_epochs=1,
+        train_data_loader=case.loader,
+        network=Network(),
+        optimizer=case.optimizer,
+        loss_function=loss,
+        epoch_length=case.steps,
+        prepare_batch=prepare,
+        amp=case.precision != "no",
+        amp_kwargs={"dtype": torch.bfloat16} if case.precision == "bf16" else None,
+        decollate=False,
+        non_blocking=True,
+    )
 
-    # ignite has no place for clipping but the end of the backward pass
+    # Ignite has no place for clipping but the end of the backward pass.
     def clip(*_) -> None:
         nn.utils.clip_grad_norm_(case.model.parameters(), case.grad_clip)
-
-    from monai.engines.utils import IterationEvents
 
     trainer.add_event_handler(IterationEvents.BACKWARD_COMPLETED, clip)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, clock.tick)
@@ -256,28 +291,30 @@ TRAINERS = {
 
 def bandwidth(backend: str) -> float | None:
     """GB/s of an all-reduce of 64 MiB over the processes that torchrun started; on rank 0 alone."""
-    import os
-
-    import torch.distributed as dist
-
+    on_gpu = backend == "nccl"
     rank = int(os.environ["RANK"])
-    if backend == "nccl":
+    if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
-    values = torch.ones(2**24, device="cuda" if backend == "nccl" else "cpu")
-    rounds = 20 if backend == "nccl" else 3
+    values = torch.ones(2**24, device="cuda" if on_gpu else "cpu")
+    rounds = 20 if on_gpu else 3
+
+    # The first all-reduce warms up.
     dist.all_reduce(values)
-    synchronize() if backend == "nccl" else None
+    if on_gpu:
+        synchronize()
     begun = time.perf_counter()
     for _ in range(rounds):
         dist.all_reduce(values)
-    synchronize() if backend == "nccl" else None
+    if on_gpu:
+        synchronize()
     seconds = (time.perf_counter() - begun) / rounds
     dist.destroy_process_group()
     return values.nbytes / seconds / 1e9 if rank == 0 else None
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
+    """The options of this command; those of the script are parsed by the script."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("bandwidth")
@@ -287,17 +324,23 @@ def main() -> None:
     train.add_argument("--steps", type=int, default=30, help="optimizer steps, with those of the warm-up")
     train.add_argument("--warm_up", type=int, default=10, help="steps before the clock starts")
     train.add_argument("flags", nargs="+", help="of train_survival_distributed.py, after --")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
     if options.command == "bandwidth":
-        rate = bandwidth(options.backend)
-        if rate is not None:
-            print(json.dumps({"gb_per_s": rate}), flush=True)
+        gb_per_s = bandwidth(options.backend)
+        if gb_per_s is not None:
+            print(json.dumps({"gb_per_s": gb_per_s}), flush=True)
         return
+
     case = make_case(options.steps, options.flags)
     clock = Clock(options.warm_up)
     TRAINERS[options.trainer](case, clock)
     samples = (options.steps - options.warm_up) * case.batch_size
-    print(json.dumps({"samples_per_s": samples / clock.seconds()}), flush=True)
+    samples_per_s = samples / clock.seconds()
+    print(json.dumps({"samples_per_s": samples_per_s}), flush=True)
 
 
 if __name__ == "__main__":
