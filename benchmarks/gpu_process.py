@@ -1,7 +1,6 @@
 """Runs a training script in this process and notes what it does to the GPU; a part of benchmarks/gpu.py.
 
-python benchmarks/gpu_process.py --report FILE [--random_weights] [--share_gpu] [--memory SHARE] [--kill_at STEP] \
-    SCRIPT flags...
+    python benchmarks/gpu_process.py --report FILE [--memory SHARE] [--kill_at STEP] SCRIPT flags...
 
 The script is the user's own, unchanged. Rank 0 writes FILE: host waits of each step and where they were, how often
 memory was refused, and the GPU's size.
@@ -10,6 +9,7 @@ memory was refused, and the GPU's size.
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import runpy
@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def share_first_gpu() -> None:
-    """Every rank of this machine takes GPU 0 and talks over gloo, which NCCL refuses to do."""
+    """Let every rank take GPU 0 and talk over gloo, as NCCL refuses two ranks on one GPU."""
     import torch.distributed as dist
 
     import distributed_utils
@@ -56,7 +56,10 @@ def share_first_gpu() -> None:
 
 
 def make_memory_short(share: float) -> dict:
-    """Allow this share of the GPU, or CPU_SAMPLES samples at once on a CPU; returns what counts the refusals there."""
+    """Allow this share of the GPU, or CPU_SAMPLES samples at once on a CPU.
+
+    Returns {"count": refusals so far}, which stays 0 on a GPU, where torch counts them.
+    """
     import torch
 
     refused = {"count": 0}
@@ -87,7 +90,7 @@ class HostWaits:
         self.show = warnings.showwarning
 
     def note(self, message, category, filename, lineno, file=None, line=None) -> None:
-        """In place of warnings.showwarning."""
+        """Count a wait; this stands in place of warnings.showwarning."""
         if "synchronizing CUDA operation" not in str(message):
             self.show(message, category, filename, lineno, file, line)
             return
@@ -95,6 +98,7 @@ class HostWaits:
         self.places[f"{Path(filename).name}:{lineno}"] += 1
 
     def start(self) -> None:
+        """Let torch warn of each wait from now on."""
         import torch
 
         if torch.cuda.is_available():
@@ -104,7 +108,7 @@ class HostWaits:
 
     def of_each_step(self) -> list[int]:
         """Waits between one step's end and the next one's."""
-        return [later - earlier for earlier, later in zip(self.at_step, self.at_step[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.at_step)]
 
 
 def watch_steps(waits: HostWaits, kill_at: int) -> None:
@@ -112,28 +116,35 @@ def watch_steps(waits: HostWaits, kill_at: int) -> None:
     from logging_utils import RunLog
 
     real = RunLog.step
-    last_rank = int(os.environ.get("WORLD_SIZE", "1")) - 1
-    chosen = int(os.environ.get("RANK", "0")) == last_rank
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    is_last = rank == world_size - 1
 
     def step(log, *values, **options) -> None:
         real(log, *values, **options)
+        # The first step prepares kernels and memory, so waits count from its end.
         if not waits.at_step:
             waits.start()
         waits.at_step.append(waits.count)
-        if chosen and len(waits.at_step) == kill_at:
+        if is_last and len(waits.at_step) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     RunLog.step = step
 
 
 def write_report(path: Path, waits: HostWaits, refused: dict) -> None:
-    """Rank 0: what was seen, as one JSON object."""
+    """On rank 0, write what was seen as one JSON object."""
     import torch
 
     if os.environ.get("RANK", "0") != "0":
         return
-    seen = {"host_waits": waits.of_each_step(), "places": dict(waits.places.most_common(5))}
-    seen |= {"refused": refused["count"], "total_gib": None}
+    places = waits.places.most_common(5)
+    seen = {
+        "host_waits": waits.of_each_step(),
+        "places": dict(places),
+        "refused": refused["count"],
+        "total_gib": None,
+    }
     if torch.cuda.is_available():
         seen["refused"] = torch.cuda.memory_stats().get("num_ooms", 0)
         seen["total_gib"] = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -161,7 +172,7 @@ def main() -> None:
 
         weights = random_weights()
 
-    # the script itself, as python would run it
+    # The script itself runs as python would run it.
     sys.argv = options.command
     try:
         with weights:
