@@ -2,70 +2,84 @@
 
 import ast
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import ROOT
+from torch import nn
 from torch.nn import functional as F
 
 import fixed_order_utils
 from cli_utils import Parser, add_common_arguments, parse_arguments
-from tasks.cascade import data as xd
+from tasks.cascade.data import draw_noise
 
 SETTINGS = """
 import os, sys, warnings
 warnings.simplefilter("error")
 os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
 from cli_utils import Parser, add_common_arguments, parse_arguments
+
 parser = Parser("")
 add_common_arguments(parser)
 args = parse_arguments(parser, sys.argv[3:])
+
 import torch
 from hardware_utils import set_numerics
-why = set_numerics(torch.device(sys.argv[1]), sys.argv[2], "as asked", args.deterministic)
+reason = set_numerics(torch.device(sys.argv[1]), sys.argv[2], "as asked", args.deterministic)
+
 backends = torch.backends
-print(why, os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_NVLS_ENABLE"), backends.cudnn.allow_tf32,
-      backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.allow_tf32,
-      torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-      backends.cudnn.deterministic, backends.cudnn.benchmark, backends.cuda.cudnn_sdp_enabled(), sep="|")
+print(reason)
+print(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_NVLS_ENABLE"))
+print(backends.cudnn.allow_tf32, backends.cudnn.conv.fp32_precision == "tf32", backends.cuda.matmul.allow_tf32)
+print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+print(backends.cudnn.deterministic, backends.cudnn.benchmark, backends.cuda.cudnn_sdp_enabled())
 """
+
+# What SETTINGS prints on a GPU in fp32, in half precision and there with --deterministic, and on a CPU: the reason; the
+# workspace of cuBLAS and NCCL's NVLS; whether TF32 is allowed in cuDNN, in its convolutions and in products; whether
+# operations are deterministic and only warn; cuDNN's determinism, its benchmark and its attention.
+FP32 = ["as asked; fp32 (TF32 off)", "None None", "False False False", "False False", "False False True"]
+HALF = ["as asked", "None None", "True True False", "False False", "False False True"]
+DETERMINISTIC = ["as asked; deterministic", ":4096:8 0", "True True False", "True False", "True False False"]
 
 
 @pytest.fixture
 def run_code(zygote, tmp_path):
-    """run_code(text, *argv) -> what a process of its own prints, as torch's settings stay until its end."""
+    """run_code(code, arguments) -> the lines that a process of its own prints: torch's settings stay until its end."""
 
-    def run(text: str, *argv: str) -> str:
-        (tmp_path / "code.py").write_text(text)
-        done = zygote(tmp_path / "code.py", *argv)
+    def run(code: str, arguments: list[str]) -> list[str]:
+        (tmp_path / "code.py").write_text(code)
+        done = zygote(tmp_path / "code.py", *arguments)
         assert done.code == 0, done.stderr[-2000:]
-        return done.stdout.strip()
+        return done.stdout.splitlines()
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
-        ("cuda no", "as asked; fp32 (TF32 off)|None|None|False|False|False|False|False|False|False|True"),
-        ("cuda bf16", "as asked|None|None|True|True|False|False|False|False|False|True"),
-        ("cpu no", "as asked|None|None|True|True|False|False|False|False|False|True"),
-        ("cuda bf16 --deterministic", "as asked; deterministic|:4096:8|0|True|True|False|True|False|True|False|False"),
+        ("cuda no", FP32),
+        ("cuda bf16", HALF),
+        ("cpu no", HALF),
+        ("cuda bf16 --deterministic", DETERMINISTIC),
     ],
 )
-def test_settings(words, expected, run_code):
-    assert run_code(SETTINGS, *words.split()) == expected
+def test_settings(arguments, expected, run_code):
+    assert run_code(SETTINGS, arguments.split()) == expected
 
 
-def test_a_workspace_that_torch_refuses_is_replaced(monkeypatch):
+@pytest.mark.parametrize(("given", "kept"), [(":16:8", ":16:8"), (":0:0", ":4096:8")])
+def test_a_workspace_that_torch_refuses_is_replaced(monkeypatch, given, kept):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     parser = Parser("")
     add_common_arguments(parser)
-    for given, kept in ((":16:8", ":16:8"), (":0:0", ":4096:8")):
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-        monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-        parse_arguments(parser, ["--deterministic"])
-
-        assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_NVLS_ENABLE"]) == (kept, "0")
+    parse_arguments(parser, ["--deterministic"])
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
 # --- gradients of more than two processes ----------------------------------------------------------------------------
@@ -88,15 +102,27 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(fixed_order_utils, "in_fixed_order", lambda x: True)
 
 
-def both(operation, own, x: torch.Tensor, seed: int = 0) -> tuple:
-    """(output, gradient) of torch's operation and of ours."""
-    results = []
-    for function in (operation, own):
-        leaf = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        out = function(leaf)
-        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype))
-        results.append((out.detach(), leaf.grad))
-    return results
+def random_tensor(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Normal noise of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator)
+
+
+class Result(NamedTuple):
+    """What an operation gives in both directions."""
+
+    output: torch.Tensor
+    gradient: torch.Tensor
+
+
+def run_both_ways(operation, x: torch.Tensor) -> Result:
+    """An operation's output, and the gradient of its input for a random gradient of the output."""
+    leaf = x.detach().clone(memory_format=torch.preserve_format)
+    leaf.requires_grad_()
+    output = operation(leaf)
+    gradient = random_tensor(output.shape, seed=0)
+    output.backward(gradient.to(output.dtype))
+    return Result(output.detach(), leaf.grad)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
@@ -104,41 +130,46 @@ def both(operation, own, x: torch.Tensor, seed: int = 0) -> tuple:
 @pytest.mark.parametrize("shape", [(2, 3, 8, 9, 5), (1, 2, 2, 2, 2), (1, 1, 7, 1, 3)])
 def test_max_pooling_is_torchs_to_the_bit(shape, dtype, layout, as_on_a_gpu):
     """With few different values, so that most windows hold the largest more than once."""
-    x = (
-        torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(1))
-        .to(dtype)
-        .contiguous(memory_format=layout)
-    )
-    pool = fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1)
-    (out, grad), (own, own_grad) = both(lambda x: F.max_pool3d(x, 3, 2, 1), pool, x)
-    assert torch.equal(out, own)
-    assert torch.equal(grad, own_grad)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-2, 3, shape, generator=generator)
+    x = x.to(dtype)
+    x = x.contiguous(memory_format=layout)
+
+    expected = run_both_ways(nn.MaxPool3d(kernel_size=3, stride=2, padding=1), x)
+    own = run_both_ways(fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1), x)
+    assert torch.equal(own.output, expected.output)
+    assert torch.equal(own.gradient, expected.gradient)
 
 
 def test_gradients_by_finite_differences(as_on_a_gpu):
-    x = torch.randn(1, 2, 5, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    assert torch.autograd.gradcheck(fixed_order_utils.MaxPool3d(3, 2, 1), x)
+    x = random_tensor((1, 2, 5, 4, 4), seed=2).double().requires_grad_()
+    pool = fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1)
+    assert torch.autograd.gradcheck(pool, x)
 
 
-@pytest.mark.parametrize("size", [(64, 16), (40, 16), (5, 3), (16, 16)])
-def test_adaptive_pooling_is_torchs(size, as_on_a_gpu):
-    before, after = size
-    x = torch.randn(2, 3, before, before, generator=torch.Generator().manual_seed(3))
-    results = both(
-        lambda x: F.adaptive_avg_pool2d(x, after), lambda x: fixed_order_utils.adaptive_avg_pool2d(x, after), x
-    )
-    for value, own in zip(*results, strict=True):
-        torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("before", "after"), [(64, 16), (40, 16), (5, 3), (16, 16)])
+def test_adaptive_pooling_is_torchs(before, after, as_on_a_gpu):
+    x = random_tensor((2, 3, before, before), seed=3)
+    expected = run_both_ways(lambda x: F.adaptive_avg_pool2d(x, after), x)
+    own = run_both_ways(lambda x: fixed_order_utils.adaptive_avg_pool2d(x, after), x)
+    torch.testing.assert_close(own.output, expected.output, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own.gradient, expected.gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shapes", [((1, 4, 27), (31,)), ((2, 1, 8, 8), (32, 32)), ((2, 1, 9, 7), (5, 20))])
-def test_interpolation_is_torchs(shapes, as_on_a_gpu):
-    shape, size = shapes
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    mode = "linear" if len(size) == 1 else "bilinear"
-    results = both(lambda x: F.interpolate(x, size, mode=mode), lambda x: fixed_order_utils.interpolate(x, size), x)
-    for value, own in zip(*results, strict=True):
-        torch.testing.assert_close(own, value, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    ("shape", "size", "mode"),
+    [
+        ((1, 4, 27), (31,), "linear"),
+        ((2, 1, 8, 8), (32, 32), "bilinear"),
+        ((2, 1, 9, 7), (5, 20), "bilinear"),
+    ],
+)
+def test_interpolation_is_torchs(shape, size, mode, as_on_a_gpu):
+    x = random_tensor(shape, seed=4)
+    expected = run_both_ways(lambda x: F.interpolate(x, size, mode=mode), x)
+    own = run_both_ways(lambda x: fixed_order_utils.interpolate(x, size), x)
+    torch.testing.assert_close(own.output, expected.output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own.gradient, expected.gradient, rtol=1e-5, atol=1e-5)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -148,22 +179,35 @@ def test_interpolation_is_torchs(shapes, as_on_a_gpu):
 def test_noise_is_torchs_of_each_seed(shape):
     """Small parts, and large ones that are drawn in threads; whoever else is in the batch."""
     seeds = [5, 2**62 - 1, 0, 77, 9]
-    noise = xd.draw_noise(shape, torch.device("cpu"), seeds)
+    noise = draw_noise(shape, torch.device("cpu"), seeds)
     for part, seed in zip(noise, seeds, strict=True):
-        assert torch.equal(part, torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
-    assert torch.equal(xd.draw_noise(shape, torch.device("cpu"), seeds[3:4])[0], noise[3])
+        assert torch.equal(part, random_tensor(shape, seed))
+    alone = draw_noise(shape, torch.device("cpu"), seeds[3:4])
+    assert torch.equal(alone[0], noise[3])
+
+
+DRAWING = {"Generator", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli"}
+
+
+def draws_on_a_device(call: ast.Call) -> bool:
+    """Whether a call may make a torch.Generator of a device, or a random tensor on one."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr not in DRAWING:
+        return False
+    if ast.unparse(function.value) != "torch":
+        return False
+    if function.attr.endswith("_like"):
+        return True
+    if function.attr == "Generator" and call.args:
+        return True
+    return any(keyword.arg == "device" for keyword in call.keywords)
 
 
 def test_nothing_is_drawn_by_a_gpus_generator():
     """No torch.Generator of another device than the CPU, and no random tensor made on a device, but to fill memory."""
-    drawn = {"Generator", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli"}
-    found = []
+    assert draws_on_a_device(ast.parse("torch.randn(3, device=x.device)").body[0].value)
+    drawn = []
     for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("tasks/**/*.py")]):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if node.func.attr in drawn and ast.unparse(node.func.value) == "torch":
-                device = node.func.attr == "Generator" and node.args
-                if device or node.func.attr.endswith("_like") or any(word.arg == "device" for word in node.keywords):
-                    found.append(f"{path.name}: {ast.unparse(node)}")
-    assert found == []
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        drawn += [f"{path.name}: {ast.unparse(call)}" for call in calls if draws_on_a_device(call)]
+    assert drawn == []

@@ -8,99 +8,151 @@ from torch import nn
 
 import memory_utils
 from cli_utils import RunError
-from memory_utils import BatchSize, fit_batch_to_memory
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 
 GIB = 2**30
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
 def model(monkeypatch) -> nn.Module:
     """1000 trained parameters, 9 frozen ones, running statistics, and dropout."""
-    # it takes half a second in a process that has seen as much as this one
+    # release_memory takes half a second in a process that has seen as much as this one
     monkeypatch.setattr(memory_utils, "release_memory", lambda: None)
-    parts = nn.Sequential(nn.Linear(10, 100, bias=False), nn.BatchNorm1d(100, affine=False), nn.Dropout(0.5))
-    parts.frozen = nn.Parameter(torch.ones(9), requires_grad=False)
-    return parts
+    linear = nn.Linear(10, 100, bias=False)
+    statistics = nn.BatchNorm1d(100, affine=False)
+    model = nn.Sequential(linear, statistics, nn.Dropout(0.5))
+    model.frozen = nn.Parameter(torch.ones(9), requires_grad=False)
+    return model
 
 
-def meter(monkeypatch, peaks, room: float) -> None:
-    """A GPU of `room` GiB on which a trial reserves what the next of `peaks` says, GiB."""
-    peaks = iter(peaks)
-    monkeypatch.setattr(memory_utils, "gpu_memory", lambda device: (int(next(peaks) * GIB), int(room * GIB)))
+@pytest.fixture
+def reserve(monkeypatch):
+    """reserve(*peaks): a GPU of 22 GiB on which each trial reserves the next of these peaks, in GiB."""
+
+    def set_peaks(*peaks: float) -> None:
+        left = list(peaks)
+
+        def gpu_memory(device: torch.device) -> tuple[int, int]:
+            return int(left.pop(0) * GIB), 22 * GIB
+
+        monkeypatch.setattr(memory_utils, "gpu_memory", gpu_memory)
+
+    return set_peaks
 
 
-def fit(try_once, model, wanted=(8, 1), **options) -> BatchSize:
-    asked = BatchSize(*wanted, "default")
-    return fit_batch_to_memory(try_once, model, asked, memory_utils.batch_flags, "buy memory", **options)
+def default_batch(size: int, accumulation: int) -> BatchSize:
+    """The batch that the flags ask for."""
+    return BatchSize(size, accumulation, "default")
 
 
-@pytest.mark.parametrize(("peak", "fits"), [(19.6, True), (19.7, False)])
-def test_a_gpu_keeps_a_margin(model, monkeypatch, peak, fits):
-    """1.05 x 19.6 GiB + 1.5 GB are 21.98 GiB of 22; 19.7 are 22.08."""
-    meter(monkeypatch, [peak], 22)
-    trial = memory_utils.try_step(lambda: None, model, 2)
-    assert (trial.fits, trial.error, trial.room) == (fits, "", 22 * GIB)
+def fit(try_once, model, wanted: BatchSize | None = None, **options) -> BatchSize:
+    """fit_batch_to_memory of a batch of 8 or of another one."""
+    wanted = wanted or default_batch(8, 1)
+    return fit_batch_to_memory(try_once, model, wanted, batch_flags, "buy memory", **options)
 
 
-def test_the_batch_is_halved_until_it_fits_with_its_margin(model, monkeypatch, capsys):
-    sizes = []
-    meter(monkeypatch, [30, 21, 15], 22)
-    fitted = fit(sizes.append, model)
-    assert fitted == (2, 4, "fitted: 8 did not fit into 22.0 GiB", False, (8, 1), 15)
-    assert sizes == [8, 8, 4, 4, 2, 2]
-    said = ["--batch_size 4 --gradient_accumulation_steps 2", "--batch_size 2 --gradient_accumulation_steps 4"]
-    assert capsys.readouterr().out.splitlines() == [f"out of memory: going on with {flags}" for flags in said]
-
-
-def test_nothing_is_changed_where_the_batch_fits(model, monkeypatch):
-    meter(monkeypatch, [10], 22)
-    assert fit(lambda size: None, model, (8, 3)) == (8, 3, "default", False, (8, 3), 10)
-
-
-def test_recomputation_comes_after_the_smallest_batch(model, monkeypatch):
-    """And begins with the whole batch again. Where it was forbidden, the advice is what is left."""
-    turned_on = []
-    meter(monkeypatch, [90, 50, 30, 40, 19], 22)
-    fitted = fit(lambda size: None, model, (4, 2), recompute=lambda: turned_on.append(True))
-    assert fitted == (2, 4, "fitted: 4 did not fit into 22.0 GiB", True, (4, 2), 19)
-    assert turned_on == [True]
+def fits_at_once(size: int) -> None:
+    """A trial step that takes no memory of its own."""
 
 
 def run_out(size: int) -> None:
+    """A trial step that has no memory for any batch."""
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_what_never_fits_is_an_error(model, monkeypatch):
+@pytest.mark.parametrize(("peak", "fits"), [(19.6, True), (19.7, False)])
+def test_a_gpu_keeps_a_margin(model, reserve, peak, fits):
+    """1.05 x 19.6 GiB + 1.5 GB are 21.98 GiB of 22; 19.7 are 22.08."""
+    reserve(peak)
+    trial = memory_utils.try_step(lambda: None, model, 2)
+    assert trial.fits is fits
+    assert trial.error == ""
+    assert trial.room == 22 * GIB
+
+
+def test_the_batch_is_halved_until_it_fits_with_its_margin(model, reserve, capsys):
+    sizes = []
+    reserve(30, 21, 15)
+    fitted = fit(sizes.append, model)
+    reason = "fitted: 8 did not fit into 22.0 GiB"
+    assert fitted == BatchSize(2, 4, reason, recomputed=False, asked=(8, 1), peak_gib=15)
+    assert sizes == [8, 8, 4, 4, 2, 2]
+    assert capsys.readouterr().out.splitlines() == [
+        "out of memory: going on with --batch_size 4 --gradient_accumulation_steps 2",
+        "out of memory: going on with --batch_size 2 --gradient_accumulation_steps 4",
+    ]
+
+
+def test_nothing_is_changed_where_the_batch_fits(model, reserve):
+    reserve(10)
+    fitted = fit(fits_at_once, model, default_batch(8, 3))
+    assert fitted == BatchSize(8, 3, "default", recomputed=False, asked=(8, 3), peak_gib=10)
+
+
+def test_recomputation_comes_after_the_smallest_batch(model, reserve):
+    """And begins with the batch that was asked for again."""
+    turned_on = []
+    reserve(90, 50, 30, 40, 19)
+    fitted = fit(fits_at_once, model, default_batch(4, 2), recompute=lambda: turned_on.append(True))
+    reason = "fitted: 4 did not fit into 22.0 GiB"
+    assert fitted == BatchSize(2, 4, reason, recomputed=True, asked=(4, 2), peak_gib=19)
+    assert turned_on == [True]
+
+
+def test_what_never_fits_is_an_error(model, reserve):
     """Where recomputation was forbidden, or does not help, the advice is what is left."""
-    meter(monkeypatch, [22] * 3, 22)
+    reserve(22, 22, 22)
     with pytest.raises(RunError, match=r"--grad\S+ 8 \(CUDA out of memory.\); buy memory"):
-        fit(run_out, model, (4, 2))
-    meter(monkeypatch, [22] * 2, 22)
+        fit(run_out, model, default_batch(4, 2))
+
+    reserve(22, 22)
     with pytest.raises(RunError, match="buy memory"):
-        fit(run_out, model, (1, 2), recompute=lambda: None)
+        fit(run_out, model, default_batch(1, 2), recompute=lambda: None)
 
 
-def test_a_step_that_only_lacks_its_margin_is_made(model, monkeypatch, capsys):
+def test_a_step_that_only_lacks_its_margin_is_made(model, reserve, capsys):
     """With a warning: the same run was made before there was a margin."""
-    meter(monkeypatch, [21.9, 21.8, 21.5], 22)
-    assert fit(lambda size: None, model, (4, 2))[:2] == (1, 8)
+    reserve(21.9, 21.8, 21.5)
+    fitted = fit(fits_at_once, model, default_batch(4, 2))
+    assert fitted.size == 1
+    assert fitted.accumulation == 8
     assert "warning: a step takes 21.5 of 22.0 GiB" in capsys.readouterr().out
 
 
-def test_a_resumed_run_starts_at_the_split_it_was_begun_with(model, monkeypatch):
-    """Also where more would fit by now; not at another number of processes, nor where another batch is asked for."""
-    checkpoint = {"split": BatchSize(2, 4, "", recomputed=True, asked=(8, 1)).record()}
-    by_two = {"split": checkpoint["split"] | {"world_size": 2}}
+BEGUN = BatchSize(2, 4, "", recomputed=True, asked=(8, 1))
+
+
+def test_a_resumed_run_starts_at_the_split_it_was_begun_with(model, reserve):
+    """Also where more would fit by now."""
     turned_on = []
-    meter(monkeypatch, [10] * 3, 22)
-    options = {"recompute": lambda: turned_on.append(True)}
-    fitted = fit(lambda size: None, model, checkpoint=checkpoint, **options)
-    assert fitted == (2, 4, "as the run was begun", True, (8, 1), 10)
+    reserve(10)
+    checkpoint = {"split": BEGUN.record()}
+    fitted = fit(fits_at_once, model, checkpoint=checkpoint, recompute=lambda: turned_on.append(True))
+    assert fitted == BatchSize(2, 4, "as the run was begun", recomputed=True, asked=(8, 1), peak_gib=10)
     assert turned_on == [True]
-    assert fit(lambda size: None, model, (4, 2), checkpoint=checkpoint, **options)[:2] == (4, 2)
-    assert fit(lambda size: None, model, checkpoint=by_two, **options)[:2] == (8, 1)
-    meter(monkeypatch, [30, 10], 22)
-    assert fit(lambda size: None, model, checkpoint=checkpoint)[:3] == (1, 8, "fitted: 8 did not fit into 22.0 GiB")
+
+
+@pytest.mark.parametrize(("wanted", "processes"), [(default_batch(4, 2), 1), (default_batch(8, 1), 2)])
+def test_a_resumed_run_is_fitted_anew_where_it_is_another_one(model, reserve, wanted, processes):
+    """Where another batch is asked for, and at another number of processes."""
+    reserve(10)
+    checkpoint = {"split": BEGUN.record() | {"world_size": processes}}
+    fitted = fit(fits_at_once, model, wanted, checkpoint=checkpoint, recompute=lambda: None)
+    assert fitted == wanted._replace(asked=(wanted.size, wanted.accumulation), peak_gib=10)
+
+
+def test_a_resumed_run_that_no_longer_fits_is_fitted_further(model, reserve):
+    reserve(30, 10)
+    fitted = fit(fits_at_once, model, checkpoint={"split": BEGUN.record()})
+    assert fitted == BatchSize(1, 8, "fitted: 8 did not fit into 22.0 GiB", False, asked=(8, 1), peak_gib=10)
+
+
+def room_for_two(size: int) -> None:
+    """Run out of memory with more than two samples."""
+    if size > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize(("processes", "copies"), [(1, 2), (4, 3)])
@@ -110,12 +162,14 @@ def test_moments_and_buckets_are_held_beside(model, monkeypatch, processes, copi
     held = []
 
     def try_once(size: int) -> None:
-        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dtype == torch.uint8]
-        held.append(copies * 4000 in [tensor.numel() for tensor in tensors])
-        if size > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        sizes = [tensor.numel() for tensor in tensors if tensor.dtype == torch.uint8]
+        held.append(copies * 4000 in sizes)
+        room_for_two(size)
 
-    assert fit(try_once, model)[:2] == (2, 4)
+    fitted = fit(try_once, model)
+    assert fitted.size == 2
+    assert fitted.accumulation == 4
     assert held == [True] * 4
 
 
@@ -124,11 +178,13 @@ def test_a_trial_leaves_no_trace(model):
     before = [torch.get_rng_state(), *(buffer.clone() for buffer in model.buffers())]
 
     def try_once(size: int) -> None:
-        model.train()(torch.randn(size, 10)).square().sum().backward()
-        if size > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+        output = model.train()(torch.randn(size, 10))
+        output.square().sum().backward()
+        room_for_two(size)
 
-    assert fit(try_once, model)[:2] == (2, 4)
+    fitted = fit(try_once, model)
+    assert fitted.size == 2
+    assert fitted.accumulation == 4
     after = [torch.get_rng_state(), *model.buffers()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -142,10 +198,17 @@ def test_what_is_not_a_lack_of_memory_is_raised(model):
         fit(try_once, model)
 
 
-def test_when_a_batch_is_fitted_and_what_is_advised_else():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [memory_utils.fits_by_itself(flag, gpu) for flag in (None, True, False)] == [True, True, False]
-    assert [memory_utils.fits_by_itself(flag, cpu) for flag in (None, True, False)] == [False, True, False]
-    assert "--auto_batch, which tries by itself" in memory_utils.auto_batch_advice(None, cpu)
-    assert "leave out --no-auto_batch" in memory_utils.auto_batch_advice(False, gpu)
-    assert memory_utils.auto_batch_advice(None, gpu) == ""
+@pytest.mark.parametrize(
+    ("auto_batch", "device", "fitted", "advice"),
+    [
+        (None, GPU, True, ""),
+        (True, GPU, True, ""),
+        (False, GPU, False, ", or leave out --no-auto_batch, which keeps the batch as given"),
+        (None, CPU, False, ", or --auto_batch, which tries by itself"),
+        (True, CPU, True, ""),
+        (False, CPU, False, ", or leave out --no-auto_batch, which keeps the batch as given"),
+    ],
+)
+def test_when_a_batch_is_fitted_and_what_is_advised_else(auto_batch, device, fitted, advice):
+    assert fits_by_itself(auto_batch, device) is fitted
+    assert auto_batch_advice(auto_batch, device) == advice
