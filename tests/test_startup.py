@@ -17,6 +17,8 @@ from cli_utils import InputError
 from distributed_utils import setup_distributed
 
 HOST = socket.gethostname()
+
+# The variables that a start reads or sets.
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "CUDA_VISIBLE_DEVICES")
 NAMES += ("MASTER_ADDR", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_NUM_NODES", "NCCL_MULTI_RANK_GPU_ENABLE")
 
@@ -35,50 +37,61 @@ TOO_OLD = """The NVIDIA driver on your system is too old (found version 11040). 
 driver by downloading and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx \
 Alternatively, go to: https://pytorch.org to install a PyTorch version that has been compiled with your version of the \
 CUDA driver."""
+
 NO_KERNEL = """CUDA error: no kernel image is available for execution on the device
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
+
 INSUFFICIENT = """NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:121, unhandled cuda error (run \
 with NCCL_DEBUG=INFO for details), NCCL version 2.18.1
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 'CUDA driver version is insufficient for CUDA runtime version'"""
+
 PEER = """NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error, NCCL version 2.27.3
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 217 'peer access is not supported between these two devices'"""
+
 DUPLICATE = """NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1691, invalid usage (run \
 with NCCL_DEBUG=WARN for details), NCCL version 2.19.3
 ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 Last error:
 Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"""
+
 SHARED_MEMORY = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled system error (run \
 with NCCL_DEBUG=INFO for details), NCCL version 2.21.5
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
 Last error:
 Error while creating shared memory segment /dev/shm/nccl-LeXlEJ (size 9637888)"""
+
 NO_ROUTE = """NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1333, unhandled system error (run \
 with NCCL_DEBUG=INFO for details), NCCL version 2.18.6
 ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
 Last error:
 socketStartConnect: Connect to 192.168.19.14<52822> failed : No route to host"""
+
 NO_INTERFACE = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2588, internal error - \
 please report this issue to the NCCL developers, NCCL version 2.21.5
 ncclInternalError: Internal check failed.
 Last error:
 Bootstrap : no socket interface found"""
+
 INVALID = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error (run \
 with NCCL_DEBUG=INFO for details), NCCL version 2.26.2
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 1 'invalid argument'"""
+
 MEMORY = """NCCL error in: ProcessGroupNCCL.cpp:2020, unhandled cuda error, NCCL version 2.21.5
 ncclUnhandledCudaError: Call to CUDA function failed.
 Last error:
 Cuda failure 2 'out of memory'"""
+
 GLOO = """Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out \
 connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]:14215"""
+
 GLOO_NAME = """[enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find \
 address for: ^lo"""
 
@@ -142,14 +155,22 @@ def test_the_first_rank_to_fail_explains(monkeypatch, capfd):
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
+NVIDIA_SMI = """\
+#!/bin/sh
+case $1 in
+*driver*) echo {version}; echo {version} ;;
+*) echo 'GPU-0, 1024'; echo 'GPU-1, 1024' ;;
+esac
+"""
+
+
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
     """driver(reason, version): a machine whose nvidia-smi lists two GPUs, which torch cannot start for this reason."""
 
     def make(reason: str = "", version: str = "470.223.02", cuda: str | None = "12.9"):
         stub = tmp_path / "nvidia-smi"
-        stub.write_text(f"#!/bin/sh\ncase $1 in *driver*) echo {version}; echo {version} ;; *)\n"
-                        "echo 'GPU-0, 1024'; echo 'GPU-1, 1024' ;; esac\n")  # fmt: skip
+        stub.write_text(NVIDIA_SMI.format(version=version))
         stub.chmod(0o755)
 
         def start() -> None:
@@ -187,11 +208,23 @@ def test_a_cpu_build_of_torch_beside_gpus_is_said(driver):
 # --- RTX 40 and MIG ---------------------------------------------------------------------------------------------------
 
 CUDA = torch.device("cuda", 0)
-BOTH = "cpu:gloo,cuda:nccl"
 
 
-def alone(backend: str = BOTH) -> None:
-    startup_utils.agree_to_start(dist.HashStore(), 0, 1, CUDA, backend)
+def start_alone() -> None:
+    """What one process of one does before the process group is made."""
+    startup_utils.agree_to_start(dist.HashStore(), 0, 1, CUDA, "cpu:gloo,cuda:nccl")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(name): a machine with one GPU of this name."""
+
+    def make(name: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -205,26 +238,25 @@ def alone(backend: str = BOTH) -> None:
         ("NVIDIA RTX 4000 SFF Ada Generation", "545.29.06", False),
     ],
 )
-def test_rtx_40_without_p2p(driver, monkeypatch, capsys, name, version, disabled):
+def test_rtx_40_without_p2p(driver, gpu, capsys, name, version, disabled):
     driver(version=version)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    alone()
-    said = "RTX 40 GPUs under a driver before 550.40.07: NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 set for NCCL\n"
-    assert capsys.readouterr().out == (said if disabled else "")
-    assert os.environ.get("NCCL_P2P_DISABLE") == os.environ.get("NCCL_IB_DISABLE") == ("1" if disabled else None)
+    gpu(name)
+    start_alone()
+    note = "RTX 40 GPUs under a driver before 550.40.07: NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 set for NCCL\n"
+    expected = "1" if disabled else None
+    assert capsys.readouterr().out == (note if disabled else "")
+    assert os.environ.get("NCCL_P2P_DISABLE") == expected
+    assert os.environ.get("NCCL_IB_DISABLE") == expected
 
 
-def test_what_the_user_set_for_nccl_stays(driver, monkeypatch, capsys):
+def test_what_the_user_set_for_nccl_stays(driver, gpu, monkeypatch, capsys):
     driver(version="545.29.06")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
+    gpu("NVIDIA GeForce RTX 4090")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    alone()
+    start_alone()
     assert "NCCL_IB_DISABLE=1 set" in capsys.readouterr().out
-    assert (os.environ["NCCL_P2P_DISABLE"], os.environ["NCCL_IB_DISABLE"]) == ("0", "1")
+    assert os.environ["NCCL_P2P_DISABLE"] == "0"
+    assert os.environ["NCCL_IB_DISABLE"] == "1"
 
 
 def test_mig_slices():
@@ -265,15 +297,16 @@ def network(monkeypatch):
     """network(address): a host with the cards above whose name resolves to this address, or to none."""
 
     def make(address: str | None) -> None:
-        def entry(text: str) -> SimpleNamespace:
-            return SimpleNamespace(family=socket.AF_INET6 if ":" in text else socket.AF_INET, address=text)
+        def entry(address: str) -> SimpleNamespace:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return SimpleNamespace(family=family, address=address)
 
         def resolve(*_, **__) -> list[tuple]:
             if address is None:
                 raise socket.gaierror(-2, "Name or service not known")
             return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
-        cards = {name: [entry(text) for text in texts] for name, texts in CARDS.items()}
+        cards = {name: [entry(text) for text in addresses] for name, addresses in CARDS.items()}
         monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
@@ -301,9 +334,10 @@ def test_a_host_that_resolves_its_name_to_loopback(network, address, reason):
     assert startup_utils.choose_interface() == []
 
 
-@pytest.mark.parametrize(
-    ("given", "taken"), [("ib0", "ib0"), ("=eth0", "eth0"), ("eth9,ib0", "ib0"), ("eth", None), ("^docker0,ib0", None)]
-)
+GIVEN = [("ib0", "ib0"), ("=eth0", "eth0"), ("eth9,ib0", "ib0"), ("eth", None), ("^docker0,ib0", None)]
+
+
+@pytest.mark.parametrize(("given", "taken"), GIVEN)
 def test_gloo_takes_nccls_interface(network, given, taken):
     """Where it is named in full: NCCL also takes the beginning of a name, and names to leave out."""
     network("127.0.0.1")
@@ -312,8 +346,8 @@ def test_gloo_takes_nccls_interface(network, given, taken):
         with pytest.raises(InputError, match="resolves its own name"):
             startup_utils.choose_interface()
     else:
-        said = startup_utils.choose_interface()
-        assert said == [f"gloo takes the interface of NCCL_SOCKET_IFNAME: GLOO_SOCKET_IFNAME={taken}"]
+        notes = startup_utils.choose_interface()
+        assert notes == [f"gloo takes the interface of NCCL_SOCKET_IFNAME: GLOO_SOCKET_IFNAME={taken}"]
         assert os.environ["GLOO_SOCKET_IFNAME"] == taken
 
 
@@ -346,13 +380,14 @@ def test_several_nodes(variables, several):
 
 @pytest.mark.parametrize(("nodes", "prefix"), [("1", "start_2"), ("3", "start_0")])
 def test_restarted_processes_meet_anew(monkeypatch, nodes, prefix):
-    """On one machine apart from what the processes before left; nodes, which count differently, all in one place."""
+    """On one machine apart from what earlier processes left; nodes, which count differently, all in one place."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": "2"}
-    for name, value in (variables | {"GROUP_WORLD_SIZE": nodes}).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
     store = startup_utils.meet(0, 1, timedelta(seconds=20))
     store.set("key", "value")
     assert store.underlying_store.get(f"{prefix}/key") == b"value"
@@ -374,20 +409,26 @@ import sys
 sys.path.insert(0, {root!r})
 from cli_utils import run_main
 from distributed_utils import gather_objects, print_main, setup_distributed
+
 def main(_):
     with setup_distributed(timeout=60) as ranks:
         print_main("together", gather_objects(ranks.rank))
+
 run_main(main, None)
 """
 
-
+# Goes before SCRIPT: rank 1 fails by itself, and rank 0 half a second later, as it loses the connection.
 FAILING = """\
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
+
 def fail(*_, **__):
-    time.sleep(0.5 * (os.environ["RANK"] == "0"))
-    raise RuntimeError({text!r} if os.environ["RANK"] == "1" else "Connection reset by peer")
+    if os.environ["RANK"] == "1":
+        raise RuntimeError({text!r})
+    time.sleep(0.5)
+    raise RuntimeError("Connection reset by peer")
+
 dist.init_process_group = fail
 """
 
@@ -410,9 +451,9 @@ def test_two_nodes_whose_host_name_is_loopback(zygote, tmp_path, monkeypatch):
     name, address = next(iter(outside.items()))
     script = tmp_path / "nodes.py"
     script.write_text(SCRIPT.format(root=str(ROOT)))
-    places = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
+    node = {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": address}
 
-    done = zygote(script, ranks=2, **places)
+    done = zygote(script, ranks=2, **node)
     # a process that is still leaving when the other has left is told to
     assert done.code in (2, -signal.SIGTERM)
     assert done.stdout == ""
@@ -422,7 +463,7 @@ def test_two_nodes_whose_host_name_is_loopback(zygote, tmp_path, monkeypatch):
     assert f"set GLOO_SOCKET_IFNAME to one of {name} ({address})" in lines[0]
 
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        done = zygote(script, ranks=2, **places, **{variable: name})
+        done = zygote(script, ranks=2, **node, **{variable: name})
         assert done.code == 0, done.stderr
         assert "together [0, 1]" in done.stdout
         assert ("gloo takes the interface" in done.stdout) == variable.startswith("NCCL")
