@@ -13,17 +13,23 @@ from conftest import ROOT, torchrun
 class Run:
     """A training in the background, with ways to find and kill its processes."""
 
-    def __init__(self, command: list, script: str, out: Path):
-        self.script, self.out, self.log = Path(script).name, out, open(out.parent / f"{out.name}.log", "a")  # noqa: SIM115
-        self.launcher = psutil.Popen([str(w) for w in command], cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
+    def __init__(self, command: list, script: str, out: Path, cwd: Path = ROOT):
+        self.script = Path(script).name
+        self.out = out
+        self.everyone: list[psutil.Process] = []
+        words = [str(word) for word in command]
+        with open(out.parent / f"{out.name}.log", "a") as log:
+            self.launcher = psutil.Popen(words, cwd=cwd, stdout=log, stderr=subprocess.STDOUT)
 
     def workers(self) -> list[psutil.Process]:
-        found = []
+        """The processes that run the script, without the launcher."""
+        workers = []
         for process in self.launcher.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended; a zombie is one of these
+            # it may have just ended, or be a zombie
+            with contextlib.suppress(psutil.NoSuchProcess):
                 if self.script in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                    workers.append(process)
+        return workers
 
     def wait_for_step(self, step: int) -> None:
         """Until a checkpoint of this step or a later one exists, or the run is over."""
@@ -35,23 +41,28 @@ class Run:
 
     def end(self, seconds: float = 60) -> int:
         """Wait for the launcher and every worker; a worker left behind fails the test."""
-        known = self.everyone
         code = self.launcher.wait(timeout=seconds)
-        _, alive = psutil.wait_procs(known, timeout=30)
+        _, alive = psutil.wait_procs(self.everyone, timeout=30)
         assert not alive, f"left behind: {alive}"
         return code
 
     def kill(self, who: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the last "worker", to "rank0", to the "launcher" or to "all"."""
         self.everyone = [self.launcher, *self.launcher.children(recursive=True)]
         workers = self.workers()
-        chosen = {"worker": workers[-1:], "rank0": workers[:1], "all": self.everyone, "launcher": [self.launcher]}[who]
-        for process in chosen:
+        chosen = {
+            "worker": workers[-1:],
+            "rank0": workers[:1],
+            "all": self.everyone,
+            "launcher": [self.launcher],
+        }
+        for process in chosen[who]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
 
 def interrupt(words: list, out: Path, who: str, step: int, delay: float, number: int = signal.SIGKILL) -> int:
-    """A script and its flags on two processes of torchrun, and a signal so long after a checkpoint of this step."""
+    """Run a script and its flags by torchrun; two processes get a signal so long after a checkpoint of this step."""
     run = Run([*torchrun(2), *words], str(words[0]), out)
     run.wait_for_step(step)
     time.sleep(delay)

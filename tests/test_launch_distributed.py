@@ -1,17 +1,17 @@
 """launch_distributed_training.sh: the exact command line for every machine, and a real run that is told to stop."""
 
 import json
-import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
+from typing import NamedTuple
 
-import psutil
 import pytest
 import torch
+from background import Run
 from conftest import ROOT, SAME
 
 from hardware_utils import imagine_hardware, settings_on, shell_assignments, summary
@@ -20,38 +20,76 @@ LAUNCHER = "launch_distributed_training.sh"
 ALONE = "--standalone"
 
 
+# A stub that records how it was called; `python` also answers what a launcher asks of the hardware detection.
+RECORDER = """\
+#!{python}
+import json, os, sys
+
+def record(name, **values):
+    with open({folder!r} + "/" + name, "w") as file:
+        json.dump(values, file)
+
+name = os.path.basename(sys.argv[0])
+if name == "python" and sys.argv[1:3] == ["-m", "hardware_utils"]:
+    record("asked", flags=sys.argv[3:], folder=os.getcwd())
+    sys.exit(print(open({folder!r} + "/facts").read()))
+record("seen", argv=[name, *sys.argv[1:]], environment=dict(os.environ))
+"""
+SCONTROL = """\
+#!/bin/sh
+[ "$*" = 'show hostnames node[07-08]' ] && printf 'node07\\nnode08\\n'
+"""
+
+
+class Launched(NamedTuple):
+    """A launcher that has ended, and the command line that it became; argv is None where it became none."""
+
+    done: subprocess.CompletedProcess
+    argv: list[str] | None
+    environment: dict[str, str]
+
+
 class Machine:
     """The launcher in a folder of its own, on a machine of stubs that record how they were called.
 
     `python` answers `-m hardware_utils` with what that prints on a machine of `gpus` L4 and 32 cores.
     """
 
-    def __init__(self, tmp_path, gpus: int, deepspeed: bool = True):
-        self.bin, self.repo, self.gpus, self.deepspeed = tmp_path / "bin", tmp_path / "repo", gpus, deepspeed
-        self.bin.mkdir()
+    def __init__(self, folder: Path, gpus: int, deepspeed: bool = True):
+        self.folder = folder
+        self.gpus = gpus
+        self.deepspeed = deepspeed
+
+        # the launcher and two scripts
+        self.repo = folder / "repo"
         self.repo.mkdir()
         for name in (LAUNCHER, "launch_functions.sh"):
             shutil.copy2(ROOT / name, self.repo)
-        for name in ("train_mimic_cxr.py", "train_survival.py"):
-            (self.repo / name).touch()
-        self.mimic, self.other = (str(self.repo / name) for name in ("train_mimic_cxr.py", "train_survival.py"))
-        recorder = f"#!{sys.executable}\nimport json, os, sys\nname = os.path.basename(sys.argv[0])\n"
-        recorder += f"folder = {str(tmp_path)!r}\n"
-        answer = "if sys.argv[1:3] == ['-m', 'hardware_utils']:\n"
-        answer += "    json.dump([sys.argv[3:], os.getcwd()], open(folder + '/asked', 'w'))\n"
-        answer += "    sys.exit(print(open(folder + '/facts').read()))\n"
-        seen = "json.dump([[name, *sys.argv[1:]], dict(os.environ)], open(folder + '/seen', 'w'))\n"
-        for name in ("torchrun", "srun"):
-            self.write(name, recorder + seen)
-        self.write("python", recorder + answer + seen)
-        self.write("scontrol", "#!/bin/sh\n[ \"$*\" = 'show hostnames node[07-08]' ] && printf 'node07\\nnode08\\n'\n")
+        self.launcher = str(self.repo / LAUNCHER)
+        self.mimic = str(self.repo / "train_mimic_cxr.py")
+        self.other = str(self.repo / "train_survival.py")
+        for script in (self.mimic, self.other):
+            Path(script).touch()
+
+        # the commands that it can start or ask
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in ("torchrun", "srun", "python"):
+            self.write(name, RECORDER.format(python=sys.executable, folder=str(folder)))
+        self.write("scontrol", SCONTROL)
 
     def write(self, name: str, text: str) -> None:
+        """Make a command of this text."""
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
+    def read(self, name: str) -> dict | None:
+        """What a stub has recorded, None where it was not called."""
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.exists() else None
+
     def run(self, words: str = "", processes: int | None = None, nodes: int = 1, plain: bool = False, **variables: str):
-        """(finished launcher, argv that it became, its environment); asserts what it asked hardware_utils.
+        """Run the launcher; asserts what it asked hardware_utils.
 
         processes: on each node, where they are not one per GPU; plain: DeepSpeed is out of the question.
         """
@@ -59,40 +97,57 @@ class Machine:
         facts["processes_per_node"] = processes or self.gpus or 1
         settings = settings_on(facts, facts["processes_per_node"], nodes, not plain)
         facts |= {"summary": summary(facts, settings), "settings": settings}
-        folder = self.bin.parent
-        (folder / "facts").write_text(shell_assignments(facts))
-        env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": "/tmp", **variables}
-        command = [str(self.repo / LAUNCHER), *shlex.split(words)]
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=30)
-        if (folder / "asked").exists():
-            given = ["--shell", "--nodes", str(nodes), *(["--gpus", str(processes)] if processes else [])]
-            expected = [*given, *(["--no_deepspeed"] if plain else [])]
-            assert json.loads((folder / "asked").read_text()) == [expected, str(self.repo)]
-        return done, *(json.loads((folder / "seen").read_text()) if (folder / "seen").exists() else (None, {}))
+        (self.folder / "facts").write_text(shell_assignments(facts))
+
+        environment = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": "/tmp", **variables}
+        command = [self.launcher, *shlex.split(words)]
+        done = subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=30)
+
+        # what it asked
+        if asked := self.read("asked"):
+            expected = ["--shell", "--nodes", str(nodes)]
+            expected += ["--gpus", str(processes)] if processes else []
+            expected += ["--no_deepspeed"] if plain else []
+            assert asked == {"flags": expected, "folder": str(self.repo)}
+
+        seen = self.read("seen") or {"argv": None, "environment": {}}
+        return Launched(done, seen["argv"], seen["environment"])
 
 
 def torchrun(processes: int, *words: str) -> list[str]:
+    """The command line of torchrun with so many processes on a node."""
     return ["torchrun", f"--nproc_per_node={processes}", *words]
 
 
+FOUND = {0: "no GPU", 1: "1 GPU", 2: "2 GPUs", 4: "4 GPUs", 8: "8 GPUs"}
+
+
 @pytest.mark.parametrize("deepspeed", [True, False])
-@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", FOUND)
 def test_the_guides_diagram(tmp_path, gpus, deepspeed):
     machine = Machine(tmp_path, gpus, deepspeed)
-    done, argv, env = machine.run("--config configs/default_config.yaml --epochs 3")
-    assert done.returncode == 0, done.stderr
-    words = [machine.mimic, "--config", "configs/default_config.yaml", "--epochs", "3"]
-    flag = "--use_deepspeed" if deepspeed else "--use_ddp"
-    assert argv == (["python", *words] if gpus < 2 else torchrun(gpus, ALONE, *words, flag))
-    lines = done.stdout.splitlines()
+    launched = machine.run("--config configs/default_config.yaml --epochs 3")
+    assert launched.done.returncode == 0, launched.done.stderr
+
+    # the command: python alone for one process
+    script = [machine.mimic, "--config", "configs/default_config.yaml", "--epochs", "3"]
+    if gpus < 2:
+        engine = "python"
+        expected = ["python", *script]
+    else:
+        engine = "deepspeed" if deepspeed else "torchrun"
+        flag = "--use_deepspeed" if deepspeed else "--use_ddp"
+        expected = ["torchrun", f"--nproc_per_node={gpus}", ALONE, *script, flag]
+    assert launched.argv == expected
+    assert launched.environment["OMP_NUM_THREADS"] == str(32 // (gpus or 1))
+
+    # what it says of the machine, the settings and the engine
+    lines = launched.done.stdout.splitlines()
     assert 3 <= len(lines) <= 6
-    found = "no GPU" if not gpus else "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-    found += " (planned GPU, 24.0 GB)" if gpus else ""
-    assert lines[0] == f"Detected: {found}, 32 CPU cores, 100.0 GB RAM available"
+    planned = " (planned GPU, 24.0 GB)" if gpus else ""
+    assert lines[0] == f"Detected: {FOUND[gpus]}{planned}, 32 CPU cores, 100.0 GB RAM available"
     assert any(line.startswith(f"Settings: batch {16 if gpus else 8} x accumulation") for line in lines)
-    engine = "python" if gpus < 2 else "deepspeed" if deepspeed else "torchrun"
-    assert lines[-1].startswith(f"Engine:   {engine} x {gpus or 1} by {argv[0]} ")
-    assert env["OMP_NUM_THREADS"] == str(32 // (gpus or 1))
+    assert lines[-1].startswith(f"Engine:   {engine} x {gpus or 1} by {expected[0]} ")
 
 
 @pytest.mark.parametrize(
@@ -114,16 +169,17 @@ def test_the_guides_diagram(tmp_path, gpus, deepspeed):
 )  # fmt: skip
 def test_flags(tmp_path, words, facts, expected):
     machine = Machine(tmp_path, 4)
-    done, argv, _ = machine.run(words, **facts)
-    assert done.returncode == 0, done.stderr
-    assert argv == [{"MIMIC": machine.mimic, "OTHER": machine.other}.get(word, word) for word in expected]
+    launched = machine.run(words, **facts)
+    assert launched.done.returncode == 0, launched.done.stderr
+    scripts = {"MIMIC": machine.mimic, "OTHER": machine.other}
+    assert launched.argv == [scripts.get(word, word) for word in expected]
 
 
 def test_cpu_processes(tmp_path):
     machine = Machine(tmp_path, 0)
-    _, argv, env = machine.run("--num_gpus 3", processes=3)
-    assert argv == torchrun(3, ALONE, machine.mimic, "--use_deepspeed")
-    assert env["OMP_NUM_THREADS"] == "10"
+    launched = machine.run("--num_gpus 3", processes=3)
+    assert launched.argv == torchrun(3, ALONE, machine.mimic, "--use_deepspeed")
+    assert launched.environment["OMP_NUM_THREADS"] == "10"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +195,7 @@ def test_cpu_processes(tmp_path):
         ("--deepspeed", {}, "--deepspeed: it is not installed"),
         ("--script nowhere.py", {}, "nowhere.py; check --script"),
         ("--script", {}, "--script needs a value"),
+        # a flag of a script that was not asked for
         ("--csv_path a.csv", {}, "--csv_path belongs to another script; add --script train_survival_distributed.py"),
         ("--epochs 3 --data_root=data", {}, "--data_root belongs to another script; add --script train_prs_med.py"),
         ("--dataset_path data", {}, "--dataset_path belongs to another script; add --script train_accelerate.py"),
@@ -146,49 +203,60 @@ def test_cpu_processes(tmp_path):
     ],
 )
 def test_refuses(tmp_path, words, facts, message):
-    done, argv, _ = Machine(tmp_path, 4, deepspeed=False).run(words, **facts)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert argv is None
+    launched = Machine(tmp_path, 4, deepspeed=False).run(words, **facts)
+    assert launched.done.returncode == 2
+    assert message in launched.done.stderr
+    assert len(launched.done.stderr.splitlines()) == 1
+    assert launched.argv is None
 
 
 def test_detection_fails(tmp_path):
     machine = Machine(tmp_path, 4)
     machine.write("python", "#!/bin/sh\nexit 1\n")
-    done, argv, _ = machine.run()
-    assert (done.returncode, argv) == (2, None)
-    assert done.stderr == "error: hardware detection failed; try: make setup\n"
+    launched = machine.run()
+    assert launched.done.returncode == 2
+    assert launched.argv is None
+    assert launched.done.stderr == "error: hardware detection failed; try: make setup\n"
+
+
+DEFAULTS = {
+    "OMP_NUM_THREADS": "8",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
+    "NCCL_DEBUG": "WARN",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 def test_environment(tmp_path):
+    environment = Machine(tmp_path, 4).run(WANDB_MODE="offline", CUDA_VISIBLE_DEVICES="3,1").environment
+    assert {name: environment[name] for name in DEFAULTS} == DEFAULTS
+    assert environment["WANDB_MODE"] == "offline"
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert "NCCL_IB_DISABLE" not in environment
+
+
+def test_environment_that_the_user_set(tmp_path):
     machine = Machine(tmp_path, 4)
-    ours = {
-        "OMP_NUM_THREADS": "8",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
-        "NCCL_DEBUG": "WARN",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    env = machine.run(WANDB_MODE="offline", CUDA_VISIBLE_DEVICES="3,1")[2]
-    assert {name: env[name] for name in ours} == ours
-    assert (env["WANDB_MODE"], env["CUDA_VISIBLE_DEVICES"]) == ("offline", "3,1")
-    assert "NCCL_IB_DISABLE" not in env
-    mine = dict.fromkeys(ours, "mine") | {"OMP_NUM_THREADS": "4,2"}
-    env = machine.run(**mine)[2]
-    assert {name: env[name] for name in ours} == mine
-    assert machine.run(PYTORCH_CUDA_ALLOC_CONF="old name")[2]["PYTORCH_ALLOC_CONF"] == "old name"
+    given = dict.fromkeys(DEFAULTS, "given") | {"OMP_NUM_THREADS": "4,2"}
+    environment = machine.run(**given).environment
+    assert {name: environment[name] for name in DEFAULTS} == given
+
+    # the name that torch had for it before
+    environment = machine.run(PYTORCH_CUDA_ALLOC_CONF="old name").environment
+    assert environment["PYTORCH_ALLOC_CONF"] == "old name"
 
 
 def test_dry_run_and_exit_code(tmp_path):
     machine = Machine(tmp_path, 2)
-    done, argv, _ = machine.run("--dry_run --index_dir 'my data'")
-    assert argv is None
-    expected = f"torchrun --nproc_per_node=2 --standalone {machine.mimic} --index_dir my\\ data --use_deepspeed "
-    assert done.stdout.splitlines()[-1] == expected
+    launched = machine.run("--dry_run --index_dir 'my data'")
+    assert launched.argv is None
+    command = f"torchrun --nproc_per_node=2 --standalone {machine.mimic} --index_dir my\\ data --use_deepspeed "
+    assert launched.done.stdout.splitlines()[-1] == command
+
     machine.write("torchrun", "#!/bin/sh\nexit 77\n")
-    assert machine.run()[0].returncode == 77
+    assert machine.run().done.returncode == 77
 
 
 def test_finds_the_virtual_environment(tmp_path):
@@ -197,17 +265,18 @@ def test_finds_the_virtual_environment(tmp_path):
     folder.mkdir(parents=True)
     for name in ("python", "torchrun"):
         shutil.move(machine.bin / name, folder / name)
-    done, argv, env = machine.run()
-    assert done.returncode == 0, done.stderr
-    assert argv[0] == "torchrun"
-    assert env["PATH"].startswith(f"{folder}:")
+    launched = machine.run()
+    assert launched.done.returncode == 0, launched.done.stderr
+    assert launched.argv[0] == "torchrun"
+    assert launched.environment["PATH"].startswith(f"{folder}:")
 
 
 def test_help(tmp_path):
-    done, argv, _ = Machine(tmp_path, 2).run("--help")
-    assert (done.returncode, argv) == (0, None)
+    launched = Machine(tmp_path, 2).run("--help")
+    assert launched.done.returncode == 0
+    assert launched.argv is None
     for flag in ("--config", "--num_gpus", "--deepspeed", "--torchrun", "--debug", "--script", "--dry_run"):
-        assert flag in done.stdout
+        assert flag in launched.done.stdout
 
 
 # --- several nodes ----------------------------------------------------------------------------------------------------
@@ -219,80 +288,72 @@ MEET = ["--master_addr=node07", "--master_port=23456"]
 def test_srun_with_a_task_per_gpu(tmp_path):
     """(a): this is one of 8 tasks; python directly, one speaker, this task's cores."""
     machine = Machine(tmp_path, 1)
-    step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "6"}
-    done, argv, env = machine.run(processes=4, nodes=2, **JOB, **step)
-    assert done.returncode == 0, done.stderr
-    assert argv == ["python", machine.mimic, "--use_deepspeed"]
-    assert env["OMP_NUM_THREADS"] == "6"
-    assert "Engine:   deepspeed x 8 " in done.stdout
-    assert machine.run(processes=4, nodes=2, **JOB | step | {"SLURM_PROCID": "5"})[0].stdout == ""
+    task = JOB | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "6"}
+    launched = machine.run(processes=4, nodes=2, **task)
+    assert launched.done.returncode == 0, launched.done.stderr
+    assert launched.argv == ["python", machine.mimic, "--use_deepspeed"]
+    assert launched.environment["OMP_NUM_THREADS"] == "6"
+    assert "Engine:   deepspeed x 8 " in launched.done.stdout
+
+    launched = machine.run(processes=4, nodes=2, **task | {"SLURM_PROCID": "5"})
+    assert launched.done.stdout == ""
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_srun_with_a_task_per_node(tmp_path, gpus):
     """(b): torchrun joins the nodes, also nodes of one GPU."""
     machine = Machine(tmp_path, gpus)
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NODEID": "1"}
-    done, argv, _ = machine.run("--resume_from auto", nodes=2, **JOB, **step)
-    assert done.returncode == 0, done.stderr
-    place = ["--nnodes=2", "--node_rank=1", *MEET]
-    assert argv == torchrun(gpus, *place, machine.mimic, "--resume_from", "auto", "--use_deepspeed")
+    task = JOB | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_NODEID": "1"}
+    launched = machine.run("--resume_from auto", nodes=2, **task)
+    assert launched.done.returncode == 0, launched.done.stderr
+    meeting = ["--nnodes=2", "--node_rank=1", *MEET]
+    assert launched.argv == torchrun(gpus, *meeting, machine.mimic, "--resume_from", "auto", "--use_deepspeed")
 
 
-def test_one_node_of_slurm(tmp_path):
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}])
+def test_one_node_of_slurm(tmp_path, step):
     machine = Machine(tmp_path, 4)
-    job = JOB | {"SLURM_NNODES": "1"}
-    for step in ({}, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}):
-        assert machine.run(**job, **step)[1] == torchrun(4, ALONE, machine.mimic, "--use_deepspeed")
+    launched = machine.run(**JOB | {"SLURM_NNODES": "1"} | step)
+    assert launched.argv == torchrun(4, ALONE, machine.mimic, "--use_deepspeed")
 
 
 def test_sbatch_script(tmp_path):
     """(c): on its own node only so far, it starts itself on each."""
     machine = Machine(tmp_path, 4)
-    own = [str(machine.repo / LAUNCHER), "--num_gpus=4", "--x", "a b"]
+    words = "--num_gpus=4 --x 'a b'"
+    own = [machine.launcher, "--num_gpus=4", "--x", "a b"]
     start = ["srun", "-n", "2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    assert machine.run("--num_gpus=4 --x 'a b'", **JOB)[1] == [*start, *own]
-    assert machine.run("--num_gpus=4 --x 'a b'", **JOB, SLURM_CPUS_PER_TASK="48")[1] == [*start, "-c", "48", *own]
+    assert machine.run(words, **JOB).argv == [*start, *own]
+    assert machine.run(words, **JOB, SLURM_CPUS_PER_TASK="48").argv == [*start, "-c", "48", *own]
 
 
 def test_nodes_without_slurm(tmp_path):
     machine = Machine(tmp_path, 4)
-    variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
-    place = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500"]
-    assert machine.run(nodes=2, **variables)[1] == torchrun(4, *place, machine.mimic, "--use_deepspeed")
+    launched = machine.run(nodes=2, NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    meeting = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500"]
+    assert launched.argv == torchrun(4, *meeting, machine.mimic, "--use_deepspeed")
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
-def test_sigterm_saves_and_leaves_no_process(data, tmp_path):
-    out, log = tmp_path / "run", tmp_path / "log"
-    words = ["--script", "train_prs_med.py", "--num_gpus", "2", "--data_root", data, "--checkpoint_dir", out, *SAME]
-    words += ["--batch_size", "3", "--num_epochs", "200", "--save_every", "1"]
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    with open(log, "w") as file:
-        launcher = psutil.Popen(
-            [str(ROOT / LAUNCHER), *map(str, words)], cwd=tmp_path, env=env, stdout=file, stderr=subprocess.STDOUT
-        )
-    known = []
-    try:
-        deadline = time.time() + 60
-        while not list(out.glob("step_*.pt")) and launcher.poll() is None and time.time() < deadline:
-            time.sleep(0.05)
-        known = launcher.children(recursive=True)
-        assert len([p for p in known if "train_prs_med.py" in " ".join(p.cmdline())]) >= 2, log.read_text()
-        assert "torch" in " ".join(launcher.cmdline())  # the launcher has become torchrun
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=40) == 143
-        _, alive = psutil.wait_procs(known, timeout=10)
-        assert not alive, f"left behind: {alive}"
-    finally:
-        for process in [launcher, *known]:
-            if process.is_running():
-                process.kill()
-    text = log.read_text()
+def test_sigterm_saves_and_leaves_no_process(data, tmp_path, monkeypatch):
+    """The launcher has become torchrun: a signal to it reaches both workers, and its exit code is theirs."""
+    run_folder = tmp_path / "run"
+    flags = ["--data_root", data, "--checkpoint_dir", run_folder, *SAME, "--batch_size", "3", "--num_epochs", "200"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    launcher = [ROOT / LAUNCHER, "--script", "train_prs_med.py", "--num_gpus", "2"]
+    run = Run([*launcher, *flags, "--save_every", "1"], "train_prs_med.py", run_folder, cwd=tmp_path)
+
+    run.wait_for_step(1)
+    assert len(run.workers()) >= 2
+    assert "torch" in " ".join(run.launcher.cmdline())
+    run.kill("launcher", signal.SIGTERM)
+    assert run.end() == 143
+
+    text = (tmp_path / "run.log").read_text()
     assert "Traceback" not in text
     assert "Engine:   torchrun x 2 " in text
     saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
-    assert torch.load(out / "last.pt", weights_only=True)["step"] == saved
+    assert torch.load(run_folder / "last.pt", weights_only=True)["step"] == saved
