@@ -18,13 +18,12 @@ import hardware_utils
 from hardware_utils import available_ram_gb, detect_gpus, settings_for, usable_cores
 
 ENOUGH = {"cores": 64, "ram_gb": 128.0, "deepspeed": True}
-KEYS = [
-    "batch_size_per_gpu", "gradient_accumulation_steps", "effective_batch_size", "dataloader_num_workers",
-    "prefetch_factor", "mixed_precision", "gradient_checkpointing", "zero_stage", "offload_optimizer", "engine",
-]  # fmt: skip
+KEYS = ["batch_size_per_gpu", "gradient_accumulation_steps", "effective_batch_size", "dataloader_num_workers"]
+KEYS += ["prefetch_factor", "mixed_precision", "gradient_checkpointing", "zero_stage", "offload_optimizer", "engine"]
 
 
 def batches(settings: dict) -> tuple[int, int, int]:
+    """Batch size of a GPU, accumulation and effective batch size."""
     return tuple(settings[key] for key in KEYS[:3])
 
 
@@ -47,37 +46,50 @@ def test_the_guides_example():
     assert list(settings.values()) == [16, 4, 256, 12, 4, "bf16", False, 2, False, "deepspeed"]
 
 
-@pytest.mark.parametrize(
-    ("reported", "batch"),
-    [
-        (139.72, 128), (141, 128), (139.8, 128),  # H200
-        (79.11, 64), (79.25, 64), (80, 64), (94.5, 64),  # H100 and A100 of 80 GB, GH200
-        (39.25, 32), (39.38, 32), (39.56, 32), (40, 32), (44.4, 32), (47.5, 32),  # A100 of 40 GB or slice, L40S, A6000
-        (22.03, 16), (23.69, 16), (19.5, 16), (31.74, 16),  # L4 with error correction, RTX 3090, a 20 GB slice, V100
-        (14.56, 12), (15.78, 12), (16.0, 12), (19, 12), (14, 12),  # T4, V100, 16 GB cards
-        (13, 8), (12.0, 8), (10.75, 8), (9.5, 8), (10, 8),  # RTX 2080 Ti, a 10 GB slice
-        (9, 4), (7.43, 4), (8.0, 4), (5.79, 4), (6, 4),  # P4, RTX 2060
-        (5, 2), (4.75, 2), (2, 2),  # a 5 GB slice
-    ],
-)  # fmt: skip
-def test_memory_as_real_cards_report_it(reported, batch):
+# Batch size, and the GiB that cards of this row report.
+REPORTED = {
+    # H200
+    128: [139.72, 139.8, 141],
+    # H100 and A100 of 80 GB, GH200
+    64: [79.11, 79.25, 80, 94.5],
+    # A100 of 40 GB or a slice of this size, L40S, A6000
+    32: [39.25, 39.38, 39.56, 40, 44.4, 47.5],
+    # L4 with error correction, RTX 3090, a 20 GB slice, V100
+    16: [22.03, 23.69, 19.5, 31.74],
+    # T4, V100, 16 GB cards
+    12: [14.56, 15.78, 16.0, 19, 14],
+    # RTX 2080 Ti, a 10 GB slice
+    8: [13, 12.0, 10.75, 9.5, 10],
+    # P4, RTX 2060
+    4: [9, 7.43, 8.0, 5.79, 6],
+    # a 5 GB slice
+    2: [5, 4.75, 2],
+}
+
+
+@pytest.mark.parametrize(("batch", "reported"), [(batch, gib) for batch in REPORTED for gib in REPORTED[batch]])
+def test_memory_as_real_cards_report_it(batch, reported):
     assert settings_for(2, reported, 8.0, **ENOUGH)["batch_size_per_gpu"] == batch
 
 
-def test_effective_batch_is_the_same_for_any_number_of_gpus():
-    assert [batches(settings_for(n, 16, 7.5, **ENOUGH)) for n in (1, 2, 4)] == [
-        (12, 20, 240),
-        (12, 10, 240),
-        (12, 5, 240),
-    ]
-    assert [batches(settings_for(n, 24, 8, **ENOUGH))[1:] for n in (1, 2, 8, 16)] == [
-        (16, 256),
-        (8, 256),
-        (2, 256),
-        (1, 256),
-    ]
-    assert batches(settings_for(8, 16, 7.5, **ENOUGH)) == (12, 3, 288)  # 192 and 288 are equally near
-    assert batches(settings_for(64, 24, 8, **ENOUGH)) == (16, 1, 1024)  # never below one batch
+@pytest.mark.parametrize(
+    ("processes", "memory", "expected"),
+    [
+        (1, 16, (12, 20, 240)),
+        (2, 16, (12, 10, 240)),
+        (4, 16, (12, 5, 240)),
+        (1, 24, (16, 16, 256)),
+        (2, 24, (16, 8, 256)),
+        (8, 24, (16, 2, 256)),
+        (16, 24, (16, 1, 256)),
+        # 192 and 288 are equally near
+        (8, 16, (12, 3, 288)),
+        # never below one batch
+        (64, 24, (16, 1, 1024)),
+    ],
+)
+def test_effective_batch_is_the_same_for_any_number_of_gpus(processes, memory, expected):
+    assert batches(settings_for(processes, memory, 8.0, **ENOUGH)) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +139,9 @@ def test_without_gpu():
 def test_several_nodes():
     settings = settings_for(8, 24, 8, **ENOUGH, processes_per_node=4)
     assert batches(settings) == (16, 2, 256)
-    assert settings["dataloader_num_workers"] == 12  # of a node, not of the job
+
+    # of a node, not of the job
+    assert settings["dataloader_num_workers"] == 12
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(64, 12), (14, 12), (13, 11), (8, 6), (3, 1), (1, 1)])
@@ -158,6 +172,7 @@ def test_diagram(processes, deepspeed, engine, stage):
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
+    """Write files of these texts below a folder, which takes the place of /."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -227,15 +242,21 @@ def test_memory_of_a_container(tmp_path, monkeypatch, files, gib):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """machine(listed, seen, cuda): a driver that lists so many cards, of which torch sees those in `seen`.
+    """machine(listed, seen, ...): a driver that lists so many cards, of which torch sees those in `seen`.
 
+    cuda: torch's version of it. visible: CUDA_VISIBLE_DEVICES. broken: nvidia-smi fails.
     starts: False, and torch counts them but CUDA does not start on any, as under an old driver.
     """
 
     def make(
-        listed: int, seen: list[int], cuda: str | None = "12.9", visible: str | None = None, broken: bool = False,
+        listed: int,
+        seen: list[int],
+        cuda: str | None = "12.9",
+        visible: str | None = None,
+        broken: bool = False,
         starts: bool = True,
-    ):  # fmt: skip
+    ):
+        # the driver
         lines = "".join(f"echo 'GPU-0000-{i}, {1024 * (20 + i)}'\n" for i in range(listed))
         stub = tmp_path / "nvidia-smi"
         stub.write_text("#!/bin/sh\nexit 9\n" if broken else f"#!/bin/sh\n{lines}")
@@ -244,13 +265,13 @@ def machine(tmp_path, monkeypatch):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        memory = int(22.5 * GIB)
-        cards = [
-            SimpleNamespace(
-                name="NVIDIA L4", total_memory=memory, major=8, minor=9, uuid="GPU-" * (i % 2) + f"0000-{i}"
-            )
-            for i in seen
-        ]
+
+        # torch, whose identifiers of cards begin with GPU- in some versions only
+        cards = []
+        for index in seen:
+            uuid = "GPU-" * (index % 2) + f"0000-{index}"
+            facts = {"name": "NVIDIA L4", "total_memory": int(22.5 * GIB), "major": 8, "minor": 9, "uuid": uuid}
+            cards.append(SimpleNamespace(**facts))
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: starts and bool(cards))
@@ -318,18 +339,23 @@ def test_settings_follow_the_smallest_gpu():
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(capsys, *words: str) -> str:
-    hardware_utils.main([*words])
+def command(capsys, words: str = "") -> str:
+    """What the command prints with these arguments."""
+    hardware_utils.main(words.split())
     return capsys.readouterr().out
 
 
 def test_report_of_the_guides_machine(capsys):
-    text = command(capsys, "--plan", "--gpus", "4", "--gpu_memory", "24", "--compute", "8.9")
+    text = command(capsys, "--plan --gpus 4 --gpu_memory 24 --compute 8.9")
     lines = text.splitlines()
     assert lines[:3] == ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70]
+
+    # the GPUs
     first = lines.index("  Number of GPUs:        4")
     assert lines[first + 1 : first + 3] == ["  Total GPU Memory:      96.0 GB", "  Min GPU Memory:        24.0 GB"]
     assert "       Memory: 24.0 GB (Free: 24.0 GB)\n       Compute: 8.9" in text
+
+    # the settings
     first = lines.index("  Batch size per GPU:    16")
     assert lines[first : first + 8] == [
         "  Batch size per GPU:    16",
@@ -346,16 +372,25 @@ def test_report_of_the_guides_machine(capsys):
 
 def test_plan_flags(capsys):
     words = "--plan --json --gpus 4 --gpu_memory 15 --compute 7.5 --nodes 2 --cores 8 --ram 48 --no_deepspeed"
-    settings = json.loads(command(capsys, *words.split()))["settings"]
+    settings = json.loads(command(capsys, words))["settings"]
     assert list(settings.values()) == [12, 3, 288, 6, 3, "fp16", False, 0, False, "torchrun"]
-    assert "Mixed precision (FP16): Enabled" in command(capsys, *words.replace("--json", "").split())
-    small = command(capsys, *words.replace("--json", "").replace("15", "8").replace("--no_deepspeed", "").split())
+    report = words.replace("--json", "")
+    assert "Mixed precision (FP16): Enabled" in command(capsys, report)
+
+    # a small GPU, and DeepSpeed
+    small = command(capsys, report.replace("15", "8").replace("--no_deepspeed", ""))
     assert "Gradient checkpointing: Enabled\n" in small
     assert "Optimizer on the CPU:  Enabled\n" in small
+
+    # the workers are those of one node
     words = words.replace("--cores 8", "--cores 64")
-    assert json.loads(command(capsys, *words.split()))["settings"]["dataloader_num_workers"] == 12  # of one node
-    cpu = json.loads(command(capsys, "--plan", "--json", "--gpus", "2"))
-    assert (cpu["gpu_count"], cpu["settings"]["mixed_precision"]) == (0, "no")
+    settings = json.loads(command(capsys, words))["settings"]
+    assert settings["dataloader_num_workers"] == 12
+
+    # without memory of a GPU, the plan is for CPUs
+    cpu = json.loads(command(capsys, "--plan --json --gpus 2"))
+    assert cpu["gpu_count"] == 0
+    assert cpu["settings"]["mixed_precision"] == "no"
 
 
 @pytest.mark.parametrize(
@@ -382,12 +417,16 @@ def test_this_machine(capsys):
     run = [sys.executable, "-m", "hardware_utils", "--json", "--gpus", "3"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout)
+
+    # the object
     assert facts["gpu_count"] == len(facts["gpus"]) == torch.cuda.device_count()
     assert facts["cpu_cores"] == usable_cores()
     assert 0 < facts["ram_available_gb"] <= psutil.virtual_memory().total / GIB
     assert facts["disk_free_gb"] > 0
     assert facts["processes_per_node"] == 3
     assert list(facts["settings"]) == KEYS
+
+    # the report
     report = command(capsys)
     expected = str(facts["gpu_count"] or "none; CPU only")
     assert f"  Number of GPUs:        {expected}\n" in report
@@ -403,11 +442,13 @@ def test_shell_assignments():
     settings = hardware_utils.settings_on(facts, 2)
     facts |= {"processes_per_node": 2, "settings": settings, "summary": hardware_utils.summary(facts, settings)}
     text = hardware_utils.shell_assignments(facts)
+
+    # a shell that prints what it took
     names = ["gpu_count", "cpu_cores", "processes_per_node", "engine", "deepspeed_installed", "detected", "settings"]
     code = 'source "$0" && answer=$1 && shift && take_assignments "$answer" "$@" && '
     code += 'for name in "$@"; do printf "%s\\0" "${!name}"; done'
-    command = ["bash", "-euc", code, ROOT / "launch_functions.sh", text, *names]
-    values = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    words = ["bash", "-euc", code, ROOT / "launch_functions.sh", text, *names]
+    values = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
     *detected, last = facts["summary"]
     assert values == ["2", "8", "2", "deepspeed", "true", "\n".join(detected), last, ""]
 

@@ -15,12 +15,15 @@ LAUNCHER = ROOT / "launch_utils.py"
 # A worker that does what the word for its rank says. It does not import torch, to be quick.
 WORKER = """
 import os, signal, sys, time
+
 what = sys.argv[1 + int(os.environ.get("RANK", 0))]
 ready = __file__ + ".ready"
+
 if what.isdigit():
     sys.exit(int(what))
 if what.startswith("signal "):
     os.kill(os.getpid(), int(what.split()[1]))
+
 if what in ("saves", "stops the launcher"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 if what == "cannot save":
@@ -32,6 +35,7 @@ if what == "stops the launcher":
 open(ready, "w").close()
 time.sleep(60)
 """
+
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
 ACCELERATE = ["accelerate", "launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 ACCELERATE += ["--main_process_port=0"]
@@ -40,23 +44,26 @@ TWO = [*ACCELERATE, "--multi_gpu", "--num_processes=2"]
 ONE = [*ACCELERATE, "--num_processes=1"]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks", "code", "line"),
-    [
-        (TORCHRUN, ["2", "2"], 2, ""),
-        (TORCHRUN, ["waits", "1"], 1, ""),
-        (TORCHRUN, ["waits", "signal 9"], 137, "error: rank 1 ended with signal 9 (SIGKILL)"),
-        pytest.param(TORCHRUN, ["signal 11", "waits"], 139, SEGMENTATION_FAULT, marks=pytest.mark.soak),
-        (TORCHRUN, ["77", "waits"], 77, "error: rank 0 ended with exit code 77"),
-        (TORCHRUN, ["saves", "stops the launcher"], 143, ""),
-        (TORCHRUN, ["waits", "stops the launcher"], 143, ""),
-        (TORCHRUN, ["cannot save", "stops the launcher"], 1, ""),
-        (TWO, ["2", "2"], 2, ""),
-        (ONE, ["2"], 2, ""),
-        (ONE, ["signal 9"], 137, "error: rank 0 ended with signal 9 (SIGKILL)"),
-        (ONE, ["stops the launcher"], 143, ""),
-    ],
-)
+# The launcher, a word for each rank's worker, the exit code, and the launcher's last line.
+ENDS = [
+    (TORCHRUN, ["2", "2"], 2, ""),
+    (TORCHRUN, ["waits", "1"], 1, ""),
+    (TORCHRUN, ["waits", "signal 9"], 137, "error: rank 1 ended with signal 9 (SIGKILL)"),
+    pytest.param(TORCHRUN, ["signal 11", "waits"], 139, SEGMENTATION_FAULT, marks=pytest.mark.soak),
+    (TORCHRUN, ["77", "waits"], 77, "error: rank 0 ended with exit code 77"),
+    # a launcher that is told to stop
+    (TORCHRUN, ["saves", "stops the launcher"], 143, ""),
+    (TORCHRUN, ["waits", "stops the launcher"], 143, ""),
+    (TORCHRUN, ["cannot save", "stops the launcher"], 1, ""),
+    # accelerate, with two processes and with one
+    (TWO, ["2", "2"], 2, ""),
+    (ONE, ["2"], 2, ""),
+    (ONE, ["signal 9"], 137, "error: rank 0 ended with signal 9 (SIGKILL)"),
+    (ONE, ["stops the launcher"], 143, ""),
+]
+
+
+@pytest.mark.parametrize(("launcher", "ranks", "code", "line"), ENDS)
 def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
@@ -64,6 +71,8 @@ def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
         (tmp_path / "worker.py.ready").touch()
     done = zygote(LAUNCHER, *launcher, worker, *ranks)
     assert done.code == code, done.stderr
+
+    # the reason is the last line, where a script has not said it already
     if line:
         assert done.stderr.splitlines()[-1] == line
         assert "Traceback" not in done.stderr
@@ -83,20 +92,26 @@ def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
 def test_launchers_start_the_python_beside_torchrun(tmp_path, launcher, words, name):
     """The command of before, behind `python launch_utils.py`; a torchrun that is not torch's own is run as it is."""
     stubs = Stubs(tmp_path)
-    before = stubs.run(launcher, *words)[1].splitlines()
+
+    def started() -> list[str]:
+        return stubs.run(launcher, *words)[1].splitlines()
+
+    before = started()
     assert before[0] == name
+
+    # a command of torch's own, and a python that says how it was started
     modules = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
     stubs.write(name, f"exit 9\nfrom {modules[name]} import main")
     answer = f'[ "$2" = hardware_utils ] && exec cat "{tmp_path}/facts"'
     stubs.write("python", f'{answer}\nprintf "%s\\n" "$@" >"{stubs.started}"')
-    assert stubs.run(launcher, *words)[1].splitlines() == [str(LAUNCHER), *before]
+    assert started() == [str(LAUNCHER), *before]
 
 
 def test_world_size_starts_workers_through_it(monkeypatch):
     import distributed_utils
 
     started = []
-    monkeypatch.setattr(os, "execv", lambda *words: started.append(words))
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)))
     monkeypatch.setattr(sys, "argv", ["train.py", "--world_size", "3"])
     distributed_utils.launch_workers(3)
     words = [sys.executable, str(LAUNCHER), "torchrun", "--standalone", "--nproc_per_node=3", *sys.argv]
@@ -114,15 +129,16 @@ def test_wrong_input_is_one_line():
 
 
 def test_sigterm_saves_and_ends_with_143(data, tmp_path):
-    out = tmp_path / "run"
-    flags = ["--checkpoint_dir", out, *SAME, "--batch_size", "3", "--num_epochs", "200", "--save_every", "1"]
-    run = Run([ROOT / SINGLE, data, "2", "--", *flags], PRS_MED, out)
+    run_folder = tmp_path / "run"
+    flags = ["--checkpoint_dir", run_folder, *SAME, "--batch_size", "3", "--num_epochs", "200", "--save_every", "1"]
+    run = Run([ROOT / SINGLE, data, "2", "--", *flags], PRS_MED, run_folder)
     run.wait_for_step(1)
     assert len(run.workers()) == 2
     run.kill("launcher", signal.SIGTERM)
     assert run.end() == 143
+
     text = (tmp_path / "run.log").read_text()
     saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
-    assert (out / f"step_{saved:08d}.pt").exists()
+    assert (run_folder / f"step_{saved:08d}.pt").exists()
     for noise in ("Traceback", "SignalException", "Sending process", "death signal", "OMP_NUM_THREADS"):
         assert noise not in text, text
