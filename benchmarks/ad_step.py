@@ -27,8 +27,9 @@ from step_overhead import begin_training, wait
 import train
 from distributed_utils import create_distributed_dataloader, setup_distributed, to_device
 from loop_utils import LossScaler, Progress
-from tasks.compressed_ad.data import NEXT
-from tasks.compressed_ad.model import Agents, visible
+from tasks.compressed_ad.acting import Agents
+from tasks.compressed_ad.darkroom import NEXT
+from tasks.compressed_ad.model import visible
 from tasks.compressed_ad.ppo_histories import ppo_history
 from tasks.compressed_ad.sample_data import tabular_histories
 
@@ -43,12 +44,12 @@ class Setting:
         self.args.mixed_precision, _ = train.choose_launched_precision("auto", "default", ranks)
         self.ranks = ranks
         self.device = ranks.device
-        self.data = train.Data(self.args)
+        self.data = train.read_data(self.args)
 
     def loader(self):
         """Segments, in batches of the flags' size."""
         return create_distributed_dataloader(
-            self.data.train, self.args.train_batch_size, drop_last=False, collate_fn=train.as_it_is
+            self.data.segments, self.args.train_batch_size, drop_last=False, collate_fn=train.as_it_is
         )
 
 
@@ -124,7 +125,7 @@ class Forgetful(Agents):
 
     @torch.no_grad()
     def act(self, cells: torch.Tensor) -> torch.Tensor:
-        model = self.net
+        model = self.model
         length = len(self.cells)
         places = model.n_transit
         full = torch.zeros(self.count, places, 3, dtype=torch.long, device=cells.device)

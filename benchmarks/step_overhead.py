@@ -336,7 +336,7 @@ def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop
     flags = "--num_warmup_steps 0 --num_workers 0 --mixed_precision no"
     args = script.parse_args(words(flags, config=config, data=data, output_dir=run_folder))
     model = script.build_model(args, ranks.device)
-    segments = script.Data(args).train
+    segments = script.read_data(args).segments
     loader = create_distributed_dataloader(segments, args.train_batch_size, collate_fn=script.as_it_is)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":

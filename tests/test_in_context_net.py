@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tasks.compressed_ad import data as dr
-from tasks.compressed_ad.model import ACTIONS, Agents, InContextNet
+from tasks.compressed_ad.acting import Agents
+from tasks.compressed_ad.darkroom import ACTIONS, NEXT, START, optimal_return, random_return, split_goals
+from tasks.compressed_ad.data import Histories, SegmentDataset, hashed
+from tasks.compressed_ad.model import InContextNet, visible
 
 
 def small_net(n_latent: int = 5, n_transit: int = 50, seed: int = 0) -> InContextNet:
@@ -115,7 +117,7 @@ def test_acting_equals_reading_the_whole_past_anew(n_latent):
         noise = -torch.log(-torch.log(torch.rand(2, ACTIONS, generator=rng).double()))
         action = (logits + noise).argmax(-1)
         assert action[row] == (expected + noise[row]).argmax()
-        after = torch.from_numpy(dr.NEXT)[state, action]
+        after = torch.from_numpy(NEXT)[state, action]
         new = torch.stack([state, action, after], 1)
         reward = (after == 12).double()
         agents.observe(new, reward)
@@ -188,8 +190,6 @@ def test_latents_see_each_other_and_not_the_context():
     net = small_net(4, 12)
     latents = torch.randn(2, 4, 24).double()
     _, alone = net.decode(latents, None)
-    from tasks.compressed_ad.model import visible
-
     mask = visible(torch.tensor([True, True]), 4, torch.tensor([12, 12]), 12)
     _, beside = net.decode(torch.cat([latents, torch.randn(2, 24, 24).double()], 1), mask)
     for a, b in zip(alone, beside, strict=True):
@@ -220,43 +220,43 @@ def test_every_weight_learns():
 
 
 def test_split_is_the_published_one():
-    train, unseen = dr.split_goals()
+    train, unseen = split_goals()
     assert [divmod(goal, 9) for goal in unseen] == [(4, 2), (5, 6), (6, 8), (7, 2), (3, 6), (0, 5), (5, 8), (5, 4)]
     assert sorted(train + unseen) == list(range(81))
     assert len(train) == 73
-    assert dr.split_goals(1)[1] != unseen
+    assert split_goals(1)[1] != unseen
 
 
 def test_returns_of_the_random_and_the_best_policy():
     """Against every plan of the best policy by search, and 20000 random episodes."""
     best = np.full((21, 81), -1)
-    best[0, dr.START] = 0
+    best[0, START] = 0
     for goal in (40, 0, 22, 49):
         value = np.zeros(81)
         for _ in range(20):  # value iteration backwards over the 20 steps
-            value = ((goal == dr.NEXT) + value[dr.NEXT]).max(1)
-        assert dr.optimal_return([goal])[0] == value[dr.START]
-    assert dr.optimal_return([0, 40, 49]).tolist() == [13, 20, 20]
+            value = ((goal == NEXT) + value[NEXT]).max(1)
+        assert optimal_return([goal])[0] == value[START]
+    assert optimal_return([0, 40, 49]).tolist() == [13, 20, 20]
     rng = np.random.default_rng(0)
-    cell, total = np.full(20000, dr.START), np.zeros(81)
+    cell, total = np.full(20000, START), np.zeros(81)
     for _ in range(20):
         i, j = np.divmod(cell, 9)
         di, dj = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)])[rng.integers(0, 5, len(cell))].T
         cell = np.clip(i + di, 0, 8) * 9 + np.clip(j + dj, 0, 8)
         total += np.bincount(cell, minlength=81)
-    assert np.abs(dr.random_return(range(81)) - total / 20000).max() < 0.1
-    assert dr.random_return(range(81)).sum() == pytest.approx(20)
+    assert np.abs(random_return(range(81)) - total / 20000).max() < 0.1
+    assert random_return(range(81)).sum() == pytest.approx(20)
 
 
 @pytest.fixture(scope="module")
-def histories(rooms) -> dr.Histories:
-    return dr.Histories(next(rooms.glob("datasets/*.hdf5")))
+def histories(rooms) -> Histories:
+    return Histories(next(rooms.glob("datasets/*.hdf5")))
 
 
 def test_mapped_and_cached_are_the_same(rooms, histories):
-    mapped = dr.Histories(next(rooms.glob("datasets/*.hdf5")), in_memory=False)
+    mapped = Histories(next(rooms.glob("datasets/*.hdf5")), in_memory=False)
     assert (mapped.steps, mapped.streams, mapped.digest) == (200, 3, histories.digest)
-    sets = [dr.SegmentDataset(h, [3, 70, 11], 20, 3, 0) for h in (histories, mapped)]
+    sets = [SegmentDataset(h, [3, 70, 11], 20, 3, 0) for h in (histories, mapped)]
     a, b = (s.__getitems__(list(range(0, len(s), 2))) for s in sets)
     for name in ("cells", "rewards", "depth", "length", "action", "sample"):
         assert torch.equal(a[name], b[name]), name
@@ -265,7 +265,7 @@ def test_mapped_and_cached_are_the_same(rooms, histories):
 
 def test_segments_are_pieces_of_the_histories(rooms, histories):
     """Against the file itself: blocks and context are consecutive, end anywhere, and the rest is zero."""
-    data = dr.SegmentDataset(histories, [3, 70, 11], 20, 3, 0)
+    data = SegmentDataset(histories, [3, 70, 11], 20, 3, 0)
     data.epoch = 5
     batch = data.__getitems__(list(range(len(data))))
     history, depth, end = data.draw(np.arange(len(data)))
@@ -300,7 +300,7 @@ def test_segments_are_pieces_of_the_histories(rooms, histories):
 
 def test_segments_reach_the_whole_history_at_every_depth(histories):
     """Late learning is seen with compressions too, and so is the beginning; the original's began at step 0."""
-    data = dr.SegmentDataset(histories, list(range(81)), 20, 3, 0)
+    data = SegmentDataset(histories, list(range(81)), 20, 3, 0)
     ends: dict[int, list] = {k: [] for k in range(4)}
     for data.epoch in range(4):
         _, depth, end = data.draw(np.arange(len(data)))
@@ -318,7 +318,7 @@ def test_segments_reach_the_whole_history_at_every_depth(histories):
 
 def test_draws_depend_on_seed_epoch_and_sample_alone(histories):
     def drawn(seed, epoch, samples):
-        data = dr.SegmentDataset(histories, [3, 70, 11], 20, 3, seed)
+        data = SegmentDataset(histories, [3, 70, 11], 20, 3, seed)
         data.epoch = epoch
         return np.stack(data.draw(np.asarray(samples)))
 
@@ -326,21 +326,21 @@ def test_draws_depend_on_seed_epoch_and_sample_alone(histories):
     assert np.array_equal(every[:, [7, 3]], drawn(0, 0, [7, 3]))
     for seed, epoch in itertools.product((0, 1, -1), (0, 1)):
         assert (seed, epoch) == (0, 0) or not np.array_equal(every, drawn(seed, epoch, range(90)))
-    values = dr.hashed(0, 0, np.arange(10**5), 0)
+    values = hashed(0, 0, np.arange(10**5), 0)
     assert 0 <= values.min() < 1e-4
     assert 1 - 1e-4 < values.max() < 1
     counts = np.histogram(values, 50, (0, 1))[0]
     assert np.abs(counts - 2000).max() < 5 * math.sqrt(2000)
-    assert abs(np.corrcoef(values, dr.hashed(0, 0, np.arange(10**5), 1))[0, 1]) < 0.02
+    assert abs(np.corrcoef(values, hashed(0, 0, np.arange(10**5), 1))[0, 1]) < 0.02
     assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.02
 
 
 def test_histories_shorter_than_a_depth_train_to_the_depth_they_have(histories):
-    assert dr.SegmentDataset(histories, [0], 60, 3, 0).max_depth == 3
-    assert dr.SegmentDataset(histories, [0], 66, 3, 0).max_depth == 3
-    assert dr.SegmentDataset(histories, [0], 67, 3, 0).max_depth == 2
-    assert dr.SegmentDataset(histories, [0], 240, 3, 0).max_depth == 0
-    long = dr.SegmentDataset(histories, [0, 1], 240, 3, 0)
+    assert SegmentDataset(histories, [0], 60, 3, 0).max_depth == 3
+    assert SegmentDataset(histories, [0], 66, 3, 0).max_depth == 3
+    assert SegmentDataset(histories, [0], 67, 3, 0).max_depth == 2
+    assert SegmentDataset(histories, [0], 240, 3, 0).max_depth == 0
+    long = SegmentDataset(histories, [0, 1], 240, 3, 0)
     batch = long.__getitems__([0, 1])
     assert batch["length"].max() <= 200
     assert batch["cells"].shape == (2, 1, 240, 3)
@@ -353,12 +353,12 @@ def test_tabular_learners_rise_and_use_nothing_but_their_own_past():
     from tasks.compressed_ad.sample_data import tabular_histories
 
     states, actions, after = tabular_histories([22, 80], 30, 1000, 1)
-    assert np.array_equal(dr.NEXT[states, actions], after)
+    assert np.array_equal(NEXT[states, actions], after)
     rewards = after == np.repeat([22, 80], 30)
     curve = rewards.reshape(50, 20, 60).sum(1)
     assert curve[0].mean() < 2
-    assert curve[-10:, :30].mean() > 0.85 * dr.optimal_return([22])[0]
-    assert curve[-10:, 30:].mean() > 0.85 * dr.optimal_return([80])[0]
+    assert curve[-10:, :30].mean() > 0.85 * optimal_return([22])[0]
+    assert curve[-10:, 30:].mean() > 0.85 * optimal_return([80])[0]
     # streams are apart: up to the first reward of any, what a stream does is a matter of chance and its own visits
     assert len(np.unique(actions[:20], axis=1).T) > 55
     again = tabular_histories([22, 80], 30, 1000, 1)
@@ -370,8 +370,8 @@ def test_ppo_of_stable_baselines_writes_the_same_kind_of_history():
 
     states, actions, after = ppo_history(40, 4, 200, 42)
     assert states.shape == actions.shape == after.shape == (200, 4)
-    assert np.array_equal(dr.NEXT[states, actions], after)
+    assert np.array_equal(NEXT[states, actions], after)
     starts = np.arange(200) % 20 == 0
-    assert (states[starts] == dr.START).all()
+    assert (states[starts] == START).all()
     assert (states[1:][~starts[1:]] == after[:-1][~starts[1:]]).all()
     assert len(np.unique(actions)) == 5

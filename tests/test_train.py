@@ -121,8 +121,8 @@ import distributed_utils as du
 args = train.parse_args({words!r})
 args.mixed_precision = "no"
 with du.setup_distributed() as ranks:
-    data = train.Data(args)
-    loader = du.create_distributed_dataloader(data.train, args.train_batch_size, seed=args.seed, drop_last=False,
+    data = train.read_data(args)
+    loader = du.create_distributed_dataloader(data.segments, args.train_batch_size, seed=args.seed, drop_last=False,
                                               collate_fn=train.as_it_is)
     loader.batch_sampler.set_position(0)
     ids = [sorted(batch["sample"].tolist()) for _, batch in zip(range(20), loader)]
@@ -201,9 +201,9 @@ def test_gradient_is_that_of_all_actions_of_all_ranks(in_context, zygote, tmp_pa
     out = tmp_path / "run"
     go(zygote, in_context(out, "--train_batch_size", "4", "--max_steps", "1", "--grad_clip", "0"), 3)
     args = train.parse_args(in_context(out))
-    data, net = train.Data(args), train.build_model(args, torch.device("cpu"))
-    ids = TrainBatchSampler(len(data.train), 12, 0, 1, seed=args.seed)
-    batch = data.train.__getitems__(next(iter(ids)))
+    data, net = train.read_data(args), train.build_model(args, torch.device("cpu"))
+    ids = TrainBatchSampler(len(data.segments), 12, 0, 1, seed=args.seed)
+    batch = data.segments.__getitems__(next(iter(ids)))
     losses, right = train.action_losses(net, batch)
     actions = (batch["action"] >= 0).sum()
     assert actions == batch["length"].sum()
@@ -297,7 +297,7 @@ def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path)
 
 def test_unseen_goals_choose_nothing(in_context, one):
     """best.pt is chosen by the loss on training goals, the brief evaluations and the test are of the right goals."""
-    from tasks.compressed_ad import data as dr
+    from tasks.compressed_ad import darkroom as dr
 
     train, unseen = dr.split_goals()
     for line in lines(one):
@@ -312,7 +312,7 @@ def test_unseen_goals_choose_nothing(in_context, one):
     args = script.parse_args(in_context(one))
     model = script.build_model(args, torch.device("cpu"))
     model.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
-    data = script.Data(args)
+    data = script.read_data(args)
     best = next(line for line in lines(one) if "val/loss" in line and line["step"] == lines(one)[-1]["best_step"])
     for split, goals in (("val", train[:8]), ("unseen", unseen)):
         metrics = script.action_accuracy(split, goals, model, data, "no", args)[0]
@@ -516,7 +516,7 @@ def test_returns_against_a_simulation_step_by_step(in_context, one, rooms):
     contents = torch.load(one / "best.pt", weights_only=True)
     net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(contents["net"])
-    returns, paths = train.act_in_context(net, [38, 45], 2, 4, args)
+    returns, paths = train.act_in_context(net, [38, 45], 2, 4, args.seed, 256)
     assert returns.shape == (2, 2, 4)
     net = net.double().eval()
     for g, goal in enumerate((38, 45)):
@@ -570,9 +570,9 @@ def test_action_accuracy_against_a_loop(in_context, one):
     args = train.parse_args(in_context(one))
     net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
-    data = train.Data(args)
-    metrics, by_place = train.action_accuracy("test", data.unseen, net, data, "no", args)
-    segments = SegmentDataset(data.histories, data.unseen, 20, 3, 0)
+    data = train.read_data(args)
+    metrics, by_place = train.action_accuracy("test", data.unseen_goals, net, data, "no", args)
+    segments = SegmentDataset(data.histories, data.unseen_goals, 20, 3, 0)
     loss, right, number, places = 0.0, 0, 0, np.zeros((4, 20, 2))
     for depth in range(4):
         for history in range(24):  # 8 goals, 3 streams
@@ -672,9 +672,9 @@ def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
 
     def first_loss(changes: dict) -> float:
         args = train.parse_args(config("inside", changes))
-        data, net = train.Data(args), train.build_model(args, torch.device("cpu"))
-        ids = TrainBatchSampler(len(data.train), args.train_batch_size, 0, 1, seed=args.seed)
-        batch = data.train.__getitems__(next(iter(ids)))
+        data, net = train.read_data(args), train.build_model(args, torch.device("cpu"))
+        ids = TrainBatchSampler(len(data.segments), args.train_batch_size, 0, 1, seed=args.seed)
+        batch = data.segments.__getitems__(next(iter(ids)))
         with torch.no_grad():
             return float(train.action_losses(net, batch)[0].sum() / batch["length"].sum())
 

@@ -1,16 +1,10 @@
-"""Guide 4's task and data: Darkroom, and the learning histories of an RL algorithm on each of its 81 goals (HDF5).
-
-Darkroom: a 9 x 9 grid, cells row-major (cell = 9 i + j), start in the middle; an episode has 20 steps, and each step
-that ends on the hidden goal is rewarded with 1. Goal g of the file is cell g.
-
-    history.hdf5 /0 ... /80   states, next_states (T, streams, 2) int   actions (T, streams) int
-                              rewards (T, streams) number               dones (T, streams) bool, every 20th True
-"""
+"""CompressedAD's data: learning histories of Darkroom's goals, and the segments of them that a model is trained on."""
 
 import hashlib
-import math
-import random
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,37 +12,108 @@ from torch.utils.data import Dataset
 
 from cli_utils import InputError
 from distributed_utils import agree_on_errors, reduce_sum, world
-from tasks.compressed_ad.model import ACTIONS, GRID
+from sampler_utils import EvalBatchSampler
+from tasks.compressed_ad.darkroom import CELLS, HORIZON, NEXT, split_goals, to_cells
+from tasks.compressed_ad.history_file import check_goal, find_histories, name_goal, read_goals
 
-CELLS, START, HORIZON = GRID * GRID, GRID * GRID // 2, 20
-FIELDS = ("states", "next_states", "actions", "rewards", "dones")
-MOVES = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)])
-PLACES = np.stack(np.divmod(np.arange(CELLS), GRID), 1)
-NEXT = np.clip(PLACES[:, None] + MOVES, 0, GRID - 1) @ (GRID, 1)  # (81, 5): where each action leads; walls hold
+# --- histories --------------------------------------------------------------------------------------------------------
 
 
-def split_goals(seed: int = 0, num_test: int = 8) -> tuple[list[int], list[int]]:
-    """(73 training goals, 8 unseen ones). Seed 0 gives the split of the published results."""
-    goals = list(range(CELLS))
-    random.Random(seed).shuffle(goals)
-    return goals[:-num_test], goals[-num_test:]
+class Histories:
+    """The histories of every goal, decoded in memory (8 bytes a step), or mapped and decoded where they are needed.
+
+    steps, streams: the least that a goal has. shortest: a goal with so few steps. longest: the most steps of a goal.
+    repaired: episodes that are logged with the next one's start as their end. digest: of all values that are used.
+    """
+
+    def __init__(self, path: Path, in_memory: bool = True):
+        """All ranks; each checks a part of the goals. Raises InputError, on all, that names goal, field and place."""
+        self.path = path
+        self.in_memory = in_memory
+        rank, world_size = world()
+        repaired = 0
+        with agree_on_errors():
+            self.arrays = read_goals(path, in_memory)
+            for goal in range(rank, CELLS, world_size):
+                with name_goal(path, goal):
+                    repaired += check_goal(goal, self.arrays[goal])
+        self.repaired = int(reduce_sum([repaired])[0])
+
+        # of each goal as many steps and streams as all of them have
+        shapes = [arrays["actions"].shape for arrays in self.arrays]
+        lengths = [steps for steps, _ in shapes]
+        self.steps = min(lengths)
+        self.shortest = lengths.index(self.steps)
+        self.longest = max(lengths)
+        self.streams = min(streams for _, streams in shapes)
+        if in_memory:
+            self._decode_all()
+        self.digest = self._make_digest()
+
+    def _decode_all(self) -> None:
+        """Replace the file's arrays by their decoded values."""
+        # a fourth byte, so that a step is gathered as one 32-bit word
+        self.cells = np.zeros((CELLS, self.streams, self.steps, 4), np.uint8)
+        self.rewards = np.empty((CELLS, self.streams, self.steps), np.float32)
+        for goal in range(CELLS):
+            arrays = self.arrays.pop(0)
+            cells, rewards = decode(arrays, slice(self.steps), slice(self.streams))
+            self.cells[goal, :, :, :3] = cells.swapaxes(0, 1)
+            self.rewards[goal] = rewards.T
+
+    def _make_digest(self) -> str:
+        digest = hashlib.sha256()
+        streams = np.arange(self.streams)
+        steps = np.arange(self.steps)[None].repeat(self.streams, 0)
+        for goal in range(CELLS):
+            cells, rewards = self.take(np.full(self.streams, goal), streams, steps)
+            digest.update(cells.tobytes() + rewards.tobytes())
+        return digest.hexdigest()[:12]
+
+    def take(self, goals: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For B histories and steps (B, ...): cells (B, ..., 3) uint8 and rewards (B, ...) float32."""
+        if self.in_memory:
+            first = (goals * self.streams + streams) * self.steps
+            index = np.expand_dims(first, tuple(range(1, steps.ndim))) + steps
+            words = np.take(self.cells.view(np.uint32).ravel(), index)
+            cells = words[..., None].view(np.uint8)[..., :3]
+            return cells, np.take(self.rewards.ravel(), index)
+
+        # decode what lies between a history's first and last step that is asked for
+        cells = np.empty((*steps.shape, 3), np.uint8)
+        rewards = np.empty(steps.shape, np.float32)
+        for k, (goal, stream) in enumerate(zip(goals.tolist(), streams.tolist(), strict=True)):
+            first = steps[k].min()
+            last = steps[k].max()
+            near_cells, near_rewards = decode(self.arrays[goal], slice(first, last + 1), stream)
+            cells[k] = near_cells[steps[k] - first]
+            rewards[k] = near_rewards[steps[k] - first]
+        return cells, rewards
+
+    def learning_curve(self, goals: list[int]) -> np.ndarray:
+        """(episodes, goals): the source algorithm's own return per episode, mean over the streams."""
+        episodes = self.steps // HORIZON
+        curves = []
+        for goal in goals:
+            rewards = self.rewards[goal].T if self.in_memory else self.arrays[goal]["rewards"]
+            rewards = rewards[: episodes * HORIZON, : self.streams]
+            steps = np.asarray(rewards, float).reshape(episodes, HORIZON, self.streams)
+            curves.append(steps.sum(1).mean(1))
+        return np.stack(curves, 1)
 
 
-def optimal_return(goals) -> np.ndarray:
-    """Best return of an episode: 21 - the Manhattan distance from the start, at most the 20 steps."""
-    distance = np.abs(PLACES[np.asarray(goals)] - PLACES[START]).sum(-1)
-    return np.minimum(HORIZON, HORIZON + 1 - distance).astype(float)
+def decode(arrays: dict[str, np.ndarray], steps: slice, streams: slice | int) -> tuple[np.ndarray, np.ndarray]:
+    """Cells (..., 3) uint8 of (cell, action, next cell), and rewards (...), of a goal's arrays.
+
+    The next cell is where the action led, also where an episode's end was logged as the start of the one after.
+    """
+    states = to_cells(arrays["states"][steps, streams])
+    actions = np.asarray(arrays["actions"][steps, streams], np.int64)
+    cells = np.stack([states, actions, NEXT[states, actions]], -1)
+    return cells.astype(np.uint8), arrays["rewards"][steps, streams]
 
 
-def random_return(goals) -> np.ndarray:
-    """Expected return of an episode of uniformly random actions, exact."""
-    step = np.zeros((CELLS, CELLS))
-    np.add.at(step, (np.repeat(np.arange(CELLS), ACTIONS), NEXT.ravel()), 1 / ACTIONS)
-    there, visits = np.eye(CELLS)[START], np.zeros(CELLS)
-    for _ in range(HORIZON):
-        there = there @ step
-        visits += there
-    return visits[np.asarray(goals)]
+# --- segments ---------------------------------------------------------------------------------------------------------
 
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
@@ -56,228 +121,10 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return (x ^ (x >> np.uint64(31))).astype(np.float64) / 2.0**64 * (1 - 2**-53)
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
-
-
-class BadLink(Exception):
-    """Why a link of an HDF5 file is not followed."""
-
-
-def find_inside(file, path: str):
-    """The group, data set or type at a path of an open HDF5 file; None where there is none.
-
-    Raises BadLink for a link that leads out of the file or in a circle: another file is never opened.
-    """
-    import h5py
-
-    here, names, followed = file, path.split("/"), 0
-    while names:
-        name = names.pop(0)
-        if name in ("", "."):
-            continue
-        if not isinstance(here, h5py.Group) or not here.id.links.exists(name.encode()):
-            return None
-        kind = here.id.links.get_info(name.encode()).type
-        if kind == h5py.h5l.TYPE_HARD:
-            here = here[name]
-            continue
-        if kind != h5py.h5l.TYPE_SOFT:
-            raise BadLink("a link into another file, which is not followed")
-        followed += 1
-        if followed > 16:
-            raise BadLink("a link that leads in a circle")
-        target = here.id.links.get_val(name.encode()).decode(errors="replace")
-        here = file if target.startswith("/") else here
-        names = target.split("/") + names
-    return here
-
-
-class Histories:
-    """The histories of every goal, decoded in memory (8 bytes a step), or mapped and decoded where they are needed.
-
-    `steps` and `streams`: of each goal, the least that one of them has."""
-
-    def __init__(self, path: Path, in_memory: bool = True):
-        """All ranks; each checks a part of the goals. Raises InputError, on all, that names goal, field and place."""
-        self.path, self.in_memory = path, in_memory
-        self.raw: dict[int, dict[str, np.ndarray]] = {}
-        self.repaired = 0
-        with agree_on_errors():
-            self._open()
-            rank, world_size = world()
-            for goal in range(rank, CELLS, world_size):
-                self.repaired += self._check(goal)
-        self.repaired = int(reduce_sum([self.repaired])[0])
-        shapes = {goal: raw["actions"].shape for goal, raw in self.raw.items()}
-        self.shortest = min(shapes, key=lambda goal: shapes[goal][0])
-        self.steps, self.longest = shapes[self.shortest][0], max(steps for steps, _ in shapes.values())
-        self.streams = min(streams for _, streams in shapes.values())
-        if in_memory:
-            self.cells = np.zeros((CELLS, self.streams, self.steps, 4), np.uint8)  # 4: gathered as one 32-bit word
-            self.rewards = np.empty((CELLS, self.streams, self.steps), np.float32)
-            for goal in range(CELLS):
-                raw, where = self.raw.pop(goal), (slice(0, self.steps), slice(0, self.streams))
-                self.cells[goal, :, :, :3] = decode(raw, where).swapaxes(0, 1)
-                self.rewards[goal] = raw["rewards"][where].T
-        digest, steps = hashlib.sha256(), np.arange(self.steps)[None].repeat(self.streams, 0)
-        for goal in range(CELLS):
-            cells, rewards = self.take(np.full(self.streams, goal), np.arange(self.streams), steps)
-            digest.update(cells.tobytes() + rewards.tobytes())
-        self.digest = digest.hexdigest()[:12]
-
-    def _wrong(self, goal: int | str, text: str) -> InputError:
-        return InputError(f"{self.path}: group '{goal}': {text}; correct or make the histories anew")
-
-    def _open(self) -> None:
-        import h5py
-
-        if not self.path.is_file():
-            others = sorted(path.name for path in self.path.parent.glob("*.hdf5"))
-            text = "make histories with `python sample_data.py compressed_ad FOLDER`, then give --data FOLDER"
-            text = f"beside it lies {others[0]}; give that with --data" if others else text
-            raise InputError(f"{self.path}: no such file; {text}")
-        try:
-            with h5py.File(self.path) as file:
-                for goal in range(CELLS):
-                    group = self._find(file, goal)
-                    if group is None:
-                        raise self._wrong(goal, f"is missing; there must be '0' to '{CELLS - 1}', one for each goal")
-                    fields = {name: self._find(file, goal, name) for name in FIELDS}
-                    if lacking := [name for name in FIELDS if fields[name] is None]:
-                        raise self._wrong(goal, f"has no {lacking[0]!r}")
-                    self.raw[goal] = {name: self._array(goal, name, data) for name, data in fields.items()}
-        except InputError:
-            raise
-        except (OSError, KeyError, RuntimeError, ValueError, TypeError, OverflowError) as error:  # all are h5py's
-            kind = "truncated HDF5 file" if "truncated" in str(error) else "not a readable HDF5 file"
-            raise InputError(f"{self.path}: {kind} of {self.path.stat().st_size} bytes; get or make it anew") from None
-
-    def _find(self, file, goal: int, name: str = ""):
-        """A goal's group, or its data set `name`; None where there is none. Raises InputError for any other thing."""
-        import h5py
-
-        subject = f"{name} " if name else ""
-        try:
-            found = find_inside(file, f"{goal}/{name}")
-        except BadLink as error:
-            raise self._wrong(goal, f"{subject}is {error}") from None
-        kinds = {h5py.Group: "a group", h5py.Dataset: "a data set", h5py.Datatype: "a named type"}
-        wanted = h5py.Dataset if name else h5py.Group
-        if found is not None and not isinstance(found, wanted):
-            what = next(text for kind, text in kinds.items() if isinstance(found, kind))
-            raise self._wrong(goal, f"{subject}is {what}, not {kinds[wanted]}")
-        return found
-
-    def _array(self, goal: int, name: str, data) -> np.ndarray:
-        """A data set's values, in memory or mapped. Raises InputError for one whose values are not in this file."""
-        if data.shape is None:
-            raise self._wrong(goal, f"{name} is an empty (null) data set")
-        if data.is_virtual or data.external:
-            raise self._wrong(goal, f"{name} keeps its values in another file, which is not read")
-        if data.dtype.kind not in "biuf":
-            raise self._wrong(goal, f"{name} holds {data.dtype}, not numbers")
-
-        # no compression of HDF5 reaches a factor of 2000: before memory is taken, such a size is known to be wrong
-        declared, stored = data.dtype.itemsize * math.prod(data.shape), data.id.get_storage_size()
-        if declared > max(2**30, 2000 * stored):
-            shape = " x ".join(map(str, data.shape))
-            text = f"{name} is declared as {shape}, {declared / 1e12:.1f} TB, of which {stored} bytes are there"
-            raise self._wrong(goal, text)
-        if self.in_memory:
-            return data[()]
-        offset = data.id.get_offset()
-        if offset is None or data.chunks or data.dtype.kind not in "biuf":
-            text = f"{name} is compressed or chunked and cannot be mapped; leave out --no-cache_in_memory"
-            raise InputError(f"{self.path}: group '{goal}': {text}")
-        return np.memmap(self.path, data.dtype, "r", offset, data.shape)
-
-    def _check(self, goal: int) -> int:
-        """Raise InputError for what is wrong with a goal's arrays; returns how many next states are resets."""
-        raw = self.raw[goal]
-        shape = raw["actions"].shape
-        for name in FIELDS:
-            array, wanted = raw[name], (*shape, 2) if "states" in name else shape
-            if len(shape) != 2 or array.shape != wanted or 0 in shape:
-                raise self._wrong(
-                    goal, f"{name} has shape {array.shape}; expected (T, streams{', 2' * (name in FIELDS[:2])})"
-                )
-            if array.dtype.kind not in "biuf":
-                raise self._wrong(goal, f"{name} holds {array.dtype}, not numbers")
-            limits = {"states": GRID, "next_states": GRID, "actions": ACTIONS}.get(name)
-            with np.errstate(invalid="ignore"):
-                bad = (
-                    ~np.isfinite(array)
-                    if limits is None
-                    else (array != np.floor(array)) | (array < 0) | (array >= limits)
-                )
-            if bad.any():
-                at = tuple(int(k) for k in np.argwhere(bad)[0])
-                allowed = f"a whole number of 0 to {limits - 1}" if limits else "a finite number"
-                raise self._wrong(goal, f"{name}[{at[0]}, {at[1]}] is {array[at]}; expected {allowed}")
-        if shape[0] < HORIZON:
-            raise self._wrong(goal, f"has {shape[0]} steps, less than an episode of {HORIZON}")
-        ends = (np.arange(shape[0]) + 1) % HORIZON == 0
-        if (bad := raw["dones"].astype(bool) != ends[:, None]).any():
-            at = tuple(int(k) for k in np.argwhere(bad)[0])
-            raise self._wrong(goal, f"dones[{at[0]}, {at[1]}] is {raw['dones'][at]}; an episode has {HORIZON} steps")
-        states, after = (np.asarray(raw[name], np.int64) @ (GRID, 1) for name in ("states", "next_states"))
-        actions = np.asarray(raw["actions"], np.int64)
-        led = NEXT[states, actions]
-        resets = (after != led) & (after == START) & ends[:, None]
-        chain = np.concatenate([np.full((1, shape[1]), START), np.where(ends[:, None], START, led)])[:-1]
-        for bad, text in (
-            (
-                (after != led) & ~resets,
-                "next_states is not where the action leads (0: +i, 1: -i, 2: +j, 3: -j, 4: stay)",
-            ),
-            (states != chain, "states is not where the step before led, or the start of an episode"),
-            (
-                (led == goal) != (np.asarray(raw["rewards"]) == 1),
-                f"rewards must be 1 on the goal {divmod(goal, GRID)} alone",
-            ),
-            ((led != goal) & (np.asarray(raw["rewards"]) != 0), "rewards must be 0 or 1"),
-        ):
-            if bad.any():
-                at = tuple(int(k) for k in np.argwhere(bad)[0])
-                raise self._wrong(goal, f"step {at[0]}, stream {at[1]}: {text}")
-        return int(resets.sum())
-
-    def take(self, goals: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For B histories and steps (B, ...): cells (B, ..., 3) uint8 and rewards (B, ...) float32."""
-        if self.in_memory:
-            first = (goals * self.streams + streams) * self.steps
-            flat = first.reshape(-1, *[1] * (steps.ndim - 1)) + steps
-            words = np.take(self.cells.view(np.uint32).ravel(), flat)
-            return words[..., None].view(np.uint8)[..., :3], np.take(self.rewards.ravel(), flat)
-        cells, rewards = np.empty((*steps.shape, 3), np.uint8), np.empty(steps.shape, np.float32)
-        for k, (goal, stream) in enumerate(zip(goals.tolist(), streams.tolist(), strict=True)):
-            first, last = steps[k].min(), steps[k].max() + 1
-            cells[k] = decode(self.raw[goal], (slice(first, last), stream))[steps[k] - first]
-            rewards[k] = self.raw[goal]["rewards"][first:last, stream][steps[k] - first]
-        return cells, rewards
-
-    def learning_curve(self, goals: list[int]) -> np.ndarray:
-        """(episodes, goals): the source algorithm's own return per episode, mean over the streams."""
-        whole, curves = self.steps // HORIZON * HORIZON, []
-        for goal in goals:
-            rewards = self.rewards[goal].T if self.in_memory else self.raw[goal]["rewards"][:, : self.streams]
-            curves.append(np.asarray(rewards[:whole], float).reshape(-1, HORIZON, rewards.shape[1]).sum(1).mean(1))
-        return np.stack(curves, 1)
-
-
-def decode(raw: dict[str, np.ndarray], where: tuple) -> np.ndarray:
-    """(..., 3) uint8 of (cell, action, next cell); next is where the action led, also where an episode's end was logged
-    as the start of the one after."""
-    states = np.asarray(raw["states"][where], np.int64) @ (GRID, 1)
-    actions = np.asarray(raw["actions"][where], np.int64)
-    return np.stack([states, actions, NEXT[states, actions]], -1).astype(np.uint8)
-
-
-# --- what the net is trained on ---------------------------------------------------------------------------------------
+        mixed = x ^ (x >> np.uint64(shift))
+        x = mixed * np.uint64(factor)
+    x = x ^ (x >> np.uint64(31))
+    return x.astype(np.float64) / 2.0**64 * (1 - 2**-53)
 
 
 class SegmentDataset(Dataset):
@@ -289,49 +136,160 @@ class SegmentDataset(Dataset):
     """
 
     def __init__(self, histories: Histories, goals: list[int], n_transit: int, max_depth: int, seed: int):
-        self.histories, self.goals, self.seed, self.epoch = histories, np.array(goals), seed, 0
-        self.n_transit, self.slots = n_transit, max(1, histories.steps // n_transit)
-        self.max_depth = min(max_depth, (histories.steps - 1) // n_transit)  # what the histories are long enough for
+        """max_depth: lowered to what the histories are long enough for."""
+        self.histories = histories
+        self.goals = np.array(goals)
+        self.n_transit = n_transit
+        self.max_depth = min(max_depth, (histories.steps - 1) // n_transit)
+        self.slots = max(1, histories.steps // n_transit)
+        self.seed = seed
+        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self.goals) * self.histories.streams * self.slots
 
     def draw(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(history, depth, end) of samples in this epoch; the context's last transition is end - 1."""
-        depth = (hashed(self.seed, self.epoch, samples, 0) * (self.max_depth + 1)).astype(np.int64)
+        which_depth = hashed(self.seed, self.epoch, samples, 0)
+        which_end = hashed(self.seed, self.epoch, samples, 1)
+        depth = (which_depth * (self.max_depth + 1)).astype(np.int64)
         least = depth * self.n_transit + 1
         room = self.histories.steps + 1 - least
-        end = least + (hashed(self.seed, self.epoch, samples, 1) * room).astype(np.int64)
+        end = least + (which_end * room).astype(np.int64)
         return samples // self.slots, depth, end
 
     def depths(self) -> np.ndarray:
         """How many samples of this epoch have 0, 1, ... blocks."""
-        return np.bincount(self.draw(np.arange(len(self)))[1], minlength=self.max_depth + 1)
+        _, depth, _ = self.draw(np.arange(len(self)))
+        return np.bincount(depth, minlength=self.max_depth + 1)
 
     def __getitems__(self, samples: list[int]) -> dict:
-        """A batch as InContextNet.forward takes it, the deepest first, with `sample` (B,) and the target `action`
-        (B, n_transit), -100 on padding."""
+        """A batch as `batch` makes it, the deepest sample first, with `sample` (B,)."""
         samples = np.asarray(samples)
         history, depth, end = self.draw(samples)
         order = np.argsort(-depth, kind="stable")
-        samples, history, depth, end = samples[order], history[order], depth[order], end[order]
-        return self.batch(history, depth, end) | {"sample": torch.from_numpy(samples)}
+        batch = self.batch(history[order], depth[order], end[order])
+        return batch | {"sample": torch.from_numpy(samples[order])}
 
     def batch(self, history: np.ndarray, depth: np.ndarray, end: np.ndarray) -> dict:
-        """The segments of B histories that end before `end`, depths sorted from the largest."""
-        n, blocks = self.n_transit, self.max_depth
-        length = np.minimum(n, end - depth * n)
-        begin = end - length - depth * n
-        first = np.concatenate([begin[:, None] + np.arange(blocks) * n, (end - length)[:, None]], 1)
-        steps = first[..., None] + np.arange(n)
-        there = np.concatenate([np.arange(blocks) < depth[:, None], np.ones((len(end), 1), bool)], 1)[..., None]
-        there = np.broadcast_to(there, steps.shape).copy()
-        there[:, -1] = np.arange(n) < length[:, None]
+        """The segments of B histories that end before `end`, depths sorted from the largest.
+
+        It is as InContextNet.forward takes it, with the target `action` (B, n_transit), -100 on padding.
+        """
+        places = np.arange(self.n_transit)
+        blocks = np.arange(self.max_depth)
+        before_context = depth * self.n_transit
+        length = np.minimum(self.n_transit, end - before_context)
+        context_begin = end - length
+        blocks_begin = (context_begin - before_context)[:, None] + blocks * self.n_transit
+
+        # the steps (B, blocks + 1, n_transit) of the blocks and, last, of the context
+        begin = np.concatenate([blocks_begin, context_begin[:, None]], 1)
+        steps = begin[..., None] + places
+
+        # which of them the sample has; the others are zero in the batch
+        real = np.empty(steps.shape, bool)
+        real[:, :-1] = (blocks < depth[:, None])[..., None]
+        real[:, -1] = places < length[:, None]
+        steps = np.where(real, steps, end[:, None, None] - 1)
+
         streams = self.histories.streams
         goals = self.goals[history // streams]
-        cells, rewards = self.histories.take(goals, history % streams, np.where(there, steps, end[:, None, None] - 1))
-        cells, rewards = torch.from_numpy(cells * there[..., None]), torch.from_numpy(rewards * there)
-        action = cells[:, -1, :, 1].long().masked_fill(~torch.from_numpy(there[:, -1]), -100)
-        compressed = [int((depth > block).sum()) for block in range(blocks)]
-        return {"cells": cells, "rewards": rewards, "depth": torch.from_numpy(depth), "compressed": compressed,
-                "length": torch.from_numpy(length), "action": action}  # fmt: skip
+        cells, rewards = self.histories.take(goals, history % streams, steps)
+        cells = torch.from_numpy(cells * real[..., None])
+        padding = torch.from_numpy(~real[:, -1])
+        return {
+            "cells": cells,
+            "rewards": torch.from_numpy(rewards * real),
+            "depth": torch.from_numpy(depth),
+            "compressed": [int((depth > block).sum()) for block in blocks],
+            "length": torch.from_numpy(length),
+            "action": cells[:, -1, :, 1].long().masked_fill(padding, -100),
+        }
+
+
+def as_it_is(batch: dict) -> dict:
+    """collate_fn of a data set that makes whole batches."""
+    return batch
+
+
+def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
+    """A made-up batch, on the host, of segments that all have `depth` blocks to compress and a full context."""
+    return {
+        "cells": torch.zeros(batch_size, depth + 1, n_transit, 3, dtype=torch.uint8),
+        "rewards": torch.zeros(batch_size, depth + 1, n_transit),
+        "depth": torch.full((batch_size,), depth),
+        "compressed": [batch_size] * depth,
+        "length": torch.full((batch_size,), n_transit),
+        "action": torch.zeros(batch_size, n_transit, dtype=torch.long),
+        "sample": torch.arange(batch_size),
+    }
+
+
+# --- what a run needs -------------------------------------------------------------------------------------------------
+
+
+class DarkroomData(NamedTuple):
+    """What a run learns from, and the goals that it is tested on.
+
+    segments: of the training goals' histories. fingerprint: a run is resumed on data of the same one only.
+    """
+
+    histories: Histories
+    train_goals: list[int]
+    unseen_goals: list[int]
+    segments: SegmentDataset
+    fingerprint: str
+
+
+def read_darkroom(
+    path: str, in_memory: bool, split_seed: int, n_transit: int, max_depth: int, seed: int
+) -> DarkroomData:
+    """All ranks: the histories that --data names, split into goals. Raises InputError.
+
+    split_seed: of the goals. max_depth: most compressions of a segment. seed: of depth and end of the segments.
+    """
+    with agree_on_errors():
+        file = find_histories(path)
+    histories = Histories(file, in_memory)
+    steps = histories.steps
+    if n_transit > steps:
+        raise InputError(f"--n_transit {n_transit}: more than the {steps} steps of the histories; lower it")
+
+    train_goals, unseen_goals = split_goals(split_seed)
+    facts = [steps, histories.streams, train_goals, histories.digest]
+    return DarkroomData(
+        histories=histories,
+        train_goals=train_goals,
+        unseen_goals=unseen_goals,
+        segments=SegmentDataset(histories, train_goals, n_transit, max_depth, seed),
+        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12],
+    )
+
+
+def evaluation_batches(data: DarkroomData, goals: list[int], streams: int, batch_size: int) -> Iterator[dict]:
+    """This rank's share of the segments on which the action accuracy of some goals is taken, the same at each call.
+
+    Of the first histories of each goal, `streams` at most, one segment of every depth, its end spread over the history.
+    """
+    histories = data.histories
+    trained = data.segments
+    segments = SegmentDataset(histories, goals, trained.n_transit, trained.max_depth, seed=0)
+    depths = segments.max_depth + 1
+    first = np.arange(len(goals)) * histories.streams
+    chosen = first[:, None] + np.arange(min(streams, histories.streams))
+    chosen = chosen.ravel()
+
+    # the deepest come first
+    rank, world_size = world()
+    count = len(chosen)
+    for samples in EvalBatchSampler(count * depths, batch_size, rank, world_size):
+        number, place = np.divmod(samples, count)
+        depth = depths - 1 - number
+
+        # the end is anywhere that leaves room for the blocks
+        least = depth * segments.n_transit + 1
+        room = histories.steps + 1 - least
+        spread = (place * 0.618034) % 1
+        end = least + (spread * room).astype(np.int64)
+        yield segments.batch(chosen[place], depth, end)

@@ -11,7 +11,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from tqdm import tqdm
 
 from hardware_utils import usable_cores
-from tasks.compressed_ad.data import ACTIONS, CELLS, GRID, HORIZON, NEXT, PLACES, START
+from tasks.compressed_ad.darkroom import ACTIONS, CELLS, GRID, HORIZON, NEXT, PLACES, START
 from tasks.compressed_ad.sample_data import Transitions
 
 

@@ -1,146 +1,411 @@
-"""Guide 4's results: returns in a few numbers with their interval, the tables at the end, the figures."""
+"""CompressedAD's results: returns in a few numbers with their interval, tables, figures, and what a run says."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from logging_utils import print_table
-from tasks.compressed_ad import data as dr
+from cli_utils import InputError
+from distributed_utils import Ranks, gather_objects, print_main
+from logging_utils import print_table, save_figure, write_result
+from tasks.compressed_ad.acting import ActedEpisodes
+from tasks.compressed_ad.darkroom import ACTIONS, GRID, HORIZON, START, optimal_return, random_return
+from tasks.compressed_ad.data import DarkroomData, SegmentDataset
+
+# Episodes of the table; the last one is shown besides.
+SHOWN_EPISODES = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+# What eval_test.json of another run must have, to stand beside this one.
+BASELINE_KEYS = {"test/return_first", "test/return_last", "goals"}
 
 
-def interval(values: np.ndarray, draws: int = 1000) -> tuple[float, float, float]:
-    """(mean, low, high) of values (goals, seeds): the 95 % interval by drawing goals, then agents, with replacement."""
-    rng, (goals, seeds) = np.random.default_rng(0), values.shape
-    rows = rng.integers(0, goals, (draws, goals))
-    means = values[rows[:, :, None], rng.integers(0, seeds, (draws, goals, seeds))].mean((1, 2))
-    return float(values.mean()), *(float(v) for v in np.percentile(means, (2.5, 97.5)))
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def last_episodes(episodes: int) -> int:
-    """How many episodes count as the last: a tenth."""
-    return max(1, episodes // 10)
+class Interval(NamedTuple):
+    """A mean and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(values: np.ndarray, draws: int = 1000) -> Interval:
+    """Mean and interval of values (goals, agents), by drawing goals, then agents, with replacement."""
+    rng = np.random.default_rng(0)
+    goals, agents = values.shape
+    drawn_goals = rng.integers(0, goals, (draws, goals))
+    drawn_agents = rng.integers(0, agents, (draws, goals, agents))
+    means = values[drawn_goals[:, :, None], drawn_agents].mean((1, 2))
+    low, high = np.percentile(means, (2.5, 97.5))
+    return Interval(float(values.mean()), float(low), float(high))
+
+
+def last_tenth(episodes: int) -> slice:
+    """Which of so many episodes count as the last ones: a tenth, at least one."""
+    return slice(-max(1, episodes // 10), None)
 
 
 def return_metrics(split: str, returns: np.ndarray, goals: list[int]) -> dict[str, float]:
-    """The returns (goals, seeds, episodes) in a few numbers; the last tenth of the episodes counts as the end."""
-    mean, low, high = interval(returns[:, :, -last_episodes(returns.shape[2]) :].mean(2))
+    """The returns (goals, agents, episodes) in a few numbers; the last tenth of the episodes counts as the end."""
+    last = returns[:, :, last_tenth(returns.shape[2])].mean(2)
+    mean, low, high = interval(last)
     return {
         f"{split}/return_first": float(returns[:, :, 0].mean()),
         f"{split}/return_last": mean,
         f"{split}/return_last_low": low,
         f"{split}/return_last_high": high,
-        f"{split}/return_random": float(dr.random_return(goals).mean()),
-        f"{split}/return_optimal": float(dr.optimal_return(goals).mean()),
+        f"{split}/return_random": float(random_return(goals).mean()),
+        f"{split}/return_optimal": float(optimal_return(goals).mean()),
     }
 
 
-def print_returns(name: str, metrics: dict, curve: dict, source, baseline, by_goal: list, unseen: list[int]) -> None:
-    episodes = len(curve["mean"])
-    shown = sorted({k for k in (1, 2, 5, 10, 20, 50, 100, 200, 500) if k < episodes} | {episodes})
+@dataclass
+class FinalTest:
+    """The full evaluation on the unseen goals.
+
+    model: as --model calls it. step: of the checkpoint. metrics: of the next action; those of the returns join them.
+    acted: what the agents did. accuracy: (depth + 1, n_transit) of the next action, by place in the context.
+    baseline: eval_test.json of a run without compression.
+    """
+
+    model: str
+    step: int
+    data: DarkroomData
+    metrics: dict[str, float]
+    acted: ActedEpisodes
+    accuracy: np.ndarray
+    baseline: dict | None
+
+    def __post_init__(self):
+        """Also: goals, and source, the returns (episodes,) of the learner whose histories these are."""
+        self.goals = self.data.unseen_goals
+        self.source = self.data.histories.learning_curve(self.goals).mean(1)
+        last = last_tenth(len(self.source))
+        self.metrics |= return_metrics("test", self.acted.returns, self.goals)
+        self.metrics["test/return_source_first"] = float(self.source[0])
+        self.metrics["test/return_source_last"] = float(self.source[last].mean())
+        if self.baseline:
+            for part in ("first", "last"):
+                self.metrics[f"test/return_ad_{part}"] = self.baseline[f"test/return_{part}"]
+
+    @cached_property
+    def curve(self) -> dict[str, list[float]]:
+        """Mean return of each episode over goals and agents, with its interval."""
+        episodes = self.acted.returns.transpose(2, 0, 1)
+        intervals = [interval(returns) for returns in episodes]
+        return {
+            "mean": [one.mean for one in intervals],
+            "low": [one.low for one in intervals],
+            "high": [one.high for one in intervals],
+        }
+
+    @property
+    def last_by_goal(self) -> list[float]:
+        """Mean return of each goal over its agents and the last tenth of their episodes."""
+        returns = self.acted.returns
+        last = returns[:, :, last_tenth(returns.shape[2])]
+        return last.mean((1, 2)).tolist()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def report_test(test: FinalTest, run_folder: Path, name: str = "test") -> None:
+    """Rank 0: a test as eval_<name>.json, and its tables. name: `test` for best.pt, else the checkpoint's."""
+    _, agents, episodes = test.acted.returns.shape
+    facts = {
+        "model": test.model,
+        "step": test.step,
+        "goals": places_of(test.goals),
+        "return_last_by_goal": test.last_by_goal,
+        "return_by_episode": test.curve,
+        "eval_episodes": episodes,
+        "eval_seeds": agents,
+        "data": str(test.data.histories.path),
+    }
+    text = json.dumps(test.metrics | facts, indent=2) + "\n"
+    write_result(run_folder / f"eval_{name}.json", text.encode())
+    print_test("test, best.pt" if name == "test" else name, test)
+
+
+def save_figures(test: FinalTest, run_folder: Path, name: str) -> None:
+    """Rank 0: the figures of a test that no log draws, and where all of it lies. name: as for report_test."""
+    prefix = "" if name == "test" else f"{name}_"
+    folder = run_folder / "figures"
+    written = [save_figure(folder / f"{prefix}{kind}.png", figure) for kind, figure in draw_test(test).items()]
+    if all(written):
+        print(f"written: {run_folder}/eval_{name}.json, {folder}", flush=True)
+
+
+def places_of(goals: list[int]) -> list[list[int]]:
+    """[i, j] of each goal."""
+    return [list(divmod(goal, GRID)) for goal in goals]
+
+
+def read_baseline(run_folder: str | None, goals: list[int], episodes: int) -> dict | None:
+    """eval_test.json of the --model ad run that is to stand beside this one; None without one.
+
+    goals and episodes: of this run's test. Raises InputError for a run that was tested otherwise.
+    """
+    if run_folder is None:
+        return None
+    path = Path(run_folder) / "eval_test.json"
+    advice = "--ad_run wants the folder of a finished run"
+    try:
+        baseline = json.loads(path.read_text())
+        model = baseline["model"]
+        tested = len(baseline["return_by_episode"]["mean"])
+        complete = baseline.keys() >= BASELINE_KEYS
+    except OSError as error:
+        raise InputError(f"{path}: not read ({error.strerror}); {advice}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise InputError(f"{path}: not an evaluation of train.py; {advice}")
+
+    # of the same test only
+    if model != "ad":
+        raise InputError(f"{path}: of --model {model}; give --ad_run a run of --model ad")
+    if baseline["goals"] != places_of(goals):
+        raise InputError(f"{path}: of other goals; give a run with the same --split_seed")
+    if tested != episodes:
+        reason = f"of {tested} episodes, this run has --eval_episodes {episodes}"
+        advice = f"evaluate it anew: --eval_only --resume_from {run_folder} --eval_episodes {episodes}"
+        raise InputError(f"{path}: {reason}; {advice}")
+    return baseline
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def print_processes(kind: str, precision: str, ranks: Ranks) -> None:
+    """All ranks: the start-up lines as the guide shows them. kind: of distributed training, as Accelerate calls it."""
+    devices = gather_objects(str(ranks.device))
+    print_main(f"Distributed training: {kind}")
+    print_main(f"Number of processes: {ranks.world_size}")
+    print_main(f"Mixed precision: {precision}")
+    for rank, device in enumerate(devices):
+        print_main(f"Process {rank} using device: {device}")
+
+
+def describe_data(data: DarkroomData, split_seed: int, steps_per_epoch: int) -> dict[str, str]:
+    """The banner's rows of histories and segments."""
+    histories = data.histories
+    goals = f"{len(data.train_goals)} goals; {len(data.unseen_goals)} goals unseen (split seed {split_seed})"
+    depths = [f"{count} of depth {depth}" for depth, count in enumerate(data.segments.depths())]
+    return {
+        "histories": f"{histories.streams} of {histories.steps} steps for each of {goals}",
+        "segments": f"{len(data.segments)} an epoch: {', '.join(depths)}; {steps_per_epoch} steps",
+    }
+
+
+def warn_of_histories(data: DarkroomData, path: str, max_depth: int) -> None:
+    """Rank 0 says what of the histories is not used, or not as it is in the file.
+
+    path: as --data names them. max_depth: the compressions that are asked for.
+    """
+    histories = data.histories
+    steps = histories.steps
+    if histories.longest > steps:
+        used = f"{steps} steps of each history are used, as goal {histories.shortest} has no more"
+        print_main(f"warning: {path}: {used}; others have up to {histories.longest}")
+    if histories.repaired:
+        reason = "steps end an episode with the next one's start as next state; taken is where the action led"
+        print_main(f"histories: {histories.repaired} {reason}")
+    trained = data.segments.max_depth
+    if max_depth > trained:
+        room = f"histories of {steps} steps have room for {trained} blocks of {data.segments.n_transit}"
+        print_main(f"warning: --max_compression_depth {max_depth}: {room}; trained to that depth")
+
+
+def describe_evaluation(metrics: dict[str, float]) -> str:
+    """One line of an evaluation in training."""
+    parts = []
+    for split, name in (("val", "return on 8 training goals"), ("unseen", "on 8 unseen goals")):
+        first = metrics[f"{split}/return_first"]
+        last = metrics[f"{split}/return_last"]
+        parts.append(f"{name} {first:.2f} -> {last:.2f}")
+    accuracy = metrics["unseen/accuracy"]
+    loss = metrics["unseen/loss"]
+    return f"{', '.join(parts)} (action accuracy {accuracy:.3f}, loss {loss:.3f})"
+
+
+def print_test(title: str, test: FinalTest) -> None:
+    """Rank 0: the tables of a test, by episode, at the end and by goal."""
+    metrics = test.metrics
+    count = len(test.curve["mean"])
+    shown = [episode for episode in SHOWN_EPISODES if episode < count]
+    shown.append(count)
+    print_table(f"{title}: episode", {str(episode): episode_row(test, episode) for episode in shown})
+
+    # the end, beside what else there is
+    row = {
+        "return": metrics["test/return_last"],
+        "low": metrics["test/return_last_low"],
+        "high": metrics["test/return_last_high"],
+    }
+    if test.baseline:
+        row["AD"] = metrics["test/return_ad_last"]
+    row["source"] = metrics["test/return_source_last"]
+    print_table("unseen goals", {"last tenth": row})
+
     rows = {}
-    for k in shown:
-        row = {"return": curve["mean"][k - 1], "low": curve["low"][k - 1], "high": curve["high"][k - 1]}
-        other = baseline["return_by_episode"]["mean"] if baseline else []
-        row |= {"AD": other[k - 1]} if k <= len(other) else {}
-        row |= {"source": float(source[k - 1])} if k <= len(source) else {}
-        rows[str(k)] = row | {"random": metrics["test/return_random"], "optimum": metrics["test/return_optimal"]}
-    print_table(f"{name}: episode", rows)
-    summary = {"last tenth": {"return": metrics["test/return_last"], "low": metrics["test/return_last_low"],
-                              "high": metrics["test/return_last_high"]}}  # fmt: skip
-    summary["last tenth"] |= {"AD": metrics["test/return_ad_last"]} if baseline else {}
-    summary["last tenth"]["source"] = metrics["test/return_source_last"]
-    print_table("unseen goals", summary)
-    goals = {f"{divmod(goal, dr.GRID)}": {"return": value, "optimum": float(dr.optimal_return([goal])[0])}
-             for goal, value in zip(unseen, by_goal, strict=True)}  # fmt: skip
-    print_table("goal", goals)
-    print(
-        f"action accuracy on their histories {metrics['test/accuracy']:.4f}, cross-entropy {metrics['test/loss']:.4f}",
-        flush=True,
-    )
+    for goal, value in zip(test.goals, test.last_by_goal, strict=True):
+        optimum = float(optimal_return([goal])[0])
+        rows[str(divmod(goal, GRID))] = {"return": value, "optimum": optimum}
+    print_table("goal", rows)
+    accuracy = f"action accuracy on their histories {metrics['test/accuracy']:.4f}"
+    print(f"{accuracy}, cross-entropy {metrics['test/loss']:.4f}", flush=True)
 
 
-def draw_returns(curve: dict, metrics: dict, source, baseline: dict | None, model: str):
+def episode_row(test: FinalTest, episode: int) -> dict[str, float]:
+    """What the table shows of an episode, counted from 1."""
+    place = episode - 1
+    row = {name: test.curve[kind][place] for name, kind in (("return", "mean"), ("low", "low"), ("high", "high"))}
+    if test.baseline:
+        row["AD"] = test.baseline["return_by_episode"]["mean"][place]
+    if episode <= len(test.source):
+        row["source"] = float(test.source[place])
+    row["random"] = test.metrics["test/return_random"]
+    row["optimum"] = test.metrics["test/return_optimal"]
+    return row
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw_test(test: FinalTest) -> dict:
+    """The figures of a test by their names."""
+    return {
+        "returns": draw_returns(test),
+        "trajectories": draw_paths(test),
+        "accuracy": draw_accuracy(test.accuracy),
+    }
+
+
+def draw_returns(test: FinalTest):
     """Return against episode, with the interval, beside everything it must be measured by."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    shown = [(model, "tab:blue", curve)]
-    shown += [("ad", "tab:orange", baseline["return_by_episode"])] if baseline else []
-    for label, colour, values in shown:
-        episodes = np.arange(1, len(values["mean"]) + 1)
-        axes.plot(episodes, values["mean"], color=colour, label=label)
-        axes.fill_between(episodes, values["low"], values["high"], color=colour, alpha=0.2, linewidth=0)
-    axes.plot(np.arange(1, len(source) + 1), source, color="tab:green", label="source of the histories")
-    for kind, style in (("optimal", "k--"), ("random", "k:")):
-        axes.axhline(metrics[f"test/return_{kind}"], color=style[0], linestyle=style[1:], label=kind, linewidth=1)
-    axes.set(
-        xlabel="episode in the context",
-        ylabel=f"return, of {dr.HORIZON} steps",
-        title="unseen goals: mean and 95 % interval",
-    )
+    draw_curve(axes, test.curve, test.model, "tab:blue")
+    if test.baseline:
+        draw_curve(axes, test.baseline["return_by_episode"], "ad", "tab:orange")
+    episodes = np.arange(1, len(test.source) + 1)
+    axes.plot(episodes, test.source, color="tab:green", label="source of the histories")
+    for kind, style in (("optimal", "--"), ("random", ":")):
+        value = test.metrics[f"test/return_{kind}"]
+        axes.axhline(value, color="k", linestyle=style, label=kind, linewidth=1)
+
+    axes.set_xlabel("episode in the context")
+    axes.set_ylabel(f"return, of {HORIZON} steps")
+    axes.set_title("unseen goals: mean and 95 % interval")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
 
 
-def draw_paths(paths: np.ndarray, returns: np.ndarray, goals: list[int]):
+def draw_curve(axes, curve: dict[str, list[float]], label: str, colour: str) -> None:
+    """The mean return of each episode, and its interval as a band."""
+    episodes = np.arange(1, len(curve["mean"]) + 1)
+    axes.plot(episodes, curve["mean"], color=colour, label=label)
+    axes.fill_between(episodes, curve["low"], curve["high"], color=colour, alpha=0.2, linewidth=0)
+
+
+def draw_paths(test: FinalTest):
     """What the first agent of each goal did in its first episode (above) and in its last."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.7 * len(goals), 4), layout="constrained")
-    for k, (goal, axes) in enumerate(zip(goals, figure.subplots(2, len(goals)).T, strict=True)):
-        for row, (episode, place) in enumerate(((0, "first"), (-1, "last"))):
-            i, j = np.divmod(paths[k, row], dr.GRID)
-            jitter = np.linspace(-0.2, 0.2, len(i))
-            axes[row].plot(j + jitter, i + jitter, ".-", linewidth=0.8, markersize=3)
-            axes[row].plot(*divmod(goal, dr.GRID)[::-1], "*", color="tab:red", markersize=10)
-            axes[row].plot(*divmod(dr.START, dr.GRID)[::-1], "s", color="k", markersize=3)
-            axes[row].set(xlim=(-0.6, dr.GRID - 0.4), ylim=(dr.GRID - 0.4, -0.6), xticks=[], yticks=[], aspect="equal")
-            axes[row].set_title(f"{place} episode, return {returns[k, 0, episode]:.0f}", fontsize="small")
-    text = (
-        "unseen goals (star) from the start (square): an agent's first episode and its last; i is down, j to the right"
-    )
-    figure.suptitle(text, fontsize="medium")
+    count = len(test.goals)
+    figure = Figure(figsize=(1.7 * count, 4), layout="constrained")
+    upper, lower = figure.subplots(2, count)
+    for k, goal in enumerate(test.goals):
+        first_path, last_path = test.acted.paths[k]
+        returns = test.acted.returns[k, 0]
+        draw_path(upper[k], first_path, goal)
+        draw_path(lower[k], last_path, goal)
+        upper[k].set_title(f"first episode, return {returns[0]:.0f}", fontsize="small")
+        lower[k].set_title(f"last episode, return {returns[-1]:.0f}", fontsize="small")
+    title = "unseen goals (star) from the start (square): an agent's first episode and its last"
+    figure.suptitle(f"{title}; i is down, j to the right", fontsize="medium")
     return figure
 
 
-def draw_accuracy(by_place: np.ndarray):
+def draw_path(axes, path: np.ndarray, goal: int) -> None:
+    """The cells of an episode on the grid, a little apart where they repeat."""
+    i, j = np.divmod(path, GRID)
+    jitter = np.linspace(-0.2, 0.2, len(path))
+    axes.plot(j + jitter, i + jitter, ".-", linewidth=0.8, markersize=3)
+    goal_i, goal_j = divmod(goal, GRID)
+    axes.plot(goal_j, goal_i, "*", color="tab:red", markersize=10)
+    start_i, start_j = divmod(START, GRID)
+    axes.plot(start_j, start_i, "s", color="k", markersize=3)
+    axes.set(xlim=(-0.6, GRID - 0.4), ylim=(GRID - 0.4, -0.6), xticks=[], yticks=[], aspect="equal")
+
+
+def draw_accuracy(accuracy: np.ndarray):
     """Action accuracy by place in the context, one line per number of compressions."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for depth, values in enumerate(by_place):
-        text = "1 compression" if depth == 1 else f"{depth} compressions"
-        axes.plot(values, linewidth=1, label=f"after {text}")
-    axes.axhline(1 / dr.ACTIONS, color="k", linestyle=":", linewidth=1, label="chance")
-    axes.set(xlabel="transitions in the context", ylabel="accuracy", title="next action on unseen goals' histories")
+    for depth, values in enumerate(accuracy):
+        compressions = "1 compression" if depth == 1 else f"{depth} compressions"
+        axes.plot(values, linewidth=1, label=f"after {compressions}")
+    axes.axhline(1 / ACTIONS, color="k", linestyle=":", linewidth=1, label="chance")
+    axes.set_xlabel("transitions in the context")
+    axes.set_ylabel("accuracy")
+    axes.set_title("next action on unseen goals' histories")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
 
 
-def draw_inputs(segments: dr.SegmentDataset):
-    """What the net is given: the first samples of the first epoch, blocks and context, by the cell that was reached."""
+def draw_inputs(segments: SegmentDataset):
+    """What the model is given: four samples of the first epoch, blocks and context, by the cell that was reached."""
     from matplotlib.figure import Figure
 
-    batch = segments.__getitems__([k * len(segments) // 4 for k in range(4)])
+    samples = [k * len(segments) // 4 for k in range(4)]
+    batch = segments.__getitems__(samples)
     figure = Figure(figsize=(11, 7), layout="constrained")
-    figure.suptitle("what the net is given: cells (i, j) and rewards of a history; lines part the blocks", fontsize=11)
-    for k, axes in enumerate(figure.subplots(4, 1)):
-        depth, length = int(batch["depth"][k]), int(batch["length"][k])
-        blocks = [*range(depth), -1]
-        cells = np.concatenate([batch["cells"][k, b] for b in blocks])[: depth * segments.n_transit + length]
-        rewards = np.concatenate([batch["rewards"][k, b] for b in blocks])[: len(cells)]
-        axes.plot(cells[:, 2] // dr.GRID, linewidth=0.7, label="i of the cell reached")
-        axes.plot(cells[:, 2] % dr.GRID, linewidth=0.7, label="j of the cell reached")
-        at = np.flatnonzero(rewards)
-        axes.plot(at, np.full(len(at), -0.7), "|", color="tab:red", label="reward")
-        for block in range(1, depth + 1):
-            axes.axvline(block * segments.n_transit, color="k", linewidth=0.8)
-        before = "1 block" if depth == 1 else f"{depth} blocks"
-        text = f"sample {int(batch['sample'][k])}: {before} to compress, then a context of {length} transitions"
-        axes.set(ylim=(-1.5, dr.GRID), title=text, ylabel="i, j", xmargin=0.01)
-        axes.title.set_fontsize("small")
-    figure.legend(*axes.get_legend_handles_labels(), fontsize="small", loc="outside lower right", ncols=3)
+    title = "what the model is given: cells (i, j) and rewards of a history; lines part the blocks"
+    figure.suptitle(title, fontsize=11)
+    panels = figure.subplots(4, 1)
+    for place, axes in enumerate(panels):
+        draw_segment(axes, batch, place)
+
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize="small", loc="outside lower right", ncols=3)
     figure.supxlabel("transition", fontsize="small")
     return figure
+
+
+def draw_segment(axes, batch: dict, place: int) -> None:
+    """One sample of a batch: the cells that were reached, the rewards, and where blocks end."""
+    n_transit = batch["cells"].shape[2]
+    depth = int(batch["depth"][place])
+    length = int(batch["length"][place])
+    sample = int(batch["sample"][place])
+
+    # its blocks and, last in the batch, its context, without padding
+    parts = [*range(depth), -1]
+    count = depth * n_transit + length
+    cells = batch["cells"][place, parts].flatten(0, 1)[:count].numpy()
+    rewards = batch["rewards"][place, parts].flatten()[:count].numpy()
+    reached = cells[:, 2]
+    axes.plot(reached // GRID, linewidth=0.7, label="i of the cell reached")
+    axes.plot(reached % GRID, linewidth=0.7, label="j of the cell reached")
+    rewarded = np.flatnonzero(rewards)
+    axes.plot(rewarded, np.full(len(rewarded), -0.7), "|", color="tab:red", label="reward")
+    for block in range(1, depth + 1):
+        axes.axvline(block * n_transit, color="k", linewidth=0.8)
+
+    blocks = "1 block" if depth == 1 else f"{depth} blocks"
+    title = f"sample {sample}: {blocks} to compress, then a context of {length} transitions"
+    axes.set(ylim=(-1.5, GRID), ylabel="i, j", xmargin=0.01)
+    axes.set_title(title, fontsize="small")

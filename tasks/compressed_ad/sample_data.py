@@ -15,6 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from cli_utils import InputError, RunError, whole
+from tasks.compressed_ad.darkroom import (
+    ACTIONS,
+    CELLS,
+    HORIZON,
+    NEXT,
+    PLACES,
+    START,
+    optimal_return,
+    random_return,
+)
 
 # The tabular learner: how fast values change, what a reward one step later is worth, and the bonus of a cell never
 # visited, which falls with the root of its visits.
@@ -51,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_sample_data(out: Path, source: str, streams: int, steps: int, seed: int) -> None:
     """Write the histories, and print the learning curve. Raises InputError when the file is there."""
-    from tasks.compressed_ad.data import CELLS
-
     learner = {"tabular": "TD", "ppo": "PPO"}[source]
     path = out / "datasets" / f"history_darkroom_{learner}_alg-seed{seed}.hdf5"
     if path.exists():
@@ -84,8 +92,6 @@ def tabular_histories(goals, streams: int, steps: int, seed: int) -> Transitions
     Each knows the rewards of one goal only by having met them.
     """
     from tqdm import tqdm
-
-    from tasks.compressed_ad.data import ACTIONS, CELLS, HORIZON, NEXT, START
 
     rng = np.random.default_rng(seed)
     count = len(goals) * streams
@@ -131,8 +137,6 @@ def tabular_histories(goals, streams: int, steps: int, seed: int) -> Transitions
 
 def back_up(values: np.ndarray, goal: np.ndarray, episode: np.ndarray) -> None:
     """Update the values along an episode's cells, from its end; values is (learners, cells)."""
-    from tasks.compressed_ad.data import NEXT
-
     learners = np.arange(len(values))
     for cell in episode[::-1]:
         around = values[learners[:, None], NEXT[cell]]
@@ -146,7 +150,6 @@ def write_histories(path: Path, histories: Transitions, rewards: np.ndarray) -> 
     import h5py
 
     from checkpoint_utils import write_atomically
-    from tasks.compressed_ad.data import HORIZON, PLACES
 
     steps, goals, streams = rewards.shape
     step = np.arange(1, steps + 1)
@@ -180,8 +183,6 @@ def write_histories(path: Path, histories: Transitions, rewards: np.ndarray) -> 
 
 def print_learning_curve(rewards: np.ndarray) -> None:
     """Print the mean return in some episodes, and a warning when the last are no better than the first."""
-    from tasks.compressed_ad.data import CELLS, HORIZON, optimal_return, random_return
-
     episodes = len(rewards) // HORIZON
     rewards = rewards[: episodes * HORIZON]
     rewards = rewards.reshape(episodes, HORIZON, -1)

@@ -1,0 +1,92 @@
+"""What --model stands for, and what a run takes over from a checkpoint.
+
+Light on purpose (no torch): train.py needs it before its arguments are parsed.
+"""
+
+from cli_utils import InputError
+
+# What --model stands for where flag and config are silent: the published settings.
+MODELS = {
+    "compressed_ad": {
+        "tf_n_embd": 128,
+        "tf_n_layer": 4,
+        "tf_n_head": 8,
+        "tf_dim_feedforward": 512,
+        "n_latent": 40,
+        "lr": 1e-4,
+        "train_batch_size": 128,
+        "train_timesteps": 150000,
+        "num_warmup_steps": 5000,
+    },
+    # the same without compression
+    "ad": {
+        "tf_n_embd": 64,
+        "tf_n_layer": 4,
+        "tf_n_head": 4,
+        "tf_dim_feedforward": 256,
+        "n_latent": 0,
+        "lr": 3e-4,
+        "train_batch_size": 512,
+        "train_timesteps": 50000,
+        "num_warmup_steps": 1000,
+    },
+}
+
+# What a checkpoint prescribes to a run that is resumed from it or uses it.
+FIXED = [
+    *("model", "tf_n_embd", "tf_n_layer", "tf_n_head", "tf_dim_feedforward", "encoder_n_layer"),
+    *("n_latent", "n_transit", "max_compression_depth", "split_seed"),
+]
+
+# What a resumed run takes from its checkpoint, unless it is told otherwise.
+KEPT = ["data", "lr", "lr_scaling", "train_timesteps", "num_warmup_steps", "weight_decay"]
+
+# The guide's names for common flags.
+GUIDE_NAMES = {
+    "log_every": "summary_interval",
+    "save_every": "ckpt_interval",
+    "grad_clip": "grad_clip_norm",
+    "lr": "learning_rate",
+}
+
+
+def fill_in(flags: dict, source: dict[str, str]) -> None:
+    """Set what --model stands for, where flag and config are silent. source: where each flag's value comes from."""
+    settings = MODELS[flags["model"]] | {"output_dir": f"runs/{flags['model']}"}
+    for name, value in settings.items():
+        if source[name] == "default":
+            flags[name] = value
+
+
+def adopt_settings(flags: dict, source: dict[str, str], checkpoint: dict, path: str) -> list[str]:
+    """Take what a checkpoint prescribes; returns what the flags change all the same.
+
+    Raises InputError where a flag or the config says what cannot be.
+    """
+    settings = checkpoint["settings"]
+    if source["model"] == "default" and flags["model"] != settings["model"]:
+        flags["model"] = settings["model"]
+        output_dir = flags["output_dir"]
+        fill_in(flags, source)
+        flags["output_dir"] = output_dir
+
+    # what cannot differ
+    for name in FIXED:
+        before = settings[name]
+        now = flags[name]
+        if source[name] != "default" and now != before:
+            raise InputError(f"--resume_from {path}: a run with --{name} {before}, now {now}; leave it out")
+        flags[name] = before
+
+    # what stays unless a flag changes it
+    changes = []
+    for name in KEPT:
+        before = settings[name]
+        now = flags[name]
+        if source[name] == "default":
+            flags[name] = before
+        elif before != now and name != "data":
+            changes.append(f"begun with --{name} {before}, going on with {now}: another run from here on")
+    if source["seed"] == "default":
+        flags["seed"] = checkpoint["run"]["seed"]
+    return changes
