@@ -14,15 +14,17 @@ Data: datasets/history_darkroom_PPO_alg-seed42.hdf5, see tasks/compressed_ad/his
 
 import argparse
 import contextlib
-import math
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments
 from cli_utils import run_main, seed_number, value_sources, whole
-from tasks.compressed_ad.settings import FIXED, GUIDE_NAMES, KEPT, MODELS, adopt_settings, fill_in
+from tasks.compressed_ad.settings import FIXED, GUIDE_NAMES, KEPT, MODELS, adopt_settings, fill_in, find_conflict
 
 FORMAT = "compressed_ad/1"
 LOSSES = ["loss", "accuracy", "grad_norm", "skipped"]
@@ -34,7 +36,7 @@ VAL_SEEDS = 5
 EVAL_STREAMS = 20
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> Namespace:
     """The flags, with what --model stands for filled in; args.source tells where each value comes from."""
     parser = Parser(__doc__)
     yes_no = argparse.BooleanOptionalAction
@@ -87,25 +89,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
     fill_in(vars(args), args.source)
-    check_args(parser, args)
+    conflict = find_conflict(vars(args), args.source)
+    if conflict:
+        parser.error(conflict)
     return args
-
-
-def check_args(parser: Parser, args: argparse.Namespace) -> None:
-    """End with an error for flags that cannot be together."""
-    if args.model == "ad":
-        if args.n_latent and args.source["n_latent"] == "command line":
-            parser.error("--n_latent: --model ad does not compress; leave it out, or give --model compressed_ad")
-        # so that a config of the other serves both
-        args.n_latent = 0
-    if args.model == "compressed_ad" and not args.n_latent:
-        parser.error("--n_latent 0: compression needs at least 1; give --model ad to go without")
-    if args.tf_n_embd % args.tf_n_head:
-        parser.error(f"--tf_n_head {args.tf_n_head}: must divide --tf_n_embd {args.tf_n_embd}")
-    if args.model == "ad" and args.ad_run:
-        parser.error("--ad_run: stands beside a run of --model compressed_ad, this one is of --model ad; leave it out")
-    if args.overwrite and (args.resume_from or args.eval_only):
-        parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
 
 
 if __name__ == "__main__":
@@ -133,30 +120,47 @@ from tasks.compressed_ad.acting import act_in_context
 from tasks.compressed_ad.darkroom import split_goals
 from tasks.compressed_ad.data import DarkroomData, as_it_is, evaluation_batches, largest_batch, read_darkroom
 from tasks.compressed_ad.model import InContextNet
-from tasks.compressed_ad.report import FinalTest, describe_data, describe_evaluation, draw_inputs, draw_test
-from tasks.compressed_ad.report import print_processes, read_baseline, report_test, return_metrics, save_figures
-from tasks.compressed_ad.report import warn_of_histories
+from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_batch, describe_data, describe_evaluation
+from tasks.compressed_ad.report import (
+    describe_model,
+    draw_inputs,
+    draw_test,
+    print_processes,
+    read_baseline,
+    report_test,
+)
+from tasks.compressed_ad.report import return_metrics, save_figures, warn_of_histories
 
 # --- data, model, loss ------------------------------------------------------------------------------------------------
 
 
-def compression_depth(args: argparse.Namespace) -> int:
-    """Most compressions of a segment; --model ad has none."""
-    return args.max_compression_depth if args.n_latent else 0
+class Experiment(NamedTuple):
+    """A model, with what it learns from and is measured on. baseline: a run without compression, see read_ad_run."""
+
+    model: InContextNet
+    data: DarkroomData
+    precision: str
+    args: Namespace
+    baseline: dict | None = None
 
 
-def read_data(args: argparse.Namespace) -> DarkroomData:
+def read_data(args: Namespace) -> DarkroomData:
     """All ranks: the histories, the goals, and the segments to train on. Raises InputError."""
-    depth = compression_depth(args)
-    return read_darkroom(args.data, args.cache_in_memory, args.split_seed, args.n_transit, depth, args.seed)
+    return read_darkroom(
+        path=args.data,
+        in_memory=args.cache_in_memory,
+        split_seed=args.split_seed,
+        n_transit=args.n_transit,
+        max_depth=args.max_compression_depth if args.n_latent else 0,
+        seed=args.seed,
+    )
 
 
-def make_loader(segments, batch: BatchSize, args: argparse.Namespace, device: torch.device):
+def make_loader(segments, batch: BatchSize, args: Namespace, device: torch.device):
     """This rank's segments, in micro-batches."""
-    num_workers = args.num_workers
-    if args.source["num_workers"] == "default" and device.type == "cpu":
-        # they would take the training's cores
-        num_workers = 0
+    # workers would take a CPU's cores from the training
+    by_default = args.source["num_workers"] == "default"
+    num_workers = 0 if by_default and device.type == "cpu" else args.num_workers
     return create_distributed_dataloader(
         segments,
         batch.size,
@@ -168,7 +172,7 @@ def make_loader(segments, batch: BatchSize, args: argparse.Namespace, device: to
     )
 
 
-def build_model(args: argparse.Namespace, device: torch.device) -> InContextNet:
+def build_model(args: Namespace, device: torch.device) -> InContextNet:
     """The model with the same random weights on every rank."""
     torch.manual_seed(args.seed)
     model = InContextNet(
@@ -191,13 +195,13 @@ def action_losses(model: nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Te
     return losses, (logits.argmax(-1) == target).float()
 
 
-def make_optimizer(model: InContextNet, args: argparse.Namespace) -> torch.optim.AdamW:
+def make_optimizer(model: InContextNet, args: Namespace) -> torch.optim.AdamW:
     """Fused AdamW with the guide's betas."""
     parameters = model.parameters()
     return torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)
 
 
-def scale_lr(effective_batch_size: int, args: argparse.Namespace) -> float:
+def scale_lr(effective_batch_size: int, args: Namespace) -> float:
     """--lr, changed as --lr_scaling says for another effective batch than the published one."""
     published = MODELS[args.model]["train_batch_size"]
     return scale_learning_rate(args.lr, effective_batch_size / published, args.lr_scaling)
@@ -212,7 +216,7 @@ def count_actions(step: Step) -> list[float]:
 
 
 def train_one_epoch(
-    model: nn.Module, loader, optimizer, scaler: LossScaler, training: TrainingRun, args: argparse.Namespace
+    model: nn.Module, loader, optimizer, scaler: LossScaler, training: TrainingRun, args: Namespace
 ) -> None:
     """Train from the run's position to the end of the epoch, to `training.last_step`, or to a stop signal.
 
@@ -251,77 +255,73 @@ def train_one_epoch(
 
 
 @torch.no_grad()
-def action_accuracy(
-    split: str, goals: list[int], model: InContextNet, data: DarkroomData, precision: str, args: argparse.Namespace
-) -> tuple[dict[str, float], np.ndarray]:
-    """Loss and accuracy of the next action on some goals' histories; the accuracy (depth + 1, n_transit) by place.
-
-    The same segments at each call: of each goal's first histories one of every depth, its end spread over the history.
-    """
+def action_accuracy(split: str, goals: list[int], experiment: Experiment) -> tuple[dict[str, float], np.ndarray]:
+    """Loss and accuracy of the next action on some goals' histories; the accuracy (depth + 1, n_transit) by place."""
+    model, data, precision, args, _ = experiment
     model.eval()
-    device = next(model.parameters()).device
+    device = model.positions.device
 
     # for each depth and place in the context: the loss, how many were right, and how many there were
-    table = torch.zeros(data.segments.max_depth + 1, 3, args.n_transit, dtype=torch.float64)
+    depths = data.segments.max_depth + 1
+    table = torch.zeros(depths, 3, args.n_transit, dtype=torch.float64)
     for batch in evaluation_batches(data, goals, EVAL_STREAMS, args.test_batch_size):
         batch = to_device(batch, device)
         with autocast(device, precision):
             losses, right = action_losses(model, batch)
-        numbers = torch.stack([losses, right, (batch["action"] >= 0).float()], 1)
+        there = batch["action"] >= 0
+        numbers = torch.stack([losses, right, there.float()], 1)
         table.index_add_(0, batch["depth"].cpu(), numbers.double().cpu())
 
-    # sums over all ranks
-    table = reduce_sum(table)
-    loss, right, number = table.sum((0, 2)).tolist()
-    _, right_by_place, number_by_place = table.unbind(1)
-    by_place = right_by_place / number_by_place.clamp(min=1)
-    by_place[number_by_place == 0] = math.nan
-    return {f"{split}/loss": loss / number, f"{split}/accuracy": right / number}, by_place.numpy()
+    return accuracy_metrics(split, reduce_sum(table).numpy())
 
 
-def evaluate_briefly(
-    model: InContextNet, data: DarkroomData, precision: str, args: argparse.Namespace, stop: StopSignal
-) -> dict[str, float] | None:
+def evaluate_briefly(experiment: Experiment, stop: StopSignal) -> dict[str, float] | None:
     """In training: `val/` of 8 training goals, whose loss chooses best.pt, and `unseen/` of the test's, to look at.
 
     None after a signal to any rank.
     """
-    watched = data.train_goals[: len(data.unseen_goals)]
-    goals = watched + data.unseen_goals
+    args = experiment.args
+    unseen = experiment.data.unseen_goals
+    watched = experiment.data.train_goals[: len(unseen)]
     agents = min(VAL_SEEDS, args.eval_seeds)
-    acted = act_in_context(model, goals, agents, args.val_episodes, args.seed, args.test_batch_size, stop)
+    acted = act_in_context(
+        experiment.model, watched + unseen, agents, args.val_episodes, args.seed, args.test_batch_size, stop
+    )
     if acted is None:
         return None
-    watched_returns, unseen_returns = np.split(acted.returns, [len(watched)])
-    metrics, _ = action_accuracy("val", watched, model, data, precision, args)
-    metrics |= action_accuracy("unseen", data.unseen_goals, model, data, precision, args)[0]
-    metrics |= return_metrics("val", watched_returns, watched)
-    return metrics | return_metrics("unseen", unseen_returns, data.unseen_goals)
+    metrics, _ = action_accuracy("val", watched, experiment)
+    unseen_metrics, _ = action_accuracy("unseen", unseen, experiment)
+    metrics |= unseen_metrics
+    metrics |= return_metrics("val", acted.returns[: len(watched)], watched)
+    metrics |= return_metrics("unseen", acted.returns[len(watched) :], unseen)
+    return metrics
 
 
-def final_test(
-    model: InContextNet, data: DarkroomData, step: int, baseline: dict | None, precision: str, args, stop=None
-) -> FinalTest | None:
+def final_test(experiment: Experiment, step: int, stop: StopSignal | None = None) -> FinalTest | None:
     """All ranks: the full evaluation on the unseen goals; None after a signal to any rank.
 
-    step: of the checkpoint that is tested. baseline: see read_ad_run.
+    step: of the checkpoint that is tested.
     """
+    data = experiment.data
+    args = experiment.args
     goals = data.unseen_goals
-    acted = act_in_context(model, goals, args.eval_seeds, args.eval_episodes, args.seed, args.test_batch_size, stop)
+    acted = act_in_context(
+        experiment.model, goals, args.eval_seeds, args.eval_episodes, args.seed, args.test_batch_size, stop
+    )
     if acted is None:
         return None
-    metrics, accuracy = action_accuracy("test", goals, model, data, precision, args)
-    return FinalTest(args.model, step, data, metrics, acted, accuracy, baseline)
+    metrics, accuracy = action_accuracy("test", goals, experiment)
+    return FinalTest(args.model, step, data, metrics, acted, accuracy, experiment.baseline)
 
 
-def read_ad_run(args: argparse.Namespace) -> dict | None:
+def read_ad_run(args: Namespace) -> dict | None:
     """All ranks: the evaluation that --ad_run names, on the goals of this run. Raises InputError."""
     _, unseen_goals = split_goals(args.split_seed)
     with agree_on_errors():
         return read_baseline(args.ad_run, unseen_goals, args.eval_episodes)
 
 
-def evaluate_only(precision: str, args: argparse.Namespace, ranks: Ranks) -> None:
+def evaluate_only(precision: str, args: Namespace, ranks: Ranks) -> None:
     """--eval_only: the test of a checkpoint."""
     path = Path(args.output_dir) / "best.pt"
     if args.resume_from not in (None, "auto"):
@@ -340,15 +340,17 @@ def evaluate_only(precision: str, args: argparse.Namespace, ranks: Ranks) -> Non
     print_processes(accelerator.distributed_type.value, precision, ranks)
     data = read_data(args)
     model = build_model(args, ranks.device)
+    experiment = Experiment(model, data, precision, args, baseline)
     with agree_on_errors():
         load_trained(model, checkpoint["net"])
 
     # of another checkpoint than the best: beside the run's own test, not in its place
     name = "test" if path.stem == "best" else path.stem
-    test = final_test(model, data, checkpoint["step"], baseline, precision, args)
+    test = final_test(experiment, checkpoint["step"])
     if ranks.is_main:
-        report_test(test, Path(args.output_dir), name)
-        save_figures(test, Path(args.output_dir), name)
+        run_folder = Path(args.output_dir)
+        report_test(test, run_folder, name)
+        save_figures(test, run_folder, name)
     accelerator.free_memory()
 
 
@@ -364,46 +366,45 @@ def trial_step(model: InContextNet, batch: dict, precision: str) -> None:
     loss.backward()
 
 
-def choose_batch_size(
-    model: InContextNet, depth: int, checkpoint: dict | None, precision: str, args: argparse.Namespace
-) -> BatchSize:
-    """The batch of the flags, or what a step of segments of this depth leaves room for."""
-    wanted = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
+def choose_batch_size(experiment: Experiment, checkpoint: dict | None) -> BatchSize:
+    """The batch of the flags, or what a step of the deepest segments leaves room for."""
+    model, data, precision, args, _ = experiment
+    wanted = BatchSize(
+        size=args.train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        source=args.source["train_batch_size"],
+    )
     if not fits_by_itself(args.auto_batch, model.positions.device):
         return wanted
 
     def try_once(size: int) -> None:
-        trial_step(model, largest_batch(size, depth, args.n_transit), precision)
+        batch = largest_batch(size, data.segments.max_depth, args.n_transit)
+        trial_step(model, batch, precision)
 
     flags = partial(batch_flags, flag="--train_batch_size")
     advice = "pass a smaller --n_transit or --tf_n_embd"
     return fit_batch_to_memory(try_once, model, wanted, flags, advice, checkpoint=checkpoint)
 
 
-def describe_run(
-    model: InContextNet, data: DarkroomData, loader, batch: BatchSize, reason: str, args: argparse.Namespace
-) -> dict[str, str]:
+def describe_run(experiment: Experiment, batch: BatchSize, loader, reason: str) -> dict[str, str]:
     """The banner's rows of this script. reason: for the precision."""
-    sampler = loader.batch_sampler
-    effective = sampler.effective_batch_size
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    args = experiment.args
+    effective = loader.batch_sampler.effective_batch_size
+    lr = scale_lr(effective, args)
     published = MODELS[args.model]["train_batch_size"]
     scaling = f"--lr_scaling {args.lr_scaling}, published batch {published}"
-    split = f"{batch.size} per GPU x {batch.accumulation} accumulation x {world()[1]}"
-    cached = "all histories" if args.cache_in_memory else "none, mapped"
-    rows = {
-        "batch": f"{split} = {effective} ({batch.source})",
-        "learning rate": f"{args.lr:g} -> {scale_lr(effective, args):g} ({scaling}), "
-        f"{args.num_warmup_steps} warm-up steps, then cosine",
+    curve = f"{args.num_warmup_steps} warm-up steps, then cosine"
+    return {
+        "batch": describe_batch(batch, effective),
+        "learning rate": f"{args.lr:g} -> {lr:g} ({scaling}), {curve}",
         "precision": reason,
-        "model": f"{args.model}, {parameters} parameters, context {args.n_transit}, {args.n_latent} latents",
+        "model": describe_model(args.model, experiment.model),
+        **describe_data(experiment.data, args.split_seed, loader),
     }
-    rows |= describe_data(data, args.split_seed, sampler.steps_per_epoch())
-    return rows | {"in memory": f"{cached}; {loader.num_workers} workers"}
 
 
 def checkpoint_contents(
-    model: InContextNet, optimizer, scaler: LossScaler, this_run: dict, batch: BatchSize, args: argparse.Namespace
+    model: InContextNet, optimizer, scaler: LossScaler, this_run: dict, batch: BatchSize, args: Namespace
 ) -> dict:
     """What a checkpoint holds beside the position and the log."""
     settings = {name: getattr(args, name) for name in (*FIXED, *KEPT)}
@@ -418,7 +419,7 @@ def checkpoint_contents(
     }
 
 
-def run(args: argparse.Namespace, ranks: Ranks) -> int:
+def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
     asked_by = args.source["mixed_precision"]
@@ -447,19 +448,15 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     return code
 
 
-def fit(
-    checkpoint: dict | None, precision: str, reason: str, begun: float, args: argparse.Namespace, ranks: Ranks
-) -> int:
-    """Load the histories, train, and test the best checkpoint; returns the exit code.
-
-    reason: for the precision. begun: when the run began.
-    """
+def fit(checkpoint: dict | None, precision: str, reason: str, begun: float, args: Namespace, ranks: Ranks) -> int:
+    """Load the histories, train, and test the best checkpoint; returns the exit code. reason: for the precision."""
     run_folder = Path(args.output_dir)
     baseline = read_ad_run(args)
     accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     data = read_data(args)
     model = build_model(args, ranks.device)
-    batch = choose_batch_size(model, data.segments.max_depth, checkpoint, precision, args)
+    experiment = Experiment(model, data, precision, args, baseline)
+    batch = choose_batch_size(experiment, checkpoint)
     loader = make_loader(data.segments, batch, args, ranks.device)
     effective_batch_size = loader.batch_sampler.effective_batch_size
 
@@ -477,8 +474,8 @@ def fit(
     # --max_steps ends a run earlier, with the same schedule
     last_step = min(args.max_steps or args.train_timesteps, args.train_timesteps)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, precision, args.compile)
-    log.open(args, checkpoint)
     log.curves = ["val/return_first", "val/return_last", "unseen/return_first", "unseen/return_last"]
+    log.open(args, checkpoint)
     training = TrainingRun(
         run_folder=run_folder,
         progress=progress,
@@ -493,68 +490,76 @@ def fit(
         max_bad_steps=args.max_bad_steps,
     )
 
-    # what is said at the start
+    # say what will be done
     prepare_checkpoint(model)
     print_processes(accelerator.distributed_type.value, precision, ranks)
     title = "COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION"
-    print_start(title, ranks, training, describe_run(model, data, loader, batch, reason, args))
-    warn_of_histories(data, args.data, compression_depth(args))
+    print_start(title, ranks, training, describe_run(experiment, batch, loader, reason))
+    warn_of_histories(data, args.data)
     if args.compile:
         model.compile_layers()
 
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args, ranks)
     with explain_out_of_memory(advice), training.stop, contextlib.closing(log):
         wrapped = accelerator.prepare_model(model)
-        code = train(model, wrapped, loader, optimizer, scaler, training, data, args)
-        code = code or test_best(model, data, training, baseline, begun, args)
+        train_epoch = partial(train_one_epoch, wrapped, loader, optimizer, scaler)
+        code = train(experiment, train_epoch, loader.batch_sampler.used, training)
+        code = code or test_best(experiment, training, begun)
     accelerator.free_memory()
     return code
 
 
-def train(
-    model: InContextNet, wrapped: nn.Module, loader, optimizer, scaler, training: TrainingRun, data: DarkroomData, args
-) -> int:
-    """All steps, with an evaluation every --eval_interval and at the end; the exit code of a stop signal or 0."""
+def train(experiment: Experiment, train_epoch: Callable, epoch_samples: int, training: TrainingRun) -> int:
+    """All steps, with an evaluation every --eval_interval and at the end; the exit code of a stop signal or 0.
+
+    train_epoch: train_one_epoch, of a TrainingRun and the flags. epoch_samples: of all ranks.
+    """
+    args = experiment.args
     progress = training.progress
     if progress.step == 0:
-        training.log.figures(lambda: {"inputs": draw_inputs(data.segments)}, 0)
+        training.log.figures(lambda: {"inputs": draw_inputs(experiment.data.segments)}, 0)
     say_if_finished(training, "--train_timesteps")
     while True:
         # also after a resume from here, as the evaluation may have been cut short
-        due = is_planned(progress.step, training, args) or progress.step >= training.last_step
-        code = evaluate_and_keep(model, data, training, args) if progress.step and due else 0
-        if code or progress.step >= training.last_step:
-            return code
+        is_end = progress.step >= training.last_step
+        if progress.step and (is_end or is_planned(progress.step, training, args)):
+            code = evaluate_and_keep(experiment, training)
+            if code:
+                return code
+        if is_end:
+            return 0
 
         # to the next evaluation, through as many epochs as that takes
         until = training.last_step
         if args.eval_interval:
-            until = min(until, (progress.step // args.eval_interval + 1) * args.eval_interval)
+            evaluations = progress.step // args.eval_interval
+            until = min(until, (evaluations + 1) * args.eval_interval)
         stretch = replace(training, last_step=until)
         while progress.step < until:
-            train_one_epoch(wrapped, loader, optimizer, scaler, stretch, args)
+            train_epoch(stretch, args)
             if training.stop.agreed:
                 training.save()
                 say_saved(progress.step)
                 return training.stop.agreed
-            if progress.samples >= loader.batch_sampler.used:
+            if progress.samples >= epoch_samples:
                 progress.epoch += 1
                 progress.samples = 0
 
 
-def is_planned(step: int, training: TrainingRun, args: argparse.Namespace) -> bool:
+def is_planned(step: int, training: TrainingRun, args: Namespace) -> bool:
     """Whether the uninterrupted run, which --max_steps does not end, has an evaluation at this step."""
-    return step >= training.planned_steps or (args.eval_interval > 0 and step % args.eval_interval == 0)
+    on_interval = args.eval_interval > 0 and step % args.eval_interval == 0
+    return on_interval or step >= training.planned_steps
 
 
-def evaluate_and_keep(model: InContextNet, data: DarkroomData, training: TrainingRun, args: argparse.Namespace) -> int:
+def evaluate_and_keep(experiment: Experiment, training: TrainingRun) -> int:
     """Save, evaluate, and keep the checkpoint if it is the best; the exit code of a stop signal or 0."""
     step = training.progress.step
     epochs = epochs_begun(training.progress)
     training.save()
     if step >= training.last_step:
         training.log.write_rest(step, epochs)
-    metrics = evaluate_briefly(model, data, training.precision, args, training.stop)
+    metrics = evaluate_briefly(experiment, training.stop)
     if metrics is None:
         return stopped_in_evaluation(training)
     training.log.write(step, epochs, metrics)
@@ -562,19 +567,18 @@ def evaluate_and_keep(model: InContextNet, data: DarkroomData, training: Trainin
 
     # no rank decides by itself
     loss = broadcast_object(metrics["val/loss"])
-    keep_best(training, loss, is_planned(step, training, args), lower=True)
+    planned = is_planned(step, training, experiment.args)
+    keep_best(training, loss, planned, lower=True)
     return 0
 
 
-def test_best(
-    model: InContextNet, data: DarkroomData, training: TrainingRun, baseline: dict | None, begun: float, args
-) -> int:
+def test_best(experiment: Experiment, training: TrainingRun, begun: float) -> int:
     """Test best.pt, and write the weights and the summary; the exit code of a stop signal or 0."""
     run_folder = training.run_folder
     best = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
-    load_trained(model, best["net"])
+    load_trained(experiment.model, best["net"])
     train_seconds = time.time() - begun
-    test = final_test(model, data, best["step"], baseline, training.precision, args, training.stop)
+    test = final_test(experiment, best["step"], training.stop)
     if test is None:
         return stopped_in_evaluation(training)
     if world()[0] == 0:
@@ -583,8 +587,9 @@ def test_best(
     step = training.progress.step
     epochs = epochs_begun(training.progress)
     training.log.write(step, epochs, test.metrics | {"best_step": best["step"]})
-    export_weights(trained_state(model), run_folder / "model.safetensors")
-    finish_run(training, begun, {"epochs": epochs, "train_seconds": round(train_seconds, 1)})
+    export_weights(trained_state(experiment.model), run_folder / "model.safetensors")
+    times = {"epochs": epochs, "train_seconds": round(train_seconds, 1)}
+    finish_run(training, begun, times)
     training.log.figures(partial(draw_test, test), step)
     print_main(f"{train_seconds:.0f} seconds of training, {time.time() - begun:.0f} in all")
     say_where(run_folder)
@@ -602,7 +607,7 @@ def stopped_in_evaluation(training: TrainingRun) -> int:
     return int(reduce_max([training.stop.code])[0])
 
 
-def rehearse(args: argparse.Namespace) -> None:
+def rehearse(args: Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step of segments of the greatest depth."""
     import rehearsal_utils as rehearsal
 
@@ -610,6 +615,7 @@ def rehearse(args: argparse.Namespace) -> None:
     memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     size = args.train_batch_size
     accumulation = args.gradient_accumulation_steps
+    depth = args.max_compression_depth if args.n_latent else 0
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
         asked_by = args.source["mixed_precision"]
@@ -617,7 +623,7 @@ def rehearse(args: argparse.Namespace) -> None:
         set_numerics(ranks.device, precision, "", args.deterministic)
         with ranks.device:
             model = build_model(args, ranks.device)
-        batch = largest_batch(size, compression_depth(args), args.n_transit)
+        batch = largest_batch(size, depth, args.n_transit)
         trial = partial(trial_step, model, batch, precision)
         step = rehearsal.rehearse_step(trace, model, make_optimizer(model, args), trial, accumulation, processes)
 
@@ -629,7 +635,7 @@ def rehearse(args: argparse.Namespace) -> None:
     rehearsal.end_rehearsal()
 
 
-def out_of_memory_advice(size: int, accumulation: int, args: argparse.Namespace, ranks: Ranks) -> str:
+def out_of_memory_advice(size: int, accumulation: int, args: Namespace, ranks: Ranks) -> str:
     """The flags that take less memory than this batch."""
     fewer, more = split_batch(size, accumulation)
     smaller = batch_flags(fewer, more, flag="--train_batch_size")
@@ -637,7 +643,7 @@ def out_of_memory_advice(size: int, accumulation: int, args: argparse.Namespace,
     return f"--train_batch_size {size}; try {smaller} (the same result), {otherwise}"
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: Namespace) -> int:
     """Rehearse, or join the other processes and run; returns the exit code."""
     if args.rehearse:
         rehearse(args)

@@ -315,7 +315,7 @@ def test_unseen_goals_choose_nothing(in_context, one):
     data = script.read_data(args)
     best = next(line for line in lines(one) if "val/loss" in line and line["step"] == lines(one)[-1]["best_step"])
     for split, goals in (("val", train[:8]), ("unseen", unseen)):
-        metrics = script.action_accuracy(split, goals, model, data, "no", args)[0]
+        metrics = script.action_accuracy(split, goals, script.Experiment(model, data, "no", args))[0]
         assert metrics == pytest.approx({name: best[name] for name in metrics}, rel=1e-5)
 
 
@@ -571,7 +571,7 @@ def test_action_accuracy_against_a_loop(in_context, one):
     net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(torch.load(one / "best.pt", weights_only=True)["net"])
     data = train.read_data(args)
-    metrics, by_place = train.action_accuracy("test", data.unseen_goals, net, data, "no", args)
+    metrics, by_place = train.action_accuracy("test", data.unseen_goals, train.Experiment(net, data, "no", args))
     segments = SegmentDataset(data.histories, data.unseen_goals, 20, 3, 0)
     loss, right, number, places = 0.0, 0, 0, np.zeros((4, 20, 2))
     for depth in range(4):

@@ -136,10 +136,11 @@ class SegmentDataset(Dataset):
     """
 
     def __init__(self, histories: Histories, goals: list[int], n_transit: int, max_depth: int, seed: int):
-        """max_depth: lowered to what the histories are long enough for."""
+        """max_depth: as it is wanted; the histories may not be long enough for that."""
         self.histories = histories
         self.goals = np.array(goals)
         self.n_transit = n_transit
+        self.wanted_depth = max_depth
         self.max_depth = min(max_depth, (histories.steps - 1) // n_transit)
         self.slots = max(1, histories.steps // n_transit)
         self.seed = seed

@@ -9,11 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cli_utils import InputError
-from distributed_utils import Ranks, gather_objects, print_main
+from distributed_utils import Ranks, gather_objects, print_main, world
 from logging_utils import print_table, save_figure, write_result
+from memory_utils import BatchSize
 from tasks.compressed_ad.acting import ActedEpisodes
 from tasks.compressed_ad.darkroom import ACTIONS, GRID, HORIZON, START, optimal_return, random_return
 from tasks.compressed_ad.data import DarkroomData, SegmentDataset
+from tasks.compressed_ad.model import InContextNet
 
 # Episodes of the table; the last one is shown besides.
 SHOWN_EPISODES = (1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -61,6 +63,20 @@ def return_metrics(split: str, returns: np.ndarray, goals: list[int]) -> dict[st
         f"{split}/return_random": float(random_return(goals).mean()),
         f"{split}/return_optimal": float(optimal_return(goals).mean()),
     }
+
+
+def accuracy_metrics(split: str, table: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """Loss and accuracy of the next action, and the accuracy (depth + 1, n_transit) by place, nan where there is none.
+
+    table: (depth + 1, 3, n_transit), the sums of losses, of right actions and of actions.
+    """
+    loss, right, number = table.sum((0, 2)).tolist()
+    metrics = {f"{split}/loss": loss / number, f"{split}/accuracy": right / number}
+    right_by_place = table[:, 1]
+    number_by_place = table[:, 2]
+    by_place = right_by_place / np.maximum(number_by_place, 1)
+    by_place[number_by_place == 0] = np.nan
+    return metrics, by_place
 
 
 @dataclass
@@ -192,22 +208,35 @@ def print_processes(kind: str, precision: str, ranks: Ranks) -> None:
         print_main(f"Process {rank} using device: {device}")
 
 
-def describe_data(data: DarkroomData, split_seed: int, steps_per_epoch: int) -> dict[str, str]:
+def describe_batch(batch: BatchSize, effective: int) -> str:
+    """The banner's row of the batch. effective: of an optimizer step of all processes."""
+    _, world_size = world()
+    split = f"{batch.size} per GPU x {batch.accumulation} accumulation x {world_size}"
+    return f"{split} = {effective} ({batch.source})"
+
+
+def describe_model(name: str, model: InContextNet) -> str:
+    """The banner's row of the model. name: as --model calls it."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return f"{name}, {parameters} parameters, context {model.n_transit}, {model.n_latent} latents"
+
+
+def describe_data(data: DarkroomData, split_seed: int, loader) -> dict[str, str]:
     """The banner's rows of histories and segments."""
     histories = data.histories
     goals = f"{len(data.train_goals)} goals; {len(data.unseen_goals)} goals unseen (split seed {split_seed})"
     depths = [f"{count} of depth {depth}" for depth, count in enumerate(data.segments.depths())]
+    steps = loader.batch_sampler.steps_per_epoch()
+    cached = "all histories" if histories.in_memory else "none, mapped"
     return {
         "histories": f"{histories.streams} of {histories.steps} steps for each of {goals}",
-        "segments": f"{len(data.segments)} an epoch: {', '.join(depths)}; {steps_per_epoch} steps",
+        "segments": f"{len(data.segments)} an epoch: {', '.join(depths)}; {steps} steps",
+        "in memory": f"{cached}; {loader.num_workers} workers",
     }
 
 
-def warn_of_histories(data: DarkroomData, path: str, max_depth: int) -> None:
-    """Rank 0 says what of the histories is not used, or not as it is in the file.
-
-    path: as --data names them. max_depth: the compressions that are asked for.
-    """
+def warn_of_histories(data: DarkroomData, path: str) -> None:
+    """Rank 0 says what of the histories is not used, or not as it is in the file. path: as --data names them."""
     histories = data.histories
     steps = histories.steps
     if histories.longest > steps:
@@ -216,10 +245,10 @@ def warn_of_histories(data: DarkroomData, path: str, max_depth: int) -> None:
     if histories.repaired:
         reason = "steps end an episode with the next one's start as next state; taken is where the action led"
         print_main(f"histories: {histories.repaired} {reason}")
-    trained = data.segments.max_depth
-    if max_depth > trained:
-        room = f"histories of {steps} steps have room for {trained} blocks of {data.segments.n_transit}"
-        print_main(f"warning: --max_compression_depth {max_depth}: {room}; trained to that depth")
+    segments = data.segments
+    if segments.wanted_depth > segments.max_depth:
+        room = f"histories of {steps} steps have room for {segments.max_depth} blocks of {segments.n_transit}"
+        print_main(f"warning: --max_compression_depth {segments.wanted_depth}: {room}; trained to that depth")
 
 
 def describe_evaluation(metrics: dict[str, float]) -> str:

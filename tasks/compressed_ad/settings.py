@@ -58,6 +58,24 @@ def fill_in(flags: dict, source: dict[str, str]) -> None:
             flags[name] = value
 
 
+def find_conflict(flags: dict, source: dict[str, str]) -> str:
+    """What cannot be together in the flags, and what to do; empty where all can. Leaves --model ad without latents."""
+    if flags["model"] == "ad":
+        if flags["n_latent"] and source["n_latent"] == "command line":
+            return "--n_latent: --model ad does not compress; leave it out, or give --model compressed_ad"
+        # so that a config of the other serves both
+        flags["n_latent"] = 0
+        if flags["ad_run"]:
+            return "--ad_run: stands beside a run of --model compressed_ad, this one is of --model ad; leave it out"
+    elif not flags["n_latent"]:
+        return "--n_latent 0: compression needs at least 1; give --model ad to go without"
+    if flags["tf_n_embd"] % flags["tf_n_head"]:
+        return f"--tf_n_head {flags['tf_n_head']}: must divide --tf_n_embd {flags['tf_n_embd']}"
+    if flags["overwrite"] and (flags["resume_from"] or flags["eval_only"]):
+        return "--overwrite starts afresh and excludes --resume_from and --eval_only"
+    return ""
+
+
 def adopt_settings(flags: dict, source: dict[str, str], checkpoint: dict, path: str) -> list[str]:
     """Take what a checkpoint prescribes; returns what the flags change all the same.
 
