@@ -101,7 +101,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
@@ -121,15 +121,8 @@ from tasks.compressed_ad.darkroom import split_goals
 from tasks.compressed_ad.data import DarkroomData, as_it_is, evaluation_batches, largest_batch, read_darkroom
 from tasks.compressed_ad.model import InContextNet
 from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_batch, describe_data, describe_evaluation
-from tasks.compressed_ad.report import (
-    describe_model,
-    draw_inputs,
-    draw_test,
-    print_processes,
-    read_baseline,
-    report_test,
-)
-from tasks.compressed_ad.report import return_metrics, save_figures, warn_of_histories
+from tasks.compressed_ad.report import describe_model, draw_inputs, draw_test, print_processes, read_baseline
+from tasks.compressed_ad.report import report_test, return_metrics, save_figures, warn_of_histories
 
 # --- data, model, loss ------------------------------------------------------------------------------------------------
 
@@ -187,7 +180,7 @@ def build_model(args: Namespace, device: torch.device) -> InContextNet:
     return model.to(device)
 
 
-def action_losses(model: nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def action_losses(model: nn.Module, batch: dict) -> tuple[Tensor, Tensor]:
     """(cross-entropy, whether the most likely action is right), both (B, n_transit) fp32, zero on padding."""
     logits = model(batch).float()
     target = batch["action"]
@@ -212,7 +205,8 @@ def scale_lr(effective_batch_size: int, args: Namespace) -> float:
 
 def count_actions(step: Step) -> list[float]:
     """Actions to predict in this rank's share of a step."""
-    return [float(sum(int(batch["length"].sum()) for batch in step.batches))]
+    lengths = [int(batch["length"].sum()) for batch in step.batches]
+    return [float(sum(lengths))]
 
 
 def train_one_epoch(
@@ -272,7 +266,7 @@ def action_accuracy(split: str, goals: list[int], experiment: Experiment) -> tup
         numbers = torch.stack([losses, right, there.float()], 1)
         table.index_add_(0, batch["depth"].cpu(), numbers.double().cpu())
 
-    return accuracy_metrics(split, reduce_sum(table).numpy())
+    return accuracy_metrics(split, reduce_sum(table))
 
 
 def evaluate_briefly(experiment: Experiment, stop: StopSignal) -> dict[str, float] | None:

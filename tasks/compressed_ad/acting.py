@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from distributed_utils import StopSignal, any_rank, reduce_sum, world
@@ -27,57 +28,67 @@ class Agents:
         self.model = model
         self.count = count
         self.forget = forget
-        self.latents: torch.Tensor | None = None
+        self.latents: Tensor | None = None
 
         # the context, a transition after the other: (count, 1, 3), and its reward (count, 1)
-        self.cells: list[torch.Tensor] = []
-        self.rewards: list[torch.Tensor] = []
+        self.cells: list[Tensor] = []
+        self.rewards: list[Tensor] = []
 
         # each layer's keys and values, and how many transitions of the context are not in them yet
-        self.past: list[torch.Tensor] | None = None
+        self.past: list[Tensor] | None = None
         self.new = 0
 
     @torch.no_grad()
-    def act(self, cells: torch.Tensor) -> torch.Tensor:
+    def act(self, cells: Tensor) -> Tensor:
         """Logits (count, ACTIONS) for the cells (count,) that the agents are in."""
+        model = self.model
         length = len(self.cells)
-        x = self.model.queries(cells[:, None], length)
+        x = model.queries(cells[:, None], length)
         if self.new:
-            seen = torch.cat(self.cells[-self.new :], 1)
-            rewards = torch.cat(self.rewards[-self.new :], 1)
-            tokens = self.model.tokens(seen, rewards, length - self.new)
+            first = length - self.new
+            seen = torch.cat(self.cells[first:], 1)
+            rewards = torch.cat(self.rewards[first:], 1)
+            tokens = model.tokens(seen, rewards, first)
             x = torch.cat([tokens, x], 1)
 
         # each row sees all that is kept, the rows before it and itself
         rows = self.new + 1
-        kept = self.past[0].shape[3] if self.past else 0
-        mask = torch.ones(rows, kept + rows, dtype=torch.bool, device=cells.device)
-        out, own = self.model.decode(x, mask.tril(kept), self.past)
+        kept = 0
+        if self.past:
+            kept = self.past[0].shape[3]
+        mask = torch.ones(rows, kept + rows, device=cells.device)
+        mask = mask.tril(kept).bool()
+        out, own = model.decode(x, mask, self.past)
         if self.new:
             self._keep(own)
-        return self.model.head(out[:, -1])
+        return model.head(out[:, -1])
 
-    def _keep(self, own: list[torch.Tensor]) -> None:
+    def _keep(self, own: list[Tensor]) -> None:
         """Add the keys and values of what is new, without those of the query behind it."""
-        own = [part[:, :, :, :-1] for part in own]
-        if self.past:
-            own = [torch.cat(pair, 3) for pair in zip(self.past, own, strict=True)]
+        for layer, part in enumerate(own):
+            part = part[:, :, :, :-1]
+            if self.past:
+                part = torch.cat([self.past[layer], part], 3)
+            own[layer] = part
         self.past = own
         self.new = 0
 
     @torch.no_grad()
-    def observe(self, cells: torch.Tensor, rewards: torch.Tensor) -> None:
+    def observe(self, cells: Tensor, rewards: Tensor) -> None:
         """Take in the transitions (count, 3) of (cell, action, next cell) and rewards (count,) that followed."""
         model = self.model
+        rewards = rewards.to(model.positions.dtype)
         self.cells.append(cells[:, None])
-        self.rewards.append(rewards[:, None].to(model.positions.dtype))
+        self.rewards.append(rewards[:, None])
         self.new += 1
         if len(self.cells) < model.n_transit:
             return
 
         # the context is full: compress it, or forget its oldest part
         if model.n_latent:
-            tokens = model.tokens(torch.cat(self.cells, 1), torch.cat(self.rewards, 1))
+            seen = torch.cat(self.cells, 1)
+            rewards = torch.cat(self.rewards, 1)
+            tokens = model.tokens(seen, rewards)
             self.latents = model.compress(self.latents, tokens)
             _, self.past = model.decode(self.latents, None)
             self.cells = []
@@ -120,17 +131,19 @@ def act_in_context(
     device = next(model.parameters()).device
     actor = copy.deepcopy(model).double().eval()
     forget = max(1, min(HORIZON, model.n_transit // 2))
-    returns = torch.zeros(len(goals) * agents_per_goal, episodes, dtype=torch.float64)
+    count = len(goals) * agents_per_goal
+    returns = torch.zeros(count, episodes, dtype=torch.float64)
     paths = torch.zeros(len(goals), 2, HORIZON + 1, dtype=torch.float64)
 
     # agents are numbered goal by goal; the ranks take them in turn
-    local = range(rank, len(returns), world_size)
+    local = range(rank, count, world_size)
     quiet = rank > 0 or not sys.stderr.isatty()
     for first in range(0, len(local), batch_size):
         numbers = list(local[first : first + batch_size])
         chosen = [divmod(number, agents_per_goal) for number in numbers]
-        generators = [np.random.default_rng([seed % 2**63, ACTING, goals[k], agent]) for k, agent in chosen]
-        goal = torch.tensor([goals[k] for k, _ in chosen], device=device)
+        generators = [agent_generator(seed, goals[place], agent) for place, agent in chosen]
+        goal = torch.tensor([goals[place] for place, _ in chosen])
+        goal = goal.to(device)
         agents = Agents(actor, len(numbers), forget)
         for episode in tqdm(range(episodes), desc="in context", unit="episode", disable=quiet, leave=False):
             if stop and stop.code:
@@ -142,9 +155,10 @@ def act_in_context(
 
             # keep the way of each goal's first agent
             if episode in (0, episodes - 1):
-                for (k, agent), cells in zip(chosen, path.double().cpu(), strict=True):
+                path = path.double().cpu()
+                for row, (place, agent) in enumerate(chosen):
                     if agent == 0:
-                        paths[k, int(episode > 0)] = cells
+                        paths[place, int(episode > 0)] = path[row]
 
     if stop and any_rank(bool(stop.code)):
         return None
@@ -155,7 +169,12 @@ def act_in_context(
     )
 
 
-def gumbel_noise(generators: list[np.random.Generator], device: torch.device) -> torch.Tensor:
+def agent_generator(seed: int, goal: int, agent: int) -> np.random.Generator:
+    """The random numbers of one agent on a goal."""
+    return np.random.default_rng([seed % 2**63, ACTING, goal, agent])
+
+
+def gumbel_noise(generators: list[np.random.Generator], device: torch.device) -> Tensor:
     """(HORIZON, agents, ACTIONS): the most likely action plus this noise is a draw from the softmax."""
     draws = [generator.random((HORIZON, ACTIONS)) for generator in generators]
     uniform = np.maximum(np.stack(draws, 1), 1e-300)
@@ -163,18 +182,19 @@ def gumbel_noise(generators: list[np.random.Generator], device: torch.device) ->
     return torch.from_numpy(noise).to(device)
 
 
-def play_episode(agents: Agents, goal: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def play_episode(agents: Agents, goal: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Each agent's return (agents,) in one episode, and the cells (agents, HORIZON + 1) that it went through."""
     follow = torch.from_numpy(NEXT).to(goal.device)
     cell = torch.full_like(goal, START)
-    total = torch.zeros(len(goal), dtype=torch.float64, device=goal.device)
+    total = torch.zeros_like(goal, dtype=torch.float64)
     path = [cell]
     for step_noise in noise:
         logits = agents.act(cell)
         action = (logits + step_noise).argmax(-1)
         next_cell = follow[cell, action]
         reward = (next_cell == goal).double()
-        agents.observe(torch.stack([cell, action, next_cell], 1), reward)
+        transition = torch.stack([cell, action, next_cell], 1)
+        agents.observe(transition, reward)
         total = total + reward
         cell = next_cell
         path.append(cell)

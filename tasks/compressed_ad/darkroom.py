@@ -14,17 +14,30 @@ START = CELLS // 2
 HORIZON = 20
 
 # The actions go down (+i), up (-i), right (+j), left (-j), and stay.
-MOVES = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)])
+MOVES = (
+    (1, 0),
+    (-1, 0),
+    (0, 1),
+    (0, -1),
+    (0, 0),
+)
 ACTIONS = len(MOVES)
-
-# The place (i, j) of each cell, and the cell (81, 5) to which each action leads; walls hold.
-PLACES = np.stack(np.divmod(np.arange(CELLS), GRID), 1)
-NEXT = np.clip(PLACES[:, None] + MOVES, 0, GRID - 1) @ (GRID, 1)
 
 
 def to_cells(places: np.ndarray) -> np.ndarray:
     """Cells (...) of places (..., 2)."""
-    return np.asarray(places, np.int64) @ (GRID, 1)
+    places = np.asarray(places, np.int64)
+    return places @ (GRID, 1)
+
+
+def to_places(cells: np.ndarray) -> np.ndarray:
+    """Places (..., 2) of cells (...)."""
+    return np.stack([cells // GRID, cells % GRID], -1)
+
+
+# The place (i, j) of each cell, and the cell (81, 5) to which each action leads; walls hold.
+PLACES = to_places(np.arange(CELLS))
+NEXT = to_cells(np.clip(PLACES[:, None] + MOVES, 0, GRID - 1))
 
 
 def split_goals(seed: int = 0, num_test: int = 8) -> tuple[list[int], list[int]]:
@@ -36,8 +49,10 @@ def split_goals(seed: int = 0, num_test: int = 8) -> tuple[list[int], list[int]]
 
 def optimal_return(goals) -> np.ndarray:
     """Best return of an episode: 21 - the Manhattan distance from the start, at most the 20 steps."""
-    distance = np.abs(PLACES[np.asarray(goals)] - PLACES[START]).sum(-1)
-    return np.minimum(HORIZON, HORIZON + 1 - distance).astype(float)
+    places = PLACES[np.asarray(goals)]
+    distance = np.abs(places - PLACES[START]).sum(-1)
+    best = HORIZON + 1 - distance
+    return best.clip(max=HORIZON).astype(float)
 
 
 def random_return(goals) -> np.ndarray:

@@ -53,41 +53,49 @@ class Histories:
     def _decode_all(self) -> None:
         """Replace the file's arrays by their decoded values."""
         # a fourth byte, so that a step is gathered as one 32-bit word
-        self.cells = np.zeros((CELLS, self.streams, self.steps, 4), np.uint8)
-        self.rewards = np.empty((CELLS, self.streams, self.steps), np.float32)
+        shape = (CELLS, self.streams, self.steps)
+        self.cells = np.zeros((*shape, 4), np.uint8)
+        self.rewards = np.empty(shape, np.float32)
+        steps = slice(self.steps)
+        streams = slice(self.streams)
         for goal in range(CELLS):
             arrays = self.arrays.pop(0)
-            cells, rewards = decode(arrays, slice(self.steps), slice(self.streams))
-            self.cells[goal, :, :, :3] = cells.swapaxes(0, 1)
+            cells, rewards = decode(arrays, steps, streams)
+            self.cells[goal, ..., :3] = cells.swapaxes(0, 1)
             self.rewards[goal] = rewards.T
 
     def _make_digest(self) -> str:
         digest = hashlib.sha256()
         streams = np.arange(self.streams)
-        steps = np.arange(self.steps)[None].repeat(self.streams, 0)
+        steps = np.tile(np.arange(self.steps), (self.streams, 1))
         for goal in range(CELLS):
-            cells, rewards = self.take(np.full(self.streams, goal), streams, steps)
-            digest.update(cells.tobytes() + rewards.tobytes())
+            goals = np.full(self.streams, goal)
+            cells, rewards = self.take(goals, streams, steps)
+            digest.update(cells.tobytes())
+            digest.update(rewards.tobytes())
         return digest.hexdigest()[:12]
 
     def take(self, goals: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For B histories and steps (B, ...): cells (B, ..., 3) uint8 and rewards (B, ...) float32."""
         if self.in_memory:
+            # one index of each step into all steps of all histories
             first = (goals * self.streams + streams) * self.steps
-            index = np.expand_dims(first, tuple(range(1, steps.ndim))) + steps
-            words = np.take(self.cells.view(np.uint32).ravel(), index)
-            cells = words[..., None].view(np.uint8)[..., :3]
-            return cells, np.take(self.rewards.ravel(), index)
+            index = (steps.T + first).T
+            all_words = self.cells.view(np.uint32).ravel()
+            words = np.take(all_words, index)
+            cells = words[..., None].view(np.uint8)
+            rewards = np.take(self.rewards.ravel(), index)
+            return cells[..., :3], rewards
 
         # decode what lies between a history's first and last step that is asked for
         cells = np.empty((*steps.shape, 3), np.uint8)
         rewards = np.empty(steps.shape, np.float32)
-        for k, (goal, stream) in enumerate(zip(goals.tolist(), streams.tolist(), strict=True)):
-            first = steps[k].min()
-            last = steps[k].max()
-            near_cells, near_rewards = decode(self.arrays[goal], slice(first, last + 1), stream)
-            cells[k] = near_cells[steps[k] - first]
-            rewards[k] = near_rewards[steps[k] - first]
+        for k, wanted in enumerate(steps):
+            first = wanted.min()
+            near = slice(first, wanted.max() + 1)
+            near_cells, near_rewards = decode(self.arrays[goals[k]], near, streams[k])
+            cells[k] = near_cells[wanted - first]
+            rewards[k] = near_rewards[wanted - first]
         return cells, rewards
 
     def learning_curve(self, goals: list[int]) -> np.ndarray:
@@ -97,8 +105,9 @@ class Histories:
         for goal in goals:
             rewards = self.rewards[goal].T if self.in_memory else self.arrays[goal]["rewards"]
             rewards = rewards[: episodes * HORIZON, : self.streams]
-            steps = np.asarray(rewards, float).reshape(episodes, HORIZON, self.streams)
-            curves.append(steps.sum(1).mean(1))
+            rewards = rewards.reshape(episodes, HORIZON, -1)
+            returns = rewards.sum(1, dtype=float)
+            curves.append(returns.mean(1))
         return np.stack(curves, 1)
 
 
@@ -108,9 +117,11 @@ def decode(arrays: dict[str, np.ndarray], steps: slice, streams: slice | int) ->
     The next cell is where the action led, also where an episode's end was logged as the start of the one after.
     """
     states = to_cells(arrays["states"][steps, streams])
-    actions = np.asarray(arrays["actions"][steps, streams], np.int64)
-    cells = np.stack([states, actions, NEXT[states, actions]], -1)
-    return cells.astype(np.uint8), arrays["rewards"][steps, streams]
+    actions = arrays["actions"][steps, streams].astype(np.int64)
+    next_states = NEXT[states, actions]
+    cells = np.stack([states, actions, next_states], -1)
+    rewards = arrays["rewards"][steps, streams]
+    return cells.astype(np.uint8), rewards
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -118,13 +129,18 @@ def decode(arrays: dict[str, np.ndarray], steps: slice, streams: slice | int) ->
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
     """A number in [0, 1) for each sample, a function of (seed, epoch, sample, draw) alone (splitmix64)."""
-    key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
-    x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = x ^ (x >> np.uint64(shift))
-        x = mixed * np.uint64(factor)
+    sequence = np.random.SeedSequence([seed % 2**63, epoch, draw])
+    key = sequence.generate_state(1, np.uint64)
+    x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = x + key
+
+    x = x ^ (x >> np.uint64(30))
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    x = x ^ (x >> np.uint64(27))
+    x = x * np.uint64(0x94D049BB133111EB)
     x = x ^ (x >> np.uint64(31))
-    return x.astype(np.float64) / 2.0**64 * (1 - 2**-53)
+    fraction = x.astype(np.float64) / 2.0**64
+    return fraction * (1 - 2**-53)
 
 
 class SegmentDataset(Dataset):
@@ -153,11 +169,17 @@ class SegmentDataset(Dataset):
         """(history, depth, end) of samples in this epoch; the context's last transition is end - 1."""
         which_depth = hashed(self.seed, self.epoch, samples, 0)
         which_end = hashed(self.seed, self.epoch, samples, 1)
-        depth = (which_depth * (self.max_depth + 1)).astype(np.int64)
+        depth = which_depth * (self.max_depth + 1)
+        depth = depth.astype(np.int64)
+        end = self.choose_end(depth, which_end)
+        return samples // self.slots, depth, end
+
+    def choose_end(self, depth: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """Where segments of these depths end: share, in [0, 1), of the way from the first end there can be."""
         least = depth * self.n_transit + 1
         room = self.histories.steps + 1 - least
-        end = least + (which_end * room).astype(np.int64)
-        return samples // self.slots, depth, end
+        more = share * room
+        return least + more.astype(np.int64)
 
     def depths(self) -> np.ndarray:
         """How many samples of this epoch have 0, 1, ... blocks."""
@@ -170,7 +192,8 @@ class SegmentDataset(Dataset):
         history, depth, end = self.draw(samples)
         order = np.argsort(-depth, kind="stable")
         batch = self.batch(history[order], depth[order], end[order])
-        return batch | {"sample": torch.from_numpy(samples[order])}
+        batch["sample"] = torch.from_numpy(samples[order])
+        return batch
 
     def batch(self, history: np.ndarray, depth: np.ndarray, end: np.ndarray) -> dict:
         """The segments of B histories that end before `end`, depths sorted from the largest.
@@ -179,33 +202,38 @@ class SegmentDataset(Dataset):
         """
         places = np.arange(self.n_transit)
         blocks = np.arange(self.max_depth)
-        before_context = depth * self.n_transit
-        length = np.minimum(self.n_transit, end - before_context)
-        context_begin = end - length
-        blocks_begin = (context_begin - before_context)[:, None] + blocks * self.n_transit
+        compressed = depth * self.n_transit
+        length = np.minimum(self.n_transit, end - compressed)
 
         # the steps (B, blocks + 1, n_transit) of the blocks and, last, of the context
-        begin = np.concatenate([blocks_begin, context_begin[:, None]], 1)
+        begin = np.empty((len(end), self.max_depth + 1), np.int64)
+        begin[:, -1] = end - length
+        begin[:, :-1] = (end - length - compressed)[:, None]
+        begin[:, :-1] += blocks * self.n_transit
         steps = begin[..., None] + places
 
         # which of them the sample has; the others are zero in the batch
         real = np.empty(steps.shape, bool)
-        real[:, :-1] = (blocks < depth[:, None])[..., None]
+        has_block = depth[:, None] > blocks
+        real[:, :-1] = has_block[..., None]
         real[:, -1] = places < length[:, None]
-        steps = np.where(real, steps, end[:, None, None] - 1)
+        last_step = end - 1
+        steps = np.where(real, steps, last_step[:, None, None])
 
+        # read them
         streams = self.histories.streams
         goals = self.goals[history // streams]
         cells, rewards = self.histories.take(goals, history % streams, steps)
-        cells = torch.from_numpy(cells * real[..., None])
-        padding = torch.from_numpy(~real[:, -1])
+        cells = cells * real[..., None]
+        action = cells[:, -1, :, 1].astype(np.int64)
+        action[~real[:, -1]] = -100
         return {
-            "cells": cells,
+            "cells": torch.from_numpy(cells),
             "rewards": torch.from_numpy(rewards * real),
             "depth": torch.from_numpy(depth),
-            "compressed": [int((depth > block).sum()) for block in blocks],
+            "compressed": has_block.sum(0).tolist(),
             "length": torch.from_numpy(length),
-            "action": cells[:, -1, :, 1].long().masked_fill(padding, -100),
+            "action": torch.from_numpy(action),
         }
 
 
@@ -259,12 +287,13 @@ def read_darkroom(
 
     train_goals, unseen_goals = split_goals(split_seed)
     facts = [steps, histories.streams, train_goals, histories.digest]
+    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return DarkroomData(
         histories=histories,
         train_goals=train_goals,
         unseen_goals=unseen_goals,
         segments=SegmentDataset(histories, train_goals, n_transit, max_depth, seed),
-        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12],
+        fingerprint=fingerprint[:12],
     )
 
 
@@ -277,9 +306,9 @@ def evaluation_batches(data: DarkroomData, goals: list[int], streams: int, batch
     trained = data.segments
     segments = SegmentDataset(histories, goals, trained.n_transit, trained.max_depth, seed=0)
     depths = segments.max_depth + 1
+    streams = min(streams, histories.streams)
     first = np.arange(len(goals)) * histories.streams
-    chosen = first[:, None] + np.arange(min(streams, histories.streams))
-    chosen = chosen.ravel()
+    chosen = np.add.outer(first, np.arange(streams)).ravel()
 
     # the deepest come first
     rank, world_size = world()
@@ -287,10 +316,6 @@ def evaluation_batches(data: DarkroomData, goals: list[int], streams: int, batch
     for samples in EvalBatchSampler(count * depths, batch_size, rank, world_size):
         number, place = np.divmod(samples, count)
         depth = depths - 1 - number
-
-        # the end is anywhere that leaves room for the blocks
-        least = depth * segments.n_transit + 1
-        room = histories.steps + 1 - least
         spread = (place * 0.618034) % 1
-        end = least + (spread * room).astype(np.int64)
+        end = segments.choose_end(depth, spread)
         yield segments.batch(chosen[place], depth, end)

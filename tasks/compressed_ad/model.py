@@ -6,7 +6,7 @@ Training and acting go through the same embedding, `compress`, `decode` and mask
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tasks.compressed_ad.darkroom import ACTIONS, CELLS, GRID
@@ -23,9 +23,13 @@ class Layer(nn.Module):
         self.query = nn.Linear(dim, dim)
         self.key_value = nn.Linear(dim, 2 * dim)
         self.out = nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, dim),
+        )
 
-    def forward(self, x: torch.Tensor, memory=None, mask=None, past=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, memory=None, mask=None, past=None) -> tuple[Tensor, Tensor]:
         """x (B, N, D) -> the same, and the keys and values of x, (2, B, heads, N, D / heads).
 
         memory (B, M, D): tokens before x. past (2, B, heads, P, D / heads): keys and values of tokens before x.
@@ -39,7 +43,9 @@ class Layer(nn.Module):
         # attention, also to the keys and values of the past
         queries = self._split_heads(self.query(normed))
         keys, values = self.key_value(source).chunk(2, -1)
-        own = torch.stack([self._split_heads(keys), self._split_heads(values)])
+        keys = self._split_heads(keys)
+        values = self._split_heads(values)
+        own = torch.stack([keys, values])
         seen = own
         if past is not None:
             seen = torch.cat([past, own], 3)
@@ -51,9 +57,10 @@ class Layer(nn.Module):
         x = x + self.mlp(self.norm_mlp(x))
         return x, own
 
-    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """(B, N, D) -> (B, heads, N, D / heads)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        x = x.unflatten(-1, (self.heads, -1))
+        return x.transpose(1, 2)
 
 
 class InContextNet(nn.Module):
@@ -76,11 +83,17 @@ class InContextNet(nn.Module):
 
         # a transition is two places, an action and a reward
         facts = 2 + ACTIONS + 1 + 2
-        self.embed = nn.Sequential(nn.Linear(facts, dim), nn.LayerNorm(dim))
+        self.embed = nn.Sequential(
+            nn.Linear(facts, dim),
+            nn.LayerNorm(dim),
+        )
         self.embed_query = nn.Embedding(CELLS, dim)
         self.positions = nn.Parameter(torch.randn(n_transit, dim) * 0.02)
         self.layers = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(layers))
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, ACTIONS))
+        self.head = nn.Sequential(
+            nn.LayerNorm(dim),
+            nn.Linear(dim, ACTIONS),
+        )
         if n_latent:
             self.latents = nn.Parameter(torch.randn(n_latent, dim) * 0.02)
             self.encoder = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(encoder_layers))
@@ -92,7 +105,7 @@ class InContextNet(nn.Module):
             if isinstance(layer, Layer):
                 layer.compile(dynamic=True)
 
-    def tokens(self, cells: torch.Tensor, rewards: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def tokens(self, cells: Tensor, rewards: Tensor, first: int = 0) -> Tensor:
         """Transitions (B, N, 3) of (cell, action, next cell) and rewards (B, N) -> (B, N, D), at positions first ..."""
         dtype = rewards.dtype
         cell, action, next_cell = cells.long().unbind(-1)
@@ -102,15 +115,17 @@ class InContextNet(nn.Module):
             rewards[..., None],
             coordinates(next_cell, dtype),
         ]
+        embedded = self.embed(torch.cat(facts, -1))
         last = first + cells.shape[1]
-        return self.embed(torch.cat(facts, -1)) + self.positions[first:last]
+        return embedded + self.positions[first:last]
 
-    def queries(self, cells: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def queries(self, cells: Tensor, first: int = 0) -> Tensor:
         """Cells to act in, (B, N) -> (B, N, D); each takes the position that its transition will take."""
+        embedded = self.embed_query(cells.long())
         last = first + cells.shape[1]
-        return self.embed_query(cells.long()) + self.positions[first:last]
+        return embedded + self.positions[first:last]
 
-    def compress(self, latents: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    def compress(self, latents: Tensor | None, tokens: Tensor) -> Tensor:
         """Old latents (B, n_latent, D), none the first time, and a full context (B, n_transit, D) -> new latents."""
         memory = tokens
         if latents is not None:
@@ -120,20 +135,19 @@ class InContextNet(nn.Module):
             x, _ = layer(x, memory=memory)
         return self.encoder_norm(x)
 
-    def decode(
-        self, x: torch.Tensor, mask: torch.Tensor | None, past: list[torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def decode(self, x: Tensor, mask: Tensor | None, past: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
         """(B, N, D) through the decoder -> the same, and each layer's keys and values of x.
 
         past: each layer's keys and values of what came before x.
         """
         kept = []
         for number, layer in enumerate(self.layers):
-            x, own = layer(x, mask=mask, past=past[number] if past else None)
+            before = past[number] if past else None
+            x, own = layer(x, mask=mask, past=before)
             kept.append(own)
         return x, kept
 
-    def forward(self, batch: dict) -> torch.Tensor:
+    def forward(self, batch: dict) -> Tensor:
         """Logits (B, n_transit, ACTIONS) of the action at every place of the context, given what came before it.
 
         batch: `cells` (B, depth + 1, n_transit, 3) and `rewards` (B, depth + 1, n_transit): blocks to compress, from
@@ -151,24 +165,23 @@ class InContextNet(nn.Module):
         if self.n_latent:
             latents = self._compress_blocks(cells, rewards, batch["compressed"])
             without = len(cells) - len(latents)
-            empty = latents.new_zeros(without, *latents.shape[1:])
-            latents = torch.cat([latents, empty]).to(context.dtype)
-            parts.insert(0, latents)
+            latents = F.pad(latents, (0, 0, 0, 0, 0, without))
+            parts.insert(0, latents.to(context.dtype))
             has_past = batch["depth"] > 0
 
         mask = visible(has_past, self.n_latent, batch["length"], self.n_transit)
-        x, _ = self.decode(torch.cat(parts, 1), mask)
+        x = torch.cat(parts, 1)
+        x, _ = self.decode(x, mask)
         return self.head(x[:, -self.n_transit :])
 
-    def _compress_blocks(self, cells: torch.Tensor, rewards: torch.Tensor, compressed: list[int]) -> torch.Tensor:
+    def _compress_blocks(self, cells: Tensor, rewards: Tensor, compressed: list[int]) -> Tensor:
         """The latents of the first samples, as many as have a block, and at least of one.
 
         DDP wants a gradient, if of zeros, for the encoder also where no sample of a rank has a block.
         """
         latents = None
-        for block, count in enumerate(compressed or [0]):
-            if block == 0:
-                count = max(1, count)
+        first, *others = compressed or [0]
+        for block, count in enumerate([max(1, first), *others]):
             if count == 0:
                 break
 
@@ -176,24 +189,29 @@ class InContextNet(nn.Module):
             old = None if latents is None else latents[:count]
             tokens = self.tokens(cells[:count, block], rewards[:count, block])
             new = self.compress(old, tokens)
-            latents = new if latents is None else torch.cat([new, latents[count:]])
+            if latents is not None:
+                new = torch.cat([new, latents[count:]])
+            latents = new
         return latents
 
 
-def coordinates(cells: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def coordinates(cells: Tensor, dtype: torch.dtype) -> Tensor:
     """(..., 2): row and column of cells (...), from -1 to 1."""
-    places = torch.stack([cells // GRID, cells % GRID], -1)
+    rows = cells // GRID
+    columns = cells % GRID
+    places = torch.stack([rows, columns], -1)
     return places.to(dtype) / (GRID // 2) - 1
 
 
-def visible(has_past: torch.Tensor | None, n_latent: int, length: torch.Tensor, n_transit: int) -> torch.Tensor:
+def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
     """(B, 1, N, N), True where a row of [latents | context | queries] may look.
 
     Latents look at all latents, the context at latents and what is not later, a query at latents, the context before
     it and itself. Padding (latents of a sample without a past, context from `length` on) is seen by nobody but itself:
     a row needs something to see.
     """
-    index = torch.arange(n_latent + 2 * n_transit, device=length.device)
+    size = n_latent + 2 * n_transit
+    index = torch.arange(size, device=length.device)
     is_latent = index < n_latent
     is_query = index >= n_latent + n_transit
     is_context = ~(is_latent | is_query)
@@ -209,5 +227,6 @@ def visible(has_past: torch.Tensor | None, n_latent: int, length: torch.Tensor, 
     real = is_context & (column < length[:, None, None])
     if has_past is not None:
         real = real | (is_latent & has_past[:, None, None])
-    itself = torch.eye(len(index), dtype=torch.bool, device=length.device)
-    return ((seen & real) | itself)[:, None]
+    itself = index == index[:, None]
+    mask = (seen & real) | itself
+    return mask[:, None]

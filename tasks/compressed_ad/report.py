@@ -1,12 +1,14 @@
 """CompressedAD's results: returns in a few numbers with their interval, tables, figures, and what a run says."""
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from cli_utils import InputError
 from distributed_utils import Ranks, gather_objects, print_main, world
@@ -41,42 +43,44 @@ def interval(values: np.ndarray, draws: int = 1000) -> Interval:
     goals, agents = values.shape
     drawn_goals = rng.integers(0, goals, (draws, goals))
     drawn_agents = rng.integers(0, agents, (draws, goals, agents))
-    means = values[drawn_goals[:, :, None], drawn_agents].mean((1, 2))
-    low, high = np.percentile(means, (2.5, 97.5))
-    return Interval(float(values.mean()), float(low), float(high))
+    drawn = values[drawn_goals[:, :, None], drawn_agents]
+    means = drawn.mean((1, 2))
+    low, high = np.percentile(means, (2.5, 97.5)).tolist()
+    return Interval(float(values.mean()), low, high)
 
 
-def last_tenth(episodes: int) -> slice:
-    """Which of so many episodes count as the last ones: a tenth, at least one."""
-    return slice(-max(1, episodes // 10), None)
+def last_tenth(values: np.ndarray) -> np.ndarray:
+    """The values (..., episodes) of the episodes that count as the last ones: a tenth, at least one."""
+    episodes = values.shape[-1]
+    count = max(1, episodes // 10)
+    return values[..., -count:]
 
 
 def return_metrics(split: str, returns: np.ndarray, goals: list[int]) -> dict[str, float]:
     """The returns (goals, agents, episodes) in a few numbers; the last tenth of the episodes counts as the end."""
-    last = returns[:, :, last_tenth(returns.shape[2])].mean(2)
-    mean, low, high = interval(last)
+    first = returns[:, :, 0]
+    last = interval(last_tenth(returns).mean(2))
     return {
-        f"{split}/return_first": float(returns[:, :, 0].mean()),
-        f"{split}/return_last": mean,
-        f"{split}/return_last_low": low,
-        f"{split}/return_last_high": high,
+        f"{split}/return_first": float(first.mean()),
+        f"{split}/return_last": last.mean,
+        f"{split}/return_last_low": last.low,
+        f"{split}/return_last_high": last.high,
         f"{split}/return_random": float(random_return(goals).mean()),
         f"{split}/return_optimal": float(optimal_return(goals).mean()),
     }
 
 
-def accuracy_metrics(split: str, table: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+def accuracy_metrics(split: str, table: Tensor) -> tuple[dict[str, float], np.ndarray]:
     """Loss and accuracy of the next action, and the accuracy (depth + 1, n_transit) by place, nan where there is none.
 
     table: (depth + 1, 3, n_transit), the sums of losses, of right actions and of actions.
     """
     loss, right, number = table.sum((0, 2)).tolist()
     metrics = {f"{split}/loss": loss / number, f"{split}/accuracy": right / number}
-    right_by_place = table[:, 1]
-    number_by_place = table[:, 2]
-    by_place = right_by_place / np.maximum(number_by_place, 1)
-    by_place[number_by_place == 0] = np.nan
-    return metrics, by_place
+    _, right_by_place, number_by_place = table.unbind(1)
+    by_place = right_by_place / number_by_place.clamp(min=1)
+    by_place[number_by_place == 0] = math.nan
+    return metrics, by_place.numpy()
 
 
 @dataclass
@@ -99,14 +103,17 @@ class FinalTest:
     def __post_init__(self):
         """Also: goals, and source, the returns (episodes,) of the learner whose histories these are."""
         self.goals = self.data.unseen_goals
-        self.source = self.data.histories.learning_curve(self.goals).mean(1)
-        last = last_tenth(len(self.source))
-        self.metrics |= return_metrics("test", self.acted.returns, self.goals)
-        self.metrics["test/return_source_first"] = float(self.source[0])
-        self.metrics["test/return_source_last"] = float(self.source[last].mean())
+        curves = self.data.histories.learning_curve(self.goals)
+        self.source = curves.mean(1)
+
+        # the returns, beside those of the source and of the run without compression
+        metrics = self.metrics
+        metrics |= return_metrics("test", self.acted.returns, self.goals)
+        metrics["test/return_source_first"] = float(self.source[0])
+        metrics["test/return_source_last"] = float(last_tenth(self.source).mean())
         if self.baseline:
-            for part in ("first", "last"):
-                self.metrics[f"test/return_ad_{part}"] = self.baseline[f"test/return_{part}"]
+            metrics["test/return_ad_first"] = self.baseline["test/return_first"]
+            metrics["test/return_ad_last"] = self.baseline["test/return_last"]
 
     @cached_property
     def curve(self) -> dict[str, list[float]]:
@@ -122,8 +129,7 @@ class FinalTest:
     @property
     def last_by_goal(self) -> list[float]:
         """Mean return of each goal over its agents and the last tenth of their episodes."""
-        returns = self.acted.returns
-        last = returns[:, :, last_tenth(returns.shape[2])]
+        last = last_tenth(self.acted.returns)
         return last.mean((1, 2)).tolist()
 
 
@@ -152,7 +158,10 @@ def save_figures(test: FinalTest, run_folder: Path, name: str) -> None:
     """Rank 0: the figures of a test that no log draws, and where all of it lies. name: as for report_test."""
     prefix = "" if name == "test" else f"{name}_"
     folder = run_folder / "figures"
-    written = [save_figure(folder / f"{prefix}{kind}.png", figure) for kind, figure in draw_test(test).items()]
+    written = []
+    for kind, figure in draw_test(test).items():
+        path = folder / f"{prefix}{kind}.png"
+        written.append(save_figure(path, figure))
     if all(written):
         print(f"written: {run_folder}/eval_{name}.json, {folder}", flush=True)
 
@@ -225,7 +234,8 @@ def describe_data(data: DarkroomData, split_seed: int, loader) -> dict[str, str]
     """The banner's rows of histories and segments."""
     histories = data.histories
     goals = f"{len(data.train_goals)} goals; {len(data.unseen_goals)} goals unseen (split seed {split_seed})"
-    depths = [f"{count} of depth {depth}" for depth, count in enumerate(data.segments.depths())]
+    counts = data.segments.depths()
+    depths = [f"{count} of depth {depth}" for depth, count in enumerate(counts)]
     steps = loader.batch_sampler.steps_per_epoch()
     cached = "all histories" if histories.in_memory else "none, mapped"
     return {
@@ -268,8 +278,10 @@ def print_test(title: str, test: FinalTest) -> None:
     metrics = test.metrics
     count = len(test.curve["mean"])
     shown = [episode for episode in SHOWN_EPISODES if episode < count]
-    shown.append(count)
-    print_table(f"{title}: episode", {str(episode): episode_row(test, episode) for episode in shown})
+    rows = {}
+    for episode in (*shown, count):
+        rows[str(episode)] = episode_row(test, episode)
+    print_table(f"{title}: episode", rows)
 
     # the end, beside what else there is
     row = {
@@ -294,7 +306,11 @@ def print_test(title: str, test: FinalTest) -> None:
 def episode_row(test: FinalTest, episode: int) -> dict[str, float]:
     """What the table shows of an episode, counted from 1."""
     place = episode - 1
-    row = {name: test.curve[kind][place] for name, kind in (("return", "mean"), ("low", "low"), ("high", "high"))}
+    row = {
+        "return": test.curve["mean"][place],
+        "low": test.curve["low"][place],
+        "high": test.curve["high"][place],
+    }
     if test.baseline:
         row["AD"] = test.baseline["return_by_episode"]["mean"][place]
     if episode <= len(test.source):
@@ -341,9 +357,12 @@ def draw_returns(test: FinalTest):
 
 def draw_curve(axes, curve: dict[str, list[float]], label: str, colour: str) -> None:
     """The mean return of each episode, and its interval as a band."""
-    episodes = np.arange(1, len(curve["mean"]) + 1)
-    axes.plot(episodes, curve["mean"], color=colour, label=label)
-    axes.fill_between(episodes, curve["low"], curve["high"], color=colour, alpha=0.2, linewidth=0)
+    mean = curve["mean"]
+    episodes = np.arange(1, len(mean) + 1)
+    axes.plot(episodes, mean, color=colour, label=label)
+    low = curve["low"]
+    high = curve["high"]
+    axes.fill_between(episodes, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def draw_paths(test: FinalTest):
@@ -374,7 +393,11 @@ def draw_path(axes, path: np.ndarray, goal: int) -> None:
     axes.plot(goal_j, goal_i, "*", color="tab:red", markersize=10)
     start_i, start_j = divmod(START, GRID)
     axes.plot(start_j, start_i, "s", color="k", markersize=3)
-    axes.set(xlim=(-0.6, GRID - 0.4), ylim=(GRID - 0.4, -0.6), xticks=[], yticks=[], aspect="equal")
+
+    # the whole grid, its rows from above
+    axes.set_xlim(-0.6, GRID - 0.4)
+    axes.set_ylim(GRID - 0.4, -0.6)
+    axes.set(xticks=[], yticks=[], aspect="equal")
 
 
 def draw_accuracy(accuracy: np.ndarray):
@@ -424,13 +447,14 @@ def draw_segment(axes, batch: dict, place: int) -> None:
     # its blocks and, last in the batch, its context, without padding
     parts = [*range(depth), -1]
     count = depth * n_transit + length
-    cells = batch["cells"][place, parts].flatten(0, 1)[:count].numpy()
-    rewards = batch["rewards"][place, parts].flatten()[:count].numpy()
-    reached = cells[:, 2]
+    cells = batch["cells"][place, parts].flatten(0, 1)
+    rewards = batch["rewards"][place, parts].flatten()
+    reached = cells[:count, 2].numpy()
     axes.plot(reached // GRID, linewidth=0.7, label="i of the cell reached")
     axes.plot(reached % GRID, linewidth=0.7, label="j of the cell reached")
-    rewarded = np.flatnonzero(rewards)
-    axes.plot(rewarded, np.full(len(rewarded), -0.7), "|", color="tab:red", label="reward")
+    rewarded = np.flatnonzero(rewards[:count])
+    height = np.full(len(rewarded), -0.7)
+    axes.plot(rewarded, height, "|", color="tab:red", label="reward")
     for block in range(1, depth + 1):
         axes.axvline(block * n_transit, color="k", linewidth=0.8)
 
