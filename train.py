@@ -45,8 +45,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     histories = "datasets/history_darkroom_PPO_alg-seed42.hdf5"
     add("--data", default=histories, metavar="FILE", help="HDF5 file of histories, or a folder with one in datasets/")
     add("--split_seed", type=seed_number, default=0, help="seed of the split into 73 training goals and 8 unseen ones")
-    text = "decode all histories into memory (60 MB a process); --no-...: map the file"
-    add("--cache_in_memory", action=yes_no, default=True, help=text)
+    add("--cache_in_memory", action=yes_no, default=True, help="decode all histories (60 MB a process) or map the file")
 
     add = parser.add_argument_group("model").add_argument
 
@@ -54,8 +53,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         published, without = (MODELS[model][name] for model in MODELS)
         add(f"--{name}", *aliases, type=kind, help=f"{text}; left out: {published:g}, for ad {without:g}")
 
-    text = "ad goes without compression; each sets what has two values as `left out`"
-    add("--model", choices=tuple(MODELS), default="compressed_ad", help=text)
+    add("--model", choices=tuple(MODELS), default="compressed_ad", help="ad: no compression; sets what is left out")
     by_model("tf_n_embd", whole(8), "width of the transformer; lower it on OOM")
     by_model("tf_n_layer", whole(1), "layers of the decoder")
     by_model("tf_n_head", whole(1), "attention heads, must divide --tf_n_embd")
@@ -63,15 +61,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
     by_model("n_latent", whole(0), "latent tokens of compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
-    text = "most compressions, one on the other, in training; acting has no limit"
-    add("--max_compression_depth", type=whole(0), default=3, help=text)
+    add("--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit")
 
     add = parser.add_argument_group("optimisation").add_argument
     by_model("train_batch_size", whole(1), "segments per step and GPU; halve it on OOM", "--batch_size")
     by_model("train_timesteps", whole(1), "optimizer steps, and end of the cosine")
     by_model("lr", number(0, above=True), "learning rate at its height")
-    text = "with the effective batch over the published one, 128 (ad: 512)"
-    add("--lr_scaling", choices=("none", "sqrt", "linear"), default="none", help=f"how --lr grows {text}")
+    scalings = ("none", "sqrt", "linear")
+    add("--lr_scaling", choices=scalings, default="none", help="how --lr grows with the batch, from 128 (ad: 512) on")
     by_model("num_warmup_steps", whole(0), "optimizer steps of linear warm-up")
     add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
 
@@ -190,8 +187,13 @@ def action_losses(model: nn.Module, batch: dict) -> tuple[Tensor, Tensor]:
 
 def make_optimizer(model: InContextNet, args: Namespace) -> torch.optim.AdamW:
     """Fused AdamW with the guide's betas."""
-    parameters = model.parameters()
-    return torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=args.lr,
+        betas=(0.9, 0.99),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
 
 
 def scale_lr(effective_batch_size: int, args: Namespace) -> float:

@@ -1,12 +1,12 @@
 """CompressedAD's model and data: what may be seen, acting equals re-reading the whole past, and Darkroom itself."""
 
-import itertools
 import math
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from tasks.compressed_ad.acting import Agents
@@ -18,84 +18,122 @@ from tasks.compressed_ad.model import InContextNet, visible
 def small_net(n_latent: int = 5, n_transit: int = 50, seed: int = 0) -> InContextNet:
     """With weights large enough that everything that is seen has a say in the output."""
     torch.manual_seed(seed)
-    net = InContextNet(24, 2, 3, 32, n_transit, n_latent, 2).double().eval()
+    net = InContextNet(
+        dim=24,
+        layers=2,
+        heads=3,
+        hidden=32,
+        n_transit=n_transit,
+        n_latent=n_latent,
+        encoder_layers=2,
+    )
+    net = net.double().eval()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return net
 
 
-def made_up(count: int, steps: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def made_up(count: int, steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Transitions (count, steps, 3) and rewards (count, steps) without any sense."""
     rng = torch.Generator().manual_seed(seed)
     cells = torch.randint(0, 81, (count, steps, 3), generator=rng)
     cells[..., 1] %= ACTIONS
-    return cells.to(torch.uint8), torch.randint(0, 2, (count, steps), generator=rng).double()
+    rewards = torch.randint(0, 2, (count, steps), generator=rng)
+    return cells.to(torch.uint8), rewards.double()
 
 
 def batch_of(cells, rewards, depth: int, n: int, length: int) -> dict:
     """Everything as one segment of `depth` blocks and a context of `length`, padded with noise up to 3 blocks."""
-    padded, noise = made_up(len(cells), 4 * n, 99)[0], made_up(len(cells), 4 * n, 98)[1]
-    padded, noise = padded.unflatten(1, (4, n)), noise.unflatten(1, (4, n))
-    for block in range(depth):
-        padded[:, block], noise[:, block] = (
-            cells[:, block * n : (block + 1) * n],
-            rewards[:, block * n : (block + 1) * n],
-        )
-    padded[:, 3, :length] = cells[:, depth * n : depth * n + length]
-    noise[:, 3, :length] = rewards[:, depth * n : depth * n + length]
     size = len(cells)
-    facts = {"depth": torch.full((size,), depth), "length": torch.full((size,), length)}
-    facts |= {"compressed": [size if block < depth else 0 for block in range(3)]}
-    return {"cells": padded, "rewards": noise, **facts}
+    padded_cells, _ = made_up(size, 4 * n, 99)
+    _, padded_rewards = made_up(size, 4 * n, 98)
+    padded_cells = padded_cells.unflatten(1, (4, n))
+    padded_rewards = padded_rewards.unflatten(1, (4, n))
+    for block in range(depth):
+        steps = slice(block * n, (block + 1) * n)
+        padded_cells[:, block] = cells[:, steps]
+        padded_rewards[:, block] = rewards[:, steps]
+
+    # the context is last
+    steps = slice(depth * n, depth * n + length)
+    padded_cells[:, 3, :length] = cells[:, steps]
+    padded_rewards[:, 3, :length] = rewards[:, steps]
+    return {
+        "cells": padded_cells,
+        "rewards": padded_rewards,
+        "depth": torch.full((size,), depth),
+        "length": torch.full((size,), length),
+        "compressed": [size if block < depth else 0 for block in range(3)],
+    }
 
 
-def by_hand(net: InContextNet, cells: torch.Tensor, rewards: torch.Tensor, query: torch.Tensor):
+def norm_by_hand(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias)
+
+
+def layer_by_hand(block, x: Tensor, memory: Tensor | None, allowed: Tensor) -> Tensor:
+    """A layer for one agent, head by head; allowed: True where a row of x may look."""
+    seen = x if memory is None else torch.cat([memory, x])
+    query = block.query(norm_by_hand(x, block.norm))
+    key, value = block.key_value(norm_by_hand(seen, block.norm)).chunk(2, -1)
+    parts = []
+    queries = query.chunk(block.heads, -1)
+    keys = key.chunk(block.heads, -1)
+    values = value.chunk(block.heads, -1)
+    for q, k, v in zip(queries, keys, values, strict=True):
+        scores = q @ k.T / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(~allowed, -math.inf)
+        parts.append(scores.softmax(-1) @ v)
+    x = x + block.out(torch.cat(parts, -1))
+    return x + block.mlp(block.norm_mlp(x))
+
+
+def tokens_by_hand(net: InContextNet, cells: Tensor, rewards: Tensor) -> Tensor:
+    """The tokens of one agent's transitions."""
+    if not len(cells):
+        return torch.empty(0, net.positions.shape[1], dtype=torch.float64)
+    before = cells[:, 0].long()
+    after = cells[:, 2].long()
+    facts = [
+        before // 9 / 4 - 1,
+        before % 9 / 4 - 1,
+        *F.one_hot(cells[:, 1].long(), 5).T,
+        rewards,
+        after // 9 / 4 - 1,
+        after % 9 / 4 - 1,
+    ]
+    facts = torch.stack([fact.double() for fact in facts], -1)
+    linear, norm = net.embed
+    embedded = norm_by_hand(linear(facts), norm)
+    return embedded + net.positions[: len(cells)]
+
+
+def by_hand(net: InContextNet, cells: Tensor, rewards: Tensor, query: Tensor) -> Tensor:
     """Logits for `query` after one agent's past (T, 3), (T,), written out anew: no cache, no mask function."""
+    n = net.n_transit
+    latents = net.positions[:0]
 
-    def layer(block, x, memory, allowed):
-        seen = torch.cat([memory, x]) if memory is not None else x
-        q = block.query(F.layer_norm(x, x.shape[-1:], block.norm.weight, block.norm.bias))
-        k, v = block.key_value(F.layer_norm(seen, x.shape[-1:], block.norm.weight, block.norm.bias)).chunk(2, -1)
-        parts = []
-        for a, b, c in zip(q.chunk(net.heads, -1), k.chunk(net.heads, -1), v.chunk(net.heads, -1), strict=True):
-            scores = a @ b.T / math.sqrt(a.shape[-1])
-            parts.append(scores.masked_fill(~allowed, -math.inf).softmax(-1) @ c)
-        x = x + block.out(torch.cat(parts, -1))
-        return x + block.mlp(block.norm_mlp(x))
-
-    def tokens(cells, rewards):
-        if not len(cells):
-            return torch.empty(0, net.positions.shape[1], dtype=torch.float64)
-        a, b = cells[:, 0].long(), cells[:, 2].long()
-        facts = [
-            a // 9 / 4 - 1,
-            a % 9 / 4 - 1,
-            *F.one_hot(cells[:, 1].long(), 5).T,
-            rewards,
-            b // 9 / 4 - 1,
-            b % 9 / 4 - 1,
-        ]
-        x = net.embed[0](torch.stack([fact.double() for fact in facts], -1))
-        return F.layer_norm(x, x.shape[-1:], net.embed[1].weight, net.embed[1].bias) + net.positions[: len(cells)]
-
-    n, latents = net.n_transit, None
-    while net.n_latent and len(cells) >= n:  # fold the oldest block into the latents
-        memory = tokens(cells[:n], rewards[:n])
-        memory = memory if latents is None else torch.cat([latents, memory])
+    # fold the oldest block into the latents
+    while net.n_latent and len(cells) >= n:
+        tokens = tokens_by_hand(net, cells[:n], rewards[:n])
+        memory = torch.cat([latents, tokens])
         x = net.latents
+        everything = torch.ones(len(x), len(memory) + len(x), dtype=torch.bool)
         for block in net.encoder:
-            x = layer(block, x, memory, torch.ones(len(x), len(memory) + len(x), dtype=torch.bool))
-        latents = F.layer_norm(x, x.shape[-1:], net.encoder_norm.weight, net.encoder_norm.bias)
-        cells, rewards = cells[n:], rewards[n:]
-    context = tokens(cells, rewards)
-    old = 0 if latents is None else len(latents)
-    asked = (net.embed_query.weight[query.long()] + net.positions[len(cells)])[None]
-    x = torch.cat([*([] if latents is None else [latents]), context, asked])
+            x = layer_by_hand(block, x, memory, everything)
+        latents = norm_by_hand(x, net.encoder_norm)
+        cells = cells[n:]
+        rewards = rewards[n:]
+
+    # latents, context, query
+    context = tokens_by_hand(net, cells, rewards)
+    asked = net.embed_query.weight[query.long()] + net.positions[len(cells)]
+    x = torch.cat([latents, context, asked[None]])
     allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    allowed[:old, :old] = True
+    allowed[: len(latents), : len(latents)] = True
     for block in net.layers:
-        x = layer(block, x, None, allowed)
+        x = layer_by_hand(block, x, None, allowed)
     return net.head(x[-1])
 
 
@@ -103,25 +141,40 @@ def by_hand(net: InContextNet, cells: torch.Tensor, rewards: torch.Tensor, query
 @pytest.mark.parametrize("n_latent", [5, 0], ids=["compressed_ad", "ad"])
 def test_acting_equals_reading_the_whole_past_anew(n_latent):
     """600 steps, 12 compressions deep: the same actions as a reference that keeps nothing, at every step."""
-    n, forget, steps = 50, 20, 600
+    n = 50
+    forget = 20
+    steps = 600
     net = small_net(n_latent, n)
-    agents, kept = Agents(net, 2, forget), 0
+    agents = Agents(net, 2, forget)
     rng = torch.Generator().manual_seed(3)
-    cells, rewards = torch.empty(2, 0, 3, dtype=torch.uint8), torch.empty(2, 0).double()
-    state, actions, worst, depths = torch.tensor([40, 40]), [], 0.0, set()
+    state = torch.tensor([40, 40])
+    cells = torch.empty(2, 0, 3, dtype=torch.uint8)
+    rewards = torch.empty(2, 0).double()
+    kept = 0
+    actions = []
+    worst = 0.0
+    depths = set()
     for t in range(steps):
+        # the reference is slow: the agents take turns
         logits = agents.act(state)
-        row = t % 2  # the reference is slow: the agents take turns
-        expected = by_hand(net, cells[row, kept:], rewards[row, kept:], state[row])
-        worst = max(worst, float((logits[row] - expected).abs().max()))
-        noise = -torch.log(-torch.log(torch.rand(2, ACTIONS, generator=rng).double()))
+        row = t % 2
+        seen = cells[row, kept:]
+        rewarded = rewards[row, kept:]
+        expected = by_hand(net, seen, rewarded, state[row])
+        difference = (logits[row] - expected).abs().max()
+        worst = max(worst, float(difference))
+        uniform = torch.rand(2, ACTIONS, generator=rng).double()
+        noise = -torch.log(-torch.log(uniform))
         action = (logits + noise).argmax(-1)
         assert action[row] == (expected + noise[row]).argmax()
+
         after = torch.from_numpy(NEXT)[state, action]
         new = torch.stack([state, action, after], 1)
         reward = (after == 12).double()
         agents.observe(new, reward)
-        cells, rewards = torch.cat([cells, new[:, None].to(torch.uint8)], 1), torch.cat([rewards, reward[:, None]], 1)
+        new = new[:, None].to(torch.uint8)
+        cells = torch.cat([cells, new], 1)
+        rewards = torch.cat([rewards, reward[:, None]], 1)
         state = torch.full_like(state, 40) if (t + 1) % 20 == 0 else after
         actions.append(action)
         depths.add((t + 1) // n)
@@ -144,8 +197,10 @@ def test_training_and_acting_are_one(depth):
         agents = Agents(net, 3, 0)
         for t in range(depth * n + length):
             logits = agents.act(cells[:, t, 0].long())
-            if t >= depth * n:
-                assert (logits - trained[:, t - depth * n]).abs().max() < 1e-10
+            place = t - depth * n
+            if place >= 0:
+                difference = (logits - trained[:, place]).abs()
+                assert difference.max() < 1e-10
             agents.observe(cells[:, t].long(), rewards[:, t])
 
 
@@ -156,11 +211,15 @@ def test_padding_and_the_future_change_nothing():
     net = small_net(4, n)
     cells, rewards = made_up(4, 4 * n)
     batch = batch_of(cells, rewards, 3, n, n)
-    batch["depth"], batch["length"] = torch.tensor([3, 2, 1, 0]), torch.tensor([12, 7, 12, 3])
+    batch["depth"] = torch.tensor([3, 2, 1, 0])
+    batch["length"] = torch.tensor([12, 7, 12, 3])
     batch["compressed"] = [3, 2, 1]
     before = net(batch)
+
+    # the same with other values where nothing is
     other, noise = made_up(4, 4 * n, 7)
-    other, noise = other.unflatten(1, (4, n)), noise.unflatten(1, (4, n))
+    other = other.unflatten(1, (4, n))
+    noise = noise.unflatten(1, (4, n))
     there = torch.ones(4, 4, n, dtype=torch.bool)
     for k in range(4):
         there[k, :3] = torch.arange(3)[:, None] < batch["depth"][k]
@@ -172,16 +231,20 @@ def test_padding_and_the_future_change_nothing():
     for k, length in enumerate(batch["length"].tolist()):
         assert torch.equal(before[k, :length], after[k, :length])
     assert not torch.equal(batch["cells"], changed["cells"])
+
     # and what may be seen is seen: each real token changes what comes after it, and nothing before or at its place
-    for k, block, place in [(0, 0, 4), (0, 2, 11), (1, 1, 0), (2, 3, 6), (3, 3, 1)]:
-        changed = batch | {"rewards": batch["rewards"].clone()}
+    for k, block, place in ((0, 0, 4), (0, 2, 11), (1, 1, 0), (2, 3, 6), (3, 3, 1)):
+        changed = dict(batch)
+        changed["rewards"] = batch["rewards"].clone()
         changed["rewards"][k, block, place] += 1
-        moved = (net(changed) - before).abs().amax(-1) > 1e-9
+        difference = (net(changed) - before).abs()
+        moved = difference.amax(-1) > 1e-9
         first = place + 1 if block == 3 else 0
         length = int(batch["length"][k])
         assert not moved[k, :first].any()
         assert moved[k, first:length].all()
-        assert not moved[[j for j in range(4) if j != k]].any()
+        others = [j for j in range(4) if j != k]
+        assert not moved[others].any()
 
 
 @torch.no_grad()
@@ -190,14 +253,18 @@ def test_latents_see_each_other_and_not_the_context():
     net = small_net(4, 12)
     latents = torch.randn(2, 4, 24).double()
     _, alone = net.decode(latents, None)
-    mask = visible(torch.tensor([True, True]), 4, torch.tensor([12, 12]), 12)
-    _, beside = net.decode(torch.cat([latents, torch.randn(2, 24, 24).double()], 1), mask)
+    has_past = torch.tensor([True, True])
+    length = torch.tensor([12, 12])
+    mask = visible(has_past, 4, length, 12)
+    context = torch.randn(2, 24, 24).double()
+    _, beside = net.decode(torch.cat([latents, context], 1), mask)
     for a, b in zip(alone, beside, strict=True):
         assert torch.allclose(a, b[:, :, :, :4], atol=1e-12)
     swapped = latents.clone()
     swapped[:, 3] = torch.randn(24).double()
     _, moved = net.decode(swapped, None)
-    assert (moved[1] - alone[1]).abs().amax((0, 1, 2, 4)).min() > 1e-6
+    difference = (moved[1] - alone[1]).abs()
+    assert difference.amax((0, 1, 2, 4)).min() > 1e-6
 
 
 def test_every_weight_learns():
@@ -207,13 +274,19 @@ def test_every_weight_learns():
     for depth in (3, 0, -1):
         net.zero_grad()
         batch = batch_of(cells, rewards.float(), max(0, depth), 12, 12)
-        if depth == -1:  # --max_compression_depth 0
-            batch |= {"cells": batch["cells"][:, 3:], "rewards": batch["rewards"][:, 3:], "compressed": []}
-        F.cross_entropy(net(batch).flatten(0, 1), batch["cells"][:, -1, :, 1].long().flatten()).backward()
+        if depth == -1:
+            # as with --max_compression_depth 0
+            batch["cells"] = batch["cells"][:, 3:]
+            batch["rewards"] = batch["rewards"][:, 3:]
+            batch["compressed"] = []
+        logits = net(batch).flatten(0, 1)
+        target = batch["cells"][:, -1, :, 1].long()
+        F.cross_entropy(logits, target.flatten()).backward()
         for name, parameter in net.named_parameters():
             assert parameter.grad is not None, name
+            learns = bool(parameter.grad.abs().max() > 0)
             compresses = "encoder" in name or name == "latents"
-            assert (parameter.grad.abs().max() > 0) == (depth > 0 or not compresses), (depth, name)
+            assert learns == (depth > 0 or not compresses), (depth, name)
 
 
 # --- Darkroom and the histories ---------------------------------------------------------------------------------------
@@ -221,7 +294,9 @@ def test_every_weight_learns():
 
 def test_split_is_the_published_one():
     train, unseen = split_goals()
-    assert [divmod(goal, 9) for goal in unseen] == [(4, 2), (5, 6), (6, 8), (7, 2), (3, 6), (0, 5), (5, 8), (5, 4)]
+    rows, columns = np.divmod(unseen, 9)
+    assert rows.tolist() == [4, 5, 6, 7, 3, 0, 5, 5]
+    assert columns.tolist() == [2, 6, 8, 2, 6, 5, 8, 4]
     assert sorted(train + unseen) == list(range(81))
     assert len(train) == 73
     assert split_goals(1)[1] != unseen
@@ -229,20 +304,25 @@ def test_split_is_the_published_one():
 
 def test_returns_of_the_random_and_the_best_policy():
     """Against every plan of the best policy by search, and 20000 random episodes."""
-    best = np.full((21, 81), -1)
-    best[0, START] = 0
     for goal in (40, 0, 22, 49):
+        # value iteration backwards over the 20 steps
         value = np.zeros(81)
-        for _ in range(20):  # value iteration backwards over the 20 steps
+        for _ in range(20):
             value = ((goal == NEXT) + value[NEXT]).max(1)
         assert optimal_return([goal])[0] == value[START]
     assert optimal_return([0, 40, 49]).tolist() == [13, 20, 20]
+
     rng = np.random.default_rng(0)
-    cell, total = np.full(20000, START), np.zeros(81)
+    cell = np.full(20000, START)
+    total = np.zeros(81)
+    down = np.array([1, -1, 0, 0, 0])
+    right = np.array([0, 0, 1, -1, 0])
     for _ in range(20):
+        action = rng.integers(0, 5, len(cell))
         i, j = np.divmod(cell, 9)
-        di, dj = np.array([(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)])[rng.integers(0, 5, len(cell))].T
-        cell = np.clip(i + di, 0, 8) * 9 + np.clip(j + dj, 0, 8)
+        i = np.clip(i + down[action], 0, 8)
+        j = np.clip(j + right[action], 0, 8)
+        cell = 9 * i + j
         total += np.bincount(cell, minlength=81)
     assert np.abs(random_return(range(81)) - total / 20000).max() < 0.1
     assert random_return(range(81)).sum() == pytest.approx(20)
@@ -255,12 +335,17 @@ def histories(rooms) -> Histories:
 
 def test_mapped_and_cached_are_the_same(rooms, histories):
     mapped = Histories(next(rooms.glob("datasets/*.hdf5")), in_memory=False)
-    assert (mapped.steps, mapped.streams, mapped.digest) == (200, 3, histories.digest)
-    sets = [SegmentDataset(h, [3, 70, 11], 20, 3, 0) for h in (histories, mapped)]
-    a, b = (s.__getitems__(list(range(0, len(s), 2))) for s in sets)
+    assert mapped.steps == 200
+    assert mapped.streams == 3
+    assert mapped.digest == histories.digest
+    cached = SegmentDataset(histories, [3, 70, 11], 20, 3, 0)
+    samples = list(range(0, len(cached), 2))
+    a = cached.__getitems__(samples)
+    b = SegmentDataset(mapped, [3, 70, 11], 20, 3, 0).__getitems__(samples)
     for name in ("cells", "rewards", "depth", "length", "action", "sample"):
         assert torch.equal(a[name], b[name]), name
-    assert np.array_equal(histories.learning_curve([5, 6]), mapped.learning_curve([5, 6]))
+    curve = histories.learning_curve([5, 6])
+    assert np.array_equal(curve, mapped.learning_curve([5, 6]))
 
 
 def test_segments_are_pieces_of_the_histories(rooms, histories):
@@ -273,24 +358,28 @@ def test_segments_are_pieces_of_the_histories(rooms, histories):
     assert batch["compressed"] == [int((depth > k).sum()) for k in range(3)]
     with h5py.File(next(rooms.glob("datasets/*.hdf5"))) as file:
         for k, sample in enumerate(batch["sample"].tolist()):
-            group = file[str([3, 70, 11][history[sample] // 3])]
-            stream, d, last = history[sample] % 3, depth[sample], end[sample]
+            goal, stream = divmod(history[sample], 3)
+            group = file[("3", "70", "11")[goal]]
+            d = depth[sample]
+            last = end[sample]
             length = min(20, last - 20 * d)
             assert batch["length"][k] == length
             assert batch["depth"][k] == d
-            pieces = [(block, last - length - 20 * (d - block), 20) for block in range(d)] + [
-                (3, last - length, length)
-            ]
-            assert pieces[0][1] >= 0
+
+            # (block, its first step, how many it has), the context last
+            begin = last - length
+            pieces = [(block, begin - 20 * (d - block), 20) for block in range(d)]
+            pieces.append((3, begin, length))
             for block, first, number in pieces:
-                states = group["states"][first : first + number, stream] @ (9, 1)
-                led = group["next_states"][first : first + number, stream] @ (9, 1)
-                actions = group["actions"][first : first + number, stream]
+                assert first >= 0
+                steps = slice(first, first + number)
+                states = group["states"][steps, stream] @ (9, 1)
+                led = group["next_states"][steps, stream] @ (9, 1)
+                actions = group["actions"][steps, stream]
+                rewards = group["rewards"][steps, stream]
                 expected = np.stack([states, actions, led], 1)
                 assert np.array_equal(batch["cells"][k, block, :number], expected)
-                assert np.array_equal(
-                    batch["rewards"][k, block, :number], group["rewards"][first : first + number, stream]
-                )
+                assert np.array_equal(batch["rewards"][k, block, :number], rewards)
             assert batch["action"][k, :length].tolist() == actions.tolist()
             assert (batch["action"][k, length:] == -100).all()
             assert not batch["cells"][k, 3, length:].any()
@@ -323,16 +412,23 @@ def test_draws_depend_on_seed_epoch_and_sample_alone(histories):
         return np.stack(data.draw(np.asarray(samples)))
 
     every = drawn(0, 0, range(90))
-    assert np.array_equal(every[:, [7, 3]], drawn(0, 0, [7, 3]))
-    for seed, epoch in itertools.product((0, 1, -1), (0, 1)):
-        assert (seed, epoch) == (0, 0) or not np.array_equal(every, drawn(seed, epoch, range(90)))
-    values = hashed(0, 0, np.arange(10**5), 0)
+    some = drawn(0, 0, [7, 3])
+    assert np.array_equal(every[:, [7, 3]], some)
+    for seed, epoch in ((0, 1), (1, 0), (1, 1), (-1, 0), (-1, 1)):
+        other = drawn(seed, epoch, range(90))
+        assert not np.array_equal(every, other)
+
+    # a fair draw, and another one for another purpose
+    samples = np.arange(10**5)
+    values = hashed(0, 0, samples, 0)
+    others = hashed(0, 0, samples, 1)
     assert 0 <= values.min() < 1e-4
     assert 1 - 1e-4 < values.max() < 1
     counts = np.histogram(values, 50, (0, 1))[0]
     assert np.abs(counts - 2000).max() < 5 * math.sqrt(2000)
-    assert abs(np.corrcoef(values, hashed(0, 0, np.arange(10**5), 1))[0, 1]) < 0.02
-    assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.02
+    for a, b in ((values, others), (values[1:], values[:-1])):
+        correlation = np.corrcoef(a, b)[0, 1]
+        assert abs(correlation) < 0.02
 
 
 def test_histories_shorter_than_a_depth_train_to_the_depth_they_have(histories):
@@ -357,12 +453,16 @@ def test_tabular_learners_rise_and_use_nothing_but_their_own_past():
     rewards = after == np.repeat([22, 80], 30)
     curve = rewards.reshape(50, 20, 60).sum(1)
     assert curve[0].mean() < 2
-    assert curve[-10:, :30].mean() > 0.85 * optimal_return([22])[0]
-    assert curve[-10:, 30:].mean() > 0.85 * optimal_return([80])[0]
+    last = curve[-10:]
+    near, far = optimal_return([22, 80])
+    assert last[:, :30].mean() > 0.85 * near
+    assert last[:, 30:].mean() > 0.85 * far
     # streams are apart: up to the first reward of any, what a stream does is a matter of chance and its own visits
     assert len(np.unique(actions[:20], axis=1).T) > 55
     again = tabular_histories([22, 80], 30, 1000, 1)
-    assert all(np.array_equal(a, b) for a, b in zip((states, actions, after), again, strict=True))
+    assert np.array_equal(states, again.states)
+    assert np.array_equal(actions, again.actions)
+    assert np.array_equal(after, again.next_states)
 
 
 def test_ppo_of_stable_baselines_writes_the_same_kind_of_history():
@@ -373,5 +473,6 @@ def test_ppo_of_stable_baselines_writes_the_same_kind_of_history():
     assert np.array_equal(NEXT[states, actions], after)
     starts = np.arange(200) % 20 == 0
     assert (states[starts] == START).all()
-    assert (states[1:][~starts[1:]] == after[:-1][~starts[1:]]).all()
+    inside = ~starts[1:]
+    assert (states[1:][inside] == after[:-1][inside]).all()
     assert len(np.unique(actions)) == 5

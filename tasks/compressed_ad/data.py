@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch.utils.data import Dataset
 
 from cli_utils import InputError
@@ -40,12 +41,15 @@ class Histories:
         self.repaired = int(reduce_sum([repaired])[0])
 
         # of each goal as many steps and streams as all of them have
-        shapes = [arrays["actions"].shape for arrays in self.arrays]
-        lengths = [steps for steps, _ in shapes]
-        self.steps = min(lengths)
-        self.shortest = lengths.index(self.steps)
-        self.longest = max(lengths)
-        self.streams = min(streams for _, streams in shapes)
+        steps = []
+        streams = []
+        for arrays in self.arrays:
+            steps.append(arrays["actions"].shape[0])
+            streams.append(arrays["actions"].shape[1])
+        self.steps = min(steps)
+        self.shortest = steps.index(self.steps)
+        self.longest = max(steps)
+        self.streams = min(streams)
         if in_memory:
             self._decode_all()
         self.digest = self._make_digest()
@@ -75,7 +79,7 @@ class Histories:
             digest.update(rewards.tobytes())
         return digest.hexdigest()[:12]
 
-    def take(self, goals: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def take(self, goals: ndarray, streams: ndarray, steps: ndarray) -> tuple[ndarray, ndarray]:
         """For B histories and steps (B, ...): cells (B, ..., 3) uint8 and rewards (B, ...) float32."""
         if self.in_memory:
             # one index of each step into all steps of all histories
@@ -93,17 +97,22 @@ class Histories:
         for k, wanted in enumerate(steps):
             first = wanted.min()
             near = slice(first, wanted.max() + 1)
-            near_cells, near_rewards = decode(self.arrays[goals[k]], near, streams[k])
+            arrays = self.arrays[goals[k]]
+            near_cells, near_rewards = decode(arrays, near, streams[k])
             cells[k] = near_cells[wanted - first]
             rewards[k] = near_rewards[wanted - first]
         return cells, rewards
 
-    def learning_curve(self, goals: list[int]) -> np.ndarray:
+    def learning_curve(self, goals: list[int]) -> ndarray:
         """(episodes, goals): the source algorithm's own return per episode, mean over the streams."""
         episodes = self.steps // HORIZON
         curves = []
         for goal in goals:
-            rewards = self.rewards[goal].T if self.in_memory else self.arrays[goal]["rewards"]
+            if self.in_memory:
+                rewards = self.rewards[goal]
+                rewards = rewards.T
+            else:
+                rewards = self.arrays[goal]["rewards"]
             rewards = rewards[: episodes * HORIZON, : self.streams]
             rewards = rewards.reshape(episodes, HORIZON, -1)
             returns = rewards.sum(1, dtype=float)
@@ -111,23 +120,25 @@ class Histories:
         return np.stack(curves, 1)
 
 
-def decode(arrays: dict[str, np.ndarray], steps: slice, streams: slice | int) -> tuple[np.ndarray, np.ndarray]:
+def decode(arrays: dict[str, ndarray], steps: slice, streams: slice | int) -> tuple[ndarray, ndarray]:
     """Cells (..., 3) uint8 of (cell, action, next cell), and rewards (...), of a goal's arrays.
 
     The next cell is where the action led, also where an episode's end was logged as the start of the one after.
     """
-    states = to_cells(arrays["states"][steps, streams])
-    actions = arrays["actions"][steps, streams].astype(np.int64)
+    chosen = (steps, streams)
+    states = to_cells(arrays["states"][chosen])
+    actions = arrays["actions"][chosen]
+    actions = actions.astype(np.int64)
     next_states = NEXT[states, actions]
     cells = np.stack([states, actions, next_states], -1)
-    rewards = arrays["rewards"][steps, streams]
+    rewards = arrays["rewards"][chosen]
     return cells.astype(np.uint8), rewards
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
-def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
+def hashed(seed: int, epoch: int, samples: ndarray, draw: int) -> ndarray:
     """A number in [0, 1) for each sample, a function of (seed, epoch, sample, draw) alone (splitmix64)."""
     sequence = np.random.SeedSequence([seed % 2**63, epoch, draw])
     key = sequence.generate_state(1, np.uint64)
@@ -157,15 +168,17 @@ class SegmentDataset(Dataset):
         self.goals = np.array(goals)
         self.n_transit = n_transit
         self.wanted_depth = max_depth
-        self.max_depth = min(max_depth, (histories.steps - 1) // n_transit)
+        room = (histories.steps - 1) // n_transit
+        self.max_depth = min(max_depth, room)
         self.slots = max(1, histories.steps // n_transit)
         self.seed = seed
         self.epoch = 0
 
     def __len__(self) -> int:
-        return len(self.goals) * self.histories.streams * self.slots
+        histories = len(self.goals) * self.histories.streams
+        return histories * self.slots
 
-    def draw(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def draw(self, samples: ndarray) -> tuple[ndarray, ndarray, ndarray]:
         """(history, depth, end) of samples in this epoch; the context's last transition is end - 1."""
         which_depth = hashed(self.seed, self.epoch, samples, 0)
         which_end = hashed(self.seed, self.epoch, samples, 1)
@@ -174,14 +187,14 @@ class SegmentDataset(Dataset):
         end = self.choose_end(depth, which_end)
         return samples // self.slots, depth, end
 
-    def choose_end(self, depth: np.ndarray, share: np.ndarray) -> np.ndarray:
+    def choose_end(self, depth: ndarray, share: ndarray) -> ndarray:
         """Where segments of these depths end: share, in [0, 1), of the way from the first end there can be."""
         least = depth * self.n_transit + 1
         room = self.histories.steps + 1 - least
         more = share * room
         return least + more.astype(np.int64)
 
-    def depths(self) -> np.ndarray:
+    def depths(self) -> ndarray:
         """How many samples of this epoch have 0, 1, ... blocks."""
         _, depth, _ = self.draw(np.arange(len(self)))
         return np.bincount(depth, minlength=self.max_depth + 1)
@@ -191,11 +204,15 @@ class SegmentDataset(Dataset):
         samples = np.asarray(samples)
         history, depth, end = self.draw(samples)
         order = np.argsort(-depth, kind="stable")
-        batch = self.batch(history[order], depth[order], end[order])
+        batch = self.batch(
+            history=history[order],
+            depth=depth[order],
+            end=end[order],
+        )
         batch["sample"] = torch.from_numpy(samples[order])
         return batch
 
-    def batch(self, history: np.ndarray, depth: np.ndarray, end: np.ndarray) -> dict:
+    def batch(self, history: ndarray, depth: ndarray, end: ndarray) -> dict:
         """The segments of B histories that end before `end`, depths sorted from the largest.
 
         It is as InContextNet.forward takes it, with the target `action` (B, n_transit), -100 on padding.
@@ -206,10 +223,11 @@ class SegmentDataset(Dataset):
         length = np.minimum(self.n_transit, end - compressed)
 
         # the steps (B, blocks + 1, n_transit) of the blocks and, last, of the context
+        context_begin = end - length
         begin = np.empty((len(end), self.max_depth + 1), np.int64)
-        begin[:, -1] = end - length
-        begin[:, :-1] = (end - length - compressed)[:, None]
-        begin[:, :-1] += blocks * self.n_transit
+        begin[:, -1] = context_begin
+        begin[:, :-1] = blocks * self.n_transit
+        begin[:, :-1] += (context_begin - compressed)[:, None]
         steps = begin[..., None] + places
 
         # which of them the sample has; the others are zero in the batch
@@ -217,19 +235,21 @@ class SegmentDataset(Dataset):
         has_block = depth[:, None] > blocks
         real[:, :-1] = has_block[..., None]
         real[:, -1] = places < length[:, None]
-        last_step = end - 1
-        steps = np.where(real, steps, last_step[:, None, None])
+        last = end[:, None, None] - 1
+        steps = np.where(real, steps, last)
 
         # read them
         streams = self.histories.streams
         goals = self.goals[history // streams]
-        cells, rewards = self.histories.take(goals, history % streams, steps)
+        stream = history % streams
+        cells, rewards = self.histories.take(goals, stream, steps)
         cells = cells * real[..., None]
+        rewards = rewards * real
         action = cells[:, -1, :, 1].astype(np.int64)
         action[~real[:, -1]] = -100
         return {
             "cells": torch.from_numpy(cells),
-            "rewards": torch.from_numpy(rewards * real),
+            "rewards": torch.from_numpy(rewards),
             "depth": torch.from_numpy(depth),
             "compressed": has_block.sum(0).tolist(),
             "length": torch.from_numpy(length),
@@ -244,9 +264,10 @@ def as_it_is(batch: dict) -> dict:
 
 def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
     """A made-up batch, on the host, of segments that all have `depth` blocks to compress and a full context."""
+    parts = depth + 1
     return {
-        "cells": torch.zeros(batch_size, depth + 1, n_transit, 3, dtype=torch.uint8),
-        "rewards": torch.zeros(batch_size, depth + 1, n_transit),
+        "cells": torch.zeros(batch_size, parts, n_transit, 3, dtype=torch.uint8),
+        "rewards": torch.zeros(batch_size, parts, n_transit),
         "depth": torch.full((batch_size,), depth),
         "compressed": [batch_size] * depth,
         "length": torch.full((batch_size,), n_transit),
@@ -287,7 +308,8 @@ def read_darkroom(
 
     train_goals, unseen_goals = split_goals(split_seed)
     facts = [steps, histories.streams, train_goals, histories.digest]
-    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    text = json.dumps(facts)
+    fingerprint = hashlib.sha256(text.encode()).hexdigest()
     return DarkroomData(
         histories=histories,
         train_goals=train_goals,
@@ -304,7 +326,13 @@ def evaluation_batches(data: DarkroomData, goals: list[int], streams: int, batch
     """
     histories = data.histories
     trained = data.segments
-    segments = SegmentDataset(histories, goals, trained.n_transit, trained.max_depth, seed=0)
+    segments = SegmentDataset(
+        histories,
+        goals,
+        n_transit=trained.n_transit,
+        max_depth=trained.max_depth,
+        seed=0,
+    )
     depths = segments.max_depth + 1
     streams = min(streams, histories.streams)
     first = np.arange(len(goals)) * histories.streams

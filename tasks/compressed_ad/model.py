@@ -38,7 +38,8 @@ class Layer(nn.Module):
         normed = self.norm(x)
         source = normed
         if memory is not None:
-            source = torch.cat([self.norm(memory), normed], 1)
+            memory = self.norm(memory)
+            source = torch.cat([memory, normed], 1)
 
         # attention, also to the keys and values of the past
         queries = self._split_heads(self.query(normed))
@@ -156,8 +157,9 @@ class InContextNet(nn.Module):
         """
         cells = batch["cells"]
         rewards = batch["rewards"].to(self.positions.dtype)
-        context = self.tokens(cells[:, -1], rewards[:, -1])
-        queries = self.queries(cells[:, -1, :, 0])
+        context_cells = cells[:, -1]
+        context = self.tokens(context_cells, rewards[:, -1])
+        queries = self.queries(context_cells[..., 0])
         parts = [context, queries]
         has_past = None
 
@@ -169,7 +171,12 @@ class InContextNet(nn.Module):
             parts.insert(0, latents.to(context.dtype))
             has_past = batch["depth"] > 0
 
-        mask = visible(has_past, self.n_latent, batch["length"], self.n_transit)
+        mask = visible(
+            has_past=has_past,
+            n_latent=self.n_latent,
+            length=batch["length"],
+            n_transit=self.n_transit,
+        )
         x = torch.cat(parts, 1)
         x, _ = self.decode(x, mask)
         return self.head(x[:, -self.n_transit :])
@@ -179,19 +186,18 @@ class InContextNet(nn.Module):
 
         DDP wants a gradient, if of zeros, for the encoder also where no sample of a rank has a block.
         """
-        latents = None
-        first, *others = compressed or [0]
-        for block, count in enumerate([max(1, first), *others]):
+        first, *later = compressed or [0]
+        first = max(1, first)
+        tokens = self.tokens(cells[:first, 0], rewards[:first, 0])
+        latents = self.compress(None, tokens)
+        for block, count in enumerate(later, start=1):
             if count == 0:
                 break
 
             # samples without this block keep the latents that they have
-            old = None if latents is None else latents[:count]
             tokens = self.tokens(cells[:count, block], rewards[:count, block])
-            new = self.compress(old, tokens)
-            if latents is not None:
-                new = torch.cat([new, latents[count:]])
-            latents = new
+            new = self.compress(latents[:count], tokens)
+            latents = torch.cat([new, latents[count:]])
         return latents
 
 
