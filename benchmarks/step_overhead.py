@@ -256,13 +256,13 @@ def survival(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
         wrapped = script.wrap_model(model, frozen=False)
-        target = script.Target(cohort, rows, args)
+        fold = script.Fold(cohort, "all", rows, rows, {})
         memory = script.CoxMemory(0, ranks.device)
         learner = script.Learner(model, optimizer, LossScaler(ranks.device, "no"), memory)
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
 
         def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(wrapped, learner, target, loader, stretch, args)
+            script.train_one_epoch(wrapped, learner, fold, loader, stretch, args)
 
         return script_loop(model, loader, training, train_one_epoch)
 

@@ -15,7 +15,8 @@ import torch
 import train_survival_distributed as tsd
 from distributed_utils import Ranks, setup_distributed
 from loop_utils import Step
-from tasks.survival.data import Cohort
+from tasks.survival.cohort import Cohort
+from tasks.survival.folds import Fold
 
 CASES = 24
 # name -> which cases of the step have an event; the first 12 are those of rank 0 of 2
@@ -38,8 +39,8 @@ def main() -> None:
             for name, rule in EVENTS.items():
                 event = np.array([rule(i) for i in range(CASES)])
                 cohort = Cohort("x", [], [], [], time, event, None, {}, {}, None)
-                target = tsd.Target(cohort, np.arange(CASES), args)
-                results[f"{size} {name}"] = gradients(args, ranks, volumes, target, size)
+                fold = Fold(cohort, "all", np.arange(CASES), np.arange(CASES), {})
+                results[f"{size} {name}"] = gradients(args, ranks, volumes, fold, size)
         if ranks.is_main:
             torch.save(results, sys.argv[1])
 
@@ -55,7 +56,7 @@ def share_of_step(volumes: torch.Tensor, size: int, parts: int, ranks: Ranks) ->
     return Step(samples=size, local=end - first, first=first, batches=batches)
 
 
-def gradients(args, ranks: Ranks, volumes: torch.Tensor, target: tsd.Target, size: int) -> tuple:
+def gradients(args, ranks: Ranks, volumes: torch.Tensor, fold: Fold, size: int) -> tuple:
     """(loss, gradient of all weights) of one step of so many cases."""
     model = tsd.build_model(args, "no", 1, None, ranks).to(getattr(torch, sys.argv[3]))
     with torch.no_grad():
@@ -63,7 +64,7 @@ def gradients(args, ranks: Ranks, volumes: torch.Tensor, target: tsd.Target, siz
     wrapped = tsd.wrap_model(model, frozen=False)
     step = share_of_step(volumes, size, int(sys.argv[2]), ranks)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    loss_of = partial(target.loss, rows=np.arange(size))
+    loss_of = partial(tsd.step_loss, rows=np.arange(size), fold=fold, args=args)
     loss, _ = tsd.train_step(wrapped, model, step, lambda batch: batch["image"], loss_of, scaler)
     return loss, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 

@@ -29,8 +29,9 @@ def main() -> None:
             for epoch in range(int(first[0]) if first else 0, int(epochs)):
                 loader.batch_sampler.set_position(epoch)
                 seen.append([i for batch in loader for i in batch["index"].tolist()])
-            facts = {"seen": seen, "part": dataset.mine, "cached": dataset.cached, "replaced": dataset.replaced}
-            facts["all_seen_after"] = dataset.epochs_until_all_seen()
+            cache = dataset.smart_cache
+            facts = {"seen": seen, "part": cache.rows, "cached": cache.cached, "replaced": cache.replaced}
+            facts["all_seen_after"] = cache.epochs_until_all_seen()
             dataset.shutdown()
             if (every := du.gather_objects(facts)) and du.world()[0] == 0:
                 print(json.dumps(every), flush=True)

@@ -463,10 +463,10 @@ def test_medicalnet_weights(flags, zygote, tmp_path, net):
 
 def test_shortcut_a_has_a_gradient():
     """MONAI's cuts it (`out.data`); the values are the same."""
-    import train_survival_distributed as tsd
+    from tasks.survival.resnet import PaddedShortcut
 
     x = torch.rand(2, 3, 5, 4, 6, requires_grad=True)
-    out = tsd.PaddedShortcut(8, 2)(x)
+    out = PaddedShortcut(8, 2)(x)
     assert out.shape == (2, 8, 3, 2, 3)
     assert torch.equal(out[:, :3], torch.nn.functional.avg_pool3d(x, 1, 2))
     out.sum().backward()

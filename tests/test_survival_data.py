@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import nibabel
 import numpy as np
@@ -19,6 +18,8 @@ from conftest import ROOT
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader
 from tasks.survival import data as sd
+from tasks.survival.folds import choose_folds, make_folds
+from tasks.survival.volumes import augment, check_volumes
 
 
 def write_csv(path: Path, header: list[str], rows: list[list]) -> Path:
@@ -124,11 +125,11 @@ def test_an_unreadable_volume_does_not_hang_the_replacements(scans, tmp_path):
     dataset = sd.MultiGPUSurvivalDataset(
         cohort, rows=np.arange(8), image_size=(4, 4, 4), use_smart_cache=True, raise_errors=False
     )
-    broken = Path(cohort.path[dataset.mine[-1]])
+    broken = Path(cohort.path[dataset.smart_cache.rows[-1]])
     broken.write_bytes(broken.read_bytes()[:200])
     errors = []
     for epoch in range(4):
-        dataset.set_epoch(epoch)
+        dataset.smart_cache.set_epoch(epoch)
         errors += [dataset[i]["error"] for i in range(len(dataset))]
     dataset.shutdown()
     assert any(str(broken) in text for text in errors)
@@ -220,14 +221,14 @@ def test_xlsx_is_the_same_as_csv(scans, tmp_path):
 
 def test_made_folds_are_stratified_and_keep_patients_whole(scans):
     cohort = sd.read_cohort(str(scans / "dataset.csv"))
-    fold = sd.make_folds(cohort, 5, seed=3)
+    fold = make_folds(cohort, 5, seed=3)
     assert np.bincount(fold).tolist() == [9, 9, 9, 9, 8]
     events = [int(cohort.event[fold == k].sum()) for k in range(5)]
     assert max(events) - min(events) <= 1
-    assert (sd.make_folds(cohort, 5, seed=3) == fold).all()
-    assert (sd.make_folds(cohort, 5, seed=4) != fold).any()
+    assert (make_folds(cohort, 5, seed=3) == fold).all()
+    assert (make_folds(cohort, 5, seed=4) != fold).any()
     several = sd.Cohort(**{**cohort.__dict__, "case": [f"patient {i % 11}" for i in range(44)]})
-    fold = sd.make_folds(several, 3, seed=0)
+    fold = make_folds(several, 3, seed=0)
     assert all(len(set(fold[k::11])) == 1 for k in range(11))
 
 
@@ -280,23 +281,23 @@ def test_the_disk_cache_notices_changes_and_damage(tmp_path):
 
 def test_augmentation_is_a_function_of_seed_epoch_and_case():
     images = torch.rand(3, 1, 4, 4, 3)
-    a = sd.augment(images, [5, 6, 7], 1, 2)
-    b = sd.augment(images[[2, 0]], [7, 5], 1, 2)
+    a = augment(images, [5, 6, 7], 1, 2)
+    b = augment(images[[2, 0]], [7, 5], 1, 2)
     assert torch.equal(a[[2, 0]], b)
     assert all(torch.equal(x.flatten().sort()[0], y.flatten().sort()[0]) for x, y in zip(a, images, strict=True))
-    kinds = {sd.augment(images[:1], [i], 1, 2).numpy().tobytes() for i in range(200)}
+    kinds = {augment(images[:1], [i], 1, 2).numpy().tobytes() for i in range(200)}
     assert len(kinds) == 16  # 8 flips and 4 turns; two turns are two flips
-    assert sd.augment(torch.rand(1, 1, 4, 5, 3), [0], 0, 0).shape == (1, 1, 4, 5, 3)
+    assert augment(torch.rand(1, 1, 4, 5, 3), [0], 0, 0).shape == (1, 1, 4, 5, 3)
 
 
 def test_checked_volumes_are_remembered(scans, tmp_path):
     cohort = sd.read_cohort(str(scans / "dataset.csv"))
     rows = np.arange(4)
-    sd.check_volumes(cohort, rows, tmp_path, False, 2)
+    check_volumes(cohort, rows, tmp_path, False, 2)
     known = json.loads((tmp_path / "checked.json").read_text())["good"]
     assert len(known) == 4
     (tmp_path / "checked.json").write_text("{broken")
-    sd.check_volumes(cohort, rows, tmp_path, False, 2)
+    check_volumes(cohort, rows, tmp_path, False, 2)
     assert json.loads((tmp_path / "checked.json").read_text())["good"] == known
 
 
@@ -313,16 +314,18 @@ def test_labels_of_a_fold_column(scans):
     """One label against all others, but never trained on what is held out; Excel's 1.0 is 1."""
     cohort = sd.read_cohort(str(scans / "dataset.csv"))
     cohort.folds["Fold_1"] = ["Test" if i % 11 == 0 else str(i % 3) for i in range(44)]
-    words = {"folds": 0, "fold_column": "fold 1", "train_fold": "train", "seed": 0}
-    one = sd.choose_splits(cohort, SimpleNamespace(**words, val_fold="2", cross_validate=False))[0]
+    options = {"count": 0, "train_label": "train", "seed": 0}
+    one = choose_folds(cohort, fold_column="fold 1", val_label="2", every=False, **options)[0]
     assert one.val.tolist() == [i for i in range(44) if i % 3 == 2 and i % 11]
     assert one.train.tolist() == [i for i in range(44) if i % 3 != 2 and i % 11]
-    splits = sd.choose_splits(cohort, SimpleNamespace(**words, val_fold=None, cross_validate=True))
-    assert [split.flags["val_fold"] for split in splits] == ["1", "2", "0"]
-    for split in splits:
-        again = sd.choose_splits(cohort, SimpleNamespace(**words | split.flags, cross_validate=False))[0]
-        assert again.val.tolist() == split.val.tolist()
-        assert again.train.tolist() == split.train.tolist()
+    folds = choose_folds(cohort, fold_column="fold 1", val_label=None, every=True, **options)
+    assert [fold.flags["val_fold"] for fold in folds] == ["1", "2", "0"]
+    for fold in folds:
+        column = fold.flags["fold_column"]
+        label = fold.flags["val_fold"]
+        again = choose_folds(cohort, fold_column=column, val_label=label, every=False, **options)[0]
+        assert again.val.tolist() == fold.val.tolist()
+        assert again.train.tolist() == fold.train.tolist()
 
 
 def test_a_table_reached_by_a_link(tmp_path):

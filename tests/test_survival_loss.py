@@ -118,7 +118,7 @@ def test_extra_risk_set():
 
 def test_memory_keeps_the_last_and_never_the_same_case_twice():
     memory = tsd.CoxMemory(3, torch.device("cpu"))
-    times = torch.arange(10).double()
+    times = np.arange(10.0)
     assert memory.others(np.array([1]), times) is None
     memory.add(np.array([1, 2]), torch.tensor([0.1, 0.2]))
     memory.add(np.array([3, 1]), torch.tensor([0.3, torch.nan]))

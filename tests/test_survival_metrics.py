@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tasks.survival import metrics as sm
+from tasks.survival.cohort import Outcome
+from tasks.survival.figures import draw_volumes
 
 YEARS = [1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -40,7 +42,7 @@ def test_against_scikit_survival(seed, ties):
     def survival(at) -> np.ndarray:
         return np.exp(-np.outer(np.exp(log_hazard), np.asarray(at) * 0.1))
 
-    found = sm.score(log_hazard, event, time, train_event, train_time, YEARS, survival, final=True)
+    found = sm.score(log_hazard, Outcome(event, time), Outcome(train_event, train_time), YEARS, survival, final=True)
     assert found["c_index"] == pytest.approx(concordance_index_censored(event, time, log_hazard)[0], abs=1e-6)
     end = min(time.max(), train_time.max())
     assert found["c_index_uno"] == pytest.approx(concordance_index_ipcw(train, val, log_hazard, tau=end)[0], abs=1e-6)
@@ -104,21 +106,32 @@ def test_what_is_undefined():
     """Horizons beyond the follow-up of either fold, before the first event, or without controls; no comparable pair."""
     log_hazard, event, time = fold(5, 80, False, 3.5)
     _, train_event, train_time = fold(6, 80, False, 8.0)
-    found = sm.score(log_hazard, event, time, train_event, train_time, YEARS, lambda at: np.ones((80, len(at))))
+    found = sm.score(
+        log_hazard, Outcome(event, time), Outcome(train_event, train_time), YEARS, lambda at: np.ones((80, len(at)))
+    )
     assert [found[f"auc/{year:g}y"] is None for year in YEARS] == [False, False, False, True, True]
     assert [found[f"brier/{year:g}y"] is None for year in YEARS] == [False, False, False, True, True]
     assert found["ibs"] is not None
     short = sm.score(
-        log_hazard, event, time, train_event, train_time.clip(max=1.5), YEARS, lambda at: np.ones((80, len(at)))
+        log_hazard,
+        Outcome(event, time),
+        Outcome(train_event, train_time.clip(max=1.5)),
+        YEARS,
+        lambda at: np.ones((80, len(at))),
     )
     assert [short[f"brier/{year:g}y"] is None for year in YEARS] == [False, True, True, True, True]
-    none = sm.score(log_hazard, event, time, train_event, train_time, [20.0], lambda at: np.ones((80, len(at))))
+    none = sm.score(
+        log_hazard, Outcome(event, time), Outcome(train_event, train_time), [20.0], lambda at: np.ones((80, len(at)))
+    )
     assert none["auc"] is none["ibs"] is none["auc/20y"] is None
     alone = np.array([0.0]), np.array([True]), np.array([2.0])
     assert sm.concordance(*alone) is None
     assert sm.concordance_interval(*alone) == (None, None)
     censored = sm.score(
-        np.zeros(3), np.array([False, False, True]), np.array([1.0, 2.0, 3.0]), train_event, train_time, YEARS
+        np.zeros(3),
+        Outcome(np.array([False, False, True]), np.array([1.0, 2.0, 3.0])),
+        Outcome(train_event, train_time),
+        YEARS,
     )
     assert censored["c_index"] is None
     assert censored["auc/1y"] is None
@@ -142,7 +155,7 @@ def test_figures_take_any_name_and_explain_themselves(recwarn):
     assert figure_text(names[2]) == "x y z"
     assert len(figure_text(names[3])) == 32
     titles = [f"best: {figure_text(name)}\n50% of 12 pairs right" for name in names]
-    figure = sm.draw_volumes([np.zeros((6, 5, 4))] * 6, titles, "what best means\nand worst")
+    figure = draw_volumes([np.zeros((6, 5, 4))] * 6, titles, "what best means\nand worst")
     figure.canvas = FigureCanvasAgg(figure)
     figure.canvas.draw()
     assert not recwarn.list

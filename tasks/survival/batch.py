@@ -1,0 +1,133 @@
+"""--batch_size of survival counts the cases of all processes: how it is split, and what is said where it cannot be."""
+
+import platform
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from cli_utils import InputError
+from distributed_utils import Ranks, gather_objects
+from hardware_utils import smaller_batch, split_batch, usable_cores
+from memory_utils import BatchSize, batch_flags
+
+
+def cases_per_process(total: int, processes: int, source: str) -> int:
+    """One process's share, to the nearest where no flag gave the total (source "default")."""
+    if source == "default":
+        return max(1, round(total / processes))
+    return total // processes
+
+
+def wanted_batch(total: int, accumulation: int, processes: int, source: str) -> BatchSize:
+    """The batch of the flags. Raises InputError when --batch_size cannot be split evenly."""
+    size = cases_per_process(total, processes, source)
+    if source != "default" and total % processes:
+        low = size * processes
+        near = f"{low} or {low + processes}" if low else str(processes)
+        reason = f"the total over {processes} processes cannot be split evenly"
+        raise InputError(f"--batch_size {total}: {reason}; take {near}")
+    return BatchSize(size, accumulation, source)
+
+
+def largest_batch(batch_size: int, image_size: list[int]) -> dict:
+    """A made-up batch, on the host, of cases that all have an event, each at a time of its own."""
+    cases = torch.arange(batch_size)
+    return {
+        "image": torch.zeros(batch_size, 1, *image_size, dtype=torch.float16),
+        "index": cases,
+        "error": [""] * batch_size,
+        "time": 1.0 + cases,
+        "event": torch.ones(batch_size, dtype=torch.bool),
+    }
+
+
+def describe_batch(batch: BatchSize, processes: int) -> str:
+    """A row of the banner."""
+    source = batch.source.replace(" did", " per process did")
+    split = f"{batch.size} per process x {processes}; x {batch.accumulation} accumulation"
+    return f"{batch.size * processes} in all ({source}) = {split} = {batch.size * processes * batch.accumulation}"
+
+
+def out_of_memory_advice(size: int, accumulation: int, processes: int, otherwise: str) -> str:
+    """The flags that take less memory than this batch of one process. otherwise: how the batch could be fitted."""
+    smaller_size, more_steps = split_batch(size, accumulation)
+    smaller = batch_flags(smaller_size, more_steps, processes=processes)
+    batch = f"--batch_size {size * processes} over {processes} processes"
+    return f"{batch}; try {smaller} (the same result), a smaller --image_size or --resnet{otherwise}"
+
+
+def cores_per_process() -> int:
+    """All ranks: this node's usable cores, shared by the processes on it."""
+    node = platform.node()
+    processes = gather_objects(node).count(node)
+    return max(1, usable_cores() // processes)
+
+
+# --- a trial step -----------------------------------------------------------------------------------------------------
+
+
+def trial_step(
+    model: nn.Module,
+    batch: dict,
+    load: Callable[[dict], torch.Tensor],
+    loss_of: Callable[[torch.Tensor, dict], torch.Tensor],
+    waiting: int = 0,
+) -> None:
+    """Forward and backward pass of one micro-batch, as the training step makes it; the gradients stay in the model.
+
+    load: a batch's images on the device. loss_of: the loss of outputs and batch. waiting: cases of the step's other
+    micro-batches, whose images are on the device meanwhile.
+    """
+    images = load(batch)
+
+    # with micro-batches, all images are on the device and all outputs are computed before the gradients
+    others = images.new_empty(waiting, *images.shape[1:])
+    model.train()
+    if waiting:
+        with torch.no_grad():
+            model(images)
+
+    output = model(images)
+    values = output.detach().requires_grad_()
+    loss_of(values, batch).backward()
+    output.backward(values.grad)
+    del others
+
+
+def rehearse_survival(
+    build: Callable[[Ranks], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    trial: Callable[[nn.Module, int, int], None],
+    wanted: BatchSize,
+    processes: int,
+    memory: float,
+    splits: bool,
+) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step on an imaginary GPU; does not return.
+
+    trial: of so many cases while others wait. memory: GiB. splits: whether a smaller batch has the same result.
+    """
+    import rehearsal_utils as rehearsal
+
+    size, accumulation = wanted.size, wanted.accumulation
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks:
+        with ranks.device:
+            model = build(ranks)
+        step_trial = partial(trial, model, size, size * (accumulation - 1))
+        step = rehearsal.rehearse_step(trace, model, make_optimizer(model), step_trial, accumulation, processes)
+
+    def words(samples: int) -> str:
+        smaller, steps = smaller_batch(size, accumulation, samples)
+        flags = batch_flags(smaller, steps, processes=processes)
+        # the Cox loss wants all outputs before the first gradient
+        return flags + ", by a third more arithmetic" * (accumulation == 1)
+
+    title = f"survival, {size} cases per GPU x {accumulation} accumulation, {model.precision}"
+    otherwise = "a smaller --image_size or --resnet"
+    if not splits:
+        otherwise = f"--norm group, {otherwise}"
+    rehearsal.report_rehearsal(title, step, size, memory, words if splits else None, otherwise)
+    rehearsal.end_rehearsal()

@@ -1,0 +1,171 @@
+"""All folds of a cross-validation together: their folder, their predictions on one scale, and what these score."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from checkpoint_utils import RunLock, begin_afresh, check_run_folder, finish_deleting, lock_run_folder
+from cli_utils import InputError
+from distributed_utils import agree_on_errors, world
+from logging_utils import print_table, save_figure, write_result
+from tasks.survival.cohort import Outcome
+from tasks.survival.figures import draw_survival
+from tasks.survival.folds import Fold
+from tasks.survival.metrics import Predictions, concordance, log_cumulative_hazard, repeat_curve, score
+from tasks.survival.metrics import score_true_risk, survival_at
+from tasks.survival.report import PredictedCases, or_undefined, predictions_table, print_metrics
+
+
+class FoldResult(NamedTuple):
+    """What a cross-validation needs of a fold: predictions and scores of its last weights, and those of best.pt.
+
+    signal: exit code of a stop signal that came too late for the fold to heed it, else 0.
+    """
+
+    fold: Fold
+    steps: int
+    signal: int
+    last: Predictions
+    best: Predictions
+    c_index: float | None
+    c_index_best: float | None
+
+
+def begin_cross_validation(
+    run_folder: Path, may_exist: bool, overwrite: bool, write_args: Callable[[], None]
+) -> RunLock | None:
+    """All ranks: lock the folder of all folds and write args.yaml; with overwrite it is emptied. Returns the lock."""
+    with agree_on_errors():
+        if (run_folder / "last.pt").exists():
+            raise InputError(f"{run_folder}: holds a single run; choose another --log_dir")
+    lock = lock_run_folder(run_folder, may_exist, overwrite=overwrite)
+    with agree_on_errors():
+        try:
+            if world()[0] == 0:
+                # all folds at once: a killed run must find none of the old one
+                if overwrite:
+                    folds = sorted(run_folder.glob("fold_*"))
+                    for folder in [run_folder, *folds]:
+                        check_run_folder(folder, True, True)
+                    begin_afresh(run_folder, tuple(folds))
+                # folds of an old run that a kill left while --overwrite deleted them
+                finish_deleting(run_folder)
+                write_args()
+        except OSError as error:
+            raise InputError(f"{run_folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
+    return lock
+
+
+# --- one scale for all folds ------------------------------------------------------------------------------------------
+
+
+def common_follow_up(results: list[FoldResult]) -> float:
+    """The last time, in years, that the training cases of all folds know."""
+    return min(result.last.baseline["until"] for result in results)
+
+
+def pooled_risk(predictions: list[Predictions], until: float) -> np.ndarray:
+    """The risks of all folds' validation cases on one scale.
+
+    The models of different folds have log-hazards with different constants. Each fold's baseline hazard makes them
+    comparable: taken is the log of the cumulative hazard at `until`, the last time that all folds know.
+    """
+    return np.concatenate(
+        [log_cumulative_hazard(fold.baseline, fold.log_hazard, [until])[:, 0] for fold in predictions]
+    )
+
+
+def survival_of_folds(results: list[FoldResult], at) -> np.ndarray:
+    """(cases, times) probabilities of survival of all folds' validation cases."""
+    return np.concatenate([survival_at(result.last.baseline, result.last.log_hazard, at) for result in results])
+
+
+def reference_of_folds(results: list[FoldResult], at) -> np.ndarray:
+    """What survival_of_folds is compared with: for each case the Kaplan-Meier curve of its fold's training cases."""
+    return np.concatenate([repeat_curve(result.fold.train_outcome, len(result.fold.val), at) for result in results])
+
+
+def pooled_outcome(results: list[FoldResult]) -> Outcome:
+    """Events and times of all folds' validation cases."""
+    return results[0].fold.cohort.outcome(pooled_rows(results))
+
+
+def pooled_rows(results: list[FoldResult]) -> np.ndarray:
+    """The rows of all folds' validation cases."""
+    return np.concatenate([result.fold.val for result in results])
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def score_folds(results: list[FoldResult], years: list[float]) -> dict[str, float | None]:
+    """Metrics of all folds' validation cases together, and the scores of each fold."""
+    until = common_follow_up(results)
+    outcome = pooled_outcome(results)
+
+    # each case is validated once, so that the folds' validation cases are a cohort of their own
+    scores = score(
+        pooled_risk([result.last for result in results], until),
+        outcome,
+        train=outcome,
+        years=years,
+        survival=partial(survival_of_folds, results),
+        final=True,
+        reference=partial(reference_of_folds, results),
+        until=until,
+    )
+    metrics = {f"val/{name}": value for name, value in scores.items()}
+    metrics |= score_true_risk(results[0].fold.cohort, pooled_rows(results))
+
+    # the folds one by one, and what best.pt would have reached
+    known = [result.c_index for result in results if result.c_index is not None]
+    if known:
+        metrics["val/c_index_mean"] = float(np.mean(known))
+        metrics["val/c_index_sd"] = float(np.std(known))
+    for k, result in enumerate(results, start=1):
+        metrics[f"val/c_index/fold_{k}"] = result.c_index
+    best_risk = pooled_risk([result.best for result in results], until)
+    metrics["val/c_index_best"] = concordance(best_risk, outcome.event, outcome.time)
+    for k, result in enumerate(results, start=1):
+        metrics[f"val/c_index_best/fold_{k}"] = result.c_index_best
+    return metrics
+
+
+def report_folds(results: list[FoldResult], facts: dict, run_folder: Path, years: list[float]) -> None:
+    """Rank 0: the table, predictions.csv, the figure and summary.json of all folds. facts: what the summary adds."""
+    metrics = score_folds(results, years)
+    print_folds(metrics, results, years)
+    parts = [
+        PredictedCases(result.fold.name, result.fold.val, result.last.log_hazard, result.last.baseline)
+        for result in results
+    ]
+    table = predictions_table(results[0].fold.cohort, parts, years)
+    write_result(run_folder / "predictions.csv", table)
+    save_figure(run_folder / "figures" / "survival.png", draw_folds(results, years))
+    write_result(run_folder / "summary.json", (json.dumps(metrics | facts, indent=2) + "\n").encode())
+
+
+def print_folds(metrics: dict[str, float | None], results: list[FoldResult], years: list[float]) -> None:
+    """Rank 0: the pooled metrics, and the scores of each fold."""
+    print_metrics(f"{len(results)} folds pooled, last epoch", metrics, years)
+    rows = {}
+    for result in results:
+        row = {"c_index": result.c_index, "c_index_best": result.c_index_best}
+        rows[result.fold.name] = {name: or_undefined(value) for name, value in row.items()}
+    print_table("fold", rows)
+    print("c_index_best: of each fold's best.pt, chosen on the same fold and therefore optimistic", flush=True)
+
+
+def draw_folds(results: list[FoldResult], years: list[float]):
+    """A matplotlib figure of all folds' validation cases."""
+    until = common_follow_up(results)
+    outcome = pooled_outcome(results)
+    risk = pooled_risk([result.last for result in results], until)
+    known = [year for year in years if year < until]
+    survival = partial(survival_of_folds, results)
+    heading = f"{len(results)} folds pooled, last epoch"
+    return draw_survival(risk, outcome, outcome, known, survival, heading)
