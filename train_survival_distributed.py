@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main
-from cli_utils import save_args, take_from_run, value_sources, whole
+from cli_utils import take_from_run, value_sources, whole
+from tasks.survival.flags import COLUMNS, FIXED, adopt_settings, check_modes, check_settings, check_values
+from tasks.survival.flags import checkpoint_to_use
 
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
@@ -37,10 +38,6 @@ RESNETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet1
 CHOSEN = "(chosen on this fold)"
 # cases per forward pass of an evaluation: the same at any world size, so that results are too
 EVAL_BATCH = 4
-# what a checkpoint prescribes to a run that is resumed from it or uses it
-FIXED = ("task", "resnet", "base_channels", "norm", "image_size", "hu_window", "spacing", "orientation")
-COLUMNS = ("path_column", "time_column", "event_column", "id_column")
-SPLIT = ("fold_column", "train_fold", "val_fold", "folds")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -132,56 +129,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check_modes(parser: Parser, args: argparse.Namespace) -> None:
-    """End with one line where flags ask for two things at once, or for one without what it needs."""
-    if args.max_grad_norm is not None:
-        if args.source["grad_clip"] != "default" and args.grad_clip != args.max_grad_norm:
-            parser.error("--max_grad_norm and --grad_clip are the same thing; give one")
-        args.grad_clip = args.max_grad_norm
-    if args.amp and args.mixed_precision == "no":
-        parser.error("--amp and --mixed_precision no exclude each other")
-    # args.yaml holds --mixed_precision alone
-    args.amp = False
-
-    # one mode at a time
-    if args.csv_path is None and not args.predict and not args.rehearse:
-        parser.error("--csv_path: name the table of cases")
-    if args.overwrite and (args.resume_from or args.eval_only or args.predict):
-        parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
-    if args.eval_only and args.predict:
-        parser.error("--eval_only and --predict exclude each other")
-    if args.cross_validate and (args.eval_only or args.predict or args.task == "pretrain"):
-        parser.error("--cross_validate trains survival models; leave out --eval_only, --predict and --task pretrain")
-    if args.cross_validate and args.resume_from not in (None, "auto"):
-        parser.error("--cross_validate has one checkpoint per fold; resume with --resume_from auto")
-
-    # what needs or excludes another flag
-    if (args.init == "pretrained") != (args.pretrained_path is not None):
-        parser.error("--init pretrained and --pretrained_path go together")
-    if args.use_smart_cache and args.event_balanced:
-        parser.error("--event_balanced draws from the whole fold and --use_smart_cache from a part; leave one out")
-
-
-def check_values(parser: Parser, args: argparse.Namespace) -> None:
-    """End with one line where a value cannot be; orientation and horizons are brought into their usual form."""
-    if args.folds == 1:
-        parser.error("--folds 1: there must be at least 2")
-    if args.base_channels % 8:
-        parser.error(f"--base_channels {args.base_channels}: must be a multiple of 8")
-    if args.hu_window[0] >= args.hu_window[1]:
-        parser.error("--hu_window: the first value must be below the second")
-    if args.eta_min > args.lr:
-        parser.error(f"--eta_min {args.eta_min:g}: must not be above --lr {args.lr:g}")
-    args.eval_years = sorted(set(args.eval_years))
-
-    # one letter of each of the three axes, in any order
-    if args.orientation is not None:
-        args.orientation = args.orientation.upper()
-        axes = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}
-        if sorted(axes.get(letter, 3) for letter in args.orientation) != [0, 1, 2]:
-            parser.error(f"--orientation {args.orientation}: three letters, one each of R/L, A/P and S/I, such as RAS")
-
-
 # before the heavy imports: --help and a mistyped flag answer at once
 if __name__ == "__main__":
     ARGS = parse_args()
@@ -195,33 +142,25 @@ from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock
 from checkpoint_utils import trained_state
 from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader, launch_workers
 from distributed_utils import print_main, reduce_max, reduce_sum, schedule, setup_distributed, world, wrap_in_ddp
-from hardware_utils import autocast, choose_precision, set_numerics
+from hardware_utils import autocast
 from logging_utils import RunLog, save_figure, write_result
-from loop_utils import LossScaler, Progress, Step, TrainingRun, agree_on_precision, clip_and_step, end_epoch, end_step
-from loop_utils import (
-    explain_out_of_memory,
-    finish_run,
-    first_error,
-    keep_best,
-    next_epoch,
-    optimizer_steps,
-    print_start,
-)
-from loop_utils import restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
-from tasks.survival.batch import cases_per_process, cores_per_process, describe_batch, largest_batch
-from tasks.survival.batch import out_of_memory_advice, rehearse_survival, trial_step, wanted_batch
-from tasks.survival.cohort import Cohort, read_cohort
-from tasks.survival.cross_validation import FoldResult, begin_cross_validation, report_folds
+from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
+from loop_utils import explain_out_of_memory, finish_run, first_error, keep_best, next_epoch, optimizer_steps
+from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
+from memory_utils import BatchSize
+from tasks.survival.batch import cases_per_process, largest_batch, trial_step
+from tasks.survival.cohort import Cohort
+from tasks.survival.cross_validation import FoldResult, cross_validate
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.figures import draw_inputs, draw_results
-from tasks.survival.folds import Fold, check_not_trained_on, choose_folds
+from tasks.survival.folds import Fold, check_not_trained_on
 from tasks.survival.metrics import Predictions, breslow_baseline, score_features, score_survival
-from tasks.survival.report import add_baseline, describe_cache, describe_cases, describe_model, print_metrics
-from tasks.survival.report import print_warnings, write_new_predictions, write_results
+from tasks.survival.report import add_baseline, print_metrics, print_warnings, write_new_predictions, write_results
 from tasks.survival.resnet import make_backbone
-from tasks.survival.targets import CoxMemory, standardize_features
-from tasks.survival.volumes import augment, check_volumes
+from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, describe_run, make_dataset
+from tasks.survival.settings import make_loader, out_of_memory_at, read_cases, rehearse, with_features
+from tasks.survival.targets import CoxMemory
+from tasks.survival.volumes import augment
 from tasks.survival.weights import read_weights, use_weights
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -329,12 +268,13 @@ def step_loss(
 
 
 class Learner(NamedTuple):
-    """What the steps of a training change, and a checkpoint keeps."""
+    """What the steps of a training change, and a checkpoint keeps. wrapped: the model, or DDP around it."""
 
     model: RiskNet
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     memory: CoxMemory
+    wrapped: nn.Module | None = None
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -383,12 +323,10 @@ def images_of(batch: dict, device: torch.device, epoch: int, args: argparse.Name
 
 
 def train_step(
-    wrapped: nn.Module,
-    model: RiskNet,
+    learner: Learner,
     step: Step,
     load: Callable[[dict], torch.Tensor],
     loss_of: Callable[[torch.Tensor], torch.Tensor],
-    scaler: torch.amp.GradScaler,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of one optimizer step, the same at any number of ranks and micro-batches; returns (loss, outputs).
 
@@ -399,10 +337,10 @@ def train_step(
     """
     images = [load(batch) for batch in step.batches]
     if len(images) == 1:
-        passed = [wrapped(images[0])]
+        passed = [learner.wrapped(images[0])]
     else:
         with torch.no_grad():
-            passed = [model(batch) for batch in images]
+            passed = [learner.model(batch) for batch in images]
 
     # the outputs of all ranks, and the loss of them all
     local = torch.cat([output.detach() for output in passed])
@@ -415,34 +353,28 @@ def train_step(
     # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
     grad = outputs.grad * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
     # DDP averages over the ranks; these are parts of a sum, so undo the division
-    grad = scaler.scale(grad * world()[1])
+    grad = learner.scaler.scale(grad * world()[1])
     grad = grad[step.first : step.first + step.local] if step.local else grad[:1] * 0
 
     # this rank's part of the gradient, back through its model
     for k, batch in enumerate(images, start=1):
-        with sync_gradients(wrapped, now=k == len(images)):
-            output = passed[0] if len(images) == 1 else wrapped(batch)
+        with sync_gradients(learner.wrapped, now=k == len(images)):
+            output = passed[0] if len(images) == 1 else learner.wrapped(batch)
             output.backward(grad[: len(output)])
         grad = grad[len(output) :]
     return loss.detach(), outputs.detach()
 
 
 def train_one_epoch(
-    wrapped: nn.Module,
-    learner: Learner,
-    fold: Fold,
-    loader: DataLoader,
-    training: TrainingRun,
-    args: argparse.Namespace,
+    learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: argparse.Namespace
 ) -> None:
     """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
-    wrapped: the model, or DDP around it. Between log lines nothing is read back from the GPU. Raises InputError on all
-    ranks for an unreadable volume of any.
+    Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unreadable volume of any.
     """
     # kernels of 1 x 1 x 1 have two layouts at once
     warnings.filterwarnings("ignore", message="Grad strides do not match")
-    model, optimizer, scaler, memory = learner
+    model = learner.model
     progress = training.progress
     model.train()
     if progress.epoch < args.freeze_epochs:
@@ -454,14 +386,14 @@ def train_one_epoch(
         lr = lr_of_step(progress.step, training.planned_steps, args)
 
         # forward and backward: the risk set of each event is the global batch, with what --cox_memory keeps
-        extra = memory.others(rows, fold.cohort.time)
+        extra = learner.memory.others(rows, fold.cohort.time)
         loss_of = partial(step_loss, rows=rows, fold=fold, args=args, extra=extra)
         with training.log.count_flops(step.samples):
-            loss, outputs = train_step(wrapped, model, step, load, loss_of, scaler)
-        memory.add(rows, outputs[:, 0])
+            loss, outputs = train_step(learner, step, load, loss_of)
+        learner.memory.add(rows, outputs[:, 0])
 
         # update the weights; a non-finite gradient skips the step on all ranks together
-        grad_norm = clip_and_step(optimizer, scaler, args.grad_clip, lr)
+        grad_norm = clip_and_step(learner.optimizer, learner.scaler, args.grad_clip, lr)
 
         # loss and events are the same on all ranks, so that rank 0 alone enters them into the sum
         events = fold.cohort.event[rows].sum() if args.task == "survival" else 0.0
@@ -472,31 +404,6 @@ def train_one_epoch(
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-def make_dataset(cohort: Cohort, rows: np.ndarray, args: argparse.Namespace, train=False) -> MultiGPUSurvivalDataset:
-    """The cases of some rows of the cohort, as the flags say; SmartCache for training only."""
-    smart = train and args.use_smart_cache
-    # an unreadable volume is told in its batch, so that all ranks end together
-    return MultiGPUSurvivalDataset(
-        cohort,
-        rows=rows,
-        use_smart_cache=smart,
-        num_workers=args.num_workers,
-        event_balanced=train and args.event_balanced,
-        raise_errors=False,
-        image_size=args.image_size,
-        window=args.hu_window,
-        spacing=args.spacing,
-        orientation=args.orientation,
-        cache_dir=args.cache_dir if args.cache == "persistent" and not smart else None,
-        cache_rate=args.cache_rate,
-        replace_rate=args.replace_rate,
-        seed=args.seed,
-    )
 
 
 @torch.no_grad()
@@ -542,17 +449,14 @@ def evaluate(model: RiskNet, fold: Fold, args: argparse.Namespace, final: bool =
     if world()[0] == 0:
         metrics = {"val/loss": float(step_loss(torch.from_numpy(val), fold.val, fold, args))}
         if train is not None:
-            event, time = fold.train_outcome
-            predictions = predictions._replace(baseline=breslow_baseline(train[:, 0], event, time))
+            event, event_time = fold.train_outcome
+            predictions = predictions._replace(baseline=breslow_baseline(train[:, 0], event, event_time))
         if args.task == "survival":
             metrics |= score_survival(fold, predictions, args.eval_years)
         else:
             metrics |= score_features(fold, val)
     metrics, baseline = broadcast_object((metrics, predictions.baseline))
     return metrics, predictions._replace(baseline=baseline)
-
-
-# --- the batch that fits ----------------------------------------------------------------------------------------------
 
 
 def try_cases(model: RiskNet, cases: int, waiting: int, args: argparse.Namespace) -> None:
@@ -567,71 +471,7 @@ def try_cases(model: RiskNet, cases: int, waiting: int, args: argparse.Namespace
     trial_step(model, largest_batch(cases, args.image_size), load, loss_of, waiting)
 
 
-def choose_batch_size(
-    model: RiskNet, checkpoint: dict | None, wanted: BatchSize, args: argparse.Namespace
-) -> BatchSize:
-    """The batch of the flags, or what a step leaves room for."""
-    # the statistics of --norm batch depend on how the batch is split
-    if args.norm == "batch" or not fits_by_itself(args.auto_batch, model.head.weight.device):
-        return wanted
-    cases = wanted.size * wanted.accumulation
-    words = partial(batch_flags, processes=world()[1])
-    advice = "pass a smaller --image_size or --resnet"
-    return fit_batch_to_memory(
-        lambda size: try_cases(model, size, cases - size, args), model, wanted, words, advice, checkpoint=checkpoint
-    )
-
-
-def out_of_memory_at(size: int, accumulation: int, args: argparse.Namespace, ranks: Ranks) -> str:
-    """What a user is told where this batch of one process does not fit."""
-    otherwise = auto_batch_advice(args.auto_batch, ranks.device)
-    return out_of_memory_advice(size, accumulation, ranks.world_size, otherwise)
-
-
-def rehearse(args: argparse.Namespace) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step; does not return."""
-    from rehearsal_utils import memory_to_plan_for, processes_to_plan_for
-
-    # --batch_size counts all processes, which are one for each GPU here unless a launcher started them
-    here = None if "RANK" in os.environ else torch.cuda.device_count()
-    processes = processes_to_plan_for(args.world_size or here)
-
-    def build(ranks: Ranks) -> RiskNet:
-        precision, _ = choose_precision(args.mixed_precision, ranks.device)
-        set_numerics(ranks.device, precision, "", args.deterministic)
-        return build_model(args, precision, 1, None, ranks)
-
-    rehearse_survival(
-        build,
-        partial(make_optimizer, args=args),
-        partial(try_cases, args=args),
-        BatchSize(max(1, round(args.batch_size / processes)), args.gradient_accumulation_steps, ""),
-        processes=processes,
-        memory=memory_to_plan_for(args.gpu_memory),
-        splits=args.norm != "batch",
-    )
-
-
-# --- one fold ---------------------------------------------------------------------------------------------------------
-
-
-class Setup(NamedTuple):
-    """What follows from the machine and the flags, the same for every fold.
-
-    precision_reason: for the banner. batch: of one process, as the flags ask for it.
-    """
-
-    ranks: Ranks
-    precision: str
-    precision_reason: str
-    batch: BatchSize
-
-
-def with_features(fold: Fold, args: argparse.Namespace) -> Fold:
-    """The fold with what --task pretrain learns."""
-    if args.task == "survival":
-        return fold
-    return fold._replace(features=standardize_features(fold.cohort, fold.train, args.feature_columns))
+# --- the run -----------------------------------------------------------------------------------------------------------
 
 
 def begin_fold(
@@ -654,34 +494,6 @@ def begin_fold(
     return fold, model, data
 
 
-def make_loader(data: MultiGPUSurvivalDataset, batch: BatchSize, args: argparse.Namespace) -> DataLoader:
-    """The training cases of this rank. Raises InputError for a batch larger than an epoch."""
-    workers = 0 if args.use_smart_cache else args.num_workers
-    drop_last = args.norm == "batch"
-    loader = create_distributed_dataloader(
-        data, batch.size, True, args.seed, workers, batch.accumulation, drop_last=drop_last
-    )
-    sampler = loader.batch_sampler
-    if not sampler.steps_per_epoch():
-        total = batch.size * world()[1]
-        raise InputError(f"--batch_size {total}: larger than the {sampler.num_samples} cases of an epoch; lower it")
-    return loader
-
-
-def describe_data(fold: Fold, effective_batch_size: int, args: argparse.Namespace) -> dict:
-    """What may not differ between a run and one that is resumed from it."""
-    rates = [args.cache_rate, args.replace_rate, world()[1]]
-    return {
-        "training_cases": len(fold.train),
-        "effective_batch_size": effective_batch_size,
-        "seed": args.seed,
-        "optimizer": args.optimizer,
-        "event_balanced": args.event_balanced,
-        "training_data": fold.cohort.digest(fold.train),
-        "smart_cache": f"rates and processes {rates}" if args.use_smart_cache else "off",
-    }
-
-
 def checkpoint_contents(
     learner: Learner, fold: Fold, batch: BatchSize, this_run: dict, args: argparse.Namespace
 ) -> dict:
@@ -699,30 +511,6 @@ def checkpoint_contents(
     }
 
 
-def describe_run(
-    fold: Fold,
-    data: MultiGPUSurvivalDataset,
-    model: RiskNet,
-    batch: BatchSize,
-    training: TrainingRun,
-    setup: Setup,
-    args: argparse.Namespace,
-) -> dict[str, str]:
-    """The banner's rows of this script; where a value is not a flag's, a row says where it is from."""
-    origin = args.source
-    kind = "threads" if args.use_smart_cache else "workers"
-    name = f"{args.resnet}, {args.norm} norm"
-    rows = {
-        "batch": describe_batch(batch, setup.ranks.world_size),
-        "learning rate": f"{args.lr:g} ({origin['lr']}), {args.scheduler}, not scaled",
-        "precision": setup.precision_reason,
-        "loading": f"{args.num_workers} {kind} per process ({origin['num_workers']})",
-        "cache": describe_cache(data, len(fold.train) + len(fold.val)),
-    }
-    rows |= describe_cases(fold) | describe_model(fold, model, name, args.image_size, args.ties)
-    return rows | {"epochs": f"{args.epochs} ({origin['epochs']}) of {training.planned_steps // args.epochs} steps"}
-
-
 def fit(
     fold: Fold, run_folder: Path, checkpoint: dict | None, setup: Setup, args: argparse.Namespace
 ) -> tuple[int, FoldResult | None]:
@@ -733,7 +521,7 @@ def fit(
     begun = time.time()
     ranks = setup.ranks
     fold, model, data = begin_fold(fold, checkpoint, setup, args)
-    batch = choose_batch_size(model, checkpoint, setup.batch, args)
+    batch = choose_batch_size(try_cases, model, checkpoint, setup.batch, args)
     loader = make_loader(data, batch, args)
     effective_batch_size = loader.batch_sampler.effective_batch_size
     steps_per_epoch = loader.batch_sampler.steps_per_epoch()
@@ -800,15 +588,14 @@ def train(
         seed = args.seed if args.augment else None
         training.log.figures(lambda: {"train_inputs": draw_inputs(cases, seed)}, 0)
 
-    wrapped = None
     while True:
         # the backbone is trained from --freeze_epochs on: another DDP, one at a time on these parameters
-        if wrapped is None or progress.epoch == args.freeze_epochs:
-            wrapped = None
+        if learner.wrapped is None or progress.epoch == args.freeze_epochs:
+            learner = learner._replace(wrapped=None)
             gc.collect()
-            wrapped = wrap_model(learner.model, frozen=progress.epoch < args.freeze_epochs)
+            learner = learner._replace(wrapped=wrap_model(learner.model, progress.epoch < args.freeze_epochs))
             training.log.forget_flops()
-        train_one_epoch(wrapped, learner, fold, loader, training, args)
+        train_one_epoch(learner, fold, loader, training, args)
         if code := end_epoch(training):
             return code, None
 
@@ -868,51 +655,6 @@ def finish_fold(
     return FoldResult(fold, progress.step, signal, last, best, metrics["val/c_index"], metrics["val/c_index_best"])
 
 
-# --- what a run may do ------------------------------------------------------------------------------------------------
-
-
-def cross_validate(folds: list[Fold], run_folder: Path, setup: Setup, args: argparse.Namespace) -> int:
-    """Each fold in a folder of its own, then the metrics of all predictions together; returns the exit code.
-
-    Predictions, baseline hazards and metrics are of the last epoch's weights: each fold's best.pt was chosen by its
-    score on that same fold. What best.pt would have reached stands beside, as `c_index_best`.
-    """
-    begun = time.time()
-    may_exist = bool(args.resume_from) or args.overwrite
-    write_args = partial(save_args, run_folder / "args.yaml", args)
-    lock = begin_cross_validation(run_folder, may_exist, args.overwrite, write_args)
-    results = []
-    for k, fold in enumerate(folds, start=1):
-        print_main(f"fold {k} of {len(folds)}: {fold.name}")
-        fold_folder = run_folder / f"fold_{k}"
-        fold_lock = lock_run_folder(fold_folder, may_exist, overwrite=args.overwrite)
-        checkpoint = load_checkpoint(args.resume_from, fold_folder, FORMAT, resume=True)
-        if checkpoint:
-            adopt_settings(args, checkpoint, str(fold_folder))
-        code, result = fit(fold, fold_folder, checkpoint, setup, args)
-        del fold_lock
-        if code:
-            return code
-        if result.signal and k < len(folds):
-            return result.signal
-        results.append(result)
-
-    if setup.ranks.is_main:
-        facts = {
-            "steps": sum(result.steps for result in results),
-            "epochs": args.epochs,
-            "folds": len(folds),
-            "world_size": setup.ranks.world_size,
-            "effective_batch_size": setup.batch.size * setup.batch.accumulation * setup.ranks.world_size,
-            "precision": setup.precision,
-            "seconds": round(time.time() - begun, 1),
-        }
-        report_folds(results, facts, run_folder, args.eval_years)
-    print_main(f"pooled: {run_folder}/predictions.csv, {run_folder}/summary.json; each fold: {run_folder}/fold_*")
-    del lock
-    return 0
-
-
 def load_model(checkpoint: dict, setup: Setup, args: argparse.Namespace) -> RiskNet:
     """All ranks: the model of a checkpoint, for evaluation."""
     weights = checkpoint["model"]
@@ -961,99 +703,11 @@ def evaluate_only(fold: Fold, checkpoint: dict, used: str, setup: Setup, args: a
     print(f"{len(fold.val)} cases; written: {run_folder}/eval_val.json, {run_folder}/figures", flush=True)
 
 
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-def choose_workers(args: argparse.Namespace, device: torch.device) -> int:
-    """Set --num_workers where no flag did; returns this node's cores per process."""
-    cores = cores_per_process()
-    if args.source["num_workers"] == "default":
-        loads_beside = device.type == "cuda" or args.use_smart_cache
-        args.num_workers = min(4, cores) if loads_beside else 0
-        args.source["num_workers"] = "hardware"
-    return cores
-
-
-def adopt_settings(args: argparse.Namespace, checkpoint: dict, path: str) -> None:
-    """Take model and input settings from a checkpoint. Raises InputError where a flag says otherwise."""
-    if args.source["seed"] == "default":
-        args.seed = checkpoint["run"]["seed"]
-    settings = checkpoint["settings"]
-    for name in FIXED if args.cross_validate else FIXED + SPLIT:
-        now = getattr(args, name)
-        value = settings.get(name, now)
-        given = args.source[name] != "default"
-        # another fold, such as --val_fold test: its cases are compared with those trained on
-        if name in SPLIT and args.eval_only and given:
-            continue
-        if given and now != value:
-            raise InputError(f"{path}: a run with --{name} {value}, now {now}; leave the flag out")
-        setattr(args, name, value)
-
-
-def check_settings(args: argparse.Namespace) -> None:
-    """What does not go together, once a checkpoint has had its say. Raises InputError."""
-    if args.cox_memory and args.task == "pretrain":
-        raise InputError("--cox_memory: belongs to the Cox loss; leave it out with --task pretrain")
-    if args.norm == "batch" and args.gradient_accumulation_steps > 1:
-        raise InputError("--norm batch: accumulation would take its statistics from parts of a batch; use --norm group")
-    if args.norm == "batch" and args.auto_batch:
-        raise InputError("--norm batch: --auto_batch would change its statistics; use --norm group, or choose a batch")
-
-
-def checkpoint_to_use(args: argparse.Namespace) -> str:
-    """--eval_only and --predict: the file of the checkpoint, best.pt where none or a run folder is named."""
-    if args.resume_from in (None, "auto"):
-        return str(Path(args.log_dir) / "best.pt")
-    if Path(args.resume_from).is_dir():
-        return str(Path(args.resume_from) / "best.pt")
-    return args.resume_from
-
-
-def read_cases(args: argparse.Namespace, cores: int) -> tuple[Cohort, list[Fold]]:
-    """All ranks: the table and its folds, none with --predict; every volume that is needed is checked.
-
-    cores: threads that read. Raises InputError.
-    """
-    with agree_on_errors():
-        table = args.predict or args.csv_path
-        columns = {name: getattr(args, name) for name in COLUMNS}
-        cohort = read_cohort(table, args.data_dir, args.time_unit, outcome=not args.predict, **columns)
-        folds = []
-        if not args.predict:
-            folds = choose_folds(
-                cohort,
-                count=args.folds,
-                fold_column=args.fold_column,
-                train_label=args.train_fold,
-                val_label=args.val_fold,
-                seed=args.seed,
-                every=args.cross_validate,
-            )
-
-    # rows of no fold are not looked at
-    if not args.skip_data_check:
-        needed = np.arange(len(cohort))
-        if folds:
-            needed = np.unique(np.concatenate([rows for fold in folds for rows in (fold.train, fold.val)]))
-        print_main(f"checking {len(needed)} volumes ...")
-        check_volumes(cohort, needed, Path(args.cache_dir), bool(args.spacing or args.orientation), cores)
-    return cohort, folds
-
-
 def run(args: argparse.Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.log_dir)
-    precision, reason = agree_on_precision(partial(choose_precision, args.mixed_precision, ranks.device))
-    with agree_on_errors():
-        if args.backend == "nccl" and ranks.device.type == "cpu":
-            raise InputError("--backend nccl: needs GPUs; leave it out")
-    reason = set_numerics(ranks.device, precision, reason, args.deterministic)
-    source = args.source["batch_size"]
-    batch = wanted_batch(args.batch_size, args.gradient_accumulation_steps, ranks.world_size, source)
-    setup = Setup(ranks, precision, reason, batch)
-    cores = choose_workers(args, ranks.device)
+    setup = choose_setup(args, ranks)
 
     # the run folder is ours from here on, where this is a training; each fold of a cross-validation has its own
     checkpoint = None
@@ -1072,7 +726,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         adopt_settings(args, checkpoint, used)
     check_settings(args)
 
-    cohort, folds = read_cases(args, cores)
+    cohort, folds = read_cases(args, setup.cores)
     if args.predict:
         predict_new(cohort, checkpoint, used, setup, args)
         return 0
@@ -1080,7 +734,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         evaluate_only(folds[0], checkpoint, used, setup, args)
         return 0
     if args.cross_validate:
-        code = cross_validate(folds, run_folder, setup, args)
+        code = cross_validate(fit, folds, run_folder, FORMAT, setup, args)
     else:
         code, _ = fit(folds[0], run_folder, checkpoint, setup, args)
     print_main(f"{time.time() - begun:.0f} seconds in all")
@@ -1090,7 +744,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def main(args: argparse.Namespace) -> int:
     if args.rehearse:
-        rehearse(args)
+        rehearse(build_model, make_optimizer, try_cases, args)
     launch_workers(args.world_size or torch.cuda.device_count() or 1)
     # NCCL has no host tensors: gloo stays beside it
     backend = "gloo" if args.backend == "gloo" else None

@@ -2,14 +2,13 @@
 
 import platform
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 
 from cli_utils import InputError
-from distributed_utils import Ranks, gather_objects
-from hardware_utils import smaller_batch, split_batch, usable_cores
+from distributed_utils import gather_objects
+from hardware_utils import split_batch, usable_cores
 from memory_utils import BatchSize, batch_flags
 
 
@@ -94,40 +93,3 @@ def trial_step(
     loss_of(values, batch).backward()
     output.backward(values.grad)
     del others
-
-
-def rehearse_survival(
-    build: Callable[[Ranks], nn.Module],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    trial: Callable[[nn.Module, int, int], None],
-    wanted: BatchSize,
-    processes: int,
-    memory: float,
-    splits: bool,
-) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step on an imaginary GPU; does not return.
-
-    trial: of so many cases while others wait. memory: GiB. splits: whether a smaller batch has the same result.
-    """
-    import rehearsal_utils as rehearsal
-
-    size, accumulation = wanted.size, wanted.accumulation
-    trace = rehearsal.Trace()
-    with rehearsal.imaginary_gpu(trace) as ranks:
-        with ranks.device:
-            model = build(ranks)
-        step_trial = partial(trial, model, size, size * (accumulation - 1))
-        step = rehearsal.rehearse_step(trace, model, make_optimizer(model), step_trial, accumulation, processes)
-
-    def words(samples: int) -> str:
-        smaller, steps = smaller_batch(size, accumulation, samples)
-        flags = batch_flags(smaller, steps, processes=processes)
-        # the Cox loss wants all outputs before the first gradient
-        return flags + ", by a third more arithmetic" * (accumulation == 1)
-
-    title = f"survival, {size} cases per GPU x {accumulation} accumulation, {model.precision}"
-    otherwise = "a smaller --image_size or --resnet"
-    if not splits:
-        otherwise = f"--norm group, {otherwise}"
-    rehearsal.report_rehearsal(title, step, size, memory, words if splits else None, otherwise)
-    rehearsal.end_rehearsal()

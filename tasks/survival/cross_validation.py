@@ -1,6 +1,8 @@
 """All folds of a cross-validation together: their folder, their predictions on one scale, and what these score."""
 
+import argparse
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,16 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from checkpoint_utils import RunLock, begin_afresh, check_run_folder, finish_deleting, lock_run_folder
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, world
+from checkpoint_utils import RunLock, begin_afresh, check_run_folder, finish_deleting, load_checkpoint, lock_run_folder
+from cli_utils import InputError, save_args
+from distributed_utils import agree_on_errors, print_main, world
 from logging_utils import print_table, save_figure, write_result
 from tasks.survival.cohort import Outcome
 from tasks.survival.figures import draw_survival
+from tasks.survival.flags import adopt_settings
 from tasks.survival.folds import Fold
 from tasks.survival.metrics import Predictions, concordance, log_cumulative_hazard, repeat_curve, score
 from tasks.survival.metrics import score_true_risk, survival_at
 from tasks.survival.report import PredictedCases, or_undefined, predictions_table, print_metrics
+from tasks.survival.settings import Setup
 
 
 class FoldResult(NamedTuple):
@@ -58,6 +62,58 @@ def begin_cross_validation(
         except OSError as error:
             raise InputError(f"{run_folder}: cannot write here ({error.strerror}); choose another --log_dir") from None
     return lock
+
+
+def cross_validate(
+    fit: Callable[..., tuple[int, "FoldResult | None"]],
+    folds: list[Fold],
+    run_folder: Path,
+    format: str,
+    setup: Setup,
+    args: argparse.Namespace,
+) -> int:
+    """Each fold in a folder of its own, then the metrics of all predictions together; returns the exit code.
+
+    fit(fold, run_folder, checkpoint, setup, args): trains one, and returns (exit code, results). format: of the
+    checkpoints.
+
+    Predictions, baseline hazards and metrics are of the last epoch's weights: each fold's best.pt was chosen by its
+    score on that same fold. What best.pt would have reached stands beside, as `c_index_best`.
+    """
+    begun = time.time()
+    may_exist = bool(args.resume_from) or args.overwrite
+    write_args = partial(save_args, run_folder / "args.yaml", args)
+    lock = begin_cross_validation(run_folder, may_exist, args.overwrite, write_args)
+    results = []
+    for k, fold in enumerate(folds, start=1):
+        print_main(f"fold {k} of {len(folds)}: {fold.name}")
+        fold_folder = run_folder / f"fold_{k}"
+        fold_lock = lock_run_folder(fold_folder, may_exist, overwrite=args.overwrite)
+        checkpoint = load_checkpoint(args.resume_from, fold_folder, format, resume=True)
+        if checkpoint:
+            adopt_settings(args, checkpoint, str(fold_folder))
+        code, result = fit(fold, fold_folder, checkpoint, setup, args)
+        del fold_lock
+        if code:
+            return code
+        if result.signal and k < len(folds):
+            return result.signal
+        results.append(result)
+
+    if setup.ranks.is_main:
+        facts = {
+            "steps": sum(result.steps for result in results),
+            "epochs": args.epochs,
+            "folds": len(folds),
+            "world_size": setup.ranks.world_size,
+            "effective_batch_size": setup.batch.size * setup.batch.accumulation * setup.ranks.world_size,
+            "precision": setup.precision,
+            "seconds": round(time.time() - begun, 1),
+        }
+        report_folds(results, facts, run_folder, args.eval_years)
+    print_main(f"pooled: {run_folder}/predictions.csv, {run_folder}/summary.json; each fold: {run_folder}/fold_*")
+    del lock
+    return 0
 
 
 # --- one scale for all folds ------------------------------------------------------------------------------------------

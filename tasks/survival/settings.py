@@ -1,0 +1,251 @@
+"""What follows from the flags and the machine: precision, batch, loading, the cases, and how the banner tells them."""
+
+import argparse
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from cli_utils import InputError
+from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
+from hardware_utils import choose_precision, set_numerics, smaller_batch
+from loop_utils import TrainingRun, agree_on_precision
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from tasks.survival.batch import cores_per_process, describe_batch, out_of_memory_advice, wanted_batch
+from tasks.survival.cohort import Cohort, read_cohort
+from tasks.survival.data import MultiGPUSurvivalDataset
+from tasks.survival.flags import COLUMNS
+from tasks.survival.folds import Fold, choose_folds
+from tasks.survival.report import describe_cache, describe_cases, describe_model
+from tasks.survival.targets import standardize_features
+from tasks.survival.volumes import check_volumes
+
+
+class Setup(NamedTuple):
+    """What follows from the machine and the flags, the same for every fold.
+
+    precision_reason: for the banner. batch: of one process, as the flags ask for it. cores: of one process.
+    """
+
+    ranks: Ranks
+    precision: str
+    precision_reason: str
+    batch: BatchSize
+    cores: int
+
+
+def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
+    """All ranks: precision, batch and --num_workers. Raises InputError."""
+    precision, reason = agree_on_precision(partial(choose_precision, args.mixed_precision, ranks.device))
+    with agree_on_errors():
+        if args.backend == "nccl" and ranks.device.type == "cpu":
+            raise InputError("--backend nccl: needs GPUs; leave it out")
+    reason = set_numerics(ranks.device, precision, reason, args.deterministic)
+    source = args.source["batch_size"]
+    batch = wanted_batch(args.batch_size, args.gradient_accumulation_steps, ranks.world_size, source)
+    return Setup(ranks, precision, reason, batch, choose_workers(args, ranks.device))
+
+
+def choose_workers(args: argparse.Namespace, device: torch.device) -> int:
+    """Set --num_workers where no flag did; returns this node's cores per process."""
+    cores = cores_per_process()
+    if args.source["num_workers"] == "default":
+        loads_beside = device.type == "cuda" or args.use_smart_cache
+        args.num_workers = min(4, cores) if loads_beside else 0
+        args.source["num_workers"] = "hardware"
+    return cores
+
+
+def out_of_memory_at(size: int, accumulation: int, args: argparse.Namespace, ranks: Ranks) -> str:
+    """What a user is told where this batch of one process does not fit."""
+    otherwise = auto_batch_advice(args.auto_batch, ranks.device)
+    return out_of_memory_advice(size, accumulation, ranks.world_size, otherwise)
+
+
+def choose_batch_size(
+    try_cases: Callable[..., None],
+    model: nn.Module,
+    checkpoint: dict | None,
+    wanted: BatchSize,
+    args: argparse.Namespace,
+) -> BatchSize:
+    """The batch of the flags, or what a step leaves room for. try_cases(model, cases, waiting, args): a trial step."""
+    # the statistics of --norm batch depend on how the batch is split
+    if args.norm == "batch" or not fits_by_itself(args.auto_batch, model.head.weight.device):
+        return wanted
+    cases = wanted.size * wanted.accumulation
+
+    def try_once(size: int) -> None:
+        try_cases(model, size, cases - size, args)
+
+    words = partial(batch_flags, processes=world()[1])
+    advice = "pass a smaller --image_size or --resnet"
+    return fit_batch_to_memory(try_once, model, wanted, words, advice, checkpoint=checkpoint)
+
+
+def rehearse(
+    build_model: Callable[..., nn.Module],
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    try_cases: Callable[..., None],
+    args: argparse.Namespace,
+) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step on an imaginary GPU, of the script's functions; ends here."""
+    import rehearsal_utils as rehearsal
+
+    # --batch_size counts all processes, which are one for each GPU here unless a launcher started them
+    here = None if "RANK" in os.environ else torch.cuda.device_count()
+    processes = rehearsal.processes_to_plan_for(args.world_size or here)
+    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
+    size = max(1, round(args.batch_size / processes))
+    accumulation = args.gradient_accumulation_steps
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks:
+        precision, _ = choose_precision(args.mixed_precision, ranks.device)
+        set_numerics(ranks.device, precision, "", args.deterministic)
+        with ranks.device:
+            model = build_model(args, precision, 1, None, ranks)
+        trial = partial(try_cases, model, size, size * (accumulation - 1), args)
+        optimizer = make_optimizer(model, args)
+        step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
+
+    # a smaller batch has the same result, but not where the statistics of --norm batch depend on it
+    title = f"survival, {size} cases per GPU x {accumulation} accumulation, {precision}"
+    words = partial(rehearsed_flags, size, accumulation, processes)
+    otherwise = "a smaller --image_size or --resnet"
+    if args.norm == "batch":
+        words = None
+        otherwise = f"--norm group, {otherwise}"
+    rehearsal.report_rehearsal(title, step, size, memory, words, otherwise)
+    rehearsal.end_rehearsal()
+
+
+def rehearsed_flags(size: int, accumulation: int, processes: int, samples: int) -> str:
+    """The flags that ask for micro-batches of at most so many samples."""
+    smaller, steps = smaller_batch(size, accumulation, samples)
+    flags = batch_flags(smaller, steps, processes=processes)
+    # the Cox loss wants all outputs before the first gradient
+    return flags + ", by a third more arithmetic" * (accumulation == 1)
+
+
+# --- the cases --------------------------------------------------------------------------------------------------------
+
+
+def read_cases(args: argparse.Namespace, cores: int) -> tuple[Cohort, list[Fold]]:
+    """All ranks: the table and its folds, none with --predict; every volume that is needed is checked.
+
+    cores: threads that read. Raises InputError.
+    """
+    with agree_on_errors():
+        table = args.predict or args.csv_path
+        columns = {name: getattr(args, name) for name in COLUMNS}
+        cohort = read_cohort(table, args.data_dir, args.time_unit, outcome=not args.predict, **columns)
+        folds = []
+        if not args.predict:
+            folds = choose_folds(
+                cohort,
+                count=args.folds,
+                fold_column=args.fold_column,
+                train_label=args.train_fold,
+                val_label=args.val_fold,
+                seed=args.seed,
+                every=args.cross_validate,
+            )
+
+    # rows of no fold are not looked at
+    if not args.skip_data_check:
+        needed = np.arange(len(cohort))
+        if folds:
+            needed = np.unique(np.concatenate([rows for fold in folds for rows in (fold.train, fold.val)]))
+        print_main(f"checking {len(needed)} volumes ...")
+        check_volumes(cohort, needed, Path(args.cache_dir), bool(args.spacing or args.orientation), cores)
+    return cohort, folds
+
+
+def make_dataset(cohort: Cohort, rows: np.ndarray, args: argparse.Namespace, train=False) -> MultiGPUSurvivalDataset:
+    """The cases of some rows of the cohort, as the flags say; SmartCache for training only."""
+    smart = train and args.use_smart_cache
+    # an unreadable volume is told in its batch, so that all ranks end together
+    return MultiGPUSurvivalDataset(
+        cohort,
+        rows=rows,
+        use_smart_cache=smart,
+        num_workers=args.num_workers,
+        event_balanced=train and args.event_balanced,
+        raise_errors=False,
+        image_size=args.image_size,
+        window=args.hu_window,
+        spacing=args.spacing,
+        orientation=args.orientation,
+        cache_dir=args.cache_dir if args.cache == "persistent" and not smart else None,
+        cache_rate=args.cache_rate,
+        replace_rate=args.replace_rate,
+        seed=args.seed,
+    )
+
+
+def make_loader(data: MultiGPUSurvivalDataset, batch: BatchSize, args: argparse.Namespace) -> DataLoader:
+    """The training cases of this rank. Raises InputError for a batch larger than an epoch."""
+    workers = 0 if args.use_smart_cache else args.num_workers
+    drop_last = args.norm == "batch"
+    loader = create_distributed_dataloader(
+        data, batch.size, True, args.seed, workers, batch.accumulation, drop_last=drop_last
+    )
+    sampler = loader.batch_sampler
+    if not sampler.steps_per_epoch():
+        total = batch.size * world()[1]
+        raise InputError(f"--batch_size {total}: larger than the {sampler.num_samples} cases of an epoch; lower it")
+    return loader
+
+
+def with_features(fold: Fold, args: argparse.Namespace) -> Fold:
+    """The fold with what --task pretrain learns."""
+    if args.task == "survival":
+        return fold
+    return fold._replace(features=standardize_features(fold.cohort, fold.train, args.feature_columns))
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def describe_data(fold: Fold, effective_batch_size: int, args: argparse.Namespace) -> dict:
+    """What may not differ between a run and one that is resumed from it."""
+    rates = [args.cache_rate, args.replace_rate, world()[1]]
+    return {
+        "training_cases": len(fold.train),
+        "effective_batch_size": effective_batch_size,
+        "seed": args.seed,
+        "optimizer": args.optimizer,
+        "event_balanced": args.event_balanced,
+        "training_data": fold.cohort.digest(fold.train),
+        "smart_cache": f"rates and processes {rates}" if args.use_smart_cache else "off",
+    }
+
+
+def describe_run(
+    fold: Fold,
+    data: MultiGPUSurvivalDataset,
+    model: nn.Module,
+    batch: BatchSize,
+    training: TrainingRun,
+    setup: Setup,
+    args: argparse.Namespace,
+) -> dict[str, str]:
+    """The banner's rows of this script; where a value is not a flag's, a row says where it is from."""
+    origin = args.source
+    kind = "threads" if args.use_smart_cache else "workers"
+    name = f"{args.resnet}, {args.norm} norm"
+    rows = {
+        "batch": describe_batch(batch, setup.ranks.world_size),
+        "learning rate": f"{args.lr:g} ({origin['lr']}), {args.scheduler}, not scaled",
+        "precision": setup.precision_reason,
+        "loading": f"{args.num_workers} {kind} per process ({origin['num_workers']})",
+        "cache": describe_cache(data, len(fold.train) + len(fold.val)),
+    }
+    rows |= describe_cases(fold) | describe_model(fold, model, name, args.image_size, args.ties)
+    return rows | {"epochs": f"{args.epochs} ({origin['epochs']}) of {training.planned_steps // args.epochs} steps"}
