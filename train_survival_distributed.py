@@ -15,7 +15,6 @@ Data: a table (CSV or xlsx) with a path, a time, an event (1) or censoring (0) a
 import argparse
 import contextlib
 import gc
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from typing import NamedTuple
 from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main
 from cli_utils import take_from_run, value_sources, whole
 from tasks.survival.flags import COLUMNS, FIXED, adopt_settings, check_modes, check_settings, check_values
-from tasks.survival.flags import checkpoint_to_use
 
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
@@ -138,12 +136,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint
+from checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint
 from checkpoint_utils import trained_state
 from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader, launch_workers
 from distributed_utils import print_main, reduce_max, reduce_sum, schedule, setup_distributed, world, wrap_in_ddp
 from hardware_utils import autocast
-from logging_utils import RunLog, save_figure, write_result
+from logging_utils import RunLog, save_figure
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import explain_out_of_memory, finish_run, first_error, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
@@ -154,11 +152,12 @@ from tasks.survival.cross_validation import FoldResult, cross_validate
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.figures import draw_inputs, draw_results
 from tasks.survival.folds import Fold, check_not_trained_on
-from tasks.survival.metrics import Predictions, breslow_baseline, score_features, score_survival
-from tasks.survival.report import add_baseline, print_metrics, print_warnings, write_new_predictions, write_results
+from tasks.survival.metrics import Predictions, score_fold
+from tasks.survival.report import add_baseline, print_epoch, print_metrics, print_warnings, write_json
+from tasks.survival.report import write_new_predictions, write_results
 from tasks.survival.resnet import make_backbone
 from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, describe_run, make_dataset
-from tasks.survival.settings import make_loader, out_of_memory_at, read_cases, rehearse, with_features
+from tasks.survival.settings import make_loader, open_checkpoint, out_of_memory_at, read_cases, rehearse, with_features
 from tasks.survival.targets import CoxMemory
 from tasks.survival.volumes import augment
 from tasks.survival.weights import read_weights, use_weights
@@ -444,19 +443,12 @@ def evaluate(model: RiskNet, fold: Fold, args: argparse.Namespace, final: bool =
         train = compute_outputs(model, make_dataset(fold.cohort, fold.train, args), workers)
 
     # rank 0 computes and tells the others, so that all take the same decisions
-    metrics = None
-    predictions = Predictions(val, train, baseline=None)
+    scores = None
     if world()[0] == 0:
-        metrics = {"val/loss": float(step_loss(torch.from_numpy(val), fold.val, fold, args))}
-        if train is not None:
-            event, event_time = fold.train_outcome
-            predictions = predictions._replace(baseline=breslow_baseline(train[:, 0], event, event_time))
-        if args.task == "survival":
-            metrics |= score_survival(fold, predictions, args.eval_years)
-        else:
-            metrics |= score_features(fold, val)
-    metrics, baseline = broadcast_object((metrics, predictions.baseline))
-    return metrics, predictions._replace(baseline=baseline)
+        loss = float(step_loss(torch.from_numpy(val), fold.val, fold, args))
+        scores = score_fold(fold, val, train, loss, args.eval_years)
+    metrics, baseline = broadcast_object(scores)
+    return metrics, Predictions(val, train, baseline)
 
 
 def try_cases(model: RiskNet, cases: int, waiting: int, args: argparse.Namespace) -> None:
@@ -471,7 +463,7 @@ def try_cases(model: RiskNet, cases: int, waiting: int, args: argparse.Namespace
     trial_step(model, largest_batch(cases, args.image_size), load, loss_of, waiting)
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def begin_fold(
@@ -601,13 +593,10 @@ def train(
 
         metrics, _ = evaluate(learner.model, fold, args)
         training.log.write(progress.step, progress.epoch + 1, metrics)
-        headline = HEADLINE[args.task]
-        value = metrics[f"val/{headline}"]
-        loss = metrics["val/loss"]
-        told = "undefined" if value is None else f"{value:.4f}"
-        print_main(f"epoch {progress.epoch + 1}: val {headline} {told}, loss {loss:.4f}")
+        print_epoch(progress.epoch, HEADLINE[args.task], metrics)
+        value = metrics[f"val/{HEADLINE[args.task]}"]
         epoch_complete = progress.samples >= loader.batch_sampler.used
-        keep_best(training, -loss if value is None else value, epoch_complete)
+        keep_best(training, -metrics["val/loss"] if value is None else value, epoch_complete)
         if not next_epoch(training):
             return 0, value
 
@@ -632,10 +621,14 @@ def finish_fold(
     best_metrics, best = evaluate(model, fold, args, final=True)
     if args.cross_validate:
         metrics[f"{headline}_best"] = best_metrics[headline]
-        scored, used, title = last, run_folder / "last.pt", "val, last epoch"
+        scored = last
+        used = run_folder / "last.pt"
+        title = "val, last epoch"
     else:
         metrics = best_metrics | {f"{headline}_last": last_score}
-        scored, used, title = best, run_folder / "best.pt", f"val, best.pt {CHOSEN}"
+        scored = best
+        used = run_folder / "best.pt"
+        title = f"val, best.pt {CHOSEN}"
         export_weights(checkpoint["model"], run_folder / "model.safetensors")
 
     training.log.write(progress.step, progress.epoch + 1, metrics | {"best_step": checkpoint["step"]})
@@ -692,8 +685,7 @@ def evaluate_only(fold: Fold, checkpoint: dict, used: str, setup: Setup, args: a
     same_fold = fold.flags.items() <= checkpoint["settings"].items()
     chosen = f" {CHOSEN}" if same_fold and Path(used).name == "best.pt" else ""
     print_metrics(f"val, {Path(used).name}{chosen}", metrics, args.eval_years)
-    facts = {**metrics, "step": checkpoint["step"]}
-    write_result(run_folder / "eval_val.json", (json.dumps(facts, indent=2) + "\n").encode())
+    write_json(run_folder / "eval_val.json", metrics | {"step": checkpoint["step"]})
     if args.task == "survival":
         trained_on = checkpoint["run"]["training_data"]
         write_results(fold, predictions, trained_on, Path(used), run_folder, args.eval_years)
@@ -708,20 +700,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     begun = time.time()
     run_folder = Path(args.log_dir)
     setup = choose_setup(args, ranks)
-
-    # the run folder is ours from here on, where this is a training; each fold of a cross-validation has its own
-    checkpoint = None
-    lock = None
-    used = args.resume_from
-    if args.eval_only or args.predict:
-        used = checkpoint_to_use(args)
-        checkpoint = load_checkpoint(used, run_folder, FORMAT)
-    elif not args.cross_validate:
-        with agree_on_errors():
-            if (run_folder / "fold_1").is_dir():
-                raise InputError(f"{run_folder}: holds a cross-validation; give its flags, or choose another --log_dir")
-        lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-        checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
+    checkpoint, used, lock = open_checkpoint(args, run_folder, FORMAT)
     if checkpoint:
         adopt_settings(args, checkpoint, used)
     check_settings(args)

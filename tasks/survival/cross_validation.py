@@ -1,7 +1,6 @@
 """All folds of a cross-validation together: their folder, their predictions on one scale, and what these score."""
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ from tasks.survival.flags import adopt_settings
 from tasks.survival.folds import Fold
 from tasks.survival.metrics import Predictions, concordance, log_cumulative_hazard, repeat_curve, score
 from tasks.survival.metrics import score_true_risk, survival_at
-from tasks.survival.report import PredictedCases, or_undefined, predictions_table, print_metrics
+from tasks.survival.report import PredictedCases, or_undefined, predictions_table, print_metrics, write_json
 from tasks.survival.settings import Setup
 
 
@@ -202,7 +201,7 @@ def report_folds(results: list[FoldResult], facts: dict, run_folder: Path, years
     table = predictions_table(results[0].fold.cohort, parts, years)
     write_result(run_folder / "predictions.csv", table)
     save_figure(run_folder / "figures" / "survival.png", draw_folds(results, years))
-    write_result(run_folder / "summary.json", (json.dumps(metrics | facts, indent=2) + "\n").encode())
+    write_json(run_folder / "summary.json", metrics | facts)
 
 
 def print_folds(metrics: dict[str, float | None], results: list[FoldResult], years: list[float]) -> None:

@@ -1,7 +1,6 @@
 """Which flags of survival go together, and what a checkpoint prescribes. Light: read before torch is imported."""
 
 import argparse
-from pathlib import Path
 
 from cli_utils import InputError, Parser
 
@@ -62,15 +61,6 @@ def check_values(parser: Parser, args: argparse.Namespace) -> None:
 
 
 # --- once a checkpoint is there ---------------------------------------------------------------------------------------
-
-
-def checkpoint_to_use(args: argparse.Namespace) -> str:
-    """--eval_only and --predict: the file of the checkpoint, best.pt where none or a run folder is named."""
-    if args.resume_from in (None, "auto"):
-        return str(Path(args.log_dir) / "best.pt")
-    if Path(args.resume_from).is_dir():
-        return str(Path(args.resume_from) / "best.pt")
-    return args.resume_from
 
 
 def adopt_settings(args: argparse.Namespace, checkpoint: dict, path: str) -> None:

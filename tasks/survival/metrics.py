@@ -268,14 +268,29 @@ def brier_scores(estimate: Callable, times: np.ndarray, outcome: Outcome, train:
     )
 
 
-def score_survival(fold: Fold, predictions: Predictions, years: list[float]) -> dict[str, float | None]:
+def score_fold(
+    fold: Fold, val: np.ndarray, train: np.ndarray | None, loss: float, years: list[float]
+) -> tuple[dict[str, float | None], dict | None]:
+    """(metrics, baseline hazard) of a model's outputs; train: see Predictions. loss: of the validation cases."""
+    metrics = {"val/loss": loss}
+    if fold.features:
+        return metrics | score_features(fold, val), None
+    if train is None:
+        return metrics | score_survival(fold, val[:, 0], None, years), None
+    event, time = fold.train_outcome
+    baseline = breslow_baseline(train[:, 0], event, time)
+    metrics |= score_survival(fold, val[:, 0], baseline, years)
+    return metrics | score_true_risk(fold.cohort, fold.val), baseline
+
+
+def score_survival(
+    fold: Fold, log_hazard: np.ndarray, baseline: dict | None, years: list[float]
+) -> dict[str, float | None]:
     """Metrics of the validation cases' log-hazards; with a baseline those of probabilities and the interval, too."""
-    baseline = predictions.baseline
-    survival = partial(survival_at, baseline, predictions.log_hazard) if baseline else None
+    survival = partial(survival_at, baseline, log_hazard) if baseline else None
     final = baseline is not None
-    scores = score(predictions.log_hazard, fold.val_outcome, fold.train_outcome, years, survival, final)
-    metrics = {f"val/{name}": value for name, value in scores.items()}
-    return metrics | score_true_risk(fold.cohort, fold.val) if final else metrics
+    scores = score(log_hazard, fold.val_outcome, fold.train_outcome, years, survival, final)
+    return {f"val/{name}": value for name, value in scores.items()}
 
 
 def score_true_risk(cohort: Cohort, rows: np.ndarray) -> dict[str, float | None]:

@@ -92,6 +92,13 @@ def or_undefined(value: float | None) -> float | str:
     return "undefined" if value is None else value
 
 
+def print_epoch(epoch: int, headline: str, metrics: dict[str, float | None]) -> None:
+    """Rank 0: one line after the validation of an epoch (from 0)."""
+    value = metrics[f"val/{headline}"]
+    told = "undefined" if value is None else f"{value:.4f}"
+    print_main(f"epoch {epoch + 1}: val {headline} {told}, loss {metrics['val/loss']:.4f}")
+
+
 def print_metrics(title: str, metrics: dict[str, float | None], years: list[float]) -> None:
     """Two tables: the scores of the whole fold, and those of each horizon."""
     fold_rows = {}
@@ -107,6 +114,11 @@ def print_metrics(title: str, metrics: dict[str, float | None], years: list[floa
     for year in years:
         horizons[f"{year:g} years"] = {name: or_undefined(metrics[f"val/{name}/{year:g}y"]) for name in names}
     print_table(f"{title}: horizons", horizons)
+
+
+def write_json(path: Path, facts: dict) -> None:
+    """Rank 0: metrics as a file."""
+    write_result(path, (json.dumps(facts, indent=2) + "\n").encode())
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from checkpoint_utils import Checkpoint, RunLock, load_checkpoint, lock_run_folder
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
 from hardware_utils import choose_precision, set_numerics, smaller_batch
@@ -131,6 +132,36 @@ def rehearsed_flags(size: int, accumulation: int, processes: int, samples: int) 
     flags = batch_flags(smaller, steps, processes=processes)
     # the Cox loss wants all outputs before the first gradient
     return flags + ", by a third more arithmetic" * (accumulation == 1)
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(
+    args: argparse.Namespace, run_folder: Path, format: str
+) -> tuple[Checkpoint | None, str | None, RunLock | None]:
+    """All ranks: (checkpoint to resume or use, its name, lock of the run folder where this is a training)."""
+    if args.eval_only or args.predict:
+        used = checkpoint_to_use(args)
+        return load_checkpoint(used, run_folder, format), used, None
+
+    # each fold of a cross-validation has its own
+    if args.cross_validate:
+        return None, None, None
+    with agree_on_errors():
+        if (run_folder / "fold_1").is_dir():
+            raise InputError(f"{run_folder}: holds a cross-validation; give its flags, or choose another --log_dir")
+    lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
+    return load_checkpoint(args.resume_from, run_folder, format, resume=True), args.resume_from, lock
+
+
+def checkpoint_to_use(args: argparse.Namespace) -> str:
+    """--eval_only and --predict: the file of the checkpoint, best.pt where none or a run folder is named."""
+    if args.resume_from in (None, "auto"):
+        return str(Path(args.log_dir) / "best.pt")
+    if Path(args.resume_from).is_dir():
+        return str(Path(args.resume_from) / "best.pt")
+    return args.resume_from
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------
