@@ -28,6 +28,7 @@ from tasks.survival.flags import COLUMNS, FIXED, adopt_settings, check_modes, ch
 
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
+TITLE = {"survival": "SURVIVAL", "pretrain": "SURVIVAL: PRE-TRAINING"}
 # the score that best.pt is chosen by, and what is drawn of each epoch
 HEADLINE = {"survival": "c_index", "pretrain": "r2"}
 CURVES = {"survival": ("loss", "c_index", "c_index_uno", "auc"), "pretrain": ("loss", "r2")}
@@ -252,10 +253,13 @@ def cox_loss(
 def step_loss(
     outputs: torch.Tensor, rows: np.ndarray, fold: Fold, args: argparse.Namespace, extra=None
 ) -> torch.Tensor:
-    """Loss of (n, outputs) for these rows of the cohort: Cox, or the mean square over the known features."""
+    """Loss of (n, outputs) for these rows of the cohort: Cox, or the features' squared error."""
     if args.task == "survival":
-        event, time = fold.cohort.outcome(rows)
-        return cox_loss(outputs[:, 0], torch.from_numpy(time), torch.from_numpy(event), args.ties, extra)
+        time = torch.from_numpy(fold.cohort.time[rows])
+        event = torch.from_numpy(fold.cohort.event[rows])
+        return cox_loss(outputs[:, 0], time, event, args.ties, extra)
+
+    # --task pretrain: the mean square over the features that are known
     scores = fold.features.scores[rows]
     known = scores.isfinite()
     weight = (known / max(1, int(known.sum()))).to(outputs.device, non_blocking=True)
@@ -279,12 +283,14 @@ class Learner(NamedTuple):
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
     """The fused form of --optimizer over all parameters, those that are frozen at first included."""
     parameters = list(model.parameters())
+    options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
+        return torch.optim.AdamW(parameters, **options)
     if args.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    optimizer = torch.optim.SGD(parameters, lr=args.lr, weight_decay=args.weight_decay, momentum=0.9, fused=True)
+        return torch.optim.Adam(parameters, **options)
+
     # fused SGD fails where some have a momentum and others, unfrozen later, none
+    optimizer = torch.optim.SGD(parameters, momentum=0.9, **options)
     for parameter in parameters:
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -515,16 +521,15 @@ def fit(
     fold, model, data = begin_fold(fold, checkpoint, setup, args)
     batch = choose_batch_size(try_cases, model, checkpoint, setup.batch, args)
     loader = make_loader(data, batch, args)
-    effective_batch_size = loader.batch_sampler.effective_batch_size
-    steps_per_epoch = loader.batch_sampler.steps_per_epoch()
-    planned_steps = args.epochs * steps_per_epoch
+    sampler = loader.batch_sampler
+    planned_steps = args.epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
 
     # begin, or resume where the checkpoint stands
     memory = CoxMemory(args.cox_memory, ranks.device)
     learner = Learner(model, make_optimizer(model, args), LossScaler(ranks.device, setup.precision), memory)
     progress = Progress()
-    this_run = describe_data(fold, effective_batch_size, args)
+    this_run = describe_data(fold, sampler.effective_batch_size, args)
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)
@@ -540,7 +545,7 @@ def fit(
         progress=progress,
         last_step=last_step,
         planned_steps=planned_steps,
-        effective_batch_size=effective_batch_size,
+        effective_batch_size=sampler.effective_batch_size,
         precision=setup.precision,
         log=log,
         contents=partial(checkpoint_contents, learner, fold, batch, this_run, args),
@@ -550,9 +555,8 @@ def fit(
     )
     prepare_checkpoint(model)
 
-    title = "SURVIVAL" if args.task == "survival" else "SURVIVAL: PRE-TRAINING"
-    print_start(title, ranks, training, describe_run(fold, data, model, batch, training, setup, args))
-    print_warnings(fold, data, steps_per_epoch, args.eval_years)
+    print_start(TITLE[args.task], ranks, training, describe_run(fold, data, model, batch, training, setup, args))
+    print_warnings(fold, data, sampler.steps_per_epoch(), args.eval_years)
     if args.compile:
         model.compile()
 
@@ -587,6 +591,8 @@ def train(
             gc.collect()
             learner = learner._replace(wrapped=wrap_model(learner.model, progress.epoch < args.freeze_epochs))
             training.log.forget_flops()
+
+        # a stop signal ends the run here, before the validation
         train_one_epoch(learner, fold, loader, training, args)
         if code := end_epoch(training):
             return code, None
@@ -633,15 +639,18 @@ def finish_fold(
 
     training.log.write(progress.step, progress.epoch + 1, metrics | {"best_step": checkpoint["step"]})
     finish_run(training, begun, {})
-    if world()[0] == 0:
+    is_main = world()[0] == 0
+    if is_main:
         print_metrics(title, metrics, args.eval_years)
-    if world()[0] == 0 and args.task == "survival":
+    if is_main and args.task == "survival":
         if args.cross_validate:
             add_baseline(run_folder / "best.pt", best.baseline)
         write_results(fold, scored, checkpoint["run"]["training_data"], used, run_folder, args.eval_years)
         volumes = make_dataset(fold.cohort, fold.val, args).volumes
         training.log.figures(lambda: draw_results(fold, scored, volumes, args.eval_years), progress.step)
     say_where(run_folder)
+
+    # a cross-validation pools what is left of each fold
     if not args.cross_validate:
         return None
     signal = int(reduce_max([training.stop.code])[0])
@@ -682,6 +691,8 @@ def evaluate_only(fold: Fold, checkpoint: dict, used: str, setup: Setup, args: a
     metrics, predictions = evaluate(model, fold, args, final=True)
     if not setup.ranks.is_main:
         return
+
+    # of the fold that best.pt was chosen on, the score is optimistic
     same_fold = fold.flags.items() <= checkpoint["settings"].items()
     chosen = f" {CHOSEN}" if same_fold and Path(used).name == "best.pt" else ""
     print_metrics(f"val, {Path(used).name}{chosen}", metrics, args.eval_years)

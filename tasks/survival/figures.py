@@ -33,8 +33,17 @@ def draw_survival(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7.5))
-    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.88, hspace=0.4, wspace=0.25)
-    sizes = f"{plural(len(outcome.time), 'case')}, {plural(int(outcome.event.sum()), 'event')}"
+    figure.subplots_adjust(
+        left=0.06,
+        right=0.98,
+        bottom=0.08,
+        top=0.88,
+        hspace=0.4,
+        wspace=0.25,
+    )
+    cases = plural(len(outcome.time), "case")
+    events = plural(int(outcome.event.sum()), "event")
+    sizes = f"{cases}, {events}"
     figure.suptitle(f"{heading}: {sizes}", fontsize=13)
     draw_tertiles(figure.add_subplot(2, 2, 1), log_hazard, outcome)
     draw_auc(figure.add_subplot(2, 2, 2), log_hazard, outcome, train)
@@ -53,36 +62,48 @@ def draw_survival(
 def draw_tertiles(axes, log_hazard: np.ndarray, outcome: Outcome) -> None:
     """Kaplan-Meier curves of the thirds of the cases by predicted risk."""
     event, time = outcome
-    rank = np.argsort(np.argsort(log_hazard, kind="stable"), kind="stable")
+    order = np.argsort(log_hazard, kind="stable")
+    rank = np.argsort(order, kind="stable")
     third = np.minimum(3 * rank // max(1, len(rank)), 2)
     grid = np.linspace(0, time.max(), 300)
     for k, name in enumerate(("low", "middle", "high")):
         rows = third == k
         if rows.any():
             curve = kaplan_meier(event[rows], time[rows], grid)
-            label = f"{name} risk ({plural(rows.sum(), 'case')}, {plural(event[rows].sum(), 'event')})"
+            cases = plural(rows.sum(), "case")
+            events = plural(event[rows].sum(), "event")
+            label = f"{name} risk ({cases}, {events})"
             axes.step(grid, curve, where="post", color=f"C{k}", label=label)
+
     p = logrank_p(third, event, time)
-    axes.set(title=f"tertiles of predicted risk, log-rank p = {p:.2g}", ylim=(0, 1.02))
-    axes.set(xlabel="years", ylabel="without event")
+    axes.set_title(f"tertiles of predicted risk, log-rank p = {p:.2g}")
+    axes.set_xlabel("years")
+    axes.set_ylabel("without event")
+    axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8)
 
 
 def draw_auc(axes, log_hazard: np.ndarray, outcome: Outcome, train: Outcome) -> None:
     """AUC at up to 15 times, spread as the events are."""
     event, time = outcome
-    points = np.quantile(time[event], np.linspace(0.1, 0.9, 15)) if event.any() else []
+    points = []
+    if event.any():
+        points = np.quantile(time[event], np.linspace(0.1, 0.9, 15))
     scores = score(log_hazard, outcome, train, sorted(set(points)))
     times = []
     values = []
     for name, value in scores.items():
         if name.startswith("auc/") and value is not None:
-            times.append(float(name.removeprefix("auc/").removesuffix("y")))
+            year = name.removeprefix("auc/").removesuffix("y")
+            times.append(float(year))
             values.append(value)
+
     if values:
         axes.plot(times, values, marker=".")
     axes.axhline(0.5, color="grey", linewidth=0.8, label="chance")
-    axes.set(title="AUC of an event before each time", xlabel="years", ylim=(0, 1.02))
+    axes.set_title("AUC of an event before each time")
+    axes.set_xlabel("years")
+    axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8, loc="lower right")
 
 
@@ -90,17 +111,22 @@ def draw_calibration(axes, outcome: Outcome, year: float, survival: Callable) ->
     """Predicted against observed risk of the fifths of the cases."""
     event, time = outcome
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, label="perfectly calibrated")
-    axes.set(title=f"risk within {year:g} y", xlabel="predicted, mean of a fifth")
+    axes.set_title(f"risk within {year:g} y")
+    axes.set_xlabel("predicted, mean of a fifth")
     if year >= time.max():
         axes.text(0.5, 0.5, "beyond\nfollow-up", ha="center", va="center", transform=axes.transAxes)
         return
+
+    # fifths of the cases, from the lowest predicted risk on
     risk = 1 - survival(np.array([year]))[:, 0]
-    groups = np.array_split(np.argsort(risk, kind="stable"), min(5, len(risk)))
+    order = np.argsort(risk, kind="stable")
+    groups = np.array_split(order, min(5, len(risk)))
     predicted = [risk[rows].mean() for rows in groups]
     observed = [1 - kaplan_meier(event[rows], time[rows], year) for rows in groups]
     axes.plot(predicted, observed, marker="o")
     edge = max(0.05, 1.1 * max(observed), 1.1 * predicted[-1])
-    axes.set(xlim=(0, edge), ylim=(0, edge))
+    axes.set_xlim(0, edge)
+    axes.set_ylim(0, edge)
 
 
 # --- volumes ----------------------------------------------------------------------------------------------------------
@@ -117,13 +143,26 @@ def draw_volumes(volumes: list[np.ndarray], titles: list[str], heading: str):
     width = 2.3 * max(3, len(volumes)) + 0.3
     height = 6.4 + above
     figure = Figure(figsize=(width, height))
-    figure.subplots_adjust(left=0.3 / width, right=0.99, bottom=0.01, top=1 - above / height, wspace=0.05, hspace=0.05)
-    figure.suptitle(heading, fontsize=10 if len(volumes) > 3 else 8, y=1 - 0.12 / height)
+    figure.subplots_adjust(
+        left=0.3 / width,
+        right=0.99,
+        bottom=0.01,
+        top=1 - above / height,
+        wspace=0.05,
+        hspace=0.05,
+    )
+    fontsize = 10 if len(volumes) > 3 else 8
+    figure.suptitle(heading, fontsize=fontsize, y=1 - 0.12 / height)
 
+    # one row for each plane
     axes = figure.subplots(3, len(volumes), squeeze=False)
     for column, (volume, title) in enumerate(zip(volumes, titles, strict=True)):
         x, y, z = (size // 2 for size in volume.shape)
-        slices = {"X-Y": volume[:, :, z], "X-Z": volume[:, y, :], "Y-Z": volume[x, :, :]}
+        slices = {
+            "X-Y": volume[:, :, z],
+            "X-Z": volume[:, y, :],
+            "Y-Z": volume[x, :, :],
+        }
         axes[0, column].set_title(title, fontsize=8)
         for row, (plane, values) in enumerate(slices.items()):
             place = axes[row, column]
@@ -136,7 +175,8 @@ def draw_volumes(volumes: list[np.ndarray], titles: list[str], heading: str):
 
 def draw_inputs(data: MultiGPUSurvivalDataset, seed: int | None):
     """A matplotlib figure: six training cases as the model sees them. seed: of the augmentation, None without."""
-    places = np.linspace(0, len(data.rows) - 1, min(6, len(data.rows))).astype(int)
+    count = min(6, len(data.rows))
+    places = np.linspace(0, len(data.rows) - 1, count).astype(int)
     titles = []
     images = []
     for i in data.rows[places].tolist():
@@ -163,11 +203,18 @@ def draw_cases(fold: Fold, log_hazard: np.ndarray, volumes: Volumes):
     titles = []
     for name, places in (("best", best), ("worst", worst)):
         for k in places:
-            case = figure_text(cohort.case[fold.val[k]])
-            known = f"{'event' if event[k] else 'censored'} at {time[k]:.1f} y"
-            right = f"{share[k]:.0%} of {pairs[k]} pairs right"
-            titles.append(f"{name}: {case}\n{right}\n{known}\nlog-hazard {log_hazard[k]:.2f}")
-            images.append(volumes.get(cohort.path[fold.val[k]])[0].float().numpy())
+            row = fold.val[k]
+            case = figure_text(cohort.case[row])
+            kind = "event" if event[k] else "censored"
+            lines = [
+                f"{name}: {case}",
+                f"{share[k]:.0%} of {pairs[k]} pairs right",
+                f"{kind} at {time[k]:.1f} y",
+                f"log-hazard {log_hazard[k]:.2f}",
+            ]
+            titles.append("\n".join(lines))
+            image = volumes.get(cohort.path[row])
+            images.append(image[0].float().numpy())
 
     heading = "validation cases that are most often (best) and least often (worst) in the right order with others:\n"
     heading += "of two cases, the one whose event is known to come first should have the higher log-hazard"

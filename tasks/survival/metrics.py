@@ -67,11 +67,18 @@ def breslow_baseline(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray
     logarithms, so that none overflows. until: the last time of any case.
     """
     times, events = np.unique(time[event], return_counts=True)
+
+    # the hazard of all who are at risk at each time, summed from the last case on
     order = np.argsort(-time, kind="stable")
-    total = np.concatenate([[-np.inf], np.logaddexp.accumulate(log_hazard[order])])
-    at_risk = total[np.searchsorted(-time[order], -times, side="right")]
-    cumulative = np.logaddexp.accumulate(np.log(events) - at_risk)
-    return {"time": times.tolist(), "log_hazard": cumulative.tolist(), "until": float(time.max())}
+    summed = np.logaddexp.accumulate(log_hazard[order])
+    total = np.concatenate([[-np.inf], summed])
+    places = np.searchsorted(-time[order], -times, side="right")
+    cumulative = np.logaddexp.accumulate(np.log(events) - total[places])
+    return {
+        "time": times.tolist(),
+        "log_hazard": cumulative.tolist(),
+        "until": float(time.max()),
+    }
 
 
 def log_cumulative_hazard(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
@@ -92,8 +99,10 @@ def survival_at(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
 
 def known_to_come_first(event: np.ndarray, time: np.ndarray, rows=slice(None)) -> np.ndarray:
     """(rows, n): whether the event of one case is known to come before that of another, so that both compare."""
-    when = time[rows][:, None]
-    return event[rows][:, None] & ((when < time) | ((when == time) & ~event))
+    first = time[rows][:, None]
+    is_earlier = first < time
+    ties_with_censored = (first == time) & ~event
+    return event[rows][:, None] & (is_earlier | ties_with_censored)
 
 
 def in_right_order(log_hazard: np.ndarray, rows=slice(None)) -> np.ndarray:
@@ -112,8 +121,14 @@ def concordance(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray, wei
         weight = torch.from_numpy(weight)
     if not comparable.any():
         return None
-    index = ConcordanceIndex()(as_tensor(log_hazard), as_tensor(event), as_tensor(time), weight=weight)
-    return float(index)
+    index = ConcordanceIndex()
+    value = index(
+        as_tensor(log_hazard),
+        as_tensor(event),
+        as_tensor(time),
+        weight=weight,
+    )
+    return float(value)
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -125,17 +140,19 @@ def concordance_interval(log_hazard, event, time) -> tuple[float | None, float |
     """2.5 and 97.5 % of Harrell's C over 1000 resamples of the cases (bootstrap), the same numbers each time."""
     noise = np.random.default_rng(0)
     cases = len(time)
-    counts = noise.multinomial(cases, np.full(cases, 1 / cases), RESAMPLES).astype(np.float32)
+    chances = np.full(cases, 1 / cases)
+    counts = noise.multinomial(cases, chances, RESAMPLES).astype(np.float32)
 
     # in parts, so that no matrix of all pairs is needed
     right = np.zeros(RESAMPLES)
     pairs = np.zeros(RESAMPLES)
     events = np.flatnonzero(event)
-    for rows in np.array_split(events, max(1, len(events) * cases // 10**7)):
+    parts = max(1, len(events) * cases // 10**7)
+    for rows in np.array_split(events, parts):
         comparable = known_to_come_first(event, time, rows)
         ordered = comparable * in_right_order(log_hazard, rows)
-        right += (counts[:, rows] * (counts @ ordered.astype(np.float32).T)).sum(1, dtype=float)
-        pairs += (counts[:, rows] * (counts @ comparable.astype(np.float32).T)).sum(1, dtype=float)
+        right += count_pairs(counts, rows, ordered)
+        pairs += count_pairs(counts, rows, comparable)
 
     values = right[pairs > 0] / pairs[pairs > 0]
     if not len(values):
@@ -144,12 +161,19 @@ def concordance_interval(log_hazard, event, time) -> tuple[float | None, float |
     return float(low), float(high)
 
 
+def count_pairs(counts: np.ndarray, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """How often some pairs (rows, n) are in each resample, of which counts (resamples, n) says how often a case is."""
+    partners = counts @ pairs.astype(np.float32).T
+    return (counts[:, rows] * partners).sum(1, dtype=float)
+
+
 def pairs_in_order(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(share in the right order, number) of the comparable pairs that each case belongs to."""
     comparable = known_to_come_first(event, time)
     ordered = comparable * in_right_order(log_hazard)
     pairs = comparable.sum(1) + comparable.sum(0)
-    return (ordered.sum(1) + ordered.sum(0)) / np.maximum(pairs, 1), pairs
+    right = ordered.sum(1) + ordered.sum(0)
+    return right / np.maximum(pairs, 1), pairs
 
 
 def easiest_and_hardest(log_hazard, event, time, most: int = 3) -> tuple[list[int], list[int]]:
@@ -184,6 +208,8 @@ def score(
     if final:
         low, high = concordance_interval(log_hazard, event, time)
         metrics |= {"c_index_low": low, "c_index_high": high}
+
+    # Uno's index counts no case beyond the follow-up
     weight = np.where(time < end, censoring_weights(train, time), 0.0)
     metrics["c_index_uno"] = concordance(log_hazard, event, time, weight)
     metrics |= score_auc(log_hazard, outcome, train, years, end)
@@ -210,8 +236,9 @@ def score_auc(log_hazard: np.ndarray, outcome: Outcome, train: Outcome, years: l
         weight_then = censoring_weights(train, horizon)
         has_cases = (event & (time <= year) & (weight > 0)).any()
         has_controls = (time > year).any()
+        is_known = year < end and weight_then[0] > 0
         value = None
-        if year < end and weight_then[0] > 0 and has_cases and has_controls:
+        if is_known and has_cases and has_controls:
             auc = Auc()(
                 torch.from_numpy(log_hazard),
                 as_tensor(event),
@@ -222,6 +249,7 @@ def score_auc(log_hazard: np.ndarray, outcome: Outcome, train: Outcome, years: l
             )
             value = float(auc[0])
         metrics[f"auc/{year:g}y"] = value
+
     known = [value for value in metrics.values() if value is not None]
     metrics["auc"] = sum(known) / len(known) if known else None
     return metrics
@@ -249,7 +277,8 @@ def score_brier(
         if first < last and several:
             grid = np.linspace(first, last, GRID)
             scores = brier_scores(estimate, grid, outcome, train)
-            value = float(torch.trapezoid(scores, torch.from_numpy(grid)) / (last - first))
+            area = torch.trapezoid(scores, torch.from_numpy(grid))
+            value = float(area / (last - first))
         metrics[f"ibs{name}"] = value
     return metrics
 
@@ -307,9 +336,11 @@ def score_features(fold: Fold, outputs: np.ndarray) -> dict[str, float | None]:
     metrics = {}
     for name, value, output in zip(fold.features.names, scores.T, outputs.T, strict=True):
         known = np.isfinite(value)
-        spread = np.square(value[known] - value[known].mean()).sum() if known.any() else 0.0
-        left = np.square(value[known] - output[known]).sum()
+        value = value[known]
+        spread = np.square(value - value.mean()).sum() if known.any() else 0.0
+        left = np.square(value - output[known]).sum()
         metrics[f"val/r2/{name}"] = float(1 - left / spread) if spread > 0 else None
+
     defined = [value for value in metrics.values() if value is not None]
     metrics["val/r2"] = sum(defined) / len(defined) if defined else None
     return metrics
@@ -321,17 +352,26 @@ def logrank_p(group: np.ndarray, event: np.ndarray, time: np.ndarray) -> float:
     excess = np.zeros(len(labels))
     variance = np.zeros((len(labels), len(labels)))
     for t in np.unique(time[event]):
-        at_risk = np.array([np.sum((time >= t) & (group == label)) for label in labels], float)
-        observed = np.array([np.sum(event & (time == t) & (group == label)) for label in labels])
+        at_risk = count_in_groups(group[time >= t], labels)
+        observed = count_in_groups(group[event & (time == t)], labels)
         events = observed.sum()
         cases = at_risk.sum()
         share = at_risk / cases
         excess += observed - events * share
+
+        # of the hypergeometric distribution
         if cases > 1:
-            variance += events * (cases - events) / (cases - 1) * (np.diag(share) - np.outer(share, share))
+            factor = events * (cases - events) / (cases - 1)
+            variance += factor * (np.diag(share) - np.outer(share, share))
 
     freedom = len(labels) - 1
     if freedom < 1 or not variance.any():
         return 1.0
     statistic = excess[:-1] @ np.linalg.pinv(variance[:-1, :-1]) @ excess[:-1]
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2)))
+    p = torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2))
+    return float(p)
+
+
+def count_in_groups(group: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """How many of some cases are in each group."""
+    return np.array([np.sum(group == label) for label in labels], float)
