@@ -42,7 +42,7 @@ def write_release(root: Path, studies: list[dict], zipped: bool = False) -> tupl
     for study in studies:
         subject, number = study["subject"], study["study"]
         for dicom, view, meaning in study["images"]:
-            path = cxr / mci.picture_name(subject, number, dicom)
+            path = cxr / mci.image_name(subject, number, dicom)
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((20, 30), number % 250, np.uint8)).save(path)
             tables["metadata"].append([dicom, subject, number, view, meaning])
@@ -259,7 +259,7 @@ def test_zip_exports_and_folders_give_one_index(release, tmp_path):
 
 def test_missing_pictures_are_listed_and_come_back(tmp_path):
     cxr, qba = write_release(tmp_path, STUDIES)
-    picture = cxr / mci.picture_name(10000001, 50000002, "ee")
+    picture = cxr / mci.image_name(10000001, 50000002, "ee")
     content = picture.read_bytes()
     picture.unlink()
     with pytest.raises(mci.InputError, match=r"1 picture files do not exist.*ee\.jpg.*--max_missing"):

@@ -755,7 +755,7 @@ def build_part(
                     left_out[f"{kind}: {why}"] += 1
                     continue
                 if before is None:
-                    before = has_picture(cxr, subject, study, dicom, missing)
+                    before = has_image(cxr, subject, study, dicom, missing)
                 if not before:
                     left_out["picture file missing"] += 1
                     continue
@@ -778,14 +778,14 @@ def build_part(
     write_facts(folder / f"part-{part:05d}.json", facts)
 
 
-def picture_name(subject: int, study: int, dicom: str) -> str:
+def image_name(subject: int, study: int, dicom: str) -> str:
     """files/p10/p10000032/s50414267/<dicom_id>.jpg"""
     return f"files/p{str(subject)[:2]}/p{subject}/s{study}/{dicom}.jpg"
 
 
-def has_picture(cxr: Path, subject: int, study: int, dicom: str, missing: list[str]) -> bool:
+def has_image(cxr: Path, subject: int, study: int, dicom: str, missing: list[str]) -> bool:
     """Whether the file is there (if not, it is added to `missing`). Raises InputError when it is no JPEG."""
-    name = picture_name(subject, study, dicom)
+    name = image_name(subject, study, dicom)
     try:
         with open(cxr / name, "rb") as file:
             start = file.read(3)

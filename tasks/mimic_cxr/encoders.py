@@ -1,0 +1,214 @@
+"""Guide 1's pretrained encoders: loaded and checked, their attention mask, and layers that are computed again."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from checkpoint_utils import load_trained
+from cli_utils import InputError
+from distributed_utils import print_main
+from hardware_utils import out_of_memory
+
+# ImageNet's statistics, for an image encoder that names none.
+IMAGENET_MEAN = [0.485, 0.456, 0.406]
+IMAGENET_STD = [0.229, 0.224, 0.225]
+# What Hugging Face's configs call the dropout of a text encoder.
+DROPOUT_NAMES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout")
+# What encoders call the list of their layers.
+LAYER_NAMES = ("stages", "layers", "layer", "blocks", "block")
+
+
+class Encoders(NamedTuple):
+    """Both pretrained encoders, in fp32, and what their inputs must be: tokens, and each channel's mean and std."""
+
+    image: nn.Module
+    text: nn.Module
+    tokenizer: Callable
+    mean: list[float]
+    std: list[float]
+
+    @property
+    def longest_question(self) -> float:
+        """How many tokens the text encoder takes."""
+        return getattr(self.text.config, "max_position_embeddings", None) or math.inf
+
+
+def load_encoders(image_encoder: str, text_encoder: str, dropout: float) -> Encoders:
+    """Both encoders from folders or the hub. dropout: the text encoder's. Raises InputError."""
+    from transformers import utils
+
+    utils.logging.set_verbosity_error()
+    utils.logging.disable_progress_bar()
+    image = load_encoder(image_encoder, "image_encoder")
+    text = load_encoder(text_encoder, "text_encoder", dict.fromkeys(DROPOUT_NAMES, dropout))
+    tokenizer = load_tokenizer(text_encoder, text.config)
+    mean, std = image_statistics(image_encoder)
+    return Encoders(image, text, tokenizer, mean, std)
+
+
+def load_encoder(path: str, flag: str, options: dict | None = None) -> nn.Module:
+    """A Hugging Face encoder in fp32, all of whose weights are in the file but for a pooler, which nothing here uses.
+
+    options: values of its config, where that has them. Raises InputError naming flag and reason.
+    """
+    from transformers import AutoModel
+
+    try:
+        config = encoder_config(path, flag)
+        for name, value in (options or {}).items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        model, loading = AutoModel.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+        lacking = sorted(name for name in loading["missing_keys"] if "pooler" not in name)
+        if lacking:
+            raise ValueError(f"{len(lacking)} weights are not in the file, such as {lacking[0]}")
+        return model
+    except InputError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        reason = first_line(error)
+        raise InputError(f"{path}: cannot be loaded ({reason}); download it and give its folder as --{flag}") from None
+
+
+def encoder_config(path: str, flag: str):
+    """The config of a checkpoint that is an encoder of the kind that the flag names. Raises InputError and others."""
+    from transformers import AutoConfig
+
+    # whatever looks like no name on the hub is a folder
+    is_folder_name = path.count("/") > 1 or path[0] in "./~"
+    if is_folder_name and not Path(path).exists():
+        raise OSError("no such folder")
+    config = AutoConfig.from_pretrained(path)
+
+    kind = flag.removesuffix("_encoder")
+    needed = ("num_channels",) if kind == "image" else ("hidden_size", "vocab_size")
+    has_width = hasattr(config, "hidden_size") or hasattr(config, "hidden_sizes")
+    if not has_width or not all(hasattr(config, name) for name in needed):
+        raise InputError(f"{path}: a {config.model_type!r} checkpoint is no {kind} encoder; check --{flag}")
+    return config
+
+
+def load_tokenizer(path: str, config):
+    """The tokenizer of a text encoder with this config. Raises InputError where one does not go with the other."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        ids = tokenizer("is there a pleural effusion?", add_special_tokens=False)["input_ids"]
+        if set(ids) <= {tokenizer.unk_token_id}:
+            raise ValueError("it knows no words")
+        if len(tokenizer) > config.vocab_size:
+            raise ValueError(f"it has {len(tokenizer)} words and the encoder {config.vocab_size}")
+        return tokenizer
+    except Exception as error:
+        raise InputError(f"{path}: no tokenizer ({first_line(error)}); download it again") from None
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of an error's message, or its kind where it has none."""
+    return str(error).splitlines()[0][:150] if str(error) else type(error).__name__
+
+
+def image_statistics(path: str) -> tuple[list[float], list[float]]:
+    """(mean, standard deviation) of each channel as an image encoder wants them; ImageNet's where it does not say."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        processor = ImageProcessingMixin.get_image_processor_dict(path)[0]
+        return processor["image_mean"], processor["image_std"]
+    return IMAGENET_MEAN, IMAGENET_STD
+
+
+# --- the text encoder's mask ------------------------------------------------------------------------------------------
+
+
+def broadcast_mask(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) of 0 and 1 -> (B, 1, T, T) of bool: which tokens each token may attend to, as a view."""
+    return mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
+
+
+@torch.no_grad()
+def takes_ready_mask(encoder: nn.Module) -> bool:
+    """Whether a text encoder gives the same with broadcast_mask as with the plain mask, tried on padded tokens.
+
+    Of a plain mask transformers asks at each forward pass whether anything is padded, for which the host waits for the
+    GPU; a ready one it passes on as it is. BERT, RoBERTa and DistilBERT take it with torch's attention. Encoders with
+    another attention, causal ones and some others do not.
+    """
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    # other ids at each place, none of them usual for padding: what is attended to must show
+    ids = torch.arange(4, 12).view(2, 4) % encoder.config.vocab_size
+    training = encoder.training
+    encoder.eval()
+    try:
+        plain = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        ready = encoder(input_ids=ids, attention_mask=broadcast_mask(mask)).last_hidden_state
+        return torch.equal(plain, ready)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if out_of_memory(error):
+            raise
+        return False
+    finally:
+        encoder.train(training)
+
+
+# --- recomputation and weights ----------------------------------------------------------------------------------------
+
+
+def layers_of(encoder: nn.Module, path: str) -> nn.ModuleList:
+    """The stages or layers of an encoder, the outermost. Raises InputError when it has none of the usual names."""
+    found = None
+    fewest = math.inf
+    for name, part in encoder.named_modules():
+        depth = name.count(".")
+        if isinstance(part, nn.ModuleList) and name.split(".")[-1] in LAYER_NAMES and depth < fewest:
+            found = part
+            fewest = depth
+    if found is None:
+        raise InputError(f"{path}: --gradient_checkpointing does not know its layers; use --no-gradient_checkpointing")
+    return found
+
+
+def recompute(forward: Callable, *args, **kwargs):
+    """What a layer gives; its activations are computed again in the backward pass."""
+    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def recomputed(forward: Callable) -> Callable:
+    """`forward`, its activations recomputed in the backward pass (ConvNeXt has no switch of its own for that)."""
+
+    def call(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return recompute(forward, *args, **kwargs)
+
+    return call
+
+
+def load_pretrained(model: nn.Module, path: str) -> None:
+    """--pretrained_weights: the exported weights of a run, of any engine. Raises InputError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if not Path(path).is_file():
+            raise InputError(f"{path}: no such file; check --pretrained_weights")
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: not a safetensors file ({error}); give a run's model.safetensors") from None
+
+    shapes = {name: value.shape for name, value in weights.items()}
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    unlike = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+    if unlike:
+        raise InputError(f"{path}: weights of another model ({unlike[0]}); give the encoders it was trained with")
+    load_trained(model, weights)
+    print_main(f"weights from {path}; the optimizer starts anew")

@@ -1,0 +1,174 @@
+"""Keys of the guide's config, and of `python -m hardware_utils --json`, that are no flags here: what each becomes.
+
+They are arguments without a help text, which are taken out again before the run. The arguments are parsed before the
+heavy imports, so there are none here.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from cli_utils import InputError, Parser, end_with, read_config, whole
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
+# What may stand in the section `training` or `settings`.
+TRAINING_KEYS = (
+    "batch_size_per_gpu",
+    "epochs",
+    "learning_rate",
+    "weight_decay",
+    "warmup_steps",
+    "grad_clip",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "prefetch_factor",
+    "mixed_precision",
+    "fp16",
+    "dataloader_num_workers",
+    "pin_memory",
+    "effective_batch_size",
+    "engine",
+    "zero_stage",
+    "offload_optimizer",
+)
+# {section: {key: argument}}
+SECTIONS = {
+    "training": {key: key for key in TRAINING_KEYS},
+    "settings": {key: key for key in TRAINING_KEYS},
+    "deepspeed": {"enabled": "deepspeed_enabled", "stage": "zero_stage"},
+}
+# What a run no longer holds once it was translated.
+TRANSLATED = (
+    "batch_size_per_gpu",
+    "fp16",
+    "pin_memory",
+    "dataloader_num_workers",
+    "effective_batch_size",
+    "engine",
+    "deepspeed_enabled",
+    "zero_stage",
+)
+FLAG_SOURCES = ("command line", "--debug")
+
+
+def add_guide_keys(parser: Parser) -> None:
+    """Let a config hold the guide's keys."""
+
+    def add(name: str, **options) -> None:
+        parser.add_argument(name, help=argparse.SUPPRESS, **options)
+
+    add("--batch_size_per_gpu", type=whole(1))
+    add("--fp16", action=argparse.BooleanOptionalAction)
+    add("--pin_memory", action=argparse.BooleanOptionalAction)
+    add("--dataloader_num_workers", type=whole(0))
+    add("--effective_batch_size", type=whole(1))
+    add("--engine", choices=("python", "deepspeed", "torchrun"))
+    add("--deepspeed_enabled", action=argparse.BooleanOptionalAction)
+    add("--zero_stage", type=int, choices=(0, 2, 3))
+    add("--offload_optimizer", action=argparse.BooleanOptionalAction)
+
+
+def take_guide_keys(args: argparse.Namespace) -> None:
+    """Set batch and engine from the guide's keys, where no flag of the command line says otherwise."""
+    for key, name in (("batch_size_per_gpu", "batch_size"), ("fp16", "mixed_precision")):
+        if getattr(args, key) is not None and args.source[key] == args.source[name]:
+            end_with(InputError(f"{args.config or 'command line'}: holds both {key} and {name}; remove one"))
+    if args.batch_size_per_gpu is not None and args.source["batch_size"] != "command line":
+        args.batch_size = args.batch_size_per_gpu
+        args.source["batch_size"] = args.source["batch_size_per_gpu"]
+    if "command line" not in (args.source["use_deepspeed"], args.source["use_ddp"]):
+        args.use_deepspeed = args.use_deepspeed or args.deepspeed_enabled is True or args.engine == "deepspeed"
+        args.use_ddp = args.use_ddp or args.deepspeed_enabled is False or args.engine == "torchrun"
+    if args.zero_stage and args.deepspeed_config is None:
+        args.deepspeed_config = str(CONFIGS / ZERO_FILES[args.zero_stage])
+
+
+def translate_guide_keys(args: argparse.Namespace, on_gpu: bool, processes_per_node: int) -> list[str]:
+    """Set precision and workers from the guide's keys, now that the processes are counted; a flag stands.
+
+    Returns what to print: what became of each key. args.yaml will hold it under our names alone.
+    """
+    meanings = {
+        "batch_size_per_gpu": f"--batch_size {args.batch_size}{note_other_value(args, 'batch_size')}",
+        "fp16": translate_fp16(args, on_gpu),
+        "dataloader_num_workers": translate_workers(args, processes_per_node),
+        "pin_memory": "nothing to set here: done by itself on a GPU",
+        "effective_batch_size": "nothing to set here: batch x accumulation x processes",
+        "offload_optimizer": "the optimizer on the CPU, where DeepSpeed trains and no file of it is named",
+    }
+    if args.offload_optimizer is False:
+        meanings["offload_optimizer"] = "no optimizer on the CPU, where no DeepSpeed file is named"
+    meanings["engine"] = meanings["enabled"] = describe_engine(args)
+    meanings["zero_stage"] = meanings["stage"] = describe_stage(args)
+
+    lines = []
+    for key, value in guide_keys(args.config):
+        meaning = meanings[key.split(".")[-1]]
+        lines.append(f"{Path(args.config).name}: {key} {json.dumps(value)} -> {meaning}")
+    for name in TRANSLATED:
+        setattr(args, name, None)
+    return lines
+
+
+def translate_fp16(args: argparse.Namespace, on_gpu: bool) -> str:
+    """What `fp16` becomes: half precision where there is a GPU."""
+    note = note_other_value(args, "mixed_precision")
+    if args.fp16 is not None and not note:
+        args.mixed_precision = "fp16" if args.fp16 and on_gpu else "no"
+        note = " (fp16 needs a GPU)" if args.fp16 and not on_gpu else ""
+    return f"--mixed_precision {args.mixed_precision}{note}"
+
+
+def translate_workers(args: argparse.Namespace, processes_per_node: int) -> str:
+    """What `dataloader_num_workers` becomes: the guide counts those of a node, and we those of a process."""
+    note = note_other_value(args, "num_workers")
+    if args.dataloader_num_workers is not None and args.source["num_workers"] not in FLAG_SOURCES:
+        args.num_workers = args.dataloader_num_workers // processes_per_node
+        args.source["num_workers"] = args.source["dataloader_num_workers"]
+        note = f" (each of the node's {processes_per_node} processes){note_other_value(args, 'num_workers')}"
+    return f"--num_workers {args.num_workers}{note}"
+
+
+def describe_engine(args: argparse.Namespace) -> str:
+    """What `engine` and `enabled` become."""
+    engine = "one process, or as launched"
+    if args.use_deepspeed:
+        engine = "--use_deepspeed"
+    elif args.use_ddp:
+        engine = "--use_ddp"
+    return engine + (note_other_value(args, "use_deepspeed") or note_other_value(args, "use_ddp"))
+
+
+def describe_stage(args: argparse.Namespace) -> str:
+    """What `stage` and `zero_stage` become."""
+    if not args.deepspeed_config:
+        return "nothing to set here: no DeepSpeed"
+    file = Path(args.deepspeed_config)
+    root = CONFIGS.parent
+    shown = file.relative_to(root) if file.is_relative_to(root) else file
+    return f"--deepspeed_config {shown}{note_other_value(args, 'deepspeed_config')}"
+
+
+def note_other_value(args: argparse.Namespace, name: str) -> str:
+    """A note where another value than the guide's key will be used: the command line's, or the hardware's."""
+    source = args.source[name]
+    if source in FLAG_SOURCES:
+        return f" ({source})"
+    if args.auto_optimize and name in ("batch_size", "num_workers"):
+        return ", but --auto_optimize finds its own"
+    return ""
+
+
+def guide_keys(config: str | None) -> list[tuple[str, object]]:
+    """[(section.key, value)] of a config's keys that translate_guide_keys explains."""
+    explained = {*TRANSLATED, "offload_optimizer", "enabled", "stage"}
+    pairs = []
+    for name, value in (read_config(config) if config else {}).items():
+        values = {name: value}
+        if name in SECTIONS:
+            values = {f"{name}.{key}": item for key, item in value.items()}
+        for key, item in values.items():
+            if key.split(".")[-1] in explained and item is not None:
+                pairs.append((key, item))
+    return pairs

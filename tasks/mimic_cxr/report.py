@@ -1,0 +1,259 @@
+"""Guide 1's results: the tables of an evaluation, the file of predictions, the figures, and two rows of the banner."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from figure_utils import wrap
+from hardware_utils import is_roomy
+from logging_utils import print_table, write_result
+from memory_utils import BatchSize
+from tasks.mimic_cxr.data import QuestionData
+from tasks.mimic_cxr.index import CHEXPERT, HEADS, left_out_table
+from tasks.mimic_cxr.metrics import Metrics, Predictions, judged_labels
+
+CLASSES = list(HEADS.values())
+# Characters of a line above an image, and of a question there.
+LINE = 48
+LONGEST_QUESTION = 600
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def print_index(facts: dict) -> None:
+    """What an index holds, by its index.json, and what was left out."""
+    print_table("questions left out", left_out_table(facts))
+    for title in ("ratings", "studies"):
+        rows = {name: {"count": count} for name, count in facts[title].items()}
+        if rows:
+            print_table(title, rows)
+
+
+def print_metrics(title: str, metrics: Metrics, sizes: dict[str, int]) -> None:
+    """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels, each with its n."""
+    losses: dict[str, dict] = {}
+    answers: dict[str, dict] = {}
+    labels: dict[str, dict] = {}
+    for name, value in metrics.items():
+        if "/" not in name:
+            continue
+        shown = "undefined" if value is None else value
+        _, metric, *group = name.split("/", 2)
+        if metric.startswith("loss"):
+            losses[metric] = {"mean": shown}
+            continue
+        is_label = metric.startswith("chexpert")
+        table = labels if is_label else answers
+        group = group[0] if group else ("macro" if is_label else "all")
+        row = table.setdefault(group, {"n": sizes[group]})
+        row[metric.split("_")[1]] = shown
+    print_table(f"{title}: loss", losses)
+    print_table(f"{title}: answers", answers)
+    print_table(f"{title}: CheXpert", labels)
+
+
+def write_predictions(path: Path, data: QuestionData, predictions: Predictions) -> bool:
+    """--save_predictions: one row a question, with CheXpert probabilities; returns whether it could be written."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    heads = list(HEADS)
+    rows = [data.row(int(i)) for i in predictions["index"]]
+    table = {
+        "study_id": [f"s{data.study_column('study_id', row['study'])}" for row in rows],
+        "question_id": [row["id"] for row in rows],
+        "question_type": predictions["type"].tolist(),
+        "head": [heads[head] for head in predictions["head"]],
+        "question": [row["question"] for row in rows],
+        "answer": class_names(predictions, "predicted"),
+        "truth": class_names(predictions, "target"),
+    }
+    for i, label in enumerate(CHEXPERT):
+        table[f"p({label})"] = predictions["chexpert"][:, i]
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.table(table), content)
+    return write_result(path, content.getvalue().to_pybytes())
+
+
+def class_names(predictions: Predictions, column: str) -> list[str]:
+    """The names of the classes in a column, each of its question's head."""
+    pairs = zip(predictions["head"], predictions[column], strict=True)
+    return [CLASSES[head][number] for head, number in pairs]
+
+
+# --- the banner -------------------------------------------------------------------------------------------------------
+
+
+def describe_trained(model: nn.Module) -> str:
+    """How many of a model's parameters are trained. In ZeRO-3, a process holds a part of each."""
+    total = trained = 0
+    for parameter in model.parameters():
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        total += size
+        trained += size if parameter.requires_grad else 0
+    return f"{trained:,} of {total:,} parameters"
+
+
+def describe_memory(gpu_gb: float, used: dict, batch: BatchSize, own_file: bool) -> str:
+    """The smallest GPU's memory in GiB, and what was set by it.
+
+    used: {flag: value} of those that the hardware decided. batch: as it was fitted. own_file: DeepSpeed trains, by a
+    file of ours.
+    """
+    settings = []
+    if batch.size == used.get("batch_size"):
+        settings.append(f"batch {batch.size}")
+    if batch.recomputed == used.get("gradient_checkpointing"):
+        settings.append("activations recomputed" if batch.recomputed else "activations kept")
+    if own_file and "offload_optimizer" in used:
+        settings.append(f"optimizer on the {'CPU' if used['offload_optimizer'] else 'GPU'}")
+    kind = "16 GB or more" if is_roomy(gpu_gb) else "below 16 GB"
+    return f"{gpu_gb:.1f} GiB on the smallest GPU, {kind}: {', '.join(settings) or 'nothing set by it'}"
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def draw_images(images: list[np.ndarray], texts: list[str], colors: list[str]):
+    """A matplotlib figure: images as the model sees them, each under its text, three in a row."""
+    from matplotlib.figure import Figure
+
+    # inches: the images are squares, and the longest text has room above each
+    side = 3.8
+    gap = 0.15
+    above = 0.2 + 0.17 * max((text.count("\n") + 1 for text in texts), default=1)
+    rows = max(1, math.ceil(len(images) / 3))
+    width = 3 * (side + gap) + gap
+    height = rows * (side + above)
+    figure = Figure(figsize=(width, height))
+
+    # a dollar sign in a question is no formula
+    for k, (image, text, color) in enumerate(zip(images, texts, colors, strict=True)):
+        left = gap + k % 3 * (side + gap)
+        bottom = height - (k // 3 + 1) * (side + above)
+        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        axes.axis("off")
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
+        axes.set_title(text, fontsize=9, color=color, parse_math=False)
+    return figure
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """Up to `wanted` places of `count`, evenly spaced."""
+    return np.linspace(0, count - 1, min(wanted, count)).astype(int).tolist()
+
+
+def short_question(item: dict) -> str:
+    """A question in lines that go above its image."""
+    return wrap(item["question"][:LONGEST_QUESTION], LINE)
+
+
+def draw_inputs(data: QuestionData):
+    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+    images = []
+    texts = []
+    for i in evenly(len(data), 9):
+        item = data[i]
+        lines = [short_question(item), f"answer: {CLASSES[item['head']][item['target']]}"]
+        for word, value in (("present", 1), ("uncertain", -1), ("absent", 0)):
+            names = [name for name, column in zip(CHEXPERT, data.labels, strict=True) if column[item["study"]] == value]
+            if names:
+                lines.append(wrap(f"{word}: {', '.join(names)}", LINE))
+        if item["error"]:
+            lines.append("NOT READABLE")
+        images.append(item["image"])
+        texts.append("\n".join(lines))
+    return draw_images(images, texts, ["black"] * len(images))
+
+
+def draw_answers(data: QuestionData, predictions: Predictions):
+    """A matplotlib figure: nine images, each with its question, the answer given and the true one."""
+    given = class_names(predictions, "predicted")
+    truth = class_names(predictions, "target")
+    images = []
+    texts = []
+    colors = []
+    for k in evenly(len(given), 9):
+        item = data[int(predictions["index"][k])]
+        images.append(item["image"])
+        texts.append(f"{short_question(item)}\nsays: {given[k]}\ntrue: {truth[k]}")
+        colors.append("darkgreen" if given[k] == truth[k] else "firebrick")
+    return draw_images(images, texts, colors)
+
+
+def draw_split(data: QuestionData, split: str, predictions: Predictions) -> dict:
+    """The figures of an evaluation, {name: matplotlib figure}."""
+    return {
+        f"{split}_answers": draw_answers(data, predictions),
+        f"{split}_curves": draw_curves(data, predictions),
+    }
+
+
+def draw_curves(data: QuestionData, predictions: Predictions):
+    """A matplotlib figure: ROC curves of the CheXpert labels and the confusion matrix of each head."""
+    from matplotlib.figure import Figure
+
+    # left edge, bottom edge and side of each square, inches
+    places = {
+        "roc": (0.9, 11.6, 4.6),
+        "binary": (9.9, 11.6, 4.6),
+        "severity": (15.6, 11.6, 4.6),
+        "category": (2.3, 2.0, 8.0),
+        "region": (12.0, 2.0, 8.0),
+    }
+    width = 20.3
+    height = 16.8
+    figure = Figure(figsize=(width, height))
+    for name, (left, bottom, side) in places.items():
+        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        if name == "roc":
+            draw_roc(axes, data, predictions)
+        else:
+            draw_confusion(axes, predictions, name)
+    return figure
+
+
+def draw_roc(axes, data: QuestionData, predictions: Predictions) -> None:
+    """The ROC curve of each CheXpert label, each study once, with its area and number of studies beside."""
+    from torchmetrics.functional.classification import binary_auroc, binary_roc
+
+    labels = judged_labels(predictions, data.index.studies)
+    for i, (label, (scores, target)) in enumerate(labels.items()):
+        if len(target.unique()) < 2:
+            continue
+        false_rate, true_rate, _ = binary_roc(scores, target)
+        area = float(binary_auroc(scores, target))
+        style = "-" if i < 10 else "--"
+        text = f"{label}: {area:.3f} (n {len(target)})"
+        axes.plot(false_rate, true_rate, label=text, color=f"C{i % 10}", linestyle=style)
+
+    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+    axes.set_title("CheXpert ROC, area, studies")
+    axes.set(xlabel="false positive rate", ylabel="true positive rate", aspect=1)
+    if len(axes.lines) > 1:
+        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, frameon=False)
+
+
+def draw_confusion(axes, predictions: Predictions, head: str) -> None:
+    """The confusion matrix of a head: colours are shares of a row, numbers are questions."""
+    names = HEADS[head]
+    rows = predictions["head"] == list(HEADS).index(head)
+    matrix = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(matrix, (predictions["target"][rows], predictions["predicted"][rows]), 1)
+    shares = matrix / matrix.sum(1, keepdims=True).clip(1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+
+    # the number of questions in each square
+    size = 12 if len(names) < 8 else 8 if len(names) < 20 else 6
+    for row, column in np.argwhere(matrix).tolist():
+        count = int(matrix[row, column])
+        color = "white" if shares[row, column] > 0.6 else "black"
+        text = str(count) if count < 10_000 else f"{count / 1000:.0f}k"
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
+
+    axes.set_title(f"{head}: {rows.sum():,} questions (rows: truth)")
+    axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
