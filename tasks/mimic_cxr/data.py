@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from cli_utils import InputError
-from tasks.mimic_cxr.index import CHEXPERT, Index, image_name
+from tasks.mimic_cxr.index import CHEXPERT, HEADS, Index, image_name
 
 # The releases' names of the splits.
 RELEASE_SPLITS = {"train": "train", "val": "validate", "test": "test"}
@@ -105,6 +105,7 @@ class QuestionData(Dataset):
     ):
         """root: the folder with files/. max_samples: so many questions, evenly spaced; 0: all."""
         self.index = index
+        self.split = split
         self.root = root
         self.cache = cache
         self.tokenizer = tokenizer
@@ -181,3 +182,47 @@ class QuestionData(Dataset):
             known |= uncertain
         values = torch.where(uncertain, self.uncertain or 0.0, labels.float())
         return values * known, known
+
+
+def open_sets(
+    index: Index,
+    root: str,
+    tokenizer,
+    image_size: int,
+    cache_gb: float,
+    max_question_length: int,
+    chexpert_uncertain: str,
+    max_samples: int,
+) -> dict[str, QuestionData]:
+    """The questions of each split, {name: questions}, with one cache of images."""
+    cache = open_image_cache(index, image_size, cache_gb)
+    sets = {}
+    for split in RELEASE_SPLITS:
+        sets[split] = QuestionData(
+            index, split, root, cache, tokenizer, max_question_length, chexpert_uncertain, max_samples
+        )
+    return sets
+
+
+def check_split(index: Index, split: str, cxr: str, qba: str) -> None:
+    """InputError where a split has no questions. cxr, qba: where the releases lie."""
+    if not len(index.questions(RELEASE_SPLITS[split])):
+        advice = f"see {cxr}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
+        raise InputError(f"{qba}: no questions in split {split!r}; {advice}")
+
+
+def largest_batch(batch_size: int, image_size: int, max_question_length: int) -> dict:
+    """A made-up batch, on the host, of questions of the full length, with all heads and labels."""
+    zeros = torch.zeros(batch_size, dtype=torch.long)
+    tokens = torch.zeros(batch_size, max_question_length, dtype=torch.long)
+    return {
+        "index": zeros,
+        "head": torch.arange(batch_size) % len(HEADS),
+        "target": zeros,
+        "study": zeros,
+        "image": torch.zeros(batch_size, 1, image_size, image_size, dtype=torch.uint8),
+        "ids": tokens,
+        "mask": torch.ones_like(tokens),
+        "label": torch.zeros(batch_size, len(CHEXPERT)),
+        "known": torch.ones(batch_size, len(CHEXPERT), dtype=torch.bool),
+    }

@@ -127,39 +127,6 @@ def image_statistics(path: str) -> tuple[list[float], list[float]]:
     return IMAGENET_MEAN, IMAGENET_STD
 
 
-# --- the text encoder's mask ------------------------------------------------------------------------------------------
-
-
-def broadcast_mask(mask: torch.Tensor) -> torch.Tensor:
-    """(B, T) of 0 and 1 -> (B, 1, T, T) of bool: which tokens each token may attend to, as a view."""
-    return mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
-
-
-@torch.no_grad()
-def takes_ready_mask(encoder: nn.Module) -> bool:
-    """Whether a text encoder gives the same with broadcast_mask as with the plain mask, tried on padded tokens.
-
-    Of a plain mask transformers asks at each forward pass whether anything is padded, for which the host waits for the
-    GPU; a ready one it passes on as it is. BERT, RoBERTa and DistilBERT take it with torch's attention. Encoders with
-    another attention, causal ones and some others do not.
-    """
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    # other ids at each place, none of them usual for padding: what is attended to must show
-    ids = torch.arange(4, 12).view(2, 4) % encoder.config.vocab_size
-    training = encoder.training
-    encoder.eval()
-    try:
-        plain = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        ready = encoder(input_ids=ids, attention_mask=broadcast_mask(mask)).last_hidden_state
-        return torch.equal(plain, ready)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if out_of_memory(error):
-            raise
-        return False
-    finally:
-        encoder.train(training)
-
-
 # --- recomputation and weights ----------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Guide 1's two engines behind one face, torch (DDP, or one process) and DeepSpeed ZeRO, and which of them trains."""
 
 import contextlib
-import os
 import warnings
 
 import torch
@@ -11,11 +10,11 @@ from torch import nn
 import deepspeed_utils
 from checkpoint_utils import restore_scaler
 from cli_utils import InputError
-from distributed_utils import world, wrap_in_ddp
+from distributed_utils import Ranks, world, wrap_in_ddp
 from hardware_utils import choose_precision
 from loop_utils import LossScaler, clip_and_step, sync_gradients
 from memory_utils import copies_held
-from tasks.mimic_cxr.guide_keys import CONFIGS, ZERO_FILES
+from tasks.mimic_cxr.flags import CONFIGS, ZERO_FILES
 
 
 class TorchEngine:
@@ -170,13 +169,8 @@ def engine_copies(config: dict | None) -> float:
     return 1 if on_cpu else 1 + 3 / world()[1]
 
 
-def prepare_deepspeed_alone(device: torch.device) -> None:
-    """The process group that DeepSpeed wants for one process, too."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def spare_a_search() -> None:
-    """Without a GPU, DeepSpeed would search for one and warn; setup_distributed says why there is none."""
-    if not torch.cuda.device_count():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+def prepare_deepspeed(ranks: Ranks) -> None:
+    """The process group that DeepSpeed wants, for one process too."""
+    if ranks.world_size == 1:
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from distributed_utils import gather_objects
 from tasks.mimic_cxr.index import CHEXPERT, HEADS
 
 Metrics = dict[str, float | None]
@@ -109,3 +110,17 @@ def group_sizes(predictions: Predictions, studies: pa.RecordBatch) -> dict[str, 
     known = (chexpert_truth(studies, chosen) >= 0).sum(0)
     sizes["macro"] = len(chosen)
     return sizes | dict(zip(CHEXPERT, known.tolist(), strict=True))
+
+
+def gather_predictions(local: list[Predictions]) -> Predictions:
+    """All ranks: the rows of every rank's batches as one table, by index. local: this rank's, which may be none."""
+    tables = [table for table in gather_objects(join_tables(local)) if table]
+    rows = join_tables(tables)
+    order = np.argsort(rows["index"], kind="stable")
+    return {name: values[order] for name, values in rows.items()}
+
+
+def join_tables(tables: list[Predictions]) -> Predictions:
+    """Tables of the same columns, one below the other; no columns where there are none."""
+    names = tables[0] if tables else ()
+    return {name: np.concatenate([table[name] for table in tables]) for name in names}

@@ -1,15 +1,17 @@
 """Guide 1's results: the tables of an evaluation, the file of predictions, the figures, and two rows of the banner."""
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
+from cli_utils import InputError
 from figure_utils import wrap
-from hardware_utils import is_roomy
-from logging_utils import print_table, write_result
-from memory_utils import BatchSize
+from hardware_utils import is_roomy, smaller_batch
+from logging_utils import print_table, save_figure, write_result
+from memory_utils import BatchSize, batch_flags
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.index import CHEXPERT, HEADS, left_out_table
 from tasks.mimic_cxr.metrics import Metrics, Predictions, judged_labels
@@ -55,8 +57,31 @@ def print_metrics(title: str, metrics: Metrics, sizes: dict[str, int]) -> None:
     print_table(f"{title}: CheXpert", labels)
 
 
-def write_predictions(path: Path, data: QuestionData, predictions: Predictions) -> bool:
-    """--save_predictions: one row a question, with CheXpert probabilities; returns whether it could be written."""
+def write_evaluation(run_folder: Path, metrics: Metrics, data: QuestionData, predictions: Predictions) -> bool:
+    """--eval_only: eval_<split>.json and the figures; returns whether the disk took all."""
+    content = json.dumps(metrics, indent=2) + "\n"
+    written = [write_result(run_folder / f"eval_{data.split}.json", content.encode())]
+    for name, figure in draw_split(data, predictions).items():
+        written.append(save_figure(run_folder / "figures" / f"{name}.png", figure))
+    return all(written)
+
+
+def make_results_folder(run_folder: Path) -> None:
+    """--eval_only: where results go. Raises InputError where a file is in the way.
+
+    Of a full or read-only disk, each file that is not written says so.
+    """
+    try:
+        (run_folder / "figures").mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        reason = error.strerror
+        raise InputError(f"{run_folder}: cannot write here ({reason}); choose another --output_dir") from None
+    except OSError:
+        pass
+
+
+def write_predictions(run_folder: Path, data: QuestionData, predictions: Predictions) -> bool:
+    """predictions_<split>.parquet: one row a question, with CheXpert probabilities; whether the disk took it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -75,7 +100,7 @@ def write_predictions(path: Path, data: QuestionData, predictions: Predictions) 
         table[f"p({label})"] = predictions["chexpert"][:, i]
     content = pa.BufferOutputStream()
     pq.write_table(pa.table(table), content)
-    return write_result(path, content.getvalue().to_pybytes())
+    return write_result(run_folder / f"predictions_{data.split}.parquet", content.getvalue().to_pybytes())
 
 
 def class_names(predictions: Predictions, column: str) -> list[str]:
@@ -112,6 +137,21 @@ def describe_memory(gpu_gb: float, used: dict, batch: BatchSize, own_file: bool)
         settings.append(f"optimizer on the {'CPU' if used['offload_optimizer'] else 'GPU'}")
     kind = "16 GB or more" if is_roomy(gpu_gb) else "below 16 GB"
     return f"{gpu_gb:.1f} GiB on the smallest GPU, {kind}: {', '.join(settings) or 'nothing set by it'}"
+
+
+def print_rehearsal(title: str, step, batch_size: int, accumulation: int, recomputed: bool, memory_gb: float) -> None:
+    """--rehearse: what a step takes, and the flags of a batch that fits into GPUs of this memory."""
+    from rehearsal_utils import report_rehearsal
+
+    def fitting_flags(samples: int) -> str:
+        size, micro_batches = smaller_batch(batch_size, accumulation, samples)
+        return batch_flags(size, micro_batches)
+
+    title += f", activations {'recomputed' if recomputed else 'kept'}"
+    otherwise = "a smaller --image_size" if recomputed else "--gradient_checkpointing"
+    note = "is not rehearsed: it takes less than this by DDP"
+    print(f"ZeRO, which shares the optimizer's state over the processes, {note}")
+    report_rehearsal(title, step, batch_size, memory_gb, fitting_flags, otherwise)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -184,11 +224,11 @@ def draw_answers(data: QuestionData, predictions: Predictions):
     return draw_images(images, texts, colors)
 
 
-def draw_split(data: QuestionData, split: str, predictions: Predictions) -> dict:
+def draw_split(data: QuestionData, predictions: Predictions) -> dict:
     """The figures of an evaluation, {name: matplotlib figure}."""
     return {
-        f"{split}_answers": draw_answers(data, predictions),
-        f"{split}_curves": draw_curves(data, predictions),
+        f"{data.split}_answers": draw_answers(data, predictions),
+        f"{data.split}_curves": draw_curves(data, predictions),
     }
 
 

@@ -1,7 +1,7 @@
-"""Keys of the guide's config, and of `python -m hardware_utils --json`, that are no flags here: what each becomes.
+"""Guide 1's command line beside its flags: which exclude each other, where a value is from, and the guide's own keys.
 
-They are arguments without a help text, which are taken out again before the run. The arguments are parsed before the
-heavy imports, so there are none here.
+The guide's config, and `python -m hardware_utils --json`, have keys that are no flags here. They are arguments without
+a help text, which are taken out again before the run. Arguments are parsed before the heavy imports, so there are none.
 """
 
 import argparse
@@ -49,7 +49,41 @@ TRANSLATED = (
     "deepspeed_enabled",
     "zero_stage",
 )
+# Where a value is from that nothing else may replace.
 FLAG_SOURCES = ("command line", "--debug")
+
+
+def check_flags(parser: Parser, args: argparse.Namespace) -> None:
+    """Flags that exclude each other, and files that must be there."""
+    if args.use_deepspeed and args.use_ddp:
+        parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
+    if args.overwrite and (args.resume_from or args.eval_only):
+        parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
+    if is_given(args, "pretrained_weights") and (args.resume_from or args.eval_only):
+        parser.error("--pretrained_weights starts a new run and excludes --resume_from and --eval_only")
+    if is_given(args, "deepspeed_config") and args.use_ddp:
+        parser.error("--deepspeed_config does not go with --use_ddp; leave one of them out")
+    for name in ("mimic_cxr_path", "mimic_qa_path") if not args.rehearse else ():
+        if not Path(getattr(args, name)).is_dir():
+            parser.error(f"{getattr(args, name)}: no such folder; check --{name}")
+    if args.deepspeed_config and not Path(args.deepspeed_config).is_file():
+        parser.error(f"{args.deepspeed_config}: no such file; check --deepspeed_config")
+
+
+def is_given(args: argparse.Namespace, name: str) -> bool:
+    """Whether a flag stands on the command line."""
+    return args.source[name] == "command line"
+
+
+def set_flags(args: argparse.Namespace, values: dict, source: str) -> None:
+    """Replace flags by {flag: value} from this source, but for those of the command line and of --debug."""
+    for name, value in values.items():
+        if args.source[name] not in FLAG_SOURCES:
+            setattr(args, name, value)
+            args.source[name] = source
+
+
+# --- the guide's keys -------------------------------------------------------------------------------------------------
 
 
 def add_guide_keys(parser: Parser) -> None:

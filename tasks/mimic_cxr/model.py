@@ -1,0 +1,167 @@
+"""Guide 1's model: an image encoder, a text encoder, layers that bring them together, and a head for each answer."""
+
+import math
+
+import torch
+from torch import nn
+
+from cli_utils import InputError
+from hardware_utils import autocast, out_of_memory
+from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed
+from tasks.mimic_cxr.index import CHEXPERT, HEADS
+
+HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
+
+
+def broadcast_mask(mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) of 0 and 1 -> (B, 1, T, T) of bool: which tokens each token may attend to, as a view."""
+    return mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
+
+
+@torch.no_grad()
+def takes_ready_mask(encoder: nn.Module) -> bool:
+    """Whether a text encoder gives the same with broadcast_mask as with the plain mask, tried on padded tokens.
+
+    Of a plain mask transformers asks at each forward pass whether anything is padded, for which the host waits for the
+    GPU; a ready one it passes on as it is. BERT, RoBERTa and DistilBERT take it with torch's attention. Encoders with
+    another attention, causal ones and some others do not.
+    """
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    # other ids at each place, none of them usual for padding: what is attended to must show
+    ids = torch.arange(4, 12).view(2, 4) % encoder.config.vocab_size
+    training = encoder.training
+    encoder.eval()
+    try:
+        plain = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        ready = encoder(input_ids=ids, attention_mask=broadcast_mask(mask)).last_hidden_state
+        return torch.equal(plain, ready)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if out_of_memory(error):
+            raise
+        return False
+    finally:
+        encoder.train(training)
+
+
+def grid_positions(height: int, width: int, dim: int, device: torch.device) -> torch.Tensor:
+    """(height * width, dim) sine and cosine positions: convolution features do not say where they are."""
+    rows = torch.linspace(-1, 1, height, device=device)
+    columns = torch.linspace(-1, 1, width, device=device)
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    waves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device) % 64 * math.pi / 2
+    angles = torch.stack([y, x], -1).reshape(-1, 2, 1) * waves
+    return torch.cat([angles.sin(), angles.cos()], 1).flatten(1)[:, :dim]
+
+
+class FusionLayer(nn.Module):
+    """The question's tokens attend to the image's (cross-attention, then a feed-forward part), pre-norm."""
+
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        # 12 heads for 768
+        heads = max(1, dim // 64)
+        self.norm = nn.LayerNorm(dim)
+        self.norm_mlp = nn.LayerNorm(dim)
+        self.attention = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * dim, dim))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        """(B, T, dim), (B, P, dim) -> (B, T, dim)."""
+        attended, _ = self.attention(self.norm(text), image, image, need_weights=False)
+        text = text + self.dropout(attended)
+        return text + self.dropout(self.mlp(self.norm_mlp(text)))
+
+
+def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
+    """Features (B, dim) -> logits (B, classes)."""
+    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, classes))
+
+
+class ChestModel(nn.Module):
+    """Image encoder, text encoder, fusion, four answer heads; the CheXpert head sees the image alone."""
+
+    def __init__(self, encoders: Encoders, precision: str, fusion_layers: int, dropout: float):
+        super().__init__()
+        self.image = encoders.image
+        self.text = encoders.text
+        self.precision = precision
+        self.recomputed = False
+        self.ready_mask = takes_ready_mask(encoders.text)
+        dim = self.text.config.hidden_size
+        widths = getattr(self.image.config, "hidden_sizes", None)
+        width = widths[-1] if widths else self.image.config.hidden_size
+        self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
+        self.fusion = nn.ModuleList(FusionLayer(dim, dropout) for _ in range(fusion_layers))
+        self.norm = nn.LayerNorm(dim)
+
+        # one head for each kind of answer, and one for the labels
+        self.heads = nn.ModuleDict()
+        for name, classes in HEADS.items():
+            self.heads[name] = make_head(dim, HEAD_WIDTH[name], len(classes), dropout)
+        self.chexpert = make_head(dim, 512, len(CHEXPERT), dropout)
+        self.register_buffer("mean", torch.tensor(encoders.mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(encoders.std).view(-1, 1, 1), persistent=False)
+
+    def image_tokens(self, image: torch.Tensor) -> torch.Tensor:
+        """(B, 1, S, S) uint8 -> (B, P, dim)."""
+        # one grey channel becomes the encoder's three
+        pixels = (image / 255 - self.mean) / self.std
+        if self.mean.is_cuda:
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        features = self.image(pixel_values=pixels).last_hidden_state
+
+        # a transformer gives tokens with positions of their own
+        if features.dim() == 3:
+            return self.project(features)
+        height, width = features.shape[2:]
+        tokens = self.project(features.flatten(2).transpose(1, 2))
+        return tokens + grid_positions(height, width, tokens.shape[2], tokens.device).to(tokens.dtype)
+
+    def forward(self, image: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
+        with autocast(image.device, self.precision):
+            image = self.image_tokens(image)
+            if self.ready_mask:
+                mask = broadcast_mask(mask)
+            text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
+            for layer in self.fusion:
+                text = recompute(layer, text, image) if self.recomputed else layer(text, image)
+            pooled = self.norm(text[:, 0])
+            logits = [head(pooled) for head in self.heads.values()]
+            logits.append(self.chexpert(image.mean(1)))
+        return tuple(values.float() for values in logits)
+
+
+def encoder_layers(model: ChestModel, image_encoder: str, text_encoder: str) -> list[nn.Module]:
+    """The layers of both encoders, which lie at these paths. Raises InputError where they are not known."""
+    return [*layers_of(model.image, image_encoder), *layers_of(model.text, text_encoder)]
+
+
+def recompute_activations(model: ChestModel, image_encoder: str, text_encoder: str) -> None:
+    """Activations are computed again in the backward pass. Raises InputError as encoder_layers does."""
+    for layer in encoder_layers(model, image_encoder, text_encoder):
+        layer.forward = recomputed(layer.forward)
+    model.recomputed = True
+
+
+def freeze_unused(model: ChestModel, size: int, image_encoder: str) -> None:
+    """Freeze what no answer depends on (BERT's pooler): DDP would wait for its gradients for ever.
+
+    Raises InputError where the image encoder, which lies at this path, does not take images of the size.
+    """
+    precision = model.precision
+    model.precision = "no"
+    ids = torch.ones(1, 4, dtype=torch.long)
+    try:
+        logits = model(torch.zeros(1, 1, size, size, dtype=torch.uint8), ids, torch.ones_like(ids))
+        sum(values.sum() for values in logits).backward()
+    except (RuntimeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
+        reason = f"does not take pictures of 3 x {size} x {size}"
+        raise InputError(f"{image_encoder}: {reason}; see --image_size") from None
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    model.precision = precision

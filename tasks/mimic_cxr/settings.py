@@ -1,0 +1,187 @@
+"""Guide 1's settings: engine, precision and batch as they follow from the flags, the files and the machines."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import deepspeed_utils
+from cli_utils import InputError
+from distributed_utils import Ranks, agree_on_errors, print_main, world
+from hardware_utils import set_numerics, split_batch
+from loop_utils import TrainingRun, agree_on_precision
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from tasks.mimic_cxr.data import QuestionData
+from tasks.mimic_cxr.engines import choose_engine, choose_precision_with, config_file, engine_copies
+from tasks.mimic_cxr.flags import is_given, set_flags, translate_guide_keys
+from tasks.mimic_cxr.hardware import HardwareSettings, processes_per_node, settings_of_job
+from tasks.mimic_cxr.model import ChestModel, encoder_layers, recompute_activations
+from tasks.mimic_cxr.report import describe_memory, describe_trained
+
+
+class Setup(NamedTuple):
+    """How a run computes, as follows from its flags, files and machines; the reasons are for the banner.
+
+    config: DeepSpeed's, which lies at config_path; None where torch trains.
+    """
+
+    precision: str
+    precision_reason: str = ""
+    engine_reason: str = ""
+    config: dict | None = None
+    config_path: str = ""
+    hardware: HardwareSettings = HardwareSettings({})
+
+
+def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
+    """All ranks: engine, precision, and the flags that the guide's keys and the hardware decide. Raises InputError."""
+    processes = processes_per_node()
+    for line in translate_guide_keys(args, ranks.device.type == "cuda", processes):
+        print_main(line)
+    hardware = apply_hardware(args, ranks, processes)
+
+    config = None
+    config_path = ""
+    engine_reason = ""
+    with agree_on_errors():
+        file_named = is_given(args, "deepspeed_config")
+        use_deepspeed, engine_reason = choose_engine(
+            args.use_ddp, args.use_deepspeed, file_named, args.auto_optimize, ranks.world_size
+        )
+        if use_deepspeed and not args.eval_only:
+            config_path = args.deepspeed_config or config_file(hardware.zero_stage)
+            config = deepspeed_settings(config_path, args)
+    choose = partial(choose_precision_with, config, args.mixed_precision, ranks.device)
+    precision, reason = agree_on_precision(choose)
+
+    # what the file says must go with the flags
+    with agree_on_errors():
+        if config is not None:
+            accumulation = args.gradient_accumulation_steps
+            deepspeed_utils.fill_config(config, config_path, args.batch_size, accumulation, args.grad_clip, precision)
+    reason = set_numerics(ranks.device, precision, reason, args.deterministic)
+    return Setup(precision, reason, engine_reason, config, config_path, hardware)
+
+
+def apply_hardware(args: argparse.Namespace, ranks: Ranks, processes: int) -> HardwareSettings:
+    """All ranks: what --auto_optimize finds, whose flags are set. processes: of a node."""
+    if not args.auto_optimize:
+        return HardwareSettings({})
+    hardware = settings_of_job(ranks, processes, args.batch_size if is_given(args, "batch_size") else None)
+    set_flags(args, hardware.flags, "hardware")
+    return hardware
+
+
+def deepspeed_settings(path: str, args: argparse.Namespace) -> dict:
+    """DeepSpeed's config. Ours gives way to what --auto_optimize finds of memory; one that is named stands."""
+    # without a GPU, DeepSpeed would search for one and warn; setup_distributed says why there is none
+    if not torch.cuda.device_count():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    config = deepspeed_utils.read_deepspeed_config(path)
+    source = args.source["gradient_checkpointing"]
+    named = args.source["deepspeed_config"] != "default"
+    weaker = source != "command line" if named else source == "default"
+    if "activation_checkpointing" in config and weaker:
+        set_flags(args, {"gradient_checkpointing": True}, Path(path).name)
+    if args.offload_optimizer is False and not named:
+        config["zero_optimization"].pop("offload_optimizer", None)
+    if args.compile and config["zero_optimization"]["stage"] == 3:
+        raise InputError("--compile: does not go with ZeRO-3; leave it out, or use stage 1 or 2")
+    return config
+
+
+def choose_batch_size(
+    try_once: Callable[[int], None],
+    model: ChestModel,
+    config: dict | None,
+    checkpoint: dict | None,
+    args: argparse.Namespace,
+) -> BatchSize:
+    """The batch of the flags, or what a step of the longest questions, try_once(batch size), leaves room for.
+
+    Where no flag decided, activations are recomputed if not even one question fits. config: DeepSpeed's, None where
+    torch trains.
+    """
+    recomputed = bool(args.gradient_checkpointing)
+    wanted = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
+    if not fits_by_itself(args.auto_batch, model.mean.device):
+        return wanted
+
+    # the encoders' layers must be known, or there is no recomputation to turn on
+    turn_on = None
+    advice = "pass --gradient_checkpointing or a smaller --image_size"
+    undecided = args.gradient_checkpointing is None or args.source["gradient_checkpointing"] == "hardware"
+    if undecided and not recomputed:
+        with contextlib.suppress(InputError):
+            encoder_layers(model, args.image_encoder, args.text_encoder)
+            turn_on = partial(recompute_activations, model, args.image_encoder, args.text_encoder)
+            advice = "pass a smaller --image_size"
+    return fit_batch_to_memory(
+        try_once,
+        model,
+        wanted,
+        batch_flags,
+        advice,
+        copies=engine_copies(config),
+        recompute=turn_on,
+        checkpoint=checkpoint,
+    )
+
+
+def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, device: torch.device) -> str:
+    """The flags that take less memory than this batch."""
+    half, micro_batches = split_batch(size, accumulation)
+    smaller = batch_flags(half, micro_batches)
+    otherwise = "--gradient_checkpointing, a smaller --image_size or ZeRO-3"
+    otherwise += auto_batch_advice(auto_batch, device)
+    return f"--batch_size {size}; try {smaller} (the same result), {otherwise}"
+
+
+def describe_run(
+    model: ChestModel,
+    sets: dict[str, QuestionData],
+    batch: BatchSize,
+    setup: Setup,
+    training: TrainingRun,
+    args: argparse.Namespace,
+) -> dict[str, str]:
+    """The banner's rows of this script, {name: text}."""
+    world_size = world()[1]
+    source = args.source
+    engine = "DDP" if world_size > 1 else "torch"
+    if setup.config:
+        engine = deepspeed_utils.describe(setup.config)
+
+    # where the batch was fitted to memory, its source says so
+    fitted = batch.accumulation != args.gradient_accumulation_steps
+    accumulation_source = "fitted" if fitted else source["gradient_accumulation_steps"]
+    accumulation = f"{batch.accumulation} accumulation ({accumulation_source})"
+    recomputed_source = source["gradient_checkpointing"]
+    if batch.recomputed and not args.gradient_checkpointing:
+        recomputed_source = "one question did not fit without"
+
+    questions = ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
+    selected = f"grade {args.quality_grade}, {source['quality_grade']}; view {args.view}"
+    epoch_steps = training.planned_steps // args.epochs
+    product = f"{batch.size} per GPU ({batch.source}) x {accumulation} x {world_size}"
+    rows = {
+        "engine": f"{engine} ({setup.engine_reason})",
+        "batch": f"{product} = {training.effective_batch_size}",
+        "learning rate": f"{args.learning_rate:g} ({source['learning_rate']}), {args.lr_schedule}, not scaled",
+        "precision": setup.precision_reason,
+        "checkpointing": f"{batch.recomputed} ({recomputed_source})",
+        "loading": f"{args.num_workers} workers per GPU ({source['num_workers']}), {args.cache_gb:g} GiB disk cache",
+        "questions": f"{questions} ({selected})",
+        "epochs": f"{args.epochs} epochs ({source['epochs']}), {epoch_steps} steps an epoch",
+        "trained": describe_trained(model),
+    }
+    if setup.hardware.smallest_gpu is not None:
+        used = {name: value for name, value in setup.hardware.flags.items() if source[name] == "hardware"}
+        own_file = setup.config is not None and source["deepspeed_config"] == "default"
+        rows["memory"] = describe_memory(setup.hardware.smallest_gpu, used, batch, own_file)
+    return rows
