@@ -192,6 +192,7 @@ def prs_med(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
 def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train_mimic_cxr.py by its torch engine."""
     import train_mimic_cxr as script
+    from tasks.mimic_cxr.data import QuestionData, open_image_cache
 
     files = {
         "mimic_cxr_path": data / "mimic-cxr-jpg",
@@ -204,16 +205,17 @@ def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     flags = "--no_auto_optimize --use_ddp --image_size 64 --batch_size 16 --dropout 0 --lr_schedule constant"
     flags += " --warmup_steps 0 --num_workers 0 --mixed_precision no"
     args = script.parse_args(words(flags, **files))
-    index = script.open_questions(args)
+    index = script.open_index(Path(args.index_dir), Path(args.mimic_cxr_path), Path(args.mimic_qa_path))
     model, tokenizer = script.build_model(args, "no", ranks.device)
-    questions = script.QuestionData(index, "train", args, tokenizer)
+    cache = open_image_cache(index, args.image_size, args.cache_gb)
+    questions = QuestionData(index, "train", args.mimic_cxr_path, cache, tokenizer, args.max_question_length)
 
     # in the image cache before the clock starts
     for i in range(len(questions)):
         questions[i]
     loader = create_distributed_dataloader(questions, args.batch_size, collate_fn=questions.collate)
     if kind == "script":
-        engine = script.start_engine(model, script.Setup("no"), None, args)
+        engine = script.make_engine(model, script.Setup("no"), None, args)
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
 
         def train_one_epoch(stretch: TrainingRun) -> None:

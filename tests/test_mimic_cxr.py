@@ -20,15 +20,38 @@ import torch
 from conftest import ROOT
 from PIL import Image
 
+import deepspeed_utils
 from distributed_utils import Ranks
 from hardware_utils import autocast
 from loop_utils import Step
 from memory_utils import BatchSize
 from tasks.mimic_cxr import index as mci
+from tasks.mimic_cxr.data import ImageCache, QuestionData, open_sets
+from tasks.mimic_cxr.encoders import layers_of
+from tasks.mimic_cxr.engines import choose_precision_with, config_file
+from tasks.mimic_cxr.flags import guide_keys, translate_guide_keys
+from tasks.mimic_cxr.metrics import answer_metrics, chexpert_metrics, chexpert_truth
+from tasks.mimic_cxr.model import broadcast_mask, takes_ready_mask
+from tasks.mimic_cxr.report import describe_memory, draw_answers, draw_curves, draw_inputs
+from tasks.mimic_cxr.settings import apply_hardware, deepspeed_settings
 
 CPU = torch.device("cpu")
 MIMIC = str(ROOT / "train_mimic_cxr.py")
 LABELS = list(mci.CHEXPERT)
+
+
+def read_sets(index: mci.Index, args, tokenizer) -> dict[str, QuestionData]:
+    """The questions of each split, as the script reads them."""
+    return open_sets(
+        index,
+        args.mimic_cxr_path,
+        tokenizer,
+        args.image_size,
+        args.cache_gb,
+        args.max_question_length,
+        args.chexpert_uncertain,
+        args.max_samples,
+    )
 
 
 def write_release(root: Path, studies: list[dict], zipped: bool = False) -> tuple[Path, Path]:
@@ -225,14 +248,13 @@ def test_chexpert_policies(release, tmp_path):
     edema, fracture, pneumonia, heart = (LABELS.index(n) for n in ("Edema", "Fracture", "Pneumonia", "Cardiomegaly"))
     for policy, value, known in (("ignore", 0, 0), ("positive", 1, 1), ("negative", 0, 1), ("soft", 0.5, 1)):
         args.chexpert_uncertain, args.cache_gb = policy, 0
-        data = script.QuestionData(
-            index, "train", args, lambda texts, **_: dict.fromkeys(("input_ids", "attention_mask"))
-        )
+        sets = read_sets(index, args, lambda texts, **_: dict.fromkeys(("input_ids", "attention_mask")))
+        data = sets["train"]
         batch = data.collate([data[0]])
         assert (batch["label"][0, edema], batch["label"][0, pneumonia]) == (1, 0)
         assert batch["known"][0, [edema, pneumonia, heart]].tolist() == [True, True, False]
         assert (batch["label"][0, fracture], batch["known"][0, fracture]) == (value, bool(known))
-    assert script.chexpert_truth(index, np.array([0]))[0, [edema, fracture, pneumonia, heart]].tolist() == [
+    assert chexpert_truth(index.studies, np.array([0]))[0, [edema, fracture, pneumonia, heart]].tolist() == [
         1,
         -1,
         0,
@@ -525,8 +547,6 @@ def test_no_row_is_kept_in_memory(chest, tmp_path):
 def test_metrics_against_scikit_learn(release, tmp_path):
     from sklearn import metrics as sk
 
-    import train_mimic_cxr as script
-
     index = mci.open_index(tmp_path, *release, "B")
     rng = np.random.default_rng(0)
     count, kinds = 400, np.array(["D02_has_finding", "D03_where_is_finding", "D04_how_severe_is_finding", "unseen"])
@@ -543,7 +563,8 @@ def test_metrics_against_scikit_learn(release, tmp_path):
     probability = rng.random((4, 14)).astype(np.float32)
     found["chexpert"] = probability[found["study"]]
     index.studies = pa.record_batch({name: truth[:, i] for i, name in enumerate(LABELS)})
-    got = script.compute_metrics("test", found, index)
+    got = answer_metrics("test", found, index.facts["classes"])
+    got |= chexpert_metrics("test", found, index.studies)
     assert got["test/vqa_accuracy"] == pytest.approx(sk.accuracy_score(found["target"], found["predicted"]), abs=1e-6)
     for name, number in (("binary", 0), ("region", 2), ("severity", 3)):
         rows = head == number
@@ -575,8 +596,8 @@ def test_losses_of_a_split_are_those_of_training(chest, tmp_path):
     args = script.parse_args([*chest, "--chexpert_uncertain", "soft", "--batch_size", "7", "--cache_gb", "0"])
     index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
     model, tokenizer = script.build_model(args, "no", CPU)
-    data = script.QuestionData(index, "val", args, tokenizer)
-    metrics = script.evaluate(model, data, index, "val", args.batch_size, args)[0]
+    data = read_sets(index, args, tokenizer)["val"]
+    metrics = script.evaluate(model, data, args.batch_size, args).metrics
     batch = data.collate([data[i] for i in range(len(data))])
     with torch.no_grad():
         counts = script.count_targets(Step(len(data), len(data), 0, [batch]))
@@ -668,10 +689,9 @@ def tiny_text_encoder(kind: str, attention: str) -> torch.nn.Module:
 )  # fmt: skip
 def test_encoders_that_take_a_ready_mask(kind, attention, ready):
     """They give the same to the bit, padded or not, in both precisions; the others keep the plain mask."""
-    import train_mimic_cxr as script
 
     encoder = tiny_text_encoder(kind, attention).train()
-    assert script.takes_ready_mask(encoder) is ready
+    assert takes_ready_mask(encoder) is ready
     assert encoder.training
     if not ready:
         return
@@ -682,7 +702,7 @@ def test_encoders_that_take_a_ready_mask(kind, attention, ready):
         for precision in ("no", "bf16"):
             with torch.no_grad(), autocast(CPU, precision):
                 plain = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-                given = encoder(input_ids=ids, attention_mask=script.broadcast_mask(mask.long())).last_hidden_state
+                given = encoder(input_ids=ids, attention_mask=broadcast_mask(mask.long())).last_hidden_state
             assert torch.equal(plain, given)
 
 
@@ -711,14 +731,12 @@ def test_checkpointing_finds_the_layers():
     """Of encoders whose layers have other names; one that has none is an error."""
     import transformers
 
-    import train_mimic_cxr as script
-
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
     for kind in ("ViT", "Bert", "Roberta", "SiglipVision"):
         config = getattr(transformers, f"{kind}Config")(**sizes)
-        assert len(script.blocks_of(getattr(transformers, f"{kind}Model")(config), kind)) == 3
+        assert len(layers_of(getattr(transformers, f"{kind}Model")(config), kind)) == 3
     with pytest.raises(mci.InputError, match="no such: --gradient_checkpointing does not know its layers"):
-        script.blocks_of(torch.nn.Linear(2, 2), "no such")
+        layers_of(torch.nn.Linear(2, 2), "no such")
 
 
 def test_optimizer_state_takes_the_format_of_the_weights():
@@ -736,13 +754,12 @@ def test_optimizer_state_takes_the_format_of_the_weights():
 
 def test_precision_of_the_deepspeed_file():
     """The guide's JSON has fp16 enabled: taken where there is a GPU; a given --mixed_precision stands."""
-    import train_mimic_cxr as script
 
     config = {"fp16": {"enabled": True, "loss_scale": 0}, "bf16": {"enabled": False}}
-    assert script.choose_precision_with(config, "auto", CPU)[0] == "no"
+    assert choose_precision_with(config, "auto", CPU)[0] == "no"
     assert config == {"fp16": {"loss_scale": 0}, "bf16": {}}  # nothing left that fill_config could find wrong
-    assert script.choose_precision_with({"bf16": {"enabled": True}}, "no", CPU)[0] == "no"
-    assert script.choose_precision_with(None, "bf16", CPU)[0] == "bf16"
+    assert choose_precision_with({"bf16": {"enabled": True}}, "no", CPU)[0] == "no"
+    assert choose_precision_with(None, "bf16", CPU)[0] == "bf16"
 
 
 @pytest.mark.soak
@@ -817,7 +834,7 @@ def test_the_guides_own_yaml(chest, zygote, tmp_path):
 
     args = script.parse_args(["--config", str(tmp_path / "run" / "args.yaml")])
     assert (args.use_deepspeed, args.batch_size, args.mixed_precision, args.fp16) == (True, 16, "no", None)
-    assert script.guide_keys(args.config) == []
+    assert guide_keys(args.config) == []
 
 
 def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkeypatch, capsys):
@@ -827,10 +844,8 @@ def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkey
     flags = [word for word in chest if word not in ("--num_workers", "0")]
     path = tmp_path / "config.yaml"
     path.write_text(GUIDE_YAML.replace("training:", "pin_memory: true\ntraining:"))
-    monkeypatch.setattr(script, "processes_per_node", lambda: 4)
     args = script.parse_args([*flags, "--config", str(path)])
-    script.translate_guide_keys(args, Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
-    said = capsys.readouterr().out
+    said = "\n".join([*translate_guide_keys(args, on_gpu=True, processes_per_node=4), ""])
     assert (
         "config.yaml: training.dataloader_num_workers 12 -> --num_workers 3 (each of the node's 4 processes)\n" in said
     )
@@ -838,13 +853,15 @@ def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkey
     assert "config.yaml: pin_memory true -> nothing to set here: done by itself on a GPU\n" in said
     assert (args.num_workers, args.mixed_precision, args.source["num_workers"]) == (3, "fp16", "config.yaml")
     args = script.parse_args([*flags, "--config", str(path), "--use_ddp", "--mixed_precision", "bf16"])
-    script.translate_guide_keys(args, Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
+    said = "\n".join(translate_guide_keys(args, on_gpu=True, processes_per_node=4))
     assert (args.use_deepspeed, args.mixed_precision) == (False, "bf16")
-    assert "deepspeed.enabled true -> --use_ddp (command line)" in capsys.readouterr().out
+    assert "deepspeed.enabled true -> --use_ddp (command line)" in said
     flags = [word for word in flags if word != "--no_auto_optimize"]
     args = script.parse_args([*flags, "--config", str(path)])
-    script.translate_guide_keys(args, Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun"))
-    assert "batch_size_per_gpu 16 -> --batch_size 16, but --auto_optimize finds its own\n" in capsys.readouterr().out
+    said = translate_guide_keys(args, on_gpu=True, processes_per_node=4)
+    assert any(
+        line.endswith("batch_size_per_gpu 16 -> --batch_size 16, but --auto_optimize finds its own") for line in said
+    )
 
 
 @pytest.mark.parametrize("section", ["", "training", "settings"])
@@ -859,7 +876,7 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     path = tmp_path / "config.json"
     path.write_text(json.dumps({section: settings} if section else settings))
     args = script.parse_args([*chest, "--config", str(path)])
-    script.translate_guide_keys(args, Ranks(0, 0, gpus, torch.device("cpu"), "torchrun"))
+    lines = translate_guide_keys(args, on_gpu=False, processes_per_node=1)
     assert args.batch_size == settings["batch_size_per_gpu"]
     names = ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing")
     for name in (*names, "offload_optimizer"):
@@ -867,7 +884,7 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     assert args.use_deepspeed == (settings["engine"] == "deepspeed")
     stage = {0: None, 2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}[settings["zero_stage"]]
     assert (args.deepspeed_config and Path(args.deepspeed_config).name) == stage
-    said = capsys.readouterr().out
+    said = "\n".join(lines)
     assert said.count("config.json: ") == 6  # batch, workers, effective batch, stage, offload, engine
     assert f"effective_batch_size {settings['effective_batch_size']} -> nothing to set here" in said
 
@@ -896,19 +913,20 @@ def test_recomputation_and_offload_follow_the_gpus_memory(
     (tmp_path / "guide.yaml").write_text(GUIDE_YAML)
     card = SimpleNamespace(total_memory=memory * 2**30, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    monkeypatch.setattr(script, "processes_per_node", lambda: 4)
     flags = [word for word in chest if word != "--no_auto_optimize"]
     args = script.parse_args([*flags, *words.replace("GUIDE", str(tmp_path / "guide.yaml")).split()])
     ranks = Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun")
-    stage, found = script.apply_hardware(args, ranks) if args.auto_optimize else (2, None)
-    config, _ = script.deepspeed_settings(args, stage)
+    hardware = apply_hardware(args, ranks, processes=4)
+    config = deepspeed_settings(args.deepspeed_config or config_file(hardware.zero_stage), args)
     assert ("offload_optimizer" in config["zero_optimization"]) == offload
-    assert ("on the CPU" in script.deepspeed_utils.describe(config)) == offload
+    assert ("on the CPU" in deepspeed_utils.describe(config)) == offload
     assert args.gradient_checkpointing == checkpointing
     if said:
         recomputed = bool(args.gradient_checkpointing)
         batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, "", recomputed)
-        assert script.describe_memory(args, found, config, batch).endswith(said)
+        used = {name: value for name, value in hardware.flags.items() if args.source[name] == "hardware"}
+        own_file = args.source["deepspeed_config"] == "default"
+        assert describe_memory(hardware.smallest_gpu, used, batch, own_file).endswith(said)
 
 
 def test_help_of_auto_optimize(capsys):
@@ -962,14 +980,14 @@ def test_figures_are_whole(chest, tmp_path, monkeypatch, recwarn):
 
     args = script.parse_args([*chest, "--cache_gb", "0"])
     index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
-    data = script.QuestionData(index, "test", args, None)
+    data = read_sets(index, args, None)["test"]
     question, row = "Is there 水 $\\frac{1 at the $left$ \U0001f600 costophrenic angle? " * 4 + "The end?", data.row
     monkeypatch.setattr(data, "row", lambda i: row(i) | {"question": question})
     rows = [row(i) for i in range(len(data))]
     found = {name: np.array([row[name] for row in rows]) for name in ("head", "target", "study", "type")}
     probability = np.random.default_rng(0).random((len(index.studies), 14), dtype=np.float32)
     found |= {"index": np.arange(len(rows)), "predicted": found["target"], "chexpert": probability[found["study"]]}
-    figures = [script.draw_answers(data, found), script.draw_inputs(data), script.draw_curves(found, index)]
+    figures = [draw_answers(data, found), draw_inputs(data), draw_curves(data, found)]
     for number, figure in enumerate(figures):
         recwarn.clear()
         save_figure(tmp_path / f"{number}.png", figure)
@@ -1002,10 +1020,9 @@ def test_out_of_memory(chest, zygote, tmp_path):
 
 def test_picture_cache(tmp_path):
     """Decoded once; a torn record is decoded again; a full disk is no error."""
-    import train_mimic_cxr as script
 
     Image.fromarray(np.arange(600 * 400, dtype=np.uint32).reshape(600, 400).astype(np.uint8)).save(tmp_path / "a.jpg")
-    cache = script.PictureCache(tmp_path / "cache.u8", 32, 5)
+    cache = ImageCache(tmp_path / "cache.u8", 32, 5)
     first = cache.get(2, str(tmp_path / "a.jpg"))
     assert first.shape == (32, 32)
     assert first[:, :5].max() == 0  # black beside the upright picture
