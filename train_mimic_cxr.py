@@ -120,12 +120,13 @@ from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step
 from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
 from loop_utils import seed_ranks
 from memory_utils import BatchSize
+from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
 from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, open_sets
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
 from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
 from tasks.mimic_cxr.hardware import settings_of_plan
-from tasks.mimic_cxr.index import HEADS, open_index
+from tasks.mimic_cxr.index import open_index
 from tasks.mimic_cxr.metrics import Metrics, Predictions, answer_metrics, chexpert_metrics, gather_predictions
 from tasks.mimic_cxr.metrics import group_sizes, split_losses
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations

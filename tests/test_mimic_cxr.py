@@ -26,6 +26,8 @@ from hardware_utils import autocast
 from loop_utils import Step
 from memory_utils import BatchSize
 from tasks.mimic_cxr import index as mci
+from tasks.mimic_cxr import index_build, index_files, releases
+from tasks.mimic_cxr.answers import CHEXPERT, HEADS, REGIONS, head_of, target_of
 from tasks.mimic_cxr.data import ImageCache, QuestionData, open_sets
 from tasks.mimic_cxr.encoders import layers_of
 from tasks.mimic_cxr.engines import choose_precision_with, config_file
@@ -37,7 +39,7 @@ from tasks.mimic_cxr.settings import apply_hardware, deepspeed_settings
 
 CPU = torch.device("cpu")
 MIMIC = str(ROOT / "train_mimic_cxr.py")
-LABELS = list(mci.CHEXPERT)
+LABELS = list(CHEXPERT)
 
 
 def read_sets(index: mci.Index, args, tokenizer) -> dict[str, QuestionData]:
@@ -65,7 +67,7 @@ def write_release(root: Path, studies: list[dict], zipped: bool = False) -> tupl
     for study in studies:
         subject, number = study["subject"], study["study"]
         for dicom, view, meaning in study["images"]:
-            path = cxr / mci.image_name(subject, number, dicom)
+            path = cxr / releases.image_name(subject, number, dicom)
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((20, 30), number % 250, np.uint8)).save(path)
             tables["metadata"].append([dicom, subject, number, view, meaning])
@@ -148,8 +150,8 @@ def release(tmp_path_factory):
 
 def rows_of(index: mci.Index) -> dict[str, list[tuple]]:
     """{split: [(dicom, question id, head, class name)]} of an index."""
-    found, heads = {}, list(mci.HEADS.items())
-    for split in mci.SPLITS:
+    found, heads = {}, list(HEADS.items())
+    for split in releases.SPLITS:
         questions = index.questions(split)
         found[split] = []
         for row in (questions.take(i) for i in range(len(questions))):
@@ -184,7 +186,7 @@ def test_grades_select_exactly_their_questions(release, tmp_path, grade, train):
     left = index.facts["left_out"]
     if grade == "B":
         assert left["below the grade, or unrated"] == 3
-        assert left[f"B01_describe_all: {mci.NOT_ASKED}"] == 1
+        assert left[f"B01_describe_all: {index_build.NOT_ASKED}"] == 1
         assert left["D03_where_is_finding: region 'azygos fissure' not in the vocabulary"] == 1
         assert left["D02_has_finding: positiveness 'neutral'"] == 1
         assert sum(left.values()) + sum(map(len, found.values())) == 14  # of the studies with a picture
@@ -217,18 +219,18 @@ def neg(**more) -> dict:
 )
 def test_targets(kind, answers, target):
     """What is absent is no finding and has no place; of several answers or names the first that has a class."""
-    head = mci.head_of(kind)
+    head = head_of(kind)
     assert (head is None) == (target == "")
     if head:
-        found, why = mci.target_of({"question_type": kind, "answers": main_answers(*answers)}, head)
+        found, why = target_of({"question_type": kind, "answers": main_answers(*answers)}, head)
         assert (found is None) == (target is None) == bool(why)
-        assert target is None or mci.HEADS[head][found] == target
+        assert target is None or HEADS[head][found] == target
 
 
 def test_views(release, tmp_path):
     """PA before AP, of several the first dicom_id; a blank view by its code, else not used."""
     pictures = {}
-    for view in mci.VIEWS:
+    for view in releases.VIEWS:
         index = mci.open_index(tmp_path, *release, "B", view)
         pictures[view] = index.studies["dicom_id"].to_pylist()
         assert index.facts["studies"]["studies"] == 6
@@ -270,18 +272,18 @@ def test_zip_exports_and_folders_give_one_index(release, tmp_path):
     shutil.copytree(zipped[1], exports / "B_frontal")
     shutil.copytree(zipped[1], exports / "A_frontal")
     assert rows_of(mci.open_index(tmp_path / "index", zipped[0], tmp_path / "qba", "B")) == reference
-    assert mci.find_release(tmp_path / "qba", "A+").name == "A_frontal"
+    assert releases.find_release(tmp_path / "qba", "A+").name == "A_frontal"
     for grade in ("C", "all"):
         with pytest.raises(mci.InputError, match=rf"exports: holds A_frontal, B_frontal, not grade {grade}"):
-            mci.find_release(tmp_path / "qba", grade)
+            releases.find_release(tmp_path / "qba", grade)
     shutil.rmtree(exports / "A_frontal")
-    assert mci.find_release(tmp_path / "qba", "A+").name == "B_frontal"  # has it, too
+    assert releases.find_release(tmp_path / "qba", "A+").name == "B_frontal"  # has it, too
     assert len(list((tmp_path / "index").iterdir())) == 3  # each has a folder of its own
 
 
 def test_missing_pictures_are_listed_and_come_back(tmp_path):
     cxr, qba = write_release(tmp_path, STUDIES)
-    picture = cxr / mci.image_name(10000001, 50000002, "ee")
+    picture = cxr / releases.image_name(10000001, 50000002, "ee")
     content = picture.read_bytes()
     picture.unlink()
     with pytest.raises(mci.InputError, match=r"1 picture files do not exist.*ee\.jpg.*--max_missing"):
@@ -298,7 +300,7 @@ def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
     """Killed after some parts: those are not read again, and the index is the one of an unbroken build."""
     paths = Path(chest[1]), Path(chest[3])
     whole = mci.open_index(tmp_path / "whole", *paths)
-    real, built = mci.build_part, []
+    real, built = index_build.build_part, []
 
     def part(folder, number, *rest):
         if len(built) == 3:
@@ -306,12 +308,12 @@ def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
         built.append(number)
         real(folder, number, *rest)
 
-    monkeypatch.setattr(mci, "build_part", part)
+    monkeypatch.setattr(index_build, "build_part", part)
     with pytest.raises(KeyboardInterrupt):
         mci.open_index(tmp_path / "broken", *paths)
     built.clear()
     monkeypatch.setattr(
-        mci, "build_part", lambda folder, number, *rest: built.append(number) or real(folder, number, *rest)
+        index_build, "build_part", lambda folder, number, *rest: built.append(number) or real(folder, number, *rest)
     )
     resumed = mci.open_index(tmp_path / "broken", *paths)
     assert built == list(range(3, len(whole.facts["rows"])))
@@ -327,7 +329,7 @@ def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
 
 def whole_rows(index: mci.Index) -> list:
     """Every question of an index, and its table of studies."""
-    questions = [index.questions(split) for split in mci.SPLITS]
+    questions = [index.questions(split) for split in releases.SPLITS]
     return [[part.take(i) for i in range(len(part))] for part in questions] + [index.studies.to_pydict()]
 
 
@@ -412,7 +414,7 @@ def test_an_index_without_checksums_is_built_again(release, tmp_path, capsys):
 def test_an_index_that_stays_damaged_is_refused(release, tmp_path, monkeypatch):
     """A disk that gives back other bytes than were written."""
     mci.open_index(tmp_path, *release)
-    monkeypatch.setattr(mci, "file_sha256", lambda path: "0" * 64)
+    monkeypatch.setattr(index_files, "file_sha256", lambda path: "0" * 64)
     with pytest.raises(mci.InputError, match=r"\.arrow: damaged again after it was written.*--index_dir"):
         mci.open_index(tmp_path, *release)
 
@@ -456,7 +458,7 @@ def test_ranks_mend_an_index_together(chest, zygote, tmp_path):
 
 def test_of_two_jobs_one_waits(release, tmp_path, capsys):
     """The folder is locked by another job that builds; when it is gone, this one builds what is lacking."""
-    folder = mci.index_folder(tmp_path, *release, "B", "frontal")
+    folder = mci.index_folder(tmp_path, index_build.Source(*release, "B", "frontal"))
     folder.mkdir()
     other = [mci.RunLock(folder / ".lock", wait=0)]
     threading.Timer(2.5, other.clear).start()
@@ -552,7 +554,7 @@ def test_metrics_against_scikit_learn(release, tmp_path):
     count, kinds = 400, np.array(["D02_has_finding", "D03_where_is_finding", "D04_how_severe_is_finding", "unseen"])
     which = rng.integers(0, 4, count)
     head = np.array([0, 2, 3, 0])[which]
-    sizes = np.array([len(names) for names in mci.HEADS.values()])[head]
+    sizes = np.array([len(names) for names in HEADS.values()])[head]
     found = {"head": head, "target": rng.integers(0, sizes), "predicted": rng.integers(0, sizes), "type": kinds[which]}
     found["target"] = np.where(rng.random(count) < 0.5, found["predicted"], found["target"])
     studies = np.array([0, 1, 2, 3])
@@ -571,7 +573,7 @@ def test_metrics_against_scikit_learn(release, tmp_path):
         pair = found["target"][rows], found["predicted"][rows]
         assert got[f"test/vqa_accuracy/{name}"] == pytest.approx(sk.accuracy_score(*pair), abs=1e-6)
         assert got[f"test/vqa_f1/{name}"] == pytest.approx(sk.f1_score(*pair, average="macro"), abs=1e-6)
-    usual = {"D02_has_finding": 0, "D03_where_is_finding": mci.REGIONS.index("left lung base")}
+    usual = {"D02_has_finding": 0, "D03_where_is_finding": REGIONS.index("left lung base")}
     usual["D04_how_severe_is_finding"] = 2
     guess = [usual.get(kind, -1) == target for kind, target in zip(found["type"], found["target"], strict=True)]
     assert got["test/vqa_majority"] == pytest.approx(np.mean(guess), abs=1e-9)

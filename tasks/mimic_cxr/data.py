@@ -11,7 +11,9 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from cli_utils import InputError
-from tasks.mimic_cxr.index import CHEXPERT, HEADS, Index, image_name
+from tasks.mimic_cxr.answers import CHEXPERT, HEADS
+from tasks.mimic_cxr.index import Index
+from tasks.mimic_cxr.releases import image_name
 
 # The releases' names of the splits.
 RELEASE_SPLITS = {"train": "train", "val": "validate", "test": "test"}

@@ -7,7 +7,7 @@ import pyarrow as pa
 import torch
 
 from distributed_utils import gather_objects
-from tasks.mimic_cxr.index import CHEXPERT, HEADS
+from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 
 Metrics = dict[str, float | None]
 Predictions = dict[str, np.ndarray]

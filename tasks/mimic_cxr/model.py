@@ -7,8 +7,8 @@ from torch import nn
 
 from cli_utils import InputError
 from hardware_utils import autocast, out_of_memory
+from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed
-from tasks.mimic_cxr.index import CHEXPERT, HEADS
 
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
 
