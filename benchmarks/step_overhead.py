@@ -156,8 +156,7 @@ def prs_med(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
 
     flags = "--batch_size 16 --lora_dropout 0 --lr_scaling none --mixed_precision no"
     args = script.parse_args(words(flags, data_root=data, checkpoint_dir=run_folder))
-    script.adopt_architecture(args, None)
-    model = script.build_model(args, "no", ranks)
+    model = script.build_model(args, "no", ranks.device)
     rows = [row for row in script.read_annotations(data, None, False) if row.split == "train"]
     images = script.PositionData(rows, model.reader, True)
 

@@ -15,14 +15,14 @@ def main() -> None:
     args = prs.parse_args(
         ["--data_root", sys.argv[1], "--lora_dropout", "0", "--max_new_tokens", "8", "--batch_size", "2"]
     )
-    prs.adopt_architecture(args, None)
-    with prs.du.setup_distributed() as ranks:
-        model = prs.build_model(args, "no", ranks)
+    with prs.setup_distributed() as ranks:
+        model = prs.build_model(args, "no", ranks.device)
         prs.load_weights(model, torch.load(sys.argv[2], weights_only=True))
         rows = [row for row in prs.read_annotations(Path(sys.argv[1]), None, False) if row.split == "test"]
         for size in range(1, 11):
             data = prs.PositionData(rows[:size], model.reader, True)
-            metrics, _ = prs.evaluate(model, data, "test", args.batch_size, "no", args)
+            loader = prs.make_loader(data, prs.BatchSize(args.batch_size, 1, ""), train=False, args=args)
+            metrics, _ = prs.evaluate(model, loader, "test", args)
             if ranks.world_size == 1:
                 metrics |= reference(model, data, args)
             if ranks.is_main:
@@ -40,7 +40,7 @@ def reference(model, data, args) -> dict[str, float]:
     iou = torch.cat([compute_iou(a, b, ignore_empty=False) for a, b in pairs]).mean()
     batch = model.reader.collate([data[i] for i in range(len(data))])
     tokens = float((batch["answer"] >= 0).sum())
-    losses = prs.batch_loss(model, batch, len(data), tokens, "no", args).tolist()
+    losses = prs.batch_loss(model, batch, len(data), tokens, args).tolist()
     losses = dict(zip(("train/loss", "train/loss_seg", "train/loss_txt"), losses, strict=True))
     return {"monai/dice": float(dice), "monai/iou": float(iou), **losses}
 

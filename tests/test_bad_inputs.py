@@ -335,4 +335,4 @@ def test_odd_but_good_data(data, tmp_path, zygote):
         np.array_equal(prs.open_mask(str(masks[0])), first > 0)
         or (prs.open_mask(str(masks[0])) != (first > 0)).mean() < 0.02
     )
-    assert set(np.unique(np.asarray(prs.open_picture(str(pictures[0]))))) >= {0, 255}
+    assert set(np.unique(np.asarray(prs.open_image(str(pictures[0]))))) >= {0, 255}

@@ -75,7 +75,7 @@ def test_figures_show_whole_sentences():
     masks[1, 4:9, 3:8] = masks[2] = True
     rows = [Row("lung_CT", "", "", "test", text, sentence, "lung_CT.csv:2") for text in (sentence, "$x_1^{", "肺?")]
     shown = [
-        (row, rng.integers(0, 255, (3, 16, 16), dtype=np.uint8), mask, mask, answer, 0.5)
+        prs_med_report.Example(row, rng.integers(0, 255, (3, 16, 16), dtype=np.uint8), mask, mask, answer, 0.5)
         for row, mask, answer in zip(rows, masks, (sentence, "", "word " * 300 + ending), strict=True)
     ]
     with warnings.catch_warnings():
@@ -152,9 +152,8 @@ def test_shuffled_questions(data, trained, tmp_path, zygote):
     flags = ["--eval_only", "--shuffle_questions", "--resume_from", trained, "--max_new_tokens", "3"]
     done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *flags)
     assert done.code == 0, done.stderr
-    assert (
-        "10 of 10 rows ask another question about their picture" in done.stdout
-    )  # copies of a picture are known as one
+    # copies of an image are known as one
+    assert "10 of 10 rows ask another question about their image" in done.stdout
     assert json.loads((tmp_path / "eval_test_shuffled.json").read_text())["rows_with_another_question"] == 10
 
 
@@ -246,7 +245,7 @@ def test_sam_vision_checkpoint(data, trained, tmp_path, zygote):
     ],
 )
 def test_position_in_a_sentence(text, position):
-    from tasks.prs_med.data import position_in
+    from tasks.prs_med.metrics import position_in
 
     assert position_in(text) == position
 
@@ -263,7 +262,7 @@ def test_position_in_a_sentence(text, position):
     ],
 )
 def test_position_of_a_box(box, position):
-    from tasks.prs_med.data import position_of
+    from tasks.prs_med.metrics import position_of
 
     mask = np.zeros((10, 10), bool)
     mask[box[0] : box[1], box[2] : box[3]] = True
@@ -274,11 +273,12 @@ def test_position_of_a_box(box, position):
 def test_sample_data(data):
     """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
     from tasks.prs_med import data as prs
+    from tasks.prs_med.metrics import position_in, position_of
 
     rows = prs.read_annotations(data, None, False)
     assert len(rows) == 54
     assert len({row.modality for row in rows}) == 3
-    assert all(prs.position_of(prs.open_mask(row.mask)) == prs.position_in(row.answer) for row in rows)
+    assert all(position_of(prs.open_mask(row.mask)) == position_in(row.answer) for row in rows)
     first = (data / "annotations" / "skin_rgbimage.csv").read_text().splitlines()[0]
     assert first == "image_path,image_name,split,description,position,question,answer"
     assert any(row.image.endswith(".jpg") and row.mask.endswith("_Segmentation.png") for row in rows)

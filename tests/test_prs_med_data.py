@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 
 from distributed_utils import Ranks
 from tasks.prs_med import data as prs_med_data
+from tasks.prs_med import data_check
 
 FLAGS = ["--batch_size", "4", "--max_steps", "1", "--max_new_tokens", "2", "--log_every", "1"]
 TURNED = 6  # EXIF: the camera was held a quarter turn to the left
@@ -56,7 +57,7 @@ def test_a_damaged_exif_block_turns_nothing(tmp_path):
 )
 def test_label_maps_and_the_127_rule(values, lost):
     """Values that the rule takes for background are found; where nothing is above 127, all above 0 is foreground."""
-    assert prs_med_data.lost_levels(np.asarray(shape(96, values))) == lost
+    assert data_check.lost_levels(np.asarray(shape(96, values))) == lost
 
 
 @pytest.mark.parametrize("size", [32, 96])
@@ -68,9 +69,9 @@ def test_smeared_masks_are_no_label_maps(tmp_path, size):
         for side in (size, size // 2, size * 2 + 5):
             for method in (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC):
                 values = np.asarray(smeared.resize((side, side), method))
-                assert prs_med_data.lost_levels(values) == []
+                assert data_check.lost_levels(values) == []
     shape(256, (255, 85)).save(tmp_path / "a.jpg", quality=75)
-    assert 85 in prs_med_data.lost_levels(np.asarray(Image.open(tmp_path / "a.jpg")))
+    assert 85 in data_check.lost_levels(np.asarray(Image.open(tmp_path / "a.jpg")))
 
 
 @pytest.mark.parametrize(
@@ -125,5 +126,5 @@ def test_findings_are_counted(odd, zygote, tmp_path):
 
 def test_good_data_has_no_findings(data):
     rows = prs_med_data.read_annotations(data, None, False)
-    files = prs_med_data.inspect_files(rows, Ranks(0, 0, 1, torch.device("cpu"), "python"))
-    assert prs_med_data.check_pairs(rows, files) == {}
+    files = data_check.inspect_files(rows, Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    assert data_check.check_pairs(rows, files) == {}

@@ -132,10 +132,9 @@ def test_short_window_is_divided_by_its_true_size(runs, data):
     from hardware_utils import choose_precision
 
     args = prs.parse_args(["--data_root", str(data), *FLAGS])
-    ranks = prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")
-    precision, _ = choose_precision("auto", ranks.device)
-    prs.adopt_architecture(args, None)
-    model = prs.build_model(args, precision, ranks)
+    device = torch.device("cpu")
+    precision, _ = choose_precision("auto", device)
+    model = prs.build_model(args, precision, device)
     prs.load_weights(model, load(runs / "1" / "step_00000002.pt"))
     rows = [row for row in prs.read_annotations(data, None, False) if row.split == "train"]
     dataset = prs.PositionData(rows, model.reader, True)
@@ -143,7 +142,7 @@ def test_short_window_is_divided_by_its_true_size(runs, data):
     model.eval()
     with torch.no_grad():
         labels = torch.full_like(batch["ids"], -100)
-        for k, length in enumerate(batch["prompt_length"]):
+        for k, length in enumerate((batch["prompt"] >= 0).sum(1).tolist()):
             answer = [token for token in batch["answer"][k].tolist() if token >= 0]
             labels[k, length : length + len(answer)] = torch.tensor(answer)
         pixels = model.vlm_pixels(batch["vlm"])
@@ -164,8 +163,7 @@ def test_answer_does_not_reach_the_mask(runs, data):
     import train_prs_med as prs
 
     args = prs.parse_args(["--data_root", str(data), "--mixed_precision", "no"])
-    prs.adopt_architecture(args, None)
-    model = prs.build_model(args, "no", prs.du.Ranks(0, 0, 1, torch.device("cpu"), "python")).eval()
+    model = prs.build_model(args, "no", torch.device("cpu")).eval()
     row = prs.read_annotations(data, None, False)[0]
     longest = "A longer answer that sets the length which both batches are padded to."
     rows = [row._replace(answer=text) for text in ("Top left.", "Center, mid.", longest)]

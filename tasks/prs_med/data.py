@@ -1,11 +1,10 @@
-"""Guide 0: annotation CSVs, images and masks on the disk, and how they become tensors."""
+"""Guide 0: annotation CSVs, images and masks on the disk, and how they become a dataset."""
 
 import csv
-import hashlib
 import re
 import struct
-import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,16 +14,19 @@ from PIL import ExifTags, Image, ImageOps
 from torch.utils.data import Dataset
 
 from cli_utils import InputError
-from distributed_utils import Ranks, agree_on_errors, gather_objects, print_main
+from distributed_utils import print_main
+from tasks.prs_med.metrics import position_of
+from tasks.prs_med.reader import Reader
 
 SPLITS = ("train", "val", "test")
 NEEDED = ("image_path", "split", "question", "answer")
-# mask values below this, beside values above 127, can be what JPEG made of 0
-NOISE = 32
 
 
 class Row(NamedTuple):
-    """One question: `image` and `mask` are existing files, `source` is `file:row` of the CSV."""
+    """One question: `image` and `mask` are existing files, `source` is `file:row` of the CSV.
+
+    digest: of the image's content, empty where that was not read.
+    """
 
     modality: str
     image: str
@@ -33,66 +35,147 @@ class Row(NamedTuple):
     question: str
     answer: str
     source: str
+    digest: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What rows of one image share, also where copies of it have other names; without a digest, its path."""
+        return self.digest or self.image
 
 
-def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
-    """(image, mask) files that a CSV's image_path means: it is the mask's path, may hold backslashes, ISIC names
-    differ."""
-    parts = [part for part in path.strip().replace("\\", "/").split("/") if part not in ("", ".")]
-    if not parts or ".." in parts or path.strip()[:1] in ("/", "\\") or ":" in parts[0]:
-        raise InputError(f"{source}: image_path {path!r} leaves the data root; use a path relative to it")
-    if len(parts) < 2 or not re.search(r"_(masks|images)$", parts[-2]):
-        raise InputError(f"{source}: image_path {path!r} is not <modality>/<split>_masks/<name>; correct the row")
-    folder, stem = re.sub(r"_images$", "_masks", parts[-2]), Path(parts[-1]).stem.removesuffix("_Segmentation")
-    mask_names = (parts[-1], f"{stem}_Segmentation.png", f"{stem}.png", f"{stem}.jpg")
-    image_names = (Path(parts[-1]).name, *(f"{stem}{suffix}" for suffix in (".jpg", ".png", ".jpeg", ".JPG")))
-    for base in (Path(*parts[:-2]), Path("images_and_masks", *parts[:-2]), Path(*parts[-3:-2])):  # a fork's extra level
-        masks, images = root / base / folder, root / base / folder.replace("_masks", "_images")
-        mask = next((masks / name for name in mask_names if (masks / name).is_file()), None)
-        if mask is not None:
-            names = [name for name in image_names if "_Segmentation" not in name and (images / name).is_file()]
-            if not names:
-                raise InputError(f"{source}: no picture {stem}.png or .jpg in {images}; add it or remove the row")
-            return str(images / names[0]), str(mask)
-    raise InputError(f"{source}: mask {'/'.join(parts)} does not exist under {root}; correct the row or --data_root")
+# --- annotations ------------------------------------------------------------------------------------------------------
 
 
 def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -> list[Row]:
-    """All rows of the annotation CSVs, in file order. Raises InputError naming file and row."""
-    files = sorted((root / "annotations").glob("*.csv"))
+    """All rows of the annotation CSVs, or of those with these names, in file order.
+
+    Raises InputError naming file and row.
+    """
+    folder = root / "annotations"
+    files = sorted(folder.glob("*.csv"))
     if not files:
-        raise InputError(f"{root / 'annotations'}: holds no CSV file; check --data_root")
-    wanted = {name.removesuffix(".csv") for name in names or [file.stem for file in files]}
-    if missing := sorted(wanted - {file.stem for file in files}):
-        have = ", ".join(file.stem for file in files)
-        raise InputError(f"{root / 'annotations'}: no {missing[0]}.csv, there are {have}; check --annotations")
-    rows, dropped = [], 0
-    for file in (file for file in files if file.stem in wanted):
-        try:
-            with open(file, newline="", encoding="utf-8-sig") as text:
-                reader = csv.DictReader(text, strict=True)
-                if lacking := [name for name in NEEDED if name not in (reader.fieldnames or ())]:
-                    raise InputError(f"{file}:1: no column {lacking[0]!r}; the header must hold {', '.join(NEEDED)}")
-                for record in reader:
-                    source = f"{file}:{reader.line_num}"
-                    if empty := [name for name in NEEDED if not (record[name] or "").strip()]:
-                        if not skip_bad_rows:
-                            raise InputError(f"{source}: empty {empty[0]!r}; complete the row or pass --skip_bad_rows")
-                        dropped += 1
-                        continue
-                    if None in record:
-                        raise InputError(f"{source}: more fields than the header has columns; quote texts with commas")
-                    split = record["split"].strip().lower()
-                    if split not in SPLITS:
-                        raise InputError(f"{source}: split {split!r} is not train, val or test; correct the row")
-                    image, mask = find_pair(root, record["image_path"], source)
-                    question, answer = record["question"].strip(), record["answer"].strip()
-                    rows.append(Row(file.stem, image, mask, split, question, answer, source))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise InputError(f"{file}: not a readable UTF-8 CSV ({error}); repair the file") from None
+        raise InputError(f"{folder}: holds no CSV file; check --data_root")
+    present = [file.stem for file in files]
+    wanted = {name.removesuffix(".csv") for name in names or present}
+    missing = sorted(wanted.difference(present))
+    if missing:
+        raise InputError(f"{folder}: no {missing[0]}.csv, there are {', '.join(present)}; check --annotations")
+
+    rows = []
+    for file in files:
+        if file.stem in wanted:
+            rows += read_csv(file, root, skip_bad_rows)
+    dropped = rows.count(None)
     if dropped:
         print_main(f"{dropped} rows with a missing field dropped")
-    return rows
+    return [row for row in rows if row is not None]
+
+
+def read_csv(file: Path, root: Path, skip_bad_rows: bool) -> Iterator[Row | None]:
+    """The rows of one annotation CSV, None for one to be dropped. Raises InputError."""
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as lines:
+            reader = csv.DictReader(lines, strict=True)
+            columns = reader.fieldnames or ()
+            lacking = [name for name in NEEDED if name not in columns]
+            if lacking:
+                raise InputError(f"{file}:1: no column {lacking[0]!r}; the header must hold {', '.join(NEEDED)}")
+            for record in reader:
+                yield parse_record(record, file.stem, f"{file}:{reader.line_num}", root, skip_bad_rows)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{file}: not a readable UTF-8 CSV ({error}); repair the file") from None
+
+
+def parse_record(record: dict, modality: str, source: str, root: Path, skip_bad_rows: bool) -> Row | None:
+    """A line of a CSV, None where a needed field is empty and such rows are skipped. Raises InputError."""
+    empty = [name for name in NEEDED if not (record[name] or "").strip()]
+    if empty:
+        if skip_bad_rows:
+            return None
+        raise InputError(f"{source}: empty {empty[0]!r}; complete the row or pass --skip_bad_rows")
+    if None in record:
+        raise InputError(f"{source}: more fields than the header has columns; quote texts with commas")
+    split = record["split"].strip().lower()
+    if split not in SPLITS:
+        raise InputError(f"{source}: split {split!r} is not train, val or test; correct the row")
+
+    image, mask = find_pair(root, record["image_path"], source)
+    return Row(
+        modality=modality,
+        image=image,
+        mask=mask,
+        split=split,
+        question=record["question"].strip(),
+        answer=record["answer"].strip(),
+        source=source,
+    )
+
+
+def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
+    """(image, mask) files of a CSV's image_path, which is the path of the mask. Raises InputError.
+
+    The path may hold backslashes, and ISIC's names of masks differ from those of their images.
+    """
+    slashed = path.strip().replace("\\", "/")
+    parts = [part for part in slashed.split("/") if part not in ("", ".")]
+    if not parts or ".." in parts or slashed.startswith("/") or ":" in parts[0]:
+        raise InputError(f"{source}: image_path {path!r} leaves the data root; use a path relative to it")
+    if len(parts) < 2 or not re.search(r"_(masks|images)$", parts[-2]):
+        raise InputError(f"{source}: image_path {path!r} is not <modality>/<split>_masks/<name>; correct the row")
+
+    # the names that the files of the pair may have
+    *folders, mask_folder, name = parts
+    mask_folder = re.sub(r"_images$", "_masks", mask_folder)
+    image_folder = mask_folder.replace("_masks", "_images")
+    stem = Path(name).stem.removesuffix("_Segmentation")
+    mask_names = [name, f"{stem}_Segmentation.png", f"{stem}.png", f"{stem}.jpg"]
+    image_names = [name, f"{stem}.jpg", f"{stem}.png", f"{stem}.jpeg", f"{stem}.JPG"]
+    image_names = [image_name for image_name in image_names if "_Segmentation" not in image_name]
+
+    # the folder as it is written, as a fork has it one level deeper, or without the levels above the modality
+    written = "/".join(folders)
+    for above in (written, f"images_and_masks/{written}", "/".join(folders[-1:])):
+        mask = first_file(root / above / mask_folder, mask_names)
+        if mask:
+            image = first_file(root / above / image_folder, image_names)
+            if image:
+                return image, mask
+            images = root / above / image_folder
+            raise InputError(f"{source}: no picture {stem}.png or .jpg in {images}; add it or remove the row")
+    raise InputError(f"{source}: mask {'/'.join(parts)} does not exist under {root}; correct the row or --data_root")
+
+
+def first_file(folder: Path, names: list[str]) -> str | None:
+    """The first of these files that a folder holds."""
+    for name in names:
+        if (folder / name).is_file():
+            return str(folder / name)
+    return None
+
+
+def count_rows(rows: list[Row]) -> dict[str, int]:
+    """Number of rows in `all` and of each modality."""
+    return {"all": len(rows), **Counter(row.modality for row in rows)}
+
+
+def swap_questions(rows: list[Row]) -> tuple[list[Row], int]:
+    """Give each row the question of the next row of the same image; also counts the rows whose question changed."""
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.identity, []).append(index)
+
+    swapped = list(rows)
+    changed = 0
+    for group in groups.values():
+        following = group[1:] + group[:1]
+        for index, other in zip(group, following, strict=True):
+            question = rows[other].question
+            changed += question != rows[index].question
+            swapped[index] = rows[index]._replace(question=question)
+    return swapped, changed
+
+
+# --- images and masks -------------------------------------------------------------------------------------------------
 
 
 def turn_upright(image: Image.Image) -> bool:
@@ -118,14 +201,16 @@ def open_upright(path: str) -> tuple[Image.Image, bool]:
         if image.mode[:1] not in "IF":
             return image.convert("RGB"), turned
         values = np.asarray(image, np.float32)
-    low, high = float(values.min()), float(values.max())
-    scaled = (255 * (values - low) / max(high - low, 1e-6)).astype(np.uint8)
-    return Image.fromarray(scaled).convert("RGB"), turned
+    low = float(values.min())
+    high = float(values.max())
+    scaled = 255 * (values - low) / max(high - low, 1e-6)
+    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB"), turned
 
 
-def open_picture(path: str) -> Image.Image:
+def open_image(path: str) -> Image.Image:
     """The image as 8-bit RGB, upright."""
-    return open_upright(path)[0]
+    image, _ = open_upright(path)
+    return image
 
 
 def foreground(values: np.ndarray) -> np.ndarray:
@@ -135,221 +220,34 @@ def foreground(values: np.ndarray) -> np.ndarray:
 
 def open_mask(path: str) -> np.ndarray:
     """(H, W) bool mask of a file with 1 or 3 channels."""
-    return foreground(np.asarray(open_picture(path)).max(axis=2))
-
-
-def lost_levels(values: np.ndarray) -> list[int]:
-    """Values 1..127 of solid areas in a 0..255 mask, which `foreground` takes for background: a label map has them.
-
-    JPEG, resizing and smoothing leave such values at edges and as noise near 0, but no solid areas of more than a few
-    pixels. A pixel counts as solid when its 3 x 3 neighbourhood has one value. A solid area is a label when it is not
-    near 0 and not small beside the foreground, or when the mask has few values, 0 among them, as a lossless file has.
-    """
-    count = int((values > 127).sum())
-    if not count or not ((values > 0) & (values < 128)).any():
-        return []
-    height, width = values.shape
-    inner = values[1:-1, 1:-1]
-    solid = np.ones(inner.shape, bool)
-    for y in range(3):
-        for x in range(3):
-            solid &= values[y : y + height - 2, x : x + width - 2] == inner
-    pixels = np.bincount(inner[solid], minlength=256)
-    few_values = len(np.unique(values)) <= 16 and pixels[0] > 0
-    smallest = 1 if few_values else 0.05 * count
-    lowest = 1 if few_values else NOISE
-    return [level for level in range(lowest, 128) if pixels[level] >= smallest]
-
-
-def position_of(mask: np.ndarray) -> str | None:
-    """Facts, position rule: "center" when the bounding box spans the image centre, else the quadrant of its centre."""
-    ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-    if not len(ys):
-        return None
-    (top, bottom), (left, right) = (ys[0], ys[-1] + 1), (xs[0], xs[-1] + 1)
-    middle_y, middle_x = mask.shape[0] / 2, mask.shape[1] / 2
-    if top < middle_y < bottom and left < middle_x < right:
-        return "center"
-    vertical, side = (top + bottom) / 2 < middle_y, (left + right) / 2 < middle_x
-    return f"{'top' if vertical else 'bottom'} {'left' if side else 'right'}"
-
-
-def position_in(text: str) -> str | None:
-    """The position a sentence names; the last one: "the right kidney is in the bottom left" is bottom left."""
-    pattern = r"\b(top|upper|bottom|lower)[\s-]+(left|right)\b|\b(cent(?:er|re)|middle)\b"
-    found = re.findall(pattern, text.lower())
-    if not found:
-        return None
-    vertical, side, middle = found[-1]
-    return "center" if middle else f"{'top' if vertical in ('top', 'upper') else 'bottom'} {side}"
-
-
-class FileFacts(NamedTuple):
-    """What one look at a file tells; digest is for images, the last two are for masks."""
-
-    size: tuple[int, int]
-    turned: bool
-    digest: str
-    foreground: float
-    lost: list[int]
-
-
-def inspect_file(path: str, is_image: bool) -> FileFacts:
-    """Decode an image or a mask."""
-    image, turned = open_upright(path)
-    if is_image:
-        digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-        return FileFacts(image.size, turned, digest, 0.0, [])
-    values = np.asarray(image).max(axis=2)
-    return FileFacts(image.size, turned, "", float(foreground(values).mean()), lost_levels(values))
-
-
-def inspect_files(rows: list[Row], ranks: Ranks) -> dict[str, FileFacts]:
-    """{path: facts} of every image and mask, each decoded once (the ranks share the work).
-
-    Raises InputError on all ranks for an unreadable file.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from tqdm import tqdm
-
-    sources = {path: row.source for row in reversed(rows) for path in (row.image, row.mask)}
-    images = {row.image for row in rows}
-
-    def inspect(path: str) -> tuple[str, FileFacts]:
-        try:
-            return path, inspect_file(path, path in images)
-        except Exception as error:
-            reason = str(error).replace(path, "file")
-            raise InputError(f"{sources[path]}: {path} is not a readable image ({reason}); replace it") from None
-
-    local = sorted(sources)[ranks.rank :: ranks.world_size]
-    facts: dict[str, FileFacts] = {}
-    quiet = not (ranks.is_main and sys.stderr.isatty())
-    with agree_on_errors(), ThreadPoolExecutor(max_workers=8) as pool:
-        facts = dict(tqdm(pool.map(inspect, local), "checking images", len(local), disable=quiet))
-    return {path: fact for part in gather_objects(facts) for path, fact in part.items()}
+    return foreground(np.asarray(open_image(path)).max(axis=2))
 
 
 def misfit(mask: tuple[int, int], image: tuple[int, int]) -> str:
     """Why a mask of one (width, height) cannot belong to an image of another; empty when it can."""
-    ratio = (mask[0] * image[1]) / (mask[1] * image[0])
+    mask_width, mask_height = mask
+    image_width, image_height = image
+    ratio = (mask_width * image_height) / (mask_height * image_width)
     if abs(ratio - 1) <= 0.02:
         return ""
     swapped = " (width and height swapped)" if mask == image[::-1] else ""
-    sizes = f"mask of {mask[0]} x {mask[1]} pixels does not fit its image of {image[0]} x {image[1]}{swapped}"
-    return f"{sizes}; replace the mask or remove the row"
+    sizes = f"mask of {mask_width} x {mask_height} pixels does not fit its image of {image_width} x {image_height}"
+    return f"{sizes}{swapped}; replace the mask or remove the row"
 
 
-def check_pairs(rows: list[Row], files: dict[str, FileFacts]) -> dict[str, dict]:
-    """{finding: number of rows and the first} for what may be meant; raises InputError for what cannot be right."""
-    for row in rows:
-        mask, image = files[row.mask], files[row.image]
-        if problem := misfit(mask.size, image.size):
-            raise InputError(f"{row.source}: {row.mask}: {problem}")
-        if any(level >= NOISE for level in mask.lost):
-            levels = ", ".join(map(str, mask.lost[:5]))
-            text = f"a label map: its value {levels} would count as background beside values above 127"
-            raise InputError(f"{row.source}: {row.mask}: {text}; write foreground as 255, the rest as 0")
-    found: dict[str, dict] = {}
-    for row in rows:
-        mask, image = files[row.mask], files[row.image]
-        findings = {
-            "turned as EXIF says": image.turned or mask.turned,
-            "mask empty": mask.foreground == 0,
-            "mask all foreground": mask.foreground == 1,
-            "mask's width and height swapped": mask.size != image.size and mask.size == image.size[::-1],
-            f"mask values below {NOISE} left out": bool(mask.lost),
-        }
-        for name in (name for name, true in findings.items() if true):
-            entry = found.setdefault(name, {"rows": 0, "first": row.source})
-            entry["rows"] += 1
-    return found
-
-
-def check_splits(rows: list[Row], identity: dict[str, str]) -> None:
-    """InputError naming an image (not a row, and a copy under another name counts) that lies in two splits."""
-    seen: dict[str, Row] = {}
-    for row in rows:
-        first = seen.setdefault(identity.get(row.image, row.image), row)
-        if first.split != row.split:
-            where = f"{row.split!r} and, at {first.source}, in {first.split!r}"
-            raise InputError(f"{row.source}: picture {row.image} is in split {where}; keep its rows in one split")
-
-
-def count_rows(rows: list[Row]) -> dict[str, int]:
-    """Number of rows in `all` and of each modality."""
-    return {"all": len(rows), **Counter(row.modality for row in rows)}
-
-
-def swap_questions(rows: list[Row], identity: dict[str, str]) -> tuple[list[Row], int]:
-    """Give each row the question of the next row of the same picture; also counts the rows whose question changed."""
-    groups: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault(identity.get(row.image, row.image), []).append(i)
-    swapped = list(rows)
-    for group in groups.values():
-        for i, j in zip(group, group[1:] + group[:1], strict=True):
-            swapped[i] = rows[i]._replace(question=rows[j].question)
-    return swapped, sum(a.question != b.question for a, b in zip(rows, swapped, strict=True))
-
-
-class Reader:
-    """How a picture and a question become tensors for one pair of checkpoints: sizes, normalisation, tokenizer,
-    prompt."""
-
-    def __init__(self, tokenizer, vlm_config, processors: dict[str, dict], image_size: int, image_tokens: int):
-        self.tokenizer, self.image_size, self.vlm_size = tokenizer, image_size, vlm_config.vision_config.image_size
-        self.image_tokens = image_tokens
-        self.image_token = vlm_config.image_token_id
-        zero, one = [0.0] * 3, [1.0] * 3
-        self.statistics = {k: (p.get("image_mean", zero), p.get("image_std", one)) for k, p in processors.items()}
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self.before = [i for i in [tokenizer.bos_token_id] if i is not None] + self._ids("USER: ")
-        self.cache: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def picture(self, picture: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 (3, image_size, image_size) for SAM and (3, vlm_size, vlm_size) for the VLM, the whole picture in
-        both."""
-        sizes = [(size, size) for size in (self.image_size, self.vlm_size)]
-        arrays = [np.asarray(picture.resize(size, Image.Resampling.BICUBIC)) for size in sizes]
-        return tuple(torch.from_numpy(array.transpose(2, 0, 1).copy()) for array in arrays)
-
-    def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
-        if (question, answer) not in self.cache:
-            prompt = self.before + [self.image_token] * self.image_tokens + self._ids(f"\n{question}\nASSISTANT:")
-            self.cache[question, answer] = prompt, [*self._ids(f" {answer}"), self.tokenizer.eos_token_id]
-        return self.cache[question, answer]
-
-    def collate(self, items: list[dict]) -> dict:
-        """Right-padded ids (causal attention never sees padding) and where the prompt's words and the answer's are.
-
-        `words` are the prompt's text positions. The prediction of answer token k is read at position `answer_at[k]`.
-        """
-        ids = [item["prompt"] + item["answer"] for item in items]
-        before, after = list(range(len(self.before))), len(self.before) + self.image_tokens
-        starts = [len(item["prompt"]) - 1 for item in items]  # the last prompt position predicts the first answer token
-        places = [list(range(s, len(i) - 1)) for s, i in zip(starts, ids, strict=True)]
-        batch = {name: torch.stack([item[name] for item in items]) for name in ("sam", "vlm", "mask")}
-        batch["ids"] = pad_rows(ids, self.pad)
-        batch["words"] = pad_rows([before + list(range(after, len(item["prompt"]))) for item in items], -1)
-        batch["answer_at"] = pad_rows(places, 0)
-        batch["answer"] = pad_rows([item["answer"] for item in items], -100)
-        batch["error"] = next((item["error"] for item in items if item["error"]), "")
-        batch["prompt_length"] = [len(item["prompt"]) for item in items]
-        return batch | {name: [item[name] for item in items] for name in ("index", "position")}
+# --- the dataset ------------------------------------------------------------------------------------------------------
 
 
 class PositionData(Dataset):
-    """Rows as uint8 pictures at the two encoders' sizes, bool mask, token ids and true position; may keep what it
-    decoded."""
+    """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
+
+    keep: what was decoded stays in memory.
+    """
 
     def __init__(self, rows: list[Row], reader: Reader, keep: bool):
-        self.rows, self.reader, self.keep = rows, reader, keep
+        self.rows = rows
+        self.reader = reader
+        self.keep = keep
         self.kept: dict[str, tuple] = {}
 
     def __len__(self) -> int:
@@ -363,56 +261,54 @@ class PositionData(Dataset):
         except Exception as error:
             # the file changed after the check, or --skip_data_check
             reason = str(error).replace(path, "file")
-            text = f"{source}: {path} is not a readable image ({reason}); replace it and resume"
-            raise InputError(text) from None
+            line = f"{source}: {path} is not a readable image ({reason}); replace it and resume"
+            raise InputError(line) from None
         if self.keep:
             self.kept[path] = value
         return value
 
     def _image(self, path: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-        image = open_picture(path)
-        return *self.reader.picture(image), image.size
+        image = open_image(path)
+        sam, vlm = self.reader.pixels(image)
+        return sam, vlm, image.size
 
     def _mask(self, path: str) -> tuple[torch.Tensor, str | None, tuple[int, int]]:
-        native, size = open_mask(path), self.reader.image_size
-        small = Image.fromarray(native).resize((size, size), Image.Resampling.NEAREST)
-        return torch.from_numpy(np.array(small)), position_of(native), native.shape[::-1]
+        native = open_mask(path)
+        height, width = native.shape
+        side = self.reader.image_size
+        small = Image.fromarray(native).resize((side, side), Image.Resampling.NEAREST)
+        return torch.from_numpy(np.array(small)), position_of(native), (width, height)
 
     def _pair(self, row: Row) -> dict:
         sam, vlm, image_size = self._decode(row.image, row.source, self._image)
         mask, position, mask_size = self._decode(row.mask, row.source, self._mask)
-        if problem := misfit(mask_size, image_size):
+        problem = misfit(mask_size, image_size)
+        if problem:
             raise InputError(f"{row.source}: {row.mask}: {problem}")
         return {"sam": sam, "vlm": vlm, "mask": mask, "position": position, "error": ""}
 
-    def _blank(self, error: str) -> dict:
-        sizes = {"sam": self.reader.image_size, "vlm": self.reader.vlm_size}
-        images = {name: torch.zeros(3, size, size, dtype=torch.uint8) for name, size in sizes.items()}
-        mask = torch.zeros(self.reader.image_size, self.reader.image_size, dtype=torch.bool)
-        return {**images, "mask": mask, "position": None, "error": error}
-
-    def __getitem__(self, i: int) -> dict:
+    def __getitem__(self, index: int) -> dict:
         """A row's tensors; a pair that cannot be used is blank and its `error` says why.
 
         The error is told to all ranks at the step's exchange, and they end together.
         """
-        row = self.rows[i]
+        row = self.rows[index]
         prompt, answer = self.reader.tokens(row.question, row.answer)
         try:
             pair = self._pair(row)
         except InputError as error:
-            pair = self._blank(str(error))
-        return {"index": i, **pair, "prompt": prompt, "answer": answer}
+            pair = self.reader.blank(str(error))
+        return {"index": index, **pair, "prompt": prompt, "answer": answer}
 
 
-def fits_in_memory(rows: list[Row], reader: Reader, limit_gb: float) -> bool:
-    """Whether all decoded pictures and masks fit in --cache_gb."""
-    picture = 3 * (reader.image_size**2 + reader.vlm_size**2)
-    need = len({row.image for row in rows}) * picture + len({row.mask for row in rows}) * reader.image_size**2
-    return need <= limit_gb * 2**30
-
-
-def pad_rows(rows: list[list[int]], value: int) -> torch.Tensor:
-    """int64 (B, longest), each row padded with `value`."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str, PositionData]:
+    """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB."""
+    image_bytes = 3 * (reader.image_size**2 + reader.vlm_size**2)
+    images = len({row.image for row in rows})
+    masks = len({row.mask for row in rows})
+    keep = images * image_bytes + masks * reader.image_size**2 <= cache_gb * 2**30
+    datasets = {}
+    for split in SPLITS:
+        of_split = [row for row in rows if row.split == split]
+        datasets[split] = PositionData(of_split, reader, keep)
+    return datasets

@@ -17,7 +17,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import fixed_order_utils
+from fixed_order_utils import interpolate
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """--gradient_checkpointing: both encoders' activations are computed again in the backward pass."""
+    for encoder in (model.vlm, model.sam):
+        encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+# --- SAM's attention --------------------------------------------------------------------------------------------------
 
 
 def fold_relative_positions(encoder: nn.Module) -> None:
@@ -31,24 +40,33 @@ def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple
     """SamVisionSdpaAttention.forward: (B, H, W, C) -> ((B, H, W, C), no attention weights)."""
     batch, height, width, _ = hidden_states.shape
     heads = attention.num_attention_heads
-    qkv = attention.qkv(hidden_states).reshape(batch, height * width, 3, heads, -1)
+    qkv = attention.qkv(hidden_states)
+    qkv = qkv.reshape(batch, height * width, 3, heads, -1)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    channels = query.shape[-1]
 
     # what each query gives to the rows and columns of keys: (B, heads, H, W, H) and (B, heads, H, W, W)
     grid = query.unflatten(2, (height, width))
-    to_rows = torch.einsum("bnhwc,hck->bnhwk", grid, distance_table(attention.rel_pos_h, height))
-    to_columns = torch.einsum("bnhwc,wck->bnhwk", grid, distance_table(attention.rel_pos_w, width))
-    distances = torch.cat([to_rows, to_columns], dim=-1).flatten(2, 3)
+    row_table = distance_table(attention.rel_pos_h, height)
+    column_table = distance_table(attention.rel_pos_w, width)
+    to_rows = torch.einsum("bnhwc,hck->bnhwk", grid, row_table)
+    to_columns = torch.einsum("bnhwc,wck->bnhwk", grid, column_table)
+    distances = torch.cat([to_rows, to_columns], dim=-1)
+    distances = distances.flatten(2, 3)
 
-    channels = query.shape[-1]
+    # queries and keys with their folded positions; all three as wide as a kernel wants them
     padding = padding_of(channels + height + width)
-    query = F.pad(torch.cat([query * attention.scale, distances], dim=-1), (0, padding))
-    places = grid_places(height, width, key).expand(batch, heads, -1, -1)
-    key = F.pad(torch.cat([key, places], dim=-1), (0, padding))
+    query = torch.cat([query * attention.scale, distances], dim=-1)
+    query = F.pad(query, (0, padding))
+    places = grid_places(height, width, key)
+    places = places.expand(batch, heads, -1, -1)
+    key = torch.cat([key, places], dim=-1)
+    key = F.pad(key, (0, padding))
     value = F.pad(value, (0, query.shape[-1] - channels))
 
-    out = F.scaled_dot_product_attention(query, key, value, scale=1.0)[..., :channels]
-    out = out.transpose(1, 2).reshape(batch, height, width, -1)
+    out = F.scaled_dot_product_attention(query, key, value, scale=1.0)
+    out = out[..., :channels].transpose(1, 2)
+    out = out.reshape(batch, height, width, -1)
     return attention.proj(out), None
 
 
@@ -57,7 +75,9 @@ def padding_of(width: int) -> int:
 
     For 200 to 224 the flash kernel has no gradient on some consumer GPUs (compute capability 8.6, 8.9, 12.0).
     """
-    return 232 - width if 192 < width <= 224 else -width % 8
+    if 192 < width <= 224:
+        return 232 - width
+    return -width % 8
 
 
 def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
@@ -66,9 +86,12 @@ def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
     Embeddings of another image size are first interpolated, as SAM does. Windows over the reversed list: no index
     tensor, for which the host would wait.
     """
-    if len(positions) != 2 * size - 1:
-        positions = fixed_order_utils.interpolate(positions.T[None], (2 * size - 1,))[0].T
-    return positions.flip(0).unfold(0, size, 1).flip(0)
+    distances = 2 * size - 1
+    if len(positions) != distances:
+        channels_first = positions.T.unsqueeze(0)
+        positions = interpolate(channels_first, (distances,))[0].T
+    windows = positions.flip(0).unfold(0, size, 1)
+    return windows.flip(0)
 
 
 def use_fixed_order(encoder: nn.Module) -> None:
@@ -85,28 +108,38 @@ def use_fixed_order(encoder: nn.Module) -> None:
 
 
 def grid_places(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    """(H W, H + W): row and column of each place of a grid, one-hot."""
-    rows = torch.eye(height, dtype=like.dtype, device=like.device)[:, None].expand(-1, width, -1)
-    columns = torch.eye(width, dtype=like.dtype, device=like.device)[None].expand(height, -1, -1)
-    return torch.cat([rows, columns], dim=-1).flatten(0, 1)
+    """(H W, H + W): row and column of each place of a grid, one-hot, of the dtype and on the device of `like`."""
+    rows = torch.eye(height, dtype=like.dtype, device=like.device)
+    rows = rows.unsqueeze(1).expand(-1, width, -1)
+    columns = torch.eye(width, dtype=like.dtype, device=like.device)
+    columns = columns.unsqueeze(0).expand(height, -1, -1)
+    places = torch.cat([rows, columns], dim=-1)
+    return places.flatten(0, 1)
+
+
+# --- LoRA's dropout ---------------------------------------------------------------------------------------------------
 
 
 def recompute_lora_dropout(model: nn.Module) -> None:
     """Let each LoRA layer compute its dropout and first matrix again in the backward pass."""
     from peft.tuners.lora import LoraLayer
 
-    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+    for layer in model.modules():
+        if not isinstance(layer, LoraLayer):
+            continue
         for name, dropout in layer.lora_dropout.items():
             if isinstance(dropout, nn.Dropout):
+                matrix = layer.lora_A[name]
+                matrix.forward = partial(dropped_linear, matrix, dropout.p)
                 layer.lora_dropout[name] = nn.Identity()
-                layer.lora_A[name].forward = partial(dropped_linear, layer.lora_A[name], dropout.p)
 
 
 def dropped_linear(linear: nn.Linear, probability: float, inputs: torch.Tensor) -> torch.Tensor:
     """linear(dropout(inputs)), with the same random numbers when it is computed again; (..., in) -> (..., rank)."""
 
     def compute(inputs: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.dropout(inputs, probability), linear.weight)
+        dropped = F.dropout(inputs, probability)
+        return F.linear(dropped, linear.weight)
 
     if not linear.training:
         return F.linear(inputs, linear.weight)

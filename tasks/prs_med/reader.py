@@ -1,0 +1,137 @@
+"""How images, questions and answers become tensors for one pair of checkpoints."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+class PixelStatistics(NamedTuple):
+    """What an encoder's pixels are normalised by, for each of the three channels."""
+
+    mean: list[float]
+    std: list[float]
+
+
+class Longest(NamedTuple):
+    """The most tokens that a prompt has, its image's among them, and that an answer has."""
+
+    prompt: int
+    answer: int
+
+
+class Reader:
+    """Sizes, normalisations, tokenizer and prompt of a VLM and a SAM encoder.
+
+    image_size: side of SAM's input and of the masks. vlm_size: side of the VLM's input. image_tokens: how many tokens
+    the VLM makes of an image; in the ids, `image_token` stands in their places. statistics: by encoder, vlm and sam.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        image_token: int,
+        image_tokens: int,
+        image_size: int,
+        vlm_size: int,
+        statistics: dict[str, PixelStatistics],
+    ):
+        self.tokenizer = tokenizer
+        self.image_token = image_token
+        self.image_tokens = image_tokens
+        self.image_size = image_size
+        self.vlm_size = vlm_size
+        self.statistics = statistics
+
+        # ids of the prompt before the image, and of what has been asked and answered so far
+        self.end = tokenizer.eos_token_id
+        self.pad = self.end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.before = self._ids("USER: ")
+        if tokenizer.bos_token_id is not None:
+            self.before = [tokenizer.bos_token_id, *self.before]
+        self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def pixels(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole image for each encoder: uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size)."""
+        return resized(image, self.image_size), resized(image, self.vlm_size)
+
+    def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+        """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
+        key = (question, answer)
+        if key not in self.known:
+            image = [self.image_token] * self.image_tokens
+            prompt = self.before + image + self._ids(f"\n{question}\nASSISTANT:")
+            self.known[key] = (prompt, [*self._ids(f" {answer}"), self.end])
+        return self.known[key]
+
+    def longest_tokens(self, rows: list) -> Longest:
+        """How many tokens the longest prompt and the longest answer of some rows have."""
+        tokens = [self.tokens(row.question, row.answer) for row in rows]
+        prompts = [len(prompt) for prompt, _ in tokens]
+        answers = [len(answer) for _, answer in tokens]
+        return Longest(max(prompts), max(answers))
+
+    def blank(self, error: str = "") -> dict:
+        """The tensors of a black image and an empty mask; error: why they take the place of others."""
+        return {
+            "sam": torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8),
+            "vlm": torch.zeros(3, self.vlm_size, self.vlm_size, dtype=torch.uint8),
+            "mask": torch.zeros(self.image_size, self.image_size, dtype=torch.bool),
+            "position": None,
+            "error": error,
+        }
+
+    def largest_batch(self, size: int, longest: Longest) -> dict:
+        """A made-up batch, on the host, of rows whose prompt and answer have so many tokens."""
+        prompt = [self.pad] * longest.prompt
+        answer = [self.pad] * longest.answer
+        item = {**self.blank(), "index": 0, "prompt": prompt, "answer": answer}
+        return self.collate([item] * size)
+
+    def collate(self, items: list[dict]) -> dict:
+        """A batch of rows.
+
+        ids: prompt and answer, padded on the right, which causal attention never sees. prompt: the prompt alone, padded
+        with -1 on the left, as generation wants it. words: the places of the prompt's text. answer: the answer's
+        tokens; token k is predicted at place answer_at[k], the first one at the prompt's last place.
+        """
+        prompts = [item["prompt"] for item in items]
+        answers = [item["answer"] for item in items]
+        ids = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        before = list(range(len(self.before)))
+        after = len(self.before) + self.image_tokens
+        words = [before + list(range(after, len(prompt))) for prompt in prompts]
+        answer_at = [range(len(prompt) - 1, len(row) - 1) for prompt, row in zip(prompts, ids, strict=True)]
+
+        batch = {name: torch.stack([item[name] for item in items]) for name in ("sam", "vlm", "mask")}
+        batch["ids"] = pad_right(ids, self.pad)
+        batch["prompt"] = pad_left(prompts, -1)
+        batch["words"] = pad_right(words, -1)
+        batch["answer"] = pad_right(answers, -100)
+        batch["answer_at"] = pad_right(answer_at, 0)
+        batch["index"] = [item["index"] for item in items]
+        batch["position"] = [item["position"] for item in items]
+        batch["error"] = next((item["error"] for item in items if item["error"]), "")
+        return batch
+
+
+def resized(image: Image.Image, side: int) -> torch.Tensor:
+    """uint8 (3, side, side) of an RGB image."""
+    array = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
+    return torch.from_numpy(array.transpose(2, 0, 1).copy())
+
+
+def pad_right(rows: list, value: int) -> torch.Tensor:
+    """int64 (B, longest): each row, then as often `value` as it is shorter than the longest."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+
+
+def pad_left(rows: list, value: int) -> torch.Tensor:
+    """int64 (B, longest): as often `value` as a row is shorter than the longest, then the row."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*[value] * (longest - len(row)), *row] for row in rows])
