@@ -18,6 +18,7 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments
 from cli_utils import run_main, take_from_run, value_sources, whole
@@ -107,154 +108,25 @@ from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock
 from checkpoint_utils import prepare_checkpoint, trained_state
 from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, gather_objects, launch_workers
 from distributed_utils import print_main, scale_learning_rate, schedule, setup_distributed, to_device, world
-from fixed_order_utils import interpolate
-from hardware_utils import autocast, choose_precision, set_numerics, smaller_batch, split_batch
+from hardware_utils import choose_precision, set_numerics
 from logging_utils import RunLog
 from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from memory_utils import BatchSize
 from tasks.prs_med.data import PositionData, make_datasets, read_annotations, swap_questions
 from tasks.prs_med.data_check import read_rows
+from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse
 from tasks.prs_med.memory import fold_relative_positions, recompute_activations, recompute_lora_dropout, use_fixed_order
 from tasks.prs_med.metrics import RowSums, mean_metrics, score_batch
+from tasks.prs_med.model import PRSMed
 from tasks.prs_med.prediction import predict_image
 from tasks.prs_med.pretrained import Architecture, add_lora, check_base, check_same_base, choose_architecture, find_sam
 from tasks.prs_med.pretrained import find_vlm, fingerprint, load_reader, load_sam, load_vlm, wrap_model
-from tasks.prs_med.reader import Longest, Reader
 from tasks.prs_med.report import Example, describe_batch, describe_parameters, describe_recomputation, describe_source
-from tasks.prs_med.report import draw_inputs, draw_predictions, print_metrics, spread, write_evaluation
+from tasks.prs_med.report import draw_inputs, draw_predictions, pick_examples, print_metrics, spread, write_evaluation
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
-
-class MaskDecoder(nn.Module):
-    """Fusion and decoder of PRS-Med: image tokens attend to the prompt's words, then convolutions up to 4x SAM's grid.
-
-    dim is the SAM encoder's output width (256): text MLP D -> 2 dim -> dim, 8 heads, convolutions dim -> dim/2 ->
-    dim/4. GroupNorm, not BatchNorm, whose statistics would depend on the number of GPUs.
-    """
-
-    def __init__(self, text_dim: int, dim: int):
-        super().__init__()
-        self.text = nn.Sequential(nn.Linear(text_dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim), nn.LayerNorm(dim))
-        self.attention = nn.MultiheadAttention(dim, 8, batch_first=True)
-        self.norm = nn.LayerNorm(dim)
-        self.encoder = nn.TransformerEncoderLayer(dim, 8, 4 * dim, dropout=0.0, activation="gelu", batch_first=True)
-
-        # the last convolution is made before the others, as in all runs: the order decides who draws which weights
-        last = nn.Conv2d(dim // 4, 1, 3, padding=1)
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(dim, dim // 2, 3, padding=1),
-            nn.GroupNorm(8, dim // 2),
-            nn.GELU(),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(dim // 2, dim // 4, 3, padding=1),
-            nn.GroupNorm(8, dim // 4),
-            nn.GELU(),
-            nn.Upsample(scale_factor=2),
-            last,
-        )
-
-    def forward(self, features: torch.Tensor, words: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        """(B, dim, h, w) features and (B, Q, D) words -> (B, 1, 4h, 4w) logits; padding (B, Q): True without a word."""
-        tokens = features.flatten(2).transpose(1, 2)
-        text = self.text(words)
-        attended, _ = self.attention(tokens, text, text, key_padding_mask=padding, need_weights=False)
-        tokens = self.encoder(self.norm(tokens + attended))
-        grid = tokens.transpose(1, 2).unflatten(2, features.shape[2:])
-        return self.convolutions(grid)
-
-
-class PRSMed(nn.Module):
-    """Frozen VLM with LoRA, SAM vision encoder trained in full, mask decoder; one forward pass gives mask and answer.
-
-    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it.
-    """
-
-    def __init__(self, vlm: nn.Module, sam: nn.Module, reader: Reader, precision: str):
-        super().__init__()
-        self.vlm = vlm
-        self.sam = sam
-        self.reader = reader
-        self.precision = precision
-        self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
-        for name, statistics in reader.statistics.items():
-            for kind, values in statistics._asdict().items():
-                self.register_buffer(f"{name}_{kind}", torch.tensor(values).view(3, 1, 1), persistent=False)
-
-    def train(self, mode: bool = True) -> "PRSMed":
-        super().train(mode)
-        self.vlm.model.vision_tower.eval()
-        return self
-
-    def forward(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mask logits (B, image_size, image_size), the answer's cross-entropy summed over its tokens (B,), both fp32.
-
-        The mask reads hidden states of prompt positions, which by causality know nothing of the answer behind them.
-        """
-        with autocast(batch["sam"].device, self.precision):
-            hidden = self.hidden_states(batch)
-
-            # how well each token of the answer is predicted
-            logits = self.vlm.lm_head(pick(hidden, batch["answer_at"])).float().transpose(1, 2)
-            text_loss = F.cross_entropy(logits, batch["answer"], ignore_index=-100, reduction="none").sum(1)
-
-            # the mask of what the prompt's words ask for
-            pixels = (batch["sam"] / 255 - self.sam_mean) / self.sam_std
-            features = self.sam(pixels).last_hidden_state
-            words = pick(hidden, batch["words"]).to(features.dtype)
-            masks = self.decoder(features, words, padding=batch["words"] < 0)
-            side = self.reader.image_size
-            return interpolate(masks.float(), (side, side))[:, 0], text_loss
-
-    def hidden_states(self, batch: dict) -> torch.Tensor:
-        """(B, L, D): the language model's last hidden states of image, question and answer."""
-        with torch.no_grad():
-            pixels = self.vlm_pixels(batch["vlm"])
-            features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
-
-        # the image's features take the places of its tokens
-        words = self.vlm.get_input_embeddings()(batch["ids"])
-        image = torch.stack(list(features)).to(words.dtype)
-        first = len(self.reader.before)
-        last = first + self.reader.image_tokens
-        embeddings = torch.cat([words[:, :first], image, words[:, last:]], dim=1)
-
-        # a mask is given, or transformers looks into the batch for packed sequences, which waits for the GPU
-        length = embeddings.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=words.device).tril()
-        causal = causal.expand(len(words), 1, -1, -1)
-        language_model = self.vlm.model.language_model
-        return language_model(inputs_embeds=embeddings, attention_mask=causal, use_cache=False).last_hidden_state
-
-    def vlm_pixels(self, images: torch.Tensor) -> torch.Tensor:
-        """The VLM's input of uint8 images."""
-        return ((images / 255 - self.vlm_mean) / self.vlm_std).to(self.vlm.dtype)
-
-    @torch.no_grad()
-    def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
-        """Greedy answers to the prompts of a batch, from the image and the question alone."""
-        prompt = batch["prompt"]
-        padding = prompt < 0
-        with autocast(prompt.device, self.precision):
-            tokens = self.vlm.generate(
-                input_ids=prompt.masked_fill(padding, self.reader.pad),
-                attention_mask=(~padding).long(),
-                pixel_values=self.vlm_pixels(batch["vlm"]),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=self.reader.pad,
-                eos_token_id=self.reader.end,
-            )
-        answers = self.reader.tokenizer.batch_decode(tokens[:, prompt.shape[1] :], skip_special_tokens=True)
-        return [answer.strip() for answer in answers]
-
-
-def pick(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """(B, L, D) hidden states at (B, N) places -> (B, N, D); a negative place gives those of the first."""
-    index = places.clamp_min(0)[..., None]
-    return hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
 
 
 def build_model(args: Namespace, precision: str, device: torch.device, checkpoint: dict | None = None) -> PRSMed:
@@ -262,30 +134,39 @@ def build_model(args: Namespace, precision: str, device: torch.device, checkpoin
 
     The flags that were left out take the values that are found, for args.yaml and the banner.
     """
+    root = Path(args.data_root)
+    base = checkpoint["base"] if checkpoint else None
     asked = Architecture(args.lora_rank, args.lora_alpha, args.image_size)
-    architecture = choose_architecture(asked, checkpoint["base"] if checkpoint else None)
-    vlm_source = find_vlm(Path(args.data_root), args.vlm_path)
-    sam_source = find_sam(Path(args.data_root), args.sam_path)
-    vars(args).update(architecture._asdict(), vlm_path=vlm_source.path, sam_path=sam_source.path)
+    architecture = choose_architecture(asked, base)
+    vlm_source = find_vlm(root, args.vlm_path)
+    sam_source = find_sam(root, args.sam_path)
+    found = {"vlm_path": vlm_source.path, "sam_path": sam_source.path}
+    vars(args).update(architecture._asdict() | found)
+
+    # the pretrained parts
     vlm = load_vlm(vlm_source, precision, device)
     sam = load_sam(sam_source, args.image_size)
     image_size, _ = sam.patch_embed.image_size
     reader = load_reader(args.vlm_path, args.sam_path, vlm, image_size)
 
-    # the same LoRA and decoder on every rank
+    # what is trained anew: the same LoRA and decoder on every rank
     torch.manual_seed(args.seed)
     vlm = add_lora(vlm, args.lora_rank, args.lora_alpha, args.lora_dropout)
-    model = PRSMed(vlm, sam, reader, precision).to(device)
+    model = PRSMed(vlm, sam, reader, precision)
+    model.to(device)
+
+    # the forms that need less memory on a GPU, or that add up in one order on a CPU
     if device.type == "cuda":
-        fold_relative_positions(model.sam)
-        recompute_lora_dropout(model.vlm)
+        fold_relative_positions(sam)
+        recompute_lora_dropout(vlm)
         model.sam.to(memory_format=torch.channels_last)
         model.decoder.to(memory_format=torch.channels_last)
     elif torch.get_num_threads() > 1:
-        use_fixed_order(model.sam)
+        use_fixed_order(sam)
     if args.gradient_checkpointing:
         recompute_activations(model)
 
+    # a checkpoint names what it was trained on
     model.base = {"name": Path(args.vlm_path).name, "fingerprint": fingerprint(model)}
     model.base |= architecture._replace(image_size=image_size)._asdict()
     return model
@@ -371,9 +252,16 @@ def train_one_epoch(model: nn.Module, loader, optimizer, scaler: LossScaler, tra
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
+class Results(NamedTuple):
+    """An evaluation's metrics by name, and a few rows to show."""
+
+    metrics: dict[str, float]
+    examples: list[Example]
+
+
 @torch.no_grad()
-def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> tuple[dict, list[Example]]:
-    """Metrics of a split and a few rows to show, the same on every rank and for any number of ranks.
+def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> Results:
+    """Metrics of a split, the same on every rank and for any number of ranks.
 
     dice, iou: means over rows at image_size, also per modality. position_accuracy: the GENERATED answer names the
     position computed from the true mask; position_accuracy_mask: the predicted mask lies there. loss, loss_seg,
@@ -387,27 +275,29 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
     error = ""
     for batch in loader:
         error = error or batch["error"]
-        batch = to_device(batch, model.vlm_mean.device)
+        batch = to_device(batch, model.device)
         logits, text_loss = model(batch)
         answers = model.answer(batch, args.max_new_tokens)
 
         # what is added up over pixels and tokens comes to the host in one transfer
-        predicted = logits > 0
         target = batch["mask"]
+        predicted = logits > 0
+        intersection = predicted & target
+        union = predicted | target
+        tokens = batch["answer"] >= 0
         columns = RowSums(
-            intersection=(predicted & target).sum((1, 2)),
-            union=(predicted | target).sum((1, 2)),
+            intersection=intersection.sum((1, 2)),
+            union=union.sum((1, 2)),
             mask_loss=mask_loss(logits, target),
             text_loss=text_loss,
-            tokens=(batch["answer"] >= 0).sum(1),
+            tokens=tokens.sum(1),
         )
-        sums = [RowSums._make(row) for row in torch.stack(columns, dim=1).double().cpu().tolist()]
+        table = torch.stack(columns, dim=1).double().cpu()
+        sums = [RowSums._make(row) for row in table.tolist()]
+
         masks = predicted.cpu().numpy()
         scores += score_batch(batch, sums, masks, answers)
-        for k, index in enumerate(batch["index"]):
-            if index in shown:
-                image = batch["sam"][k].cpu().numpy()
-                examples[index] = Example(rows[index], image, masks[k], target[k].cpu().numpy(), answers[k])
+        examples |= pick_examples(batch, rows, shown, masks, answers)
 
     with agree_on_errors():
         if error:
@@ -415,36 +305,38 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
 
     # in row order, so that sums do not depend on the ranks
     scores = sorted(row for part in gather_objects(scores) for row in part)
+    modalities = [row.modality for row in rows]
+    metrics = mean_metrics(scores, modalities, split, args.lambda_seg, args.lambda_txt)
     for part in gather_objects(examples):
         examples |= part
-    metrics = mean_metrics(scores, [row.modality for row in rows], split, args.lambda_seg, args.lambda_txt)
-    return metrics, [examples[index]._replace(dice=scores[index].dice) for index in sorted(examples)]
+    ordered = [examples[index]._replace(dice=scores[index].dice) for index in sorted(examples)]
+    return Results(metrics, ordered)
 
 
-def evaluate_and_log(
-    model: PRSMed, loader: DataLoader, split: str, training: TrainingRun, args: Namespace
-) -> tuple[dict, list[Example]]:
+def evaluate_and_log(model: PRSMed, loader: DataLoader, split: str, training: TrainingRun, args: Namespace) -> Results:
     """What evaluate gives, in the log; its figure, too, but not that of every short epoch."""
-    metrics, examples = evaluate(model, loader, split, args)
-    progress = training.progress
-    training.log.write(progress.step, progress.epoch + 1, metrics)
+    results = evaluate(model, loader, split, args)
+    step = training.progress.step
+    training.log.write(step, training.progress.epoch + 1, results.metrics)
     seconds_apart = 0 if split == "test" else 60
-    training.log.figures(lambda: {f"{split}_predictions": draw_predictions(examples)}, progress.step, seconds_apart)
-    return metrics, examples
+    training.log.figures(lambda: {f"{split}_predictions": draw_predictions(results.examples)}, step, seconds_apart)
+    return results
 
 
 def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespace) -> None:
     """Load best.pt and print its metrics of the validation and test splits."""
     progress = training.progress
+    run_folder = training.run_folder
     if "val" in loaders:
-        load_weights(model, load_checkpoint(str(training.run_folder / "best.pt"), training.run_folder, FORMAT))
-        # best.pt was evaluated and logged when it was chosen, but for checkpoints of old runs
+        best = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
+        load_weights(model, best)
+        # it was evaluated and logged when it was chosen; a checkpoint of an older script does not tell
         if progress.best_metrics is None:
-            progress.best_metrics, _ = evaluate_and_log(model, loaders["val"], "val", training, args)
+            progress.best_metrics = evaluate_and_log(model, loaders["val"], "val", training, args).metrics
         print_metrics("val, best.pt", progress.best_metrics, loaders["val"].dataset.rows)
     if "test" in loaders:
-        metrics, _ = evaluate_and_log(model, loaders["test"], "test", training, args)
-        print_metrics("test, best.pt", metrics, loaders["test"].dataset.rows)
+        results = evaluate_and_log(model, loaders["test"], "test", training, args)
+        print_metrics("test, best.pt", results.metrics, loaders["test"].dataset.rows)
 
 
 def evaluate_only(model: PRSMed, data: PositionData, step: int, args: Namespace) -> None:
@@ -456,14 +348,19 @@ def evaluate_only(model: PRSMed, data: PositionData, step: int, args: Namespace)
         data.rows, changed = swap_questions(data.rows)
         facts |= {"rows": len(data), "rows_with_another_question": changed}
         print_main(f"{changed} of {len(data)} rows ask another question about their image")
-    loader = make_loader(data, BatchSize(args.batch_size, 1, ""), train=False, args=args)
+    loader = make_loader(data, asked_batch(args), train=False, args=args)
     metrics, examples = evaluate(model, loader, args.eval_split, args)
     print_metrics(name, metrics, data.rows)
-    if world()[0] == 0:
-        write_evaluation(Path(args.checkpoint_dir), name, metrics | facts, examples)
+    write_evaluation(Path(args.checkpoint_dir), name, metrics | facts, examples)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def asked_batch(args: Namespace) -> BatchSize:
+    """The batch of the flags."""
+    recomputed = bool(args.gradient_checkpointing)
+    return BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
 
 
 def make_loader(data: PositionData, batch: BatchSize, train: bool, args: Namespace) -> DataLoader:
@@ -482,68 +379,29 @@ def make_loader(data: PositionData, batch: BatchSize, train: bool, args: Namespa
 
 def trial_step(model: PRSMed, batch: dict, args: Namespace) -> None:
     """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
-    batch = to_device(batch, model.vlm_mean.device)
-    losses = batch_loss(model.train(), batch, len(batch["index"]), batch["answer"].numel(), args)
+    batch = to_device(batch, model.device)
+    samples = len(batch["index"])
+    tokens = batch["answer"].numel()
+    losses = batch_loss(model.train(), batch, samples, tokens, args)
     losses[0].backward()
 
 
-def choose_batch_size(model: PRSMed, data: PositionData, checkpoint: dict | None, args: Namespace) -> BatchSize:
-    """The batch of the flags, or what a step of the longest rows has room for; recomputation where no flag says."""
-    recomputed = bool(args.gradient_checkpointing)
-    source = args.source["batch_size"]
-    wanted = BatchSize(args.batch_size, args.gradient_accumulation_steps, source, recomputed)
-    if not fits_by_itself(args.auto_batch, model.vlm_mean.device):
-        return wanted
-    longest = data.reader.longest_tokens(data.rows)
-
-    def try_once(size: int) -> None:
-        trial_step(model, data.reader.largest_batch(size, longest), args)
-
-    undecided = args.gradient_checkpointing is None
-    advice = "pass a smaller --image_size" if undecided else "pass --gradient_checkpointing or a smaller --image_size"
-    recompute = partial(recompute_activations, model) if undecided else None
-    return fit_batch_to_memory(try_once, model, wanted, batch_flags, advice, recompute=recompute, checkpoint=checkpoint)
-
-
-def out_of_memory_advice(size: int, accumulation: int, args: Namespace, device: torch.device) -> str:
-    """The flags that take less memory than this batch."""
-    smaller = batch_flags(*split_batch(size, accumulation))
-    otherwise = "--gradient_checkpointing or a smaller --image_size" + auto_batch_advice(args.auto_batch, device)
-    return f"--batch_size {size}; try {smaller} (the same result), {otherwise}"
-
-
-def rehearse(args: Namespace) -> None:
+def rehearse_flags(args: Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step, of the longest rows where the annotations are there."""
-    from rehearsal_utils import Trace, end_rehearsal, imaginary_gpu, memory_to_plan_for, processes_to_plan_for
-    from rehearsal_utils import random_weights, rehearse_step, report_rehearsal
-
-    processes = processes_to_plan_for(args.world_size)
-    memory = memory_to_plan_for(args.gpu_memory)
-    accumulation = args.gradient_accumulation_steps
+    root = Path(args.data_root)
     rows = []
-    if (Path(args.data_root) / "annotations").is_dir():
-        rows = read_annotations(Path(args.data_root), args.annotations, args.skip_bad_rows)
+    if (root / "annotations").is_dir():
+        rows = read_annotations(root, args.annotations, args.skip_bad_rows)
 
-    trace = Trace()
-    with imaginary_gpu(trace) as ranks, random_weights(ranks.device):
-        precision, _ = choose_precision(args.mixed_precision, ranks.device)
-        set_numerics(ranks.device, precision, "", args.deterministic)
-        with ranks.device:
-            model = build_model(args, precision, ranks.device)
-        reader = model.reader
-        longest = reader.longest_tokens(rows) if rows else Longest(reader.image_tokens + 64, 64)
-        trial = partial(trial_step, model, reader.largest_batch(args.batch_size, longest), args)
-        step = rehearse_step(trace, model, make_optimizer(model, args), trial, accumulation, processes)
+    def build(device: torch.device) -> PRSMed:
+        precision, _ = choose_precision(args.mixed_precision, device)
+        set_numerics(device, precision, "", args.deterministic)
+        with device:
+            return build_model(args, precision, device)
 
-    def words(samples: int) -> str:
-        return batch_flags(*smaller_batch(args.batch_size, accumulation, samples))
-
-    activations = "recomputed" if args.gradient_checkpointing else "kept"
-    title = f"PRS-Med, {args.batch_size} per GPU x {accumulation} accumulation, {sum(longest)} tokens"
-    title += f", {precision}, activations {activations}"
-    otherwise = "a smaller --image_size" if args.gradient_checkpointing else "--gradient_checkpointing"
-    report_rehearsal(title, step, args.batch_size, memory, words, otherwise)
-    end_rehearsal()
+    optimizer = partial(make_optimizer, args=args)
+    trial = partial(trial_step, args=args)
+    rehearse(build, optimizer, trial, rows, asked_batch(args), args.world_size, args.gpu_memory)
 
 
 def run(args: Namespace, ranks: Ranks) -> int:
@@ -552,22 +410,29 @@ def run(args: Namespace, ranks: Ranks) -> int:
     run_folder = Path(args.checkpoint_dir)
     precision, reason = agree_on_precision(partial(choose_precision, args.mixed_precision, ranks.device))
     reason = set_numerics(ranks.device, precision, reason, args.deterministic)
+
+    # what is wrong with the data is said before anything is written
     rows = []
     if not args.predict:
+        root = Path(args.data_root)
         needed_split = args.eval_split if args.eval_only else "train"
         check = not args.skip_data_check
-        rows = read_rows(Path(args.data_root), args.annotations, args.skip_bad_rows, needed_split, check, ranks)
+        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks)
 
     # a training has the run folder to itself from here on
     apply_only = bool(args.eval_only or args.predict)
     lock = None
-    if not apply_only:
-        lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-    resume_from = args.resume_from or (str(run_folder / "best.pt") if apply_only else None)
+    resume_from = args.resume_from
+    if apply_only:
+        resume_from = resume_from or str(run_folder / "best.pt")
+    else:
+        may_exist = bool(args.resume_from) or args.overwrite
+        lock = lock_run_folder(run_folder, may_exist, overwrite=args.overwrite)
     checkpoint = load_checkpoint(resume_from, run_folder, FORMAT, resume=not apply_only)
     if apply_only and checkpoint is None:
         raise InputError(f"{run_folder}: no checkpoint to use; give one with --resume_from")
 
+    # the model, the same on all ranks
     with agree_on_errors():
         model = build_model(args, precision, ranks.device, checkpoint)
     check_same_base(model.base["fingerprint"])
@@ -594,15 +459,17 @@ def describe_run(model: PRSMed, sets: dict, batch: BatchSize, reason: str, args:
     lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
     vlm = describe_source(args.vlm_path, args.source["vlm_path"])
     sam = describe_source(args.sam_path, args.source["sam_path"])
-    decided = args.source["gradient_checkpointing"]
+    source = args.source["gradient_checkpointing"]
+    counts = [f"{len(data)} {split}" for split, data in sets.items()]
+    workers = f"{args.num_workers} workers per GPU"
     return {
         "batch": describe_batch(batch, world_size),
-        "recomputation": describe_recomputation(batch.recomputed, args.gradient_checkpointing, decided),
+        "recomputation": describe_recomputation(batch.recomputed, args.gradient_checkpointing, source),
         "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": reason,
-        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
+        "rows": ", ".join(counts),
         "models": f"{vlm}, {sam}",
-        "loading": "images kept in memory" if sets["train"].keep else f"{args.num_workers} workers per GPU",
+        "loading": "images kept in memory" if sets["train"].keep else workers,
         "trained": describe_parameters(model),
     }
 
@@ -611,11 +478,16 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.checkpoint_dir)
-    batch = choose_batch_size(model, sets["train"], checkpoint, args)
+    trial = partial(trial_step, args=args)
+    batch = choose_batch_size(
+        model, sets["train"], trial, asked_batch(args), args.auto_batch, args.gradient_checkpointing, checkpoint
+    )
     loaders = {}
     for split, data in sets.items():
         if len(data):
             loaders[split] = make_loader(data, batch, train=split == "train", args=args)
+
+    # how far it goes
     sampler = loaders["train"].batch_sampler
     planned_steps = args.num_epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
@@ -623,30 +495,20 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     scaler = LossScaler(ranks.device, model.precision)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
-    effective_batch_size = sampler.effective_batch_size
-    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective_batch_size, "seed": args.seed}
-
-    def contents() -> dict:
-        return {
-            "format": FORMAT,
-            "base": model.base,
-            "model": trained_state(model, args.save_full_state),
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(),
-            "run": this_run,
-            "precision": model.precision,
-            "split": batch.record(),
-        }
-
+    this_run = {
+        "training_rows": len(sets["train"]),
+        "effective_batch_size": sampler.effective_batch_size,
+        "seed": args.seed,
+    }
     training = TrainingRun(
         run_folder=run_folder,
         progress=ValidatedProgress(),
         last_step=last_step,
         planned_steps=planned_steps,
-        effective_batch_size=effective_batch_size,
+        effective_batch_size=sampler.effective_batch_size,
         precision=model.precision,
         log=log,
-        contents=contents,
+        contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
@@ -663,7 +525,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     if args.compile:
         model.compile()
 
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args, ranks.device)
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
         code = train(model, wrap_model(model, ranks), loaders, optimizer, scaler, training, args)
         if code:
@@ -674,13 +536,28 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     return 0
 
 
+def checkpoint_contents(model: PRSMed, optimizer, scaler, batch: BatchSize, this_run: dict, args: Namespace) -> dict:
+    """What a checkpoint holds beside the run's position; this_run: what a resumed run must share."""
+    return {
+        "format": FORMAT,
+        "base": model.base,
+        "model": trained_state(model, args.save_full_state),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "run": this_run,
+        "precision": model.precision,
+        "split": batch.record(),
+    }
+
+
 def train(model: PRSMed, wrapped: nn.Module, loaders: dict, optimizer, scaler, training: TrainingRun, args) -> int:
     """All epochs, each with its validation, then the test of best.pt; returns a stop signal's exit code, else 0."""
     progress = training.progress
+    log = training.log
     best_examples = []
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
-        training.log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
+        log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
     while True:
         train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
         code = end_epoch(training)
@@ -688,8 +565,9 @@ def train(model: PRSMed, wrapped: nn.Module, loaders: dict, optimizer, scaler, t
             return code
         if "val" in loaders:
             metrics, examples = evaluate_and_log(model, loaders["val"], "val", training, args)
+            loss = metrics["val/loss"]
             dice = metrics["val/dice"]
-            print_main(f"epoch {progress.epoch + 1}: val loss {metrics['val/loss']:.4f}, dice {dice:.4f}")
+            print_main(f"epoch {progress.epoch + 1}: val loss {loss:.4f}, dice {dice:.4f}")
             epoch_complete = progress.samples >= loaders["train"].batch_sampler.used
             if keep_best(training, dice, epoch_complete):
                 progress.best_metrics = metrics
@@ -699,17 +577,18 @@ def train(model: PRSMed, wrapped: nn.Module, loaders: dict, optimizer, scaler, t
 
     test_best(model, loaders, training, args)
     if best_examples:
-        training.log.figures(lambda: {"val_predictions": draw_predictions(best_examples)}, progress.step)
+        log.figures(lambda: {"val_predictions": draw_predictions(best_examples)}, progress.step)
     return 0
 
 
 def main(args: Namespace) -> int:
     if args.rehearse:
-        rehearse(args)
+        rehearse_flags(args)
     launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with setup_distributed(timeout=args.dist_timeout) as ranks:
-        advice = partial(out_of_memory_advice, args.batch_size, args.gradient_accumulation_steps, args, ranks.device)
+        asked = asked_batch(args)
+        advice = partial(out_of_memory_advice, asked.size, asked.accumulation, args.auto_batch, ranks.device)
         with explain_out_of_memory(advice):
             return run(args, ranks)
 

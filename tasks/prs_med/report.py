@@ -101,6 +101,17 @@ def spread(count: int) -> list[int]:
     return sorted({ninth * (count - 1) // 8 for ninth in range(9)})
 
 
+def pick_examples(batch: dict, rows: list[Row], shown: list[int], masks: np.ndarray, answers: list[str]) -> dict:
+    """{row number: example} of those rows of a batch that are to be shown, but for their Dice."""
+    examples = {}
+    for k, index in enumerate(batch["index"]):
+        if index in shown:
+            image = batch["sam"][k].cpu().numpy()
+            target = batch["mask"][k].cpu().numpy()
+            examples[index] = Example(rows[index], image, masks[k], target, answers[k])
+    return examples
+
+
 def draw_predictions(examples: list[Example]):
     """A matplotlib figure: image, true outline (green), predicted mask (red), question, generated and true answer."""
     panels = []
@@ -192,6 +203,8 @@ def draw_image(axes, panel: ImagePanel) -> None:
 
 def write_evaluation(run_folder: Path, name: str, results: dict, examples: list[Example]) -> None:
     """Rank 0: eval_<name>.json and its figure; a full disk is said, and ends nothing."""
+    if world()[0] > 0:
+        return
     text = json.dumps(results, indent=2) + "\n"
     write_result(run_folder / f"eval_{name}.json", text.encode())
     save_figure(run_folder / "figures" / f"{name}_predictions.png", draw_predictions(examples))
