@@ -116,7 +116,7 @@ from loop_utils import print_start, restore_training, resume, say_if_finished, s
 from memory_utils import BatchSize
 from tasks.prs_med.data import PositionData, make_datasets, read_annotations, swap_questions
 from tasks.prs_med.data_check import read_rows
-from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse
+from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse_model
 from tasks.prs_med.memory import fold_relative_positions, recompute_activations, recompute_lora_dropout, use_fixed_order
 from tasks.prs_med.metrics import RowSums, mean_metrics, score_batch
 from tasks.prs_med.model import PRSMed
@@ -386,7 +386,7 @@ def trial_step(model: PRSMed, batch: dict, args: Namespace) -> None:
     losses[0].backward()
 
 
-def rehearse_flags(args: Namespace) -> None:
+def rehearse(args: Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step, of the longest rows where the annotations are there."""
     root = Path(args.data_root)
     rows = []
@@ -401,7 +401,7 @@ def rehearse_flags(args: Namespace) -> None:
 
     optimizer = partial(make_optimizer, args=args)
     trial = partial(trial_step, args=args)
-    rehearse(build, optimizer, trial, rows, asked_batch(args), args.world_size, args.gpu_memory)
+    rehearse_model(build, optimizer, trial, rows, asked_batch(args), args.world_size, args.gpu_memory)
 
 
 def run(args: Namespace, ranks: Ranks) -> int:
@@ -583,7 +583,7 @@ def train(model: PRSMed, wrapped: nn.Module, loaders: dict, optimizer, scaler, t
 
 def main(args: Namespace) -> int:
     if args.rehearse:
-        rehearse_flags(args)
+        rehearse(args)
     launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with setup_distributed(timeout=args.dist_timeout) as ranks:

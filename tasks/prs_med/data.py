@@ -303,10 +303,12 @@ class PositionData(Dataset):
 
 def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str, PositionData]:
     """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB."""
-    image_bytes = 3 * (reader.image_size**2 + reader.vlm_size**2)
-    images = len({row.image for row in rows})
-    masks = len({row.mask for row in rows})
-    keep = images * image_bytes + masks * reader.image_size**2 <= cache_gb * 2**30
+    mask_bytes = reader.image_size**2
+    image_bytes = 3 * (mask_bytes + reader.vlm_size**2)
+    images = {row.image for row in rows}
+    masks = {row.mask for row in rows}
+    needed = len(images) * image_bytes + len(masks) * mask_bytes
+    keep = needed <= cache_gb * 2**30
     datasets = {}
     for split in SPLITS:
         of_split = [row for row in rows if row.split == split]

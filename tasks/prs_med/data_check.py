@@ -72,7 +72,8 @@ def inspect_files(rows: list[Row], ranks: Ranks) -> dict[str, FileFacts]:
             reason = str(error).replace(path, "file")
             raise InputError(f"{sources[path]}: {path} is not a readable image ({reason}); replace it") from None
 
-    local = sorted(sources)[ranks.rank :: ranks.world_size]
+    paths = sorted(sources)
+    local = paths[ranks.rank :: ranks.world_size]
     local_facts: dict[str, FileFacts] = {}
     quiet = not (ranks.is_main and sys.stderr.isatty())
     with agree_on_errors(), ThreadPoolExecutor(max_workers=8) as pool:
@@ -89,11 +90,13 @@ def inspect_file(path: str, is_image: bool) -> FileFacts:
     """Decode an image or a mask."""
     image, turned = open_upright(path)
     if is_image:
-        digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-        return FileFacts(image.size, turned, digest, foreground=0.0, lost=[])
+        content = Path(path).read_bytes()
+        digest = hashlib.blake2b(content, digest_size=16)
+        return FileFacts(image.size, turned, digest.hexdigest(), foreground=0.0, lost=[])
     values = np.asarray(image).max(axis=2)
     share = float(foreground(values).mean())
-    return FileFacts(image.size, turned, "", share, lost_levels(values))
+    lost = lost_levels(values)
+    return FileFacts(image.size, turned, "", share, lost)
 
 
 def lost_levels(values: np.ndarray) -> list[int]:
@@ -103,8 +106,9 @@ def lost_levels(values: np.ndarray) -> list[int]:
     pixels. A pixel counts as solid when its 3 x 3 neighbourhood has one value. A solid area is a label when it is not
     near 0 and not small beside the foreground, or when the mask has few values, 0 among them, as a lossless file has.
     """
-    count = int((values > 127).sum())
-    between = (values > 0) & (values < 128)
+    above = values > 127
+    count = int(above.sum())
+    between = (values > 0) & ~above
     if not count or not between.any():
         return []
 
@@ -118,7 +122,8 @@ def lost_levels(values: np.ndarray) -> list[int]:
             solid &= neighbours == inner
     pixels = np.bincount(inner[solid], minlength=256)
 
-    few_values = len(np.unique(values)) <= 16 and pixels[0] > 0
+    few_values = len(np.unique(values)) <= 16
+    few_values = few_values and pixels[0] > 0
     smallest = 1 if few_values else 0.05 * count
     lowest = 1 if few_values else NOISE
     return [level for level in range(lowest, 128) if pixels[level] >= smallest]

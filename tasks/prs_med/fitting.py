@@ -51,7 +51,7 @@ def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, 
     return f"--batch_size {size}; try {smaller} (the same result), {otherwise}"
 
 
-def rehearse(
+def rehearse_model(
     build_model: Callable[[torch.device], PRSMed],
     make_optimizer: Callable[[PRSMed], torch.optim.Optimizer],
     trial_step: Callable[[PRSMed, dict], None],

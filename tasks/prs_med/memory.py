@@ -40,9 +40,11 @@ def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple
     """SamVisionSdpaAttention.forward: (B, H, W, C) -> ((B, H, W, C), no attention weights)."""
     batch, height, width, _ = hidden_states.shape
     heads = attention.num_attention_heads
+    tokens = height * width
     qkv = attention.qkv(hidden_states)
-    qkv = qkv.reshape(batch, height * width, 3, heads, -1)
-    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    qkv = qkv.reshape(batch, tokens, 3, heads, -1)
+    qkv = qkv.permute(2, 0, 3, 1, 4)
+    query, key, value = qkv.unbind(0)
     channels = query.shape[-1]
 
     # what each query gives to the rows and columns of keys: (B, heads, H, W, H) and (B, heads, H, W, W)
@@ -55,19 +57,28 @@ def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple
     distances = distances.flatten(2, 3)
 
     # queries and keys with their folded positions; all three as wide as a kernel wants them
-    padding = padding_of(channels + height + width)
-    query = torch.cat([query * attention.scale, distances], dim=-1)
-    query = F.pad(query, (0, padding))
+    query = query * attention.scale
+    query = torch.cat([query, distances], dim=-1)
     places = grid_places(height, width, key)
     places = places.expand(batch, heads, -1, -1)
     key = torch.cat([key, places], dim=-1)
-    key = F.pad(key, (0, padding))
-    value = F.pad(value, (0, query.shape[-1] - channels))
+    wide = channels + height + width
+    wide += padding_of(wide)
+    query = widened(query, wide)
+    key = widened(key, wide)
+    value = widened(value, wide)
 
     out = F.scaled_dot_product_attention(query, key, value, scale=1.0)
-    out = out[..., :channels].transpose(1, 2)
+    out = out[..., :channels]
+    out = out.transpose(1, 2)
     out = out.reshape(batch, height, width, -1)
     return attention.proj(out), None
+
+
+def widened(vectors: torch.Tensor, width: int) -> torch.Tensor:
+    """The vectors with zeros behind them, up to a width."""
+    padding = width - vectors.shape[-1]
+    return F.pad(vectors, (0, padding))
 
 
 def padding_of(width: int) -> int:
@@ -89,8 +100,10 @@ def distance_table(positions: torch.Tensor, size: int) -> torch.Tensor:
     distances = 2 * size - 1
     if len(positions) != distances:
         channels_first = positions.T.unsqueeze(0)
-        positions = interpolate(channels_first, (distances,))[0].T
-    windows = positions.flip(0).unfold(0, size, 1)
+        channels_first = interpolate(channels_first, (distances,))
+        positions = channels_first.squeeze(0).T
+    backwards = positions.flip(0)
+    windows = backwards.unfold(0, size, 1)
     return windows.flip(0)
 
 
@@ -101,7 +114,8 @@ def use_fixed_order(encoder: nn.Module) -> None:
     """
 
     def look_up(queries: int, _: int, positions: torch.Tensor) -> torch.Tensor:
-        return distance_table(positions, queries).transpose(1, 2)
+        table = distance_table(positions, queries)
+        return table.transpose(1, 2)
 
     for layer in encoder.layers:
         layer.attn.get_rel_pos = look_up
@@ -109,10 +123,13 @@ def use_fixed_order(encoder: nn.Module) -> None:
 
 def grid_places(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
     """(H W, H + W): row and column of each place of a grid, one-hot, of the dtype and on the device of `like`."""
-    rows = torch.eye(height, dtype=like.dtype, device=like.device)
-    rows = rows.unsqueeze(1).expand(-1, width, -1)
-    columns = torch.eye(width, dtype=like.dtype, device=like.device)
-    columns = columns.unsqueeze(0).expand(height, -1, -1)
+    kind = {"dtype": like.dtype, "device": like.device}
+    rows = torch.eye(height, **kind)
+    rows = rows.unsqueeze(1)
+    rows = rows.expand(-1, width, -1)
+    columns = torch.eye(width, **kind)
+    columns = columns.unsqueeze(0)
+    columns = columns.expand(height, -1, -1)
     places = torch.cat([rows, columns], dim=-1)
     return places.flatten(0, 1)
 

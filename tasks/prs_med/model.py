@@ -26,6 +26,7 @@ class MaskDecoder(nn.Module):
             nn.Linear(2 * dim, dim),
             nn.LayerNorm(dim),
         )
+
         self.attention = nn.MultiheadAttention(dim, num_heads=8, batch_first=True)
         self.norm = nn.LayerNorm(dim)
         self.encoder = nn.TransformerEncoderLayer(
@@ -81,7 +82,8 @@ class PRSMed(nn.Module):
         # each encoder has its own normalisation
         for name, statistics in reader.statistics.items():
             for kind, values in statistics._asdict().items():
-                channels = torch.tensor(values).view(3, 1, 1)
+                channels = torch.tensor(values)
+                channels = channels.view(3, 1, 1)
                 self.register_buffer(f"{name}_{kind}", channels, persistent=False)
 
     @property
@@ -111,17 +113,20 @@ class PRSMed(nn.Module):
             image = torch.stack(list(features.pooler_output))
 
         # the image's features take the places of its tokens
-        words = self.vlm.get_input_embeddings()(batch["ids"])
+        embed = self.vlm.get_input_embeddings()
+        words = embed(batch["ids"])
+        image = image.to(words.dtype)
         first = len(self.reader.before)
         last = first + self.reader.image_tokens
         before = words[:, :first]
         after = words[:, last:]
-        embeddings = torch.cat([before, image.to(words.dtype), after], dim=1)
+        embeddings = torch.cat([before, image, after], dim=1)
 
         # a mask is given, or transformers looks into the batch for packed sequences, which waits for the GPU
         samples, length, _ = embeddings.shape
         causal = torch.ones(length, length, dtype=torch.bool, device=words.device)
-        causal = causal.tril().expand(samples, 1, -1, -1)
+        causal = causal.tril()
+        causal = causal.expand(samples, 1, -1, -1)
         language_model = self.vlm.model.language_model
         output = language_model(inputs_embeds=embeddings, attention_mask=causal, use_cache=False)
         return output.last_hidden_state
@@ -129,17 +134,22 @@ class PRSMed(nn.Module):
     def text_loss(self, batch: dict, hidden: torch.Tensor) -> torch.Tensor:
         """(B,) cross-entropy of the answers' tokens, each predicted at the place before it."""
         states = pick(hidden, batch["answer_at"])
-        logits = self.vlm.lm_head(states).float()
+        logits = self.vlm.lm_head(states)
+        logits = logits.float()
         logits = logits.transpose(1, 2)
-        losses = F.cross_entropy(logits, batch["answer"], ignore_index=-100, reduction="none")
+        answer = batch["answer"]
+        losses = F.cross_entropy(logits, answer, ignore_index=-100, reduction="none")
         return losses.sum(1)
 
     def mask_logits(self, batch: dict, hidden: torch.Tensor) -> torch.Tensor:
         """(B, image_size, image_size) logits of what the prompt's words ask for."""
-        pixels = (batch["sam"] / 255 - self.sam_mean) / self.sam_std
+        pixels = batch["sam"] / 255
+        pixels = (pixels - self.sam_mean) / self.sam_std
         features = self.sam(pixels).last_hidden_state
+
         places = batch["words"]
-        words = pick(hidden, places).to(features.dtype)
+        words = pick(hidden, places)
+        words = words.to(features.dtype)
         masks = self.decoder(features, words, padding=places < 0)
         side = self.reader.image_size
         masks = interpolate(masks.float(), (side, side))
@@ -147,7 +157,8 @@ class PRSMed(nn.Module):
 
     def vlm_pixels(self, batch: dict) -> torch.Tensor:
         """The VLM's input of a batch's uint8 images."""
-        pixels = (batch["vlm"] / 255 - self.vlm_mean) / self.vlm_std
+        pixels = batch["vlm"] / 255
+        pixels = (pixels - self.vlm_mean) / self.vlm_std
         return pixels.to(self.vlm.dtype)
 
     @torch.no_grad()
@@ -166,12 +177,15 @@ class PRSMed(nn.Module):
                 eos_token_id=self.reader.end,
             )
         _, length = prompt.shape
-        answers = self.reader.tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
+        new_tokens = tokens[:, length:]
+        answers = self.reader.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
 
 def pick(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """(B, L, D) hidden states at (B, N) places -> (B, N, D); a negative place gives those of the first."""
     _, _, channels = hidden.shape
-    index = places.clamp_min(0).unsqueeze(2)
-    return hidden.gather(1, index.expand(-1, -1, channels))
+    index = places.clamp_min(0)
+    index = index.unsqueeze(2)
+    index = index.expand(-1, -1, channels)
+    return hidden.gather(1, index)

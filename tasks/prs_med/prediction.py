@@ -30,8 +30,10 @@ def predict_image(
     reader = model.reader
     sam, vlm = reader.pixels(image)
     prompt, answer_tokens = reader.tokens(question, "")
-    item = {**reader.blank(), "index": 0, "sam": sam, "vlm": vlm, "prompt": prompt, "answer": answer_tokens}
-    batch = to_device(reader.collate([item]), ranks.device)
+    item = reader.blank() | {"index": 0, "sam": sam, "vlm": vlm}
+    item |= {"prompt": prompt, "answer": answer_tokens}
+    batch = reader.collate([item])
+    batch = to_device(batch, ranks.device)
 
     model.eval()
     logits, _ = model(batch)
@@ -39,19 +41,21 @@ def predict_image(
     size = (image.height, image.width)
     native = F.interpolate(logits[None], size, mode="bilinear", align_corners=False)
     mask = native[0, 0].cpu().numpy() > 0
+
+    stem = run_folder / "predictions" / Path(path).stem
     with agree_on_errors():
         if ranks.is_main:
             print(f"{answer}\nmask: {mask.mean():.1%} of the image, position {position_of(mask)}", flush=True)
-            write_prediction(run_folder / "predictions" / Path(path).stem, image, mask, f"{question}\n{answer}\n")
+            write_prediction(stem, image, mask, f"{question}\n{answer}\n")
 
 
 def write_prediction(stem: Path, image: Image.Image, mask: np.ndarray, text: str) -> None:
     """<stem>_mask.png with 0 and 255, <stem>_overlay.png with the mask in red, <stem>.txt. Raises InputError."""
     red = Image.new("RGB", image.size, (255, 40, 40))
-    opacity = Image.fromarray(np.where(mask, 110, 0).astype(np.uint8))
+    overlay = Image.composite(red, image, gray(mask, 110))
     files = {
-        "_mask.png": png(Image.fromarray(np.where(mask, 255, 0).astype(np.uint8))),
-        "_overlay.png": png(Image.composite(red, image, opacity)),
+        "_mask.png": png(gray(mask, 255)),
+        "_overlay.png": png(overlay),
         ".txt": text.encode(),
     }
     try:
@@ -62,6 +66,12 @@ def write_prediction(stem: Path, image: Image.Image, mask: np.ndarray, text: str
         reason = error.strerror or error
         raise InputError(f"{stem}: not written ({reason}); choose another --checkpoint_dir") from None
     print(f"written: {stem}_mask.png, _overlay.png, .txt", flush=True)
+
+
+def gray(mask: np.ndarray, value: int) -> Image.Image:
+    """An 8-bit image of a mask: this value inside, 0 outside."""
+    pixels = np.where(mask, value, 0)
+    return Image.fromarray(pixels.astype(np.uint8))
 
 
 def png(image: Image.Image) -> bytes:

@@ -50,7 +50,7 @@ class Reader:
         self.before = self._ids("USER: ")
         if tokenizer.bos_token_id is not None:
             self.before = [tokenizer.bos_token_id, *self.before]
-        self.known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        self.known: dict[tuple, tuple] = {}
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -64,8 +64,9 @@ class Reader:
         key = (question, answer)
         if key not in self.known:
             image = [self.image_token] * self.image_tokens
-            prompt = self.before + image + self._ids(f"\n{question}\nASSISTANT:")
-            self.known[key] = (prompt, [*self._ids(f" {answer}"), self.end])
+            asked = self._ids(f"\n{question}\nASSISTANT:")
+            answered = self._ids(f" {answer}")
+            self.known[key] = (self.before + image + asked, [*answered, self.end])
         return self.known[key]
 
     def longest_tokens(self, rows: list) -> Longest:
@@ -77,10 +78,12 @@ class Reader:
 
     def blank(self, error: str = "") -> dict:
         """The tensors of a black image and an empty mask; error: why they take the place of others."""
+        side = self.image_size
+        vlm_side = self.vlm_size
         return {
-            "sam": torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8),
-            "vlm": torch.zeros(3, self.vlm_size, self.vlm_size, dtype=torch.uint8),
-            "mask": torch.zeros(self.image_size, self.image_size, dtype=torch.bool),
+            "sam": torch.zeros(3, side, side, dtype=torch.uint8),
+            "vlm": torch.zeros(3, vlm_side, vlm_side, dtype=torch.uint8),
+            "mask": torch.zeros(side, side, dtype=torch.bool),
             "position": None,
             "error": error,
         }
@@ -101,37 +104,62 @@ class Reader:
         """
         prompts = [item["prompt"] for item in items]
         answers = [item["answer"] for item in items]
-        ids = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        before = list(range(len(self.before)))
-        after = len(self.before) + self.image_tokens
-        words = [before + list(range(after, len(prompt))) for prompt in prompts]
-        answer_at = [range(len(prompt) - 1, len(row) - 1) for prompt, row in zip(prompts, ids, strict=True)]
+        words = [self.text_places(prompt) for prompt in prompts]
+        ids = []
+        answer_at = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            first = len(prompt) - 1
+            last = first + len(answer)
+            ids.append(prompt + answer)
+            answer_at.append(list(range(first, last)))
 
-        batch = {name: torch.stack([item[name] for item in items]) for name in ("sam", "vlm", "mask")}
-        batch["ids"] = pad_right(ids, self.pad)
-        batch["prompt"] = pad_left(prompts, -1)
-        batch["words"] = pad_right(words, -1)
-        batch["answer"] = pad_right(answers, -100)
-        batch["answer_at"] = pad_right(answer_at, 0)
-        batch["index"] = [item["index"] for item in items]
-        batch["position"] = [item["position"] for item in items]
-        batch["error"] = next((item["error"] for item in items if item["error"]), "")
-        return batch
+        errors = [item["error"] for item in items]
+        errors = [error for error in errors if error]
+        images = {}
+        for name in ("sam", "vlm", "mask"):
+            tensors = [item[name] for item in items]
+            images[name] = torch.stack(tensors)
+        return images | {
+            "ids": pad_right(ids, self.pad),
+            "prompt": pad_left(prompts, -1),
+            "words": pad_right(words, -1),
+            "answer": pad_right(answers, -100),
+            "answer_at": pad_right(answer_at, 0),
+            "index": [item["index"] for item in items],
+            "position": [item["position"] for item in items],
+            "error": errors[0] if errors else "",
+        }
+
+    def text_places(self, prompt: list[int]) -> list[int]:
+        """The places of a prompt that hold no image token."""
+        first = len(self.before)
+        last = first + self.image_tokens
+        places = range(len(prompt))
+        return [place for place in places if not first <= place < last]
 
 
 def resized(image: Image.Image, side: int) -> torch.Tensor:
     """uint8 (3, side, side) of an RGB image."""
-    array = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
-    return torch.from_numpy(array.transpose(2, 0, 1).copy())
+    small = image.resize((side, side), Image.Resampling.BICUBIC)
+    channels_first = np.asarray(small).transpose(2, 0, 1)
+    return torch.from_numpy(channels_first.copy())
 
 
-def pad_right(rows: list, value: int) -> torch.Tensor:
+def pad_right(rows: list[list[int]], value: int) -> torch.Tensor:
     """int64 (B, longest): each row, then as often `value` as it is shorter than the longest."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+    padded = []
+    for row in rows:
+        padding = [value] * (longest - len(row))
+        padded.append(row + padding)
+    return torch.tensor(padded)
 
 
-def pad_left(rows: list, value: int) -> torch.Tensor:
+def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
     """int64 (B, longest): as often `value` as a row is shorter than the longest, then the row."""
     longest = max(map(len, rows))
-    return torch.tensor([[*[value] * (longest - len(row)), *row] for row in rows])
+    padded = []
+    for row in rows:
+        padding = [value] * (longest - len(row))
+        padded.append(padding + row)
+    return torch.tensor(padded)

@@ -68,8 +68,12 @@ def describe_source(path: str, source: str) -> str:
 
 def describe_parameters(model: nn.Module) -> str:
     """How many of a model's parameters are trained."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    everything = sum(parameter.numel() for parameter in model.parameters())
+    trained = 0
+    everything = 0
+    for parameter in model.parameters():
+        everything += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
     return f"{trained:,} of {everything:,} parameters"
 
 
@@ -137,8 +141,10 @@ def draw_inputs(data: PositionData):
         if item["error"]:
             continue
         position = item["position"] or "none, the mask is empty"
+        image = item["sam"].numpy()
+        mask = item["mask"].numpy()
         sentences = [f"{Path(row.source).name}, position: {position}", row.question, row.answer]
-        panels.append(ImagePanel(item["sam"].numpy(), item["mask"].numpy(), None, sentences))
+        panels.append(ImagePanel(image, mask, None, sentences))
     return draw_panels(panels) if panels else None
 
 
