@@ -291,7 +291,8 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     args = script.parse_args([*words(flags, **files), "--mixed_precision", "no", "--stage_configs", json.dumps(stages)])
     stage = 1
     volume_size = args.stage_configs[stage]["volume_size"]
-    patients = script.Data(args, [config["volume_size"] for config in args.stage_configs])
+    patients = script.load_data([config["volume_size"] for config in args.stage_configs], args)
+    setup = script.Setup(args, ranks.device, "no", patients)
     volumes = patients.set("train", volume_size)
 
     # decoded before the clock starts
@@ -307,22 +308,20 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, script.StageProgress(stage=stage))
 
         def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(stage, learner, loader, stretch, patients, args)
+            script.train_one_epoch(stage, learner, loader, stretch, setup)
 
         return script_loop(model, loader, training, train_one_epoch)
 
     wrapped = wrap(model)
-    scheduler = script.make_scheduler(args)
+    diffusion = script.make_diffusion(args)
     physics_weight = args.stage_configs[stage]["physics_weight"]
     steps = itertools.count(1)
 
     def one_step(batch: dict, epoch: int) -> None:
-        batch = script.prepare(batch, args, ranks.device, stage, epoch)
-        timestep, noise, previous = script.training_draw(batch, stage, epoch, args)
-        diffusion, physics = script.sample_losses(
-            wrapped, scheduler, batch, timestep, noise, previous, args, patients.greys
-        )
-        (diffusion.mean() + physics_weight * physics.mean()).backward()
+        batch, draw = script.training_batch(batch, stage, epoch, diffusion, setup)
+        losses = script.sample_losses(wrapped, batch, draw, diffusion.scheduler, patients.greys)
+        diffusion_loss, physics_loss = (loss.mean() for loss in losses)
+        (diffusion_loss + physics_weight * physics_loss).backward()
         update(model, optimizer, args.grad_clip)
         averaged.update(model, next(steps))
 

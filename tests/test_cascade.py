@@ -371,17 +371,18 @@ def test_out_of_memory_names_what_to_change(cascade, zygote, tmp_path):
 
 def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
     """PSNR, SSIM (scikit-image's definition), MAE and the projection error of what --sample writes, from the files."""
-    from tasks.cascade import data as xd
+    from tasks.cascade.data import split_patients
+    from tasks.cascade.files import find_patients, read_ct, read_xray
     from tasks.cascade.projector import normalise, resize
 
     out = tmp_path / "run"
     shutil.copytree(one, out)
     summary = json.loads((out / "summary.json").read_text())
-    patients = xd.find_patients(torsos, 2)
-    split = xd.split_patients(patients, 42)
+    patients = find_patients(torsos, 2)
+    split = split_patients(patients, 42)
     (test,) = split["test"]
     size = (16, 16, 16)
-    grid = lambda i: resize(torch.from_numpy(xd.read_ct(patients[i].ct)[0]).clamp(-1000, 3000), size).round()  # noqa: E731
+    grid = lambda i: resize(torch.from_numpy(read_ct(patients[i].ct)[0]).clamp(-1000, 3000), size).round()  # noqa: E731
     true = normalise(grid(test)).numpy().astype(np.float64)
     mean = np.mean([normalise(grid(i)).numpy().astype(np.float64) for i in split["train"]], 0)
     mse = np.square(mean - true).mean()
@@ -397,11 +398,11 @@ def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
     ssim = ((2 * mx * my + c1) * (2 * cov + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean()
     assert summary["test/ssim_mean_volume"] == pytest.approx(ssim, abs=1e-4)
     contents = torch.load(out / "last.pt", weights_only=True)
-    hu, affine = xd.read_ct(patients[test].ct)
+    hu, affine = read_ct(patients[test].ct)
     spacing = np.sqrt((affine[:3, :3] ** 2).sum(0)) * hu.shape / 16
     integral = (0.0193 * (1 + ((mean + 1) * 2000 - 1000) / 1000)).sum(0) * spacing[0]
     slope, offset, _ = contents["greys"][1]
-    picture = xd.read_picture(patients[test].xrays[1], 32, True, False)
+    picture = read_xray(patients[test].xrays[1], 32, True, False)
     picture = resize(picture * 2 - 1, (16, 16)).numpy()
     error = np.sqrt(np.square((integral.T[::-1, ::-1] * slope + offset) - picture).mean()) / abs(slope)
     assert summary["test/projection_error_lat_mean_volume"] == pytest.approx(error, rel=1e-3)
@@ -411,7 +412,7 @@ def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
 
 def test_sampled_volumes_lie_where_the_ct_does(cascade, torsos, zygote, one, tmp_path):
     """--sample: HU, RAS+, the field of view of the CT beside the X-rays; without a CT the mean one, centred."""
-    from tasks.cascade import data as xd
+    from tasks.cascade.files import read_ct
 
     folder = tmp_path / "new"
     for name in ("patient_0001", "patient_0002"):
@@ -423,7 +424,7 @@ def test_sampled_volumes_lie_where_the_ct_does(cascade, torsos, zygote, one, tmp
     assert "2 volumes of 16 x 16 x 16" in done.stdout
     image = nibabel.load(out / "samples" / "patient_0001.nii.gz")
     assert nibabel.aff2axcodes(image.affine) == ("R", "A", "S")
-    hu, affine = xd.read_ct(torsos / "patient_0001" / "patient_0001.nii.gz")
+    hu, affine = read_ct(torsos / "patient_0001" / "patient_0001.nii.gz")
     corner = lambda a, at: a @ np.array([*at, 1.0])  # noqa: E731
     assert np.allclose(corner(image.affine, (-0.5, -0.5, -0.5)), corner(affine, (-0.5, -0.5, -0.5)), atol=1e-3)
     end = [n - 0.5 for n in hu.shape]
@@ -505,7 +506,7 @@ def test_scheduler_goes_from_noise_to_the_clean_volume(torsos):
     the noise, and v is what Salimans and Ho say."""
     for more in ([], ["--no-v_parameterization"]):
         ta, args = small_args(torsos, "--ddim_steps", "5", *more)
-        scheduler = ta.make_scheduler(args)
+        scheduler = ta.make_diffusion(args).scheduler
         assert scheduler.timesteps.tolist() == [19, 15, 11, 7, 3]
         torch.manual_seed(0)
         clean, x = torch.rand(1, 1, 4, 4, 4) * 2 - 1, torch.randn(1, 1, 4, 4, 4)
@@ -518,18 +519,20 @@ def test_scheduler_goes_from_noise_to_the_clean_volume(torsos):
 
 
 def test_prediction_of_v_and_noise_agree(torsos):
-    """predict() of any net: the clean volume it names and the v or noise it returns are the same statement."""
+    """denoise() of any net: the clean volume it names and the v or noise it returns are the same statement."""
+    from tasks.cascade.diffusion import Previous
+
     for more in ([], ["--no-v_parameterization"]):
         ta, args = small_args(torsos, *more)
-        scheduler = ta.make_scheduler(args)
+        scheduler = ta.make_diffusion(args).scheduler
         net = lambda x, *_: torch.sin(3 * x)  # noqa: E731
         torch.manual_seed(0)
         volume, noise = torch.rand(3, 1, 8, 8, 8) - 1, torch.randn(3, 1, 8, 8, 8)
         times = torch.tensor([1, 9, 18])
         noisy = scheduler.add_noise(volume, noise, times)
-        before = torch.rand(3, 1, 4, 4, 4) - 1, torch.full((3,), 0.05)
+        before = Previous(torch.rand(3, 1, 4, 4, 4) - 1, torch.full((3,), 0.05))
         for previous in (None, before):
-            output, clean = ta.predict(net, scheduler, noisy, times, torch.zeros(3, 2, 8, 8), previous, args)
+            output, clean = ta.denoise(net, scheduler, noisy, times, torch.zeros(3, 2, 8, 8), previous)
             for i, time_ in enumerate(times.tolist()):
                 _, named = scheduler.step(output[i], time_, noisy[i])
                 assert torch.allclose(named, clean[i].clamp(-1, 1), atol=1e-3)
@@ -538,52 +541,55 @@ def test_prediction_of_v_and_noise_agree(torsos):
 def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
     """The true volume fits its X-rays; a moved one does not; the same error counts less where there is more noise."""
     ta, args = small_args(torsos)
-    data = ta.Data(args, [[8, 8, 8], [16, 16, 16]])
+    data = ta.load_data([[8, 8, 8], [16, 16, 16]], args)
     items = torch.utils.data.default_collate([data.set("train", [16, 16, 16])[i] for i in range(4)])
-    batch = ta.prepare(items, args, torch.device("cpu"), 1, None)
+    batch = ta.prepare(items, torch.device("cpu"))
     right = ta.projection_error(batch["volume"], batch["extent"], batch["xrays"], data.greys)
     wrong = ta.projection_error(batch["volume"].roll(3, 2), batch["extent"], batch["xrays"], data.greys)
     assert right.shape == (4, 2)
     assert right.max() < 3e-3
     assert (wrong[:, 0] > 20 * right[:, 0]).all()  # a move along x shows in the frontal view,
     assert (wrong[:, 1] < 2 * right[:, 1] + 1e-4).all()  # and not in the lateral one, whose rays run along x
-    scheduler = ta.make_scheduler(args)
+    scheduler = ta.make_diffusion(args).scheduler
     for time_ in (2, 17):
         times, noise = torch.full((4,), time_), torch.randn_like(batch["volume"])
         net = lambda x, *_: torch.ones_like(x)  # noqa: E731
-        _, physics = ta.sample_losses(net, scheduler, batch, times, noise, None, args, data.greys)
+        _, physics = ta.sample_losses(net, batch, ta.Draw(times, noise, None), scheduler, data.greys)
         noisy = scheduler.add_noise(batch["volume"], noise, times)
-        _, clean = ta.predict(net, scheduler, noisy, times, batch["xrays"], None, args)
+        _, clean = ta.denoise(net, scheduler, noisy, times, batch["xrays"], None)
         error = ta.projection_error(clean, batch["extent"], batch["xrays"], data.greys).mean(1)
         assert torch.allclose(physics, scheduler.alphas_cumprod[time_] * error)
     assert scheduler.alphas_cumprod[2] > 10 * scheduler.alphas_cumprod[17]
 
 
 def test_gradient_checkpointing_keeps_less(torsos):
-    greys = [(0.2, -1.0, 1.0)] * 2
+    from tasks.cascade.alignment import GreyFit
+
+    greys = [GreyFit(0.2, -1.0, 1.0)] * 2
     kept = []
     for more in ([], ["--gradient_checkpointing"]):
         ta, args = small_args(torsos, "--batch_size", "4", *more)
-        stage = ta.plan_as_asked(1, args)
-        kept.append(ta.measure_stage(stage, greys, None, "no", args, torch.device("cpu")).memory)
+        stage = ta.plan_as_asked(1, args.stage_configs[1], args.gradient_checkpointing)
+        setup = ta.Setup(args, torch.device("cpu"), "no")
+        kept.append(ta.try_stage(stage, None, greys, setup).memory)
     assert kept[1] < 0.6 * kept[0]
 
 
 def test_augmentation(torsos):
     """A function of (seed, epoch, patient); volume and pictures move together; none in evaluations."""
     ta, args = small_args(torsos)
-    from tasks.cascade import data as xd
+    from tasks.cascade.data import augment
     from tasks.cascade.projector import project, resize
 
     stages = [[40, 40, 40]]
-    data = ta.Data(args, stages)
+    data = ta.load_data(stages, args)
     items = torch.utils.data.default_collate([data.set("train", stages[0])[i] for i in range(4)])
-    plain = ta.prepare(items, args, torch.device("cpu"), 1, None)
+    plain = ta.prepare(items, torch.device("cpu"))
     assert torch.equal(plain["seen"], plain["xrays"])
-    moved = [xd.augment(plain["volume"], plain["xrays"], plain["index"], 3, epoch) for epoch in (0, 0, 1)]
+    moved = [augment(plain["volume"], plain["xrays"], plain["index"], 3, epoch) for epoch in (0, 0, 1)]
     assert all(torch.equal(a, b) for a, b in zip(moved[0], moved[1], strict=True))
     assert not torch.equal(moved[0][2], moved[2][2])
-    backwards = xd.augment(plain["volume"].flip(0), plain["xrays"].flip(0), plain["index"][::-1], 3, 0)
+    backwards = augment(plain["volume"].flip(0), plain["xrays"].flip(0), plain["index"][::-1], 3, 0)
     assert all(torch.equal(a.flip(0), b) for a, b in zip(moved[0], backwards, strict=True))  # whatever the batch
     volume, xrays, seen = moved[0]
     assert not torch.equal(volume, plain["volume"])
@@ -640,10 +646,10 @@ def test_overfits_one_volume(torsos, tmp_path):
                           "--ddim_steps", "50", "--no-augmentation")  # fmt: skip
     device = torch.device("cpu")
     torch.set_num_threads(2)
-    data = ta.Data(args, [[32, 32, 32]])
+    data = ta.load_data([[32, 32, 32]], args)
     item = torch.utils.data.default_collate([data.set("train", [32, 32, 32])[0]] * 4)
-    batch = ta.prepare(item, args, device, 0, None)
-    net, scheduler = ta.build_model(0, args, device), ta.make_scheduler(args)
+    batch = ta.prepare(item, device)
+    net, diffusion = ta.build_model(0, args, device), ta.make_diffusion(args)
     ema = ta.Ema(net, 0.99)
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3, fused=True)
     kept = []
@@ -652,14 +658,14 @@ def test_overfits_one_volume(torsos, tmp_path):
             group["lr"] = 2e-3 * schedule(step, 500, 10, "cosine")
         times = torch.randint(1000, (4,), generator=torch.Generator().manual_seed(step))
         noise = torch.randn(batch["volume"].shape, generator=torch.Generator().manual_seed(step))
-        diffusion, physics = ta.sample_losses(net, scheduler, batch, times, noise, None, args, data.greys)
-        (diffusion + 0.3 * physics).mean().backward()
+        parts = ta.sample_losses(net, batch, ta.Draw(times, noise, None), diffusion.scheduler, data.greys)
+        (parts[0] + 0.3 * parts[1]).mean().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         ema.update(net, step + 1)
-        kept.append(float(diffusion.detach().mean()))
-    volume = ta.sample_cascade([ema.model], batch["xrays"][:1], [0], scheduler, "no", args)[0]
+        kept.append(float(parts[0].detach().mean()))
+    volume = ta.sample_cascade([ema.model], batch["xrays"][:1], [0], diffusion, "no")[0]
     psnr = float(10 * torch.log10(4 / (volume - batch["volume"][:1]).square().mean()))
     print(
         f"v-prediction on one 32^3 volume: mean loss of the last 50 steps {np.mean(kept[-50:]):.4f}, PSNR {psnr:.2f} dB"

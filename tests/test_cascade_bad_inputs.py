@@ -408,8 +408,8 @@ def asymmetric_crops(count: int):
 
     Dense on one side, air on the other, so that a mirrored picture looks like a negative.
     """
-    from tasks.cascade import data as xd
     from tasks.cascade import projector as drr
+    from tasks.cascade.files import Patient
 
     noise = np.random.default_rng(5)
     slope = np.linspace(-900, 300, 20)
@@ -425,18 +425,18 @@ def asymmetric_crops(count: int):
     patients = []
     for k in range(count):
         xrays = Path(f"p{k}_pa.png"), Path(f"p{k}_lat.png")
-        patients.append(xd.Patient(f"p{k}", Path(f"p{k}.nii.gz"), xrays))
+        patients.append(Patient(f"p{k}", Path(f"p{k}.nii.gz"), xrays))
     return patients, integrals, drr.grey_values(torch.from_numpy(integrals)).numpy() * 2 - 1
 
 
 @pytest.mark.parametrize("count", [3, 12])
 def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
     """Sign and turn are chosen together, so that each combination is told by the flag that mends it."""
-    from tasks.cascade import data as xd
-    from tasks.cascade import projector as drr
+    from tasks.cascade.alignment import check_alignment
+    from tasks.cascade.projector import VIEWS
 
     patients, integrals, pictures = asymmetric_crops(count)
-    for k, view in enumerate(drr.VIEWS):
+    for k, view in enumerate(VIEWS):
         mirrored = f"--flip_drrs_horizontal {view}"
         flags = {(1, 1): "", (1, -1): mirrored, (-1, 1): "--flip_drrs_vertical the other way"}
         flags[-1, -1] = f"--flip_drrs_vertical the other way and {mirrored}"
@@ -445,7 +445,7 @@ def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
                 turned = pictures.copy()
                 turned[:, k] = turned[:, k, ::up, ::along]
                 try:
-                    xd.check_alignment(patients, integrals, sign * turned)
+                    check_alignment(patients, integrals, sign * turned)
                     message = ""
                 except InputError as error:
                     message = str(error)
@@ -455,24 +455,25 @@ def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
 
 
 def test_a_single_mirrored_picture_of_an_asymmetric_crop():
-    from tasks.cascade import data as xd
+    from tasks.cascade.alignment import check_alignment
 
     patients, integrals, pictures = asymmetric_crops(12)
     pictures[4, 0] = pictures[4, 0, :, ::-1]
     with pytest.raises(InputError, match=r"p4_pa\.png: not a pa picture of p4\.nii\.gz .*; mirrored it fits \(1\.00\)"):
-        xd.check_alignment(patients, integrals, pictures)
+        check_alignment(patients, integrals, pictures)
 
 
 def test_layout_with_every_alias(torsos, tmp_path):
     """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float pictures: the same set."""
-    from tasks.cascade import data as xd
+    from tasks.cascade.data import Decoded
+    from tasks.cascade.files import find_patients, read_ct
 
     (tmp_path / "set").mkdir()
     names = ["patient_0001", "patient_0002", "patient_0003", "patient_0004"]
     for k, name in enumerate(names):
         folder = tmp_path / "set" / name if k < 3 else tmp_path / "set"
         folder.mkdir(exist_ok=True)
-        hu, affine = xd.read_ct(torsos / name / f"{name}.nii.gz")
+        hu, affine = read_ct(torsos / name / f"{name}.nii.gz")
         pictures = [np.asarray(Image.open(torsos / name / f"{name}_{view}_drr.png")) for view in ("pa", "lat")]
         if k == 0:
             save(folder / f"{name}.nii", hu.astype(np.int16), affine)
@@ -490,9 +491,9 @@ def test_layout_with_every_alias(torsos, tmp_path):
             save(folder / f"{name}.nii.gz", hu.astype(np.int16), affine)
             for picture, alias in zip(pictures, ("Frontal", "LATERAL"), strict=True):
                 Image.fromarray(picture).save(folder / f"{name}_{alias}.png")
-    found, expected = xd.find_patients(tmp_path / "set", 2), xd.find_patients(torsos, 2)[:4]
+    found, expected = find_patients(tmp_path / "set", 2), find_patients(torsos, 2)[:4]
     assert [patient.id for patient in found] == names
-    decoded = xd.Decoded(32, (True, False, False), None)
+    decoded = Decoded(32, (True, False, False), None)
     for a, b in zip(found, expected, strict=True):
         assert (decoded.xrays(a).int() - decoded.xrays(b).int()).abs().max() <= 1
         volume, extent = decoded.volume(a.ct, (8, 8, 8))
@@ -503,10 +504,11 @@ def test_layout_with_every_alias(torsos, tmp_path):
 
 
 def test_a_damaged_cache_is_read_anew(torsos, tmp_path):
-    from tasks.cascade import data as xd
+    from tasks.cascade.data import Decoded
+    from tasks.cascade.files import find_patients
 
-    patient = xd.find_patients(torsos, 2)[0]
-    decoded = xd.Decoded(32, (True, False, False), str(tmp_path / "cache"))
+    patient = find_patients(torsos, 2)[0]
+    decoded = Decoded(32, (True, False, False), str(tmp_path / "cache"))
     expected = decoded.volume(patient.ct, (16, 16, 16))[0].clone()
     path = max((tmp_path / "cache").glob("*.bin"), key=lambda kept: kept.stat().st_size)
     assert path.stat().st_size == 12 + 2 * 16**3 + 4

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fixed_order_utils
 from cli_utils import Parser, add_common_arguments, parse_arguments
-from tasks.cascade.data import draw_noise
+from tasks.cascade.diffusion import draw_noise
 
 SETTINGS = """
 import os, sys, warnings

@@ -6,14 +6,15 @@ import pytest
 import torch
 from scipy.ndimage import map_coordinates
 
-from tasks.cascade import data as xd
 from tasks.cascade import projector as drr
+from tasks.cascade.files import read_ct
+from tasks.cascade.report import SLICES, Row, draw_rows
 
 
 @pytest.fixture(scope="module")
 def patient(torsos):
     """(HU in RAS+ order, its affine, spacing) of one patient."""
-    hu, affine = xd.read_ct(torsos / "patient_0001" / "patient_0001.nii.gz")
+    hu, affine = read_ct(torsos / "patient_0001" / "patient_0001.nii.gz")
     return hu, affine, np.sqrt((affine[:3, :3] ** 2).sum(0))
 
 
@@ -89,8 +90,8 @@ def test_file_orientation_makes_no_difference(torsos, tmp_path, turn):
     turned = image.as_reoriented(nibabel.orientations.ornt_transform(start, wanted))
     nibabel.save(turned, tmp_path / "turned.nii.gz")
     assert nibabel.aff2axcodes(turned.affine) == tuple(turn)
-    hu, affine = xd.read_ct(tmp_path / "turned.nii.gz")
-    expected, affine_before = xd.read_ct(torsos / "patient_0002" / "patient_0002.nii.gz")
+    hu, affine = read_ct(tmp_path / "turned.nii.gz")
+    expected, affine_before = read_ct(torsos / "patient_0002" / "patient_0002.nii.gz")
     assert np.array_equal(hu, expected)
     assert np.allclose(affine, affine_before)
 
@@ -114,7 +115,7 @@ def test_lift_goes_back_along_the_view_s_own_rays(patient):
         lifted = drr.lift(picture, view, hu.shape)
         assert lifted.shape == volume.shape
         assert (lifted == lifted.narrow(axis, 0, 1)).all()  # the same all along the ray
-        assert torch.equal(drr.as_picture(lifted.select(axis, 0)), picture)  # and each ray its own pixel's value
+        assert torch.equal(drr.as_image(lifted.select(axis, 0)), picture)  # and each ray its own pixel's value
 
 
 def test_back_projection_of_a_uniform_block():
@@ -138,11 +139,10 @@ def test_rendered_file_has_square_pixels_and_fixed_greys(patient):
 
 def test_figures_name_their_columns():
     """Above the first row, also where that has no image in a column; X-rays keep their own grey values."""
-    from tasks.cascade.metrics import SLICES, draw_rows
-
     slices, xrays = [np.zeros((4, 4))] * 3, [np.full((4, 4), -1.0), np.eye(4)]
     columns = [*SLICES, "frontal projection", "lateral projection"]
-    rows = [("input X-rays", [None, None, None, *xrays]), ("true CT", [*slices, np.eye(4) * 7, np.eye(4) * 9])]
+    rows = [Row("input X-rays", [None, None, None, *xrays], grey_values=True)]
+    rows.append(Row("true CT", [*slices, np.eye(4) * 7, np.eye(4) * 9]))
     figure = draw_rows("one patient", columns, rows)
     assert [axes.get_title() for axes in figure.axes] == columns + [""] * 5
     assert [axes.get_ylabel() for axes in figure.axes[::5]] == ["input X-rays", "true CT"]

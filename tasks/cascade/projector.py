@@ -5,7 +5,7 @@ head. It holds HU clipped to -1000..3000 and scaled to -1..1, on a grid that spa
 CT's field of view, whatever its voxel size; `spacing` (mm per voxel along x, y, z) keeps the real lengths.
 
 Views. "pa" (frontal) rays run along y, "lat" (lateral) rays along x, all parallel, from edge to edge of the field of
-view. A picture is (..., rows, columns) as one looks at it: the head is up (rows run against z); the frontal picture
+view. An image is (..., rows, columns) as one looks at it: the head is up (rows run against z); the frontal image
 begins at the patient's right side as seen from the front (columns run against x); the lateral one begins at the front
 (columns run against y).
 
@@ -19,21 +19,27 @@ import functools
 import numpy as np
 import torch
 
-HU_MIN, HU_MAX = -1000.0, 3000.0
-MU_WATER = 0.0193  # per mm, at about 70 keV
-P_MAX = 10.0  # line integral of a white pixel: 520 mm of water
+HU_MIN = -1000.0
+HU_MAX = 3000.0
+# Attenuation per mm, at about 70 keV.
+MU_WATER = 0.0193
+# The line integral of a white pixel: 520 mm of water.
+P_MAX = 10.0
 VIEWS = ("pa", "lat")
-RAY_AXIS = {"pa": 1, "lat": 0}  # of X, Y, Z
+# The axis of (X, Y, Z) along which a view's rays run.
+RAY_AXIS = {"pa": 1, "lat": 0}
 
 
 def normalise(hu: torch.Tensor) -> torch.Tensor:
     """HU -> -1..1, clipped to HU_MIN..HU_MAX."""
-    return (hu.clamp(HU_MIN, HU_MAX) - HU_MIN) * (2 / (HU_MAX - HU_MIN)) - 1
+    clipped = hu.clamp(HU_MIN, HU_MAX)
+    return (clipped - HU_MIN) * (2 / (HU_MAX - HU_MIN)) - 1
 
 
 def to_hu(volume: torch.Tensor) -> torch.Tensor:
     """-1..1 -> HU."""
-    return (volume + 1) * ((HU_MAX - HU_MIN) / 2) + HU_MIN
+    half_range = (HU_MAX - HU_MIN) / 2
+    return (volume + 1) * half_range + HU_MIN
 
 
 def attenuation(volume: torch.Tensor) -> torch.Tensor:
@@ -41,71 +47,85 @@ def attenuation(volume: torch.Tensor) -> torch.Tensor:
     return MU_WATER * (1 + to_hu(volume) / 1000)
 
 
-def spacing_of(extent: torch.Tensor, size) -> torch.Tensor:
+def spacing_of(extent: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     """(B, 3) mm per voxel of a field of view (B, 3) in mm on a grid."""
-    return torch.stack([extent[:, axis] / count for axis, count in enumerate(size)], 1)
+    spacings = [extent[:, axis] / count for axis, count in enumerate(size)]
+    return torch.stack(spacings, 1)
 
 
-def as_picture(plane: torch.Tensor) -> torch.Tensor:
+def as_image(plane: torch.Tensor) -> torch.Tensor:
     """(..., across, Z) in the order of the volume's indices -> (..., rows, columns) as one looks at it."""
     return plane.transpose(-1, -2).flip(-1, -2)
 
 
-def as_plane(picture: torch.Tensor) -> torch.Tensor:
-    """The inverse of as_picture."""
-    return picture.flip(-1, -2).transpose(-1, -2)
+def as_plane(image: torch.Tensor) -> torch.Tensor:
+    """The inverse of as_image."""
+    return image.flip(-1, -2).transpose(-1, -2)
 
 
 def project(volume: torch.Tensor, spacing: torch.Tensor, view: str) -> torch.Tensor:
     """Line integrals (B, C, Z, across) of a volume (B, C, X, Y, Z) in -1..1; spacing (B, 3) in mm; differentiable."""
     axis = RAY_AXIS[view]
     total = attenuation(volume).sum(axis - 3)
-    return as_picture(total * spacing[:, axis, None, None, None])
+    length = spacing[:, axis, None, None, None]
+    return as_image(total * length)
 
 
 @functools.lru_cache(maxsize=64)
 def axis_weights(before: int, after: int, device: str) -> torch.Tensor:
     """(after, before) matrix that resamples one axis: exact averages where it shrinks, linear where it grows."""
     if after <= before:
+        # the share of each old cell that a new cell covers
         edges = torch.arange(after + 1, dtype=torch.float64) * before / after
         cell = torch.arange(before, dtype=torch.float64)
-        covered = torch.minimum(edges[1:, None], cell + 1) - torch.maximum(edges[:-1, None], cell)
-        weights = covered.clamp(min=0) * after / before
+        end = torch.minimum(edges[1:, None], cell + 1)
+        begin = torch.maximum(edges[:-1, None], cell)
+        weights = (end - begin).clamp(min=0) * after / before
     else:
-        centre = ((torch.arange(after, dtype=torch.float64) + 0.5) * before / after - 0.5).clamp(0, before - 1)
-        weights = (1 - (centre[:, None] - torch.arange(before)).abs()).clamp(min=0)
+        # the nearness of each old cell's centre to a new cell's
+        place = torch.arange(after, dtype=torch.float64) + 0.5
+        centre = (place * before / after - 0.5).clamp(0, before - 1)
+        distance = (centre[:, None] - torch.arange(before)).abs()
+        weights = (1 - distance).clamp(min=0)
     return weights.float().to(device, non_blocking=True)
 
 
 def resize(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """The last axes of x (a picture's or a volume's) at another size, fp32. Averages are kept exactly, so that the
-    projection of a coarser volume is the coarser projection."""
+    """The last axes of x (an image's or a volume's) at another size, fp32.
+
+    Averages are kept exactly, so that the projection of a coarser volume is the coarser projection.
+    """
     with torch.autocast(x.device.type, enabled=False):
         x = x.float()
         for axis, after in zip(range(-len(size), 0), size, strict=True):
-            if x.shape[axis] != after:
-                weights = axis_weights(x.shape[axis], after, str(x.device))
+            before = x.shape[axis]
+            if before != after:
+                weights = axis_weights(before, after, str(x.device))
                 x = (x.movedim(axis, -1) @ weights.T).movedim(-1, axis)
     return x
 
 
-def lift(picture: torch.Tensor, view: str, size: tuple[int, int, int]) -> torch.Tensor:
-    """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the picture repeated along the view's own rays."""
+def lift(image: torch.Tensor, view: str, size: tuple[int, int, int]) -> torch.Tensor:
+    """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's own rays."""
     axis = RAY_AXIS[view]
-    across = size[1 - axis]
-    plane = as_plane(resize(picture, (size[2], across)))
-    return plane.unsqueeze(axis - 3).expand(*picture.shape[:2], *size)
+    rows = size[2]
+    columns = size[1 - axis]
+    plane = as_plane(resize(image, (rows, columns)))
+    batch, channels = image.shape[:2]
+    return plane.unsqueeze(axis - 3).expand(batch, channels, *size)
 
 
 def back_project(integrals: list[torch.Tensor], spacing: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
-    """The simplest reconstruction, (B, 1, X, Y, Z) in -1..1: each ray's attenuation spread evenly along it, then the
-    mean over the views. integrals: one (B, 1, rows, columns) per view, in the order of VIEWS."""
-    parts = []
-    for view, picture in zip(VIEWS, integrals, strict=False):
+    """The simplest reconstruction, (B, 1, X, Y, Z) in -1..1, of one (B, 1, rows, columns) per view of VIEWS.
+
+    Each ray's attenuation is spread evenly along it; then the mean is taken over the views.
+    """
+    volumes = []
+    for view, image in zip(VIEWS, integrals, strict=False):
         axis = RAY_AXIS[view]
-        length = (spacing[:, axis] * size[axis])[:, None, None, None, None]
-        parts.append(lift(picture, view, size) / length)
-    mu = torch.stack(parts).mean(0)
+        length = spacing[:, axis] * size[axis]
+        volumes.append(lift(image, view, size) / length[:, None, None, None, None])
+    mu = torch.stack(volumes).mean(0)
     return normalise((mu / MU_WATER - 1) * 1000)
 
 
@@ -114,12 +134,15 @@ def grey_values(integral: torch.Tensor) -> torch.Tensor:
     return (integral / P_MAX).clamp(0, 1)
 
 
-def render_drr(hu: np.ndarray, spacing, view: str, longest: int = 512) -> np.ndarray:
-    """uint8 picture of a CT (X, Y, Z) in HU, square pixels, `longest` of them on its longer side."""
-    volume = normalise(torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32)))[None, None]
+def render_drr(hu: np.ndarray, spacing: np.ndarray, view: str, longest: int = 512) -> np.ndarray:
+    """uint8 image of a CT (X, Y, Z) in HU, square pixels, `longest` of them on its longer side."""
+    values = torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32))
+    volume = normalise(values)[None, None]
     integral = project(volume, torch.tensor([list(spacing)], dtype=torch.float32), view)
+
+    # the size in pixels follows from the lengths in mm
     across = 1 - RAY_AXIS[view]
     sides = np.array([hu.shape[2] * spacing[2], hu.shape[across] * spacing[across]])
     rows, columns = (max(1, round(float(side))) for side in sides * longest / sides.max())
-    grey = grey_values(resize(integral, (rows, columns)))
-    return (grey[0, 0] * 255).round().to(torch.uint8).numpy()
+    grey = grey_values(resize(integral, (rows, columns)))[0, 0]
+    return (grey * 255).round().to(torch.uint8).numpy()

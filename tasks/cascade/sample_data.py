@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> None:
     """Write <id>/<id>.nii.gz and its two X-rays. Raises InputError when the folder holds something."""
-    from tasks.cascade.data import make_drrs
+    from tasks.cascade.files import make_drrs
 
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: holds something already; choose another folder or delete it")

@@ -1,0 +1,147 @@
+"""How the grey values of guide 3's X-rays follow from line integrals, and the check that each X-ray is of its CT."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cli_utils import InputError
+from tasks.cascade.files import Patient
+from tasks.cascade.projector import VIEWS
+
+# From so many patients on, what is peculiar to each of them is compared.
+MANY_PATIENTS = 5
+
+
+class GreyFit(NamedTuple):
+    """Of a view: grey value (-1..1) = slope * line integral + offset, by least squares, with their correlation."""
+
+    slope: float
+    offset: float
+    correlation: float
+
+
+def fit_greys(integrals: np.ndarray, images: np.ndarray) -> list[GreyFit]:
+    """How each view's grey values follow from line integrals, over all patients."""
+    fits = []
+    for view in range(integrals.shape[1]):
+        x = integrals[:, view].ravel().astype(np.float64)
+        y = images[:, view].ravel().astype(np.float64)
+        slope = float(((x - x.mean()) * (y - y.mean())).mean() / x.var())
+        offset = float(y.mean() - slope * x.mean())
+        fits.append(GreyFit(slope, offset, float(np.corrcoef(x, y)[0, 1])))
+    return fits
+
+
+def standardised(images: np.ndarray) -> np.ndarray:
+    """(N, side, side) -> (N, pixels), each image with mean 0 and length 1."""
+    flat = images.reshape(len(images), -1).astype(np.float64)
+    centred = flat - flat.mean(1, keepdims=True)
+    return centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+
+
+def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(N, side, side) x 2 -> (N, N): Pearson correlation of each image of the second with each of the first."""
+    return standardised(second) @ standardised(first).T
+
+
+def peculiar(integrals: np.ndarray, images: np.ndarray, up: int = 1, along: int = 1) -> np.ndarray:
+    """(N, N) correlations of one view's (turned) images with the projections, of what differs from the mean.
+
+    With few patients the mean is too much like each of them, and whole images are compared.
+    """
+    turned = images[:, ::up, ::along]
+    if len(images) < MANY_PATIENTS:
+        return correlations(integrals, turned)
+    return correlations(integrals - integrals.mean(0), turned - turned.mean(0))
+
+
+def median_own(table: np.ndarray) -> float:
+    """The median of what patients' images have in common with their own projections."""
+    return float(np.median(np.diag(table)))
+
+
+def check_turn(view: str, integrals: np.ndarray, images: np.ndarray) -> float:
+    """The median correlation of a view's images as they lie. Raises InputError where all are turned alike."""
+    turns = {
+        "--flip_drrs_vertical the other way": (-1, 1),
+        f"--flip_drrs_horizontal {view}": (1, -1),
+        f"--flip_drrs_vertical the other way and --flip_drrs_horizontal {view}": (-1, -1),
+    }
+    turned = {name: median_own(peculiar(integrals, images, up, along)) for name, (up, along) in turns.items()}
+    best = max(turned, key=lambda name: abs(turned[name]))
+    now = median_own(peculiar(integrals, images))
+
+    # a turn must win by a margin; hardly one where it also makes negatives positive, or the reverse
+    margin = 0.2 if len(images) >= MANY_PATIENTS else 0.05
+    if now * turned[best] < 0 and abs(turned[best]) >= 0.5:
+        margin = 0.01
+    if abs(turned[best]) > abs(now) + margin:
+        reason = f"the {view} pictures do not lie as the CTs do (median correlation {now:.2f}, turned"
+        raise InputError(f"--dataset_path: {reason} {turned[best]:.2f}); give {best}")
+    return now
+
+
+def fitting_turn(integral: np.ndarray, image: np.ndarray, sign: float, now: float) -> str:
+    """How to turn a single image so that it fits its CT, for an error message; "" where no turn helps much."""
+    turns = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
+    values = {}
+    for name, (up, along) in turns.items():
+        turned = image[None, ::up, ::along]
+        values[name] = sign * float(correlations(integral[None], turned)[0, 0])
+    best = max(values, key=values.__getitem__)
+    return f"; {best} it fits ({values[best]:.2f})" if values[best] > max(0.5, now + 0.3) else ""
+
+
+def fitting_patient(place: int, table: np.ndarray, patients: list[Patient]) -> str:
+    """Whose CT an image fits instead of its own, for an error message; "" where none fits much better."""
+    row = table[place]
+    best = int(row.argmax())
+    if row[best] > row[place] + 0.3:
+        return f"; it fits the CT of {patients[best].id} ({row[best]:.2f})"
+    return ""
+
+
+def check_alignment(patients: list[Patient], integrals: np.ndarray, images: np.ndarray) -> None:
+    """Whether each X-ray is one of its own CT, as one looks at the patient. Raises InputError naming those that aren't.
+
+    An image must look like its CT's projection (|r| >= 0.5), and more so than like the other view's. With 5 patients
+    or more, what is peculiar to a patient (the difference from the mean image) must agree too: where all are turned
+    alike, the turn that helps is named; an image whose agreement lies far below the others' (by 0.5) belongs to
+    somebody else, and is said to fit whom it fits best. Negative images (bone dark) are as good. A mirrored image
+    of an asymmetric crop looks like a negative, so sign and turn are chosen together, by the largest |r|.
+    """
+    views = VIEWS[: integrals.shape[1]]
+    for k, view in enumerate(views):
+        now = check_turn(view, integrals[:, k], images[:, k])
+        own = np.diag(correlations(integrals[:, k], images[:, k]))
+        sign = 1.0 if np.median(own) >= 0 else -1.0
+        own = sign * own
+
+        # {place of a patient: what its image is instead, if that is known}
+        wrong: dict[int, str] = {}
+        for place in np.flatnonzero(own < 0.5):
+            wrong[int(place)] = fitting_turn(integrals[place, k], images[place, k], sign, own[place])
+        if len(patients) >= MANY_PATIENTS and sign * now > 0.6:
+            table = sign * peculiar(integrals[:, k], images[:, k])
+            for place in np.flatnonzero(np.diag(table) < sign * now - 0.5):
+                wrong[int(place)] = wrong.get(int(place)) or fitting_patient(place, table, patients)
+        for j, other in enumerate(views):
+            likeness = sign * np.diag(correlations(integrals[:, j], images[:, k]))
+            for place in np.flatnonzero(likeness > own + 0.05):
+                wrong[int(place)] = f"; it looks like the {other} view"
+        if wrong:
+            refuse(patients, k, own, wrong)
+
+
+def refuse(patients: list[Patient], k: int, own: np.ndarray, wrong: dict[int, str]) -> None:
+    """Raises InputError for the images of view k that are not of their CT, naming the first of them in full."""
+    place = min(wrong)
+    patient = patients[place]
+    more = ""
+    if len(wrong) > 1:
+        names = ", ".join(patients[other].id for other in sorted(wrong)[:8])
+        more = f" ({len(wrong)} patients: {names}{' ...' if len(wrong) > 8 else ''})"
+    xray: Path = patient.xrays[k]
+    reason = f"not a {VIEWS[k]} picture of {patient.ct} (correlation {own[place]:.2f}){wrong[place]}{more}"
+    raise InputError(f"{xray}: {reason}; put the right one there, or --skip_alignment_check")

@@ -1,0 +1,322 @@
+"""The files of guide 3: which belong to which patient, and what a CT and an X-ray (DRR) hold.
+
+A folder holds one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal) and
+<id>_lat_drr.png (or _lat, _lateral; .npy too). The same files may also lie side by side in the folder itself.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cli_utils import InputError
+from distributed_utils import agree_on_errors, broadcast_object, gather_objects, world
+from tasks.cascade.projector import VIEWS, render_drr, resize
+
+CT_ENDINGS = (".nii.gz", ".nii", ".npy")
+IMAGE_ENDINGS = (".png", ".npy", ".jpg", ".jpeg", ".tif", ".tiff")
+# What the names of a view's images end with, before the file type.
+VIEW_ENDINGS = {
+    "pa": ("_pa_drr", "_pa", "_frontal"),
+    "lat": ("_lat_drr", "_lat", "_lateral"),
+}
+
+
+@dataclass(frozen=True)
+class Patient:
+    """Where one patient's files are; ct None where a CT is not needed (--sample). xrays: in the order of VIEWS."""
+
+    id: str
+    ct: Path | None
+    xrays: tuple[Path, ...]
+
+
+# --- which files there are --------------------------------------------------------------------------------------------
+
+
+def ending(name: str, endings: tuple[str, ...]) -> str:
+    """The one of some endings that a file name has, in any case of letters; empty without one."""
+    return next((text for text in endings if name.lower().endswith(text)), "")
+
+
+def view_of(name: str) -> str:
+    """ "pa" or "lat" when the file name ends like an image of that view, else ""."""
+    file_type = ending(name, IMAGE_ENDINGS)
+    if not file_type:
+        return ""
+    stem = name.lower().removesuffix(file_type)
+    return next((view for view, endings in VIEW_ENDINGS.items() if stem.endswith(endings)), "")
+
+
+def patient_of(name: str) -> str | None:
+    """The patient's id in the name of a file that lies beside those of others; None for a file of another kind."""
+    if view := view_of(name):
+        stem = name[: -len(ending(name, IMAGE_ENDINGS))]
+        return stem[: -len(ending(stem, VIEW_ENDINGS[view]))]
+    if file_type := ending(name, CT_ENDINGS):
+        return name[: -len(file_type)]
+    return None
+
+
+def visible(folder: Path) -> Iterator[Path]:
+    """What a folder holds, sorted, without hidden entries."""
+    for entry in sorted(folder.iterdir()):
+        if not entry.name.startswith("."):
+            yield entry
+
+
+def list_patients(root: Path, flag: str = "--dataset_path") -> dict[str, list[Path]]:
+    """{id: its files} of a data folder, sorted. Raises InputError."""
+    if not root.is_dir():
+        raise InputError(f"{root}: no such folder; check {flag}")
+    patients: dict[str, list[Path]] = {}
+    try:
+        for entry in visible(root):
+            if entry.is_dir():
+                files = [path for path in visible(entry) if path.is_file()]
+                files = [path for path in files if ending(path.name, CT_ENDINGS + IMAGE_ENDINGS)]
+                name = entry.name if files else None
+            else:
+                files = [entry]
+                name = patient_of(entry.name)
+            if name is not None:
+                patients.setdefault(name, []).extend(files)
+    except OSError as error:
+        raise InputError(f"{root}: cannot be read ({error.strerror}); check {flag}") from None
+    return patients
+
+
+def only_one(paths: list[Path], named: list[Path], kind: str) -> Path | None:
+    """The one path there may be, of those that bear the patient's name if any do. Raises InputError for several."""
+    chosen = named or paths
+    if len(chosen) > 1:
+        raise InputError(f"{chosen[0].parent}: {chosen[0].name} and {chosen[1].name}; keep one {kind}")
+    return chosen[0] if chosen else None
+
+
+def find_ct(name: str, files: list[Path]) -> Path | None:
+    """The one CT among a patient's files; None without any. Raises InputError where it is not clear which."""
+    scans = [path for path in files if ending(path.name, CT_ENDINGS) and not view_of(path.name)]
+    named = [path for path in scans if path.name.removesuffix(ending(path.name, CT_ENDINGS)) == name]
+    return only_one(scans, named, "CT per patient")
+
+
+def find_xray(name: str, files: list[Path], view: str) -> Path | None:
+    """The one image of a view among a patient's files; None without any. Raises InputError for several."""
+    images = [path for path in files if view_of(path.name) == view]
+    named = [path for path in images if path.name.lower().startswith(f"{name.lower()}_")]
+    return only_one(images, named, f"{view} picture")
+
+
+def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
+    """Every patient of a data folder with all files that are needed. Raises InputError naming what is missing."""
+    patients = []
+    flag = "--dataset_path" if need_ct else "--sample"
+    for name, files in list_patients(root, flag).items():
+        ct = find_ct(name, files)
+        if ct is None and need_ct:
+            reason = f"no CT ({name}.nii.gz) beside {files[0].name}"
+            raise InputError(f"{files[0].parent}: {reason}; add it, or move the files elsewhere")
+        xrays = []
+        for view in VIEWS[:num_views]:
+            xray = find_xray(name, files, view)
+            if xray is None:
+                expected = f"{name}{VIEW_ENDINGS[view][0]}.png"
+                advice = f"add it, render it with --make_drrs {root}"
+                advice += ", or train on the frontal view with --num_views 1" if view == "lat" else ""
+                raise InputError(f"{files[0].parent}: no {view} picture ({expected}); {advice}")
+            xrays.append(xray)
+        patients.append(Patient(name, ct, tuple(xrays)))
+    if not patients:
+        raise InputError(f"{root}: holds no patients (<id>/<id>.nii.gz); check {flag}")
+    return patients
+
+
+# --- what a file holds ------------------------------------------------------------------------------------------------
+
+
+def first_line(error: Exception, path: Path) -> str:
+    """What a library says about a file, short enough for one line, without the path."""
+    if not str(error):
+        return type(error).__name__
+    return str(error).replace(str(path), "file").splitlines()[0][:100]
+
+
+def check_nifti(image, path: Path) -> None:
+    """Raises InputError where a file's header shows that it is no volume of numbers."""
+    if len(image.shape) != 3:
+        raise InputError(f"{path}: has {len(image.shape)} dimensions {image.shape}, not three; replace it")
+    if 0 in image.shape:
+        raise InputError(f"{path}: has no voxels: its shape is {image.shape}; replace it")
+    if image.get_data_dtype().kind not in "fiu":
+        raise InputError(f"{path}: holds {image.get_data_dtype()}, not numbers; replace it")
+
+
+def load_volume(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(values, affine) of a file, of any kind of number. Raises InputError."""
+    try:
+        if path.name.endswith(".npy"):
+            return np.load(path, allow_pickle=False), np.eye(4)
+        import nibabel
+
+        image = nibabel.load(path)
+        check_nifti(image, path)
+        image = nibabel.as_closest_canonical(image)
+        return np.asarray(image.dataobj, dtype=np.float32), image.affine
+    except InputError:
+        raise
+    except Exception as error:
+        # nibabel, zlib and numpy each have their own
+        reason = first_line(error, path)
+        raise InputError(f"{path}: not a readable volume, truncated perhaps ({reason}); replace it") from None
+
+
+def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(HU float32 (X, Y, Z) in canonical RAS+ order, affine of that order, mm). Raises InputError.
+
+    A .npy has no affine: its axes are taken as x, y, z in RAS+ order, its voxels as 1 mm.
+    """
+    hu, affine = load_volume(path)
+    if hu.ndim != 3:
+        raise InputError(f"{path}: has {hu.ndim} dimensions {hu.shape}, not three; replace it")
+    if hu.dtype.kind not in "fiu":
+        raise InputError(f"{path}: holds {hu.dtype}, not numbers; replace it")
+    if min(hu.shape) < 4:
+        raise InputError(f"{path}: only {' x '.join(map(str, hu.shape))} voxels; a volume is needed")
+
+    # the values
+    hu = np.array(hu, np.float32, order="C")
+    finite = np.isfinite(hu)
+    if not finite.all():
+        raise InputError(f"{path}: {int((~finite).sum())} voxels are NaN or infinite; replace it")
+    if hu.min() == hu.max():
+        raise InputError(f"{path}: holds one value everywhere; replace it")
+    if hu.min() >= -200:
+        raise InputError(f"{path}: its lowest value is {hu.min():g}, so it is not in HU (air is -1000); convert it")
+
+    # the lengths
+    spacing = voxel_spacing(affine)
+    if not np.isfinite(affine).all() or spacing.min() < 1e-3 or spacing.max() > 100:
+        raise InputError(f"{path}: voxels of {spacing.round(4).tolist()} mm; correct its affine")
+    return hu, affine
+
+
+def voxel_spacing(affine: np.ndarray) -> np.ndarray:
+    """(3,) mm per voxel along the axes of an affine."""
+    return np.sqrt((affine[:3, :3] ** 2).sum(0))
+
+
+def load_image(path: Path) -> np.ndarray:
+    """The grey values of a file as they are stored. Raises InputError."""
+    try:
+        if path.suffix.lower() == ".npy":
+            return np.load(path, allow_pickle=False)
+        from PIL import Image
+
+        with Image.open(path) as image:
+            return np.asarray(image if image.mode.startswith(("I", "F")) else image.convert("L"))
+    except Exception as error:
+        raise InputError(f"{path}: not a readable picture ({first_line(error, path)}); replace it") from None
+
+
+def read_xray(path: Path, size: int, flip_vertical: bool, flip_horizontal: bool) -> torch.Tensor:
+    """(size, size) float32 grey values 0..1 as one looks at the patient. Raises InputError.
+
+    8- and 16-bit images are divided by their range; .npy floats must lie within 0..1, -1..1 or 0..255. The flips say
+    how the files are stored: see --flip_drrs_vertical and --flip_drrs_horizontal.
+    """
+    stored = load_image(path)
+    if stored.ndim == 3 and 1 in stored.shape:
+        stored = stored.squeeze()
+    if stored.ndim != 2 or min(stored.shape) < 4 or stored.dtype.kind not in "fiu":
+        raise InputError(f"{path}: a picture of shape {stored.shape} and type {stored.dtype}; give grey values in 2D")
+    values = stored.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise InputError(f"{path}: holds values that are NaN or infinite; replace it")
+
+    # the range that the values are of
+    low = float(values.min())
+    high = float(values.max())
+    if low == high:
+        raise InputError(f"{path}: one grey value everywhere; replace it")
+    if stored.dtype.kind == "f" and low >= -1 and high <= 1:
+        values = values if low >= 0 else (values + 1) / 2
+    elif low >= 0 and high <= 65535:
+        values = values / (255 if high <= 255 else 65535)
+    else:
+        raise InputError(f"{path}: grey values from {low:g} to {high:g}; give 8 or 16 bits, or 0..1")
+
+    # without the flip the feet are up, as the volume's z runs
+    if not flip_vertical:
+        values = values[::-1]
+    if flip_horizontal:
+        values = values[:, ::-1]
+    image = torch.from_numpy(np.ascontiguousarray(values))
+    return resize(image[None, None], (size, size))[0, 0]
+
+
+# --- X-rays of a CT ---------------------------------------------------------------------------------------------------
+
+
+class DrrJob(NamedTuple):
+    """A patient whose CT is to be rendered in some views."""
+
+    name: str
+    ct: Path
+    views: list[str]
+
+
+def find_missing_drrs(root: Path) -> list[DrrJob]:
+    """The views that have no image yet. Raises InputError."""
+    patients = list_patients(root, "--make_drrs")
+    if not patients:
+        raise InputError(f"{root}: holds no CT (<id>/<id>.nii.gz); check --make_drrs")
+    jobs = []
+    for name, files in patients.items():
+        missing = [view for view in VIEWS if find_xray(name, files, view) is None]
+        ct = find_ct(name, files)
+        if missing and ct is None:
+            reason = f"no CT ({name}.nii.gz) to render the {missing[0]} picture from"
+            raise InputError(f"{files[0].parent}: {reason}; add it, or move the files elsewhere")
+        if missing:
+            jobs.append(DrrJob(name, ct, missing))
+    return jobs
+
+
+def write_drrs(job: DrrJob) -> int:
+    """Render one patient's missing images; returns how many. Raises InputError."""
+    from PIL import Image
+
+    hu, affine = read_ct(job.ct)
+    for view in job.views:
+        path = job.ct.parent / f"{job.name}{VIEW_ENDINGS[view][0]}.png"
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            Image.fromarray(render_drr(hu, voxel_spacing(affine), view)).save(temporary, format="png")
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise InputError(f"{path}: cannot be written ({error.strerror}); make room") from None
+    return len(job.views)
+
+
+def make_drrs(root: Path) -> int:
+    """All ranks: render the missing images of every CT below root; returns how many. Raises InputError."""
+    rank, world_size = world()
+    jobs: list[DrrJob] = []
+    with agree_on_errors():
+        # one rank looks: another might find images that are being written
+        if rank == 0:
+            jobs = find_missing_drrs(root)
+    jobs = broadcast_object(jobs)
+    written = 0
+    with agree_on_errors():
+        local = jobs[rank::world_size]
+        for job in tqdm(local, desc="rendering", disable=rank != 0 or not sys.stderr.isatty(), leave=False):
+            written += write_drrs(job)
+    return sum(gather_objects(written))

@@ -1,0 +1,252 @@
+"""How guide 3's stages are trained: the position in a cascade, the batch, steps and memory of each stage."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cli_utils import InputError, RunError
+from distributed_utils import reduce_max, world
+from hardware_utils import smaller_batch, split_batch
+from loop_utils import Progress
+from memory_utils import (
+    BatchSize,
+    auto_batch_advice,
+    batch_flags,
+    copies_held,
+    fit_batch_to_memory,
+    fits_by_itself,
+    try_step,
+)
+from tasks.cascade.model import StageNet
+from tasks.cascade.stages import StageChoice
+
+# On a CPU a stage of more voxels is not measured unless it must be, as a step would take minutes.
+MOST_VOXELS_ON_CPU = 8 * 64**3
+
+
+@dataclass
+class StageProgress(Progress):
+    """Progress of the cascade: `step` counts over all stages; `epoch`, `samples` and `best` belong to the stage.
+
+    stage: from 0. stage_step: optimizer steps of the stage done. plateau: factor on the learning rate. lowest: lowest
+    validation loss so far. waiting: epochs since.
+    """
+
+    stage: int = 0
+    stage_step: int = 0
+    plateau: float = 1.0
+    lowest: float | None = None
+    waiting: int = 0
+
+
+def begin_stage(progress: StageProgress, k: int) -> None:
+    """Set the progress to the first step of stage k (from 0)."""
+    fresh = StageProgress(step=progress.step, stage=k)
+    for name, value in asdict(fresh).items():
+        setattr(progress, name, value)
+
+
+def reduce_on_plateau(progress: StageProgress, loss: float) -> None:
+    """After an epoch: as torch's ReduceLROnPlateau(factor=.5, patience=5); the factor goes into the progress."""
+    progress.waiting += 1
+    if progress.lowest is None or loss < progress.lowest * (1 - 1e-4):
+        progress.lowest = loss
+        progress.waiting = 0
+    if progress.waiting > 5:
+        progress.plateau *= 0.5
+        progress.waiting = 0
+
+
+class StagePlan(NamedTuple):
+    """How one stage is trained.
+
+    number: from 0. config: its entry of --stage_configs. steps: optimizer steps in all. parameters, memory: of its
+    model, and GiB of one training step; None where they were not measured.
+    """
+
+    number: int
+    config: dict
+    batch: BatchSize
+    steps: int = 0
+    parameters: int | None = None
+    memory: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Also the first part of its best checkpoint's name."""
+        return self.config["name"]
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Patients of an optimizer step, over all processes."""
+        return self.batch.size * self.batch.accumulation * world()[1]
+
+    def with_steps(self, patients: int) -> "StagePlan":
+        """The stage with the steps that its epochs take."""
+        steps_per_epoch = math.ceil(patients / self.effective_batch_size)
+        return self._replace(steps=steps_per_epoch * self.config["num_epochs"])
+
+
+def plan_as_asked(number: int, config: dict, recompute: bool | None) -> StagePlan:
+    """A stage with the batch of the flags or of the config. recompute: --gradient_checkpointing."""
+    batch = BatchSize(config["batch_size"], config["accumulation_steps"], "", bool(recompute))
+    return StagePlan(number, config, batch)
+
+
+def end_of_run(
+    plan: list[StagePlan], choice: StageChoice, progress: StageProgress, asked: str | None, run_folder: Path
+) -> int:
+    """The step at which the stages end. asked: --stage; raises InputError where that is not the one under way.
+
+    A stage that was begun with more epochs than are asked for now ends where it is.
+    """
+    stage = plan[choice.first]
+    stage = stage._replace(steps=max(stage.steps, progress.stage_step))
+    plan[choice.first] = stage
+    if asked and choice.last > choice.first and progress.stage_step < stage.steps:
+        done = f"{stage.name} has done {progress.stage_step} of {stage.steps} steps"
+        best = run_folder / f"{stage.name}_best.pt"
+        raise InputError(f"--stage {asked}: {done}; leave out --stage, or --resume_from {best}")
+    steps = sum(stage.steps for stage in plan[choice.first : choice.last + 1])
+    return progress.step - progress.stage_step + steps
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def count_saved_tensors(kept: dict[int, int]) -> Iterator[None]:
+    """Inside, {address: bytes} of what autograd keeps for the backward pass."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        yield
+
+
+def measure_stage(
+    stage: StagePlan,
+    model: StageNet,
+    try_once: Callable[[int], None],
+    auto_batch: bool | None,
+    recompute: bool | None,
+    checkpoint: dict | None = None,
+) -> StagePlan:
+    """All ranks: the stage with the memory of one training step on made-up data, and with a batch that fits.
+
+    try_once(size): a training step's forward and backward pass. auto_batch, recompute: --auto_batch and
+    --gradient_checkpointing. checkpoint: where the stage is resumed in its middle. The memory is on a GPU what torch
+    reserved at most. On a CPU it is the sum of weights, gradients, AdamW's moments, averaged weights and the
+    activations kept for the backward pass; None for sizes that would take a CPU minutes. Raises RunError when the stage
+    does not fit.
+    """
+    device = model.position.device
+    on_gpu = device.type == "cuda"
+    fits = fits_by_itself(auto_batch, device)
+    stage = stage._replace(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    voxels = stage.batch.size * math.prod(stage.config["volume_size"])
+    if not on_gpu and not fits and voxels > MOST_VOXELS_ON_CPU:
+        return stage
+    kept: dict[int, int] = {}
+
+    def count_once(size: int) -> None:
+        with contextlib.nullcontext() if on_gpu else count_saved_tensors(kept):
+            try_once(size)
+
+    # one more copy than in the other scripts: the averaged weights
+    copies = copies_held() + 1
+    if fits:
+        stage = stage._replace(batch=fit_stage_batch(stage, model, count_once, copies, recompute, checkpoint))
+        peak = stage.batch.peak_gib
+    else:
+        trial = try_step(partial(count_once, stage.batch.size), model, copies, passes=2 if on_gpu else 1)
+        failed, peak = reduce_max([bool(trial.error), (trial.peak or 0) / 2**30]).tolist()
+        if failed:
+            advice = smaller_stage_advice(stage, recompute, auto_batch, device)
+            raise RunError(f"out of memory in {stage.name} {advice}")
+
+    # fp32: weights, gradients, averaged weights, and two moments
+    if not on_gpu:
+        peak = (sum(kept.values()) + 4 * 5 * stage.parameters) / 2**30
+    return stage._replace(memory=float(reduce_max([peak])[0]))
+
+
+def fit_stage_batch(
+    stage: StagePlan,
+    model: StageNet,
+    try_once: Callable[[int], None],
+    copies: float,
+    recompute: bool | None,
+    checkpoint: dict | None,
+) -> BatchSize:
+    """All ranks: a stage's batch that fits into memory, with recomputation where no flag decided."""
+    turn_on = None
+    advice = "pass --gradient_checkpointing or a smaller voxel_dim or token_grid"
+    if recompute is None:
+        turn_on = partial(setattr, model, "checkpointing", True)
+        advice = "pass a smaller voxel_dim or token_grid"
+
+    def words(size: int, accumulation: int) -> str:
+        return f"{stage.name}: batch_size {size} and accumulation_steps {accumulation}"
+
+    return fit_batch_to_memory(
+        try_once, model, stage.batch, words, advice, copies=copies, recompute=turn_on, checkpoint=checkpoint
+    )
+
+
+def otherwise_smaller(recompute: bool | None) -> str:
+    """What takes less memory beside a smaller batch."""
+    return "a smaller voxel_dim or token_grid" if recompute else "--gradient_checkpointing"
+
+
+def smaller_stage_advice(
+    stage: StagePlan, recompute: bool | None, auto_batch: bool | None, device: torch.device
+) -> str:
+    """The batch at which a stage ran out of memory, and what to change."""
+    size, accumulation = split_batch(stage.batch.size, stage.batch.accumulation)
+    advice = otherwise_smaller(recompute) + auto_batch_advice(auto_batch, device)
+    if stage.batch.size > 1:
+        smaller = f"batch_size {size} and accumulation_steps {accumulation} for this stage in --config"
+        advice = f"{smaller} (the same result), {advice}"
+    return f"at batch_size {stage.batch.size} per GPU; try {advice}"
+
+
+def smaller_batch_words(stage: StagePlan, by_flags: bool, samples: int) -> str:
+    """How a user asks for micro-batches of at most so many samples in a stage, the effective batch as it is."""
+    size, accumulation = smaller_batch(stage.batch.size, stage.batch.accumulation, samples)
+    if by_flags:
+        return batch_flags(size, accumulation)
+    return f"in --config, {stage.name}: batch_size {size} and accumulation_steps {accumulation}"
+
+
+# --- rehearsal --------------------------------------------------------------------------------------------------------
+
+
+class StageRehearsal(NamedTuple):
+    """A rehearsed step of a stage, as rehearsal_utils reports it."""
+
+    stage: StagePlan
+    step: object
+    precision: str
+
+
+def report_stages(reports: list[StageRehearsal], memory: float, by_flags: bool, recompute: bool | None) -> None:
+    """What a step of each stage takes; the largest comes last. by_flags: a smaller batch is asked for by flags."""
+    import rehearsal_utils as rehearsal
+
+    for stage, step, precision in sorted(reports, key=lambda report: report.step.peak):
+        split = f"{stage.batch.size} per GPU x {stage.batch.accumulation} accumulation"
+        title = f"cascade, {stage.name}, {split}, {precision}"
+        words = partial(smaller_batch_words, stage, by_flags)
+        otherwise = otherwise_smaller(recompute)
+        rehearsal.report_rehearsal(title, step, stage.batch.size, memory, words, otherwise)
