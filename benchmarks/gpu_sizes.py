@@ -32,7 +32,7 @@ OUT_FLAG = {
 # Optimizer steps of a run, and those between two log lines; what precedes the first log line warms up.
 STEPS = {"full": (30, 10), "tiny": (4, 2)}
 
-# Steps of each stage of the cascade at full size: 32 patients, 16, 8 and 2 x 2 of them a step.
+# Epochs of each stage of the cascade at full size, of 32 training patients, with 16, 8 and 2 x 2 of them a step.
 STAGE_EPOCHS = (15, 8, 4)
 
 # Share of the matmul rate that a script should reach at full size; CompressedAD's small layers are bound by launches.
@@ -42,82 +42,125 @@ LEAST_MFU = {"prs_med": 0.2, "mimic_cxr": 0.1, "survival": 0.2, "cascade": 0.1, 
 BATCH = {"prs_med": 4, "mimic_cxr": 8, "survival": 8, "cascade": 4, "compressed_ad": 8}
 
 TINY_STAGES = [
-    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4}
+    {
+        "name": "stage1",
+        "volume_size": [8, 8, 8],
+        "voxel_dim": 16,
+        "vit_depth": 1,
+        "num_heads": 2,
+        "token_grid": 4,
+    }
 ]
 
-# {data} is filled in. The batch of the published size is each script's own choice, fitted to the memory.
+# The flags of a run, as words of one line: {data} and {stages} are filled in by filled_flags.
+# The batch of the published size is each script's own choice, fitted to the memory.
 FLAGS = {
+    # The tiny models' checkpoints lie with the sample data.
     "prs_med": {
-        "tiny": ["--data_root", "{data}", "--batch_size", "4", "--lora_dropout", "0", "--lr_scaling", "none",
-                 "--max_new_tokens", "2", "--num_workers", "0"],
-        "full": ["--data_root", "{data}", "--vlm_path", "{data}/llava_full", "--sam_path", "{data}/sam_full",
-                 "--max_new_tokens", "2"],
+        "tiny": """
+            --data_root {data} --batch_size 4 --num_workers 0
+            --lora_dropout 0 --lr_scaling none --max_new_tokens 2
+        """,
+        "full": """
+            --data_root {data} --vlm_path {data}/llava_full --sam_path {data}/sam_full --max_new_tokens 2
+        """,
     },
+    # By --no_auto_optimize several processes train by DDP; the part "deepspeed" tries ZeRO.
     "mimic_cxr": {
-        "tiny": ["--mimic_cxr_path", "{data}/mimic-cxr-jpg", "--mimic_qa_path", "{data}/mimic-ext-cxr-qba",
-                 "--index_dir", "{data}/index", "--image_encoder", "{data}/convnext_tiny", "--text_encoder",
-                 "{data}/bert_tiny", "--image_size", "64", "--batch_size", "8", "--dropout", "0",
-                 "--no_auto_optimize", "--warmup_steps", "2", "--num_workers", "0"],
-        "full": ["--mimic_cxr_path", "{data}/mimic-cxr-jpg", "--mimic_qa_path", "{data}/mimic-ext-cxr-qba",
-                 "--index_dir", "{data}/index", "--image_encoder", "{data}/convnext_full", "--text_encoder",
-                 "{data}/bert_full"],
+        "tiny": """
+            --mimic_cxr_path {data}/mimic-cxr-jpg --mimic_qa_path {data}/mimic-ext-cxr-qba --index_dir {data}/index
+            --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny --image_size 64
+            --batch_size 8 --num_workers 0 --dropout 0 --no_auto_optimize --warmup_steps 2
+        """,
+        "full": """
+            --mimic_cxr_path {data}/mimic-cxr-jpg --mimic_qa_path {data}/mimic-ext-cxr-qba --index_dir {data}/index
+            --image_encoder {data}/convnext_full --text_encoder {data}/bert_full
+        """,
     },
+    # The batch is that of all processes.
     "survival": {
-        "tiny": ["--csv_path", "{data}/dataset.csv", "--cache_dir", "{data}/cache", "--resnet", "resnet10",
-                 "--base_channels", "8", "--image_size", "16", "16", "8", "--batch_size", "8", "--num_workers", "0"],
-        "full": ["--csv_path", "{data}/dataset.csv", "--cache_dir", "{data}/cache", "--batch_size", "6"],
+        "tiny": """
+            --csv_path {data}/dataset.csv --cache_dir {data}/cache --batch_size 8 --num_workers 0
+            --resnet resnet10 --base_channels 8 --image_size 16 16 8
+        """,
+        "full": """
+            --csv_path {data}/dataset.csv --cache_dir {data}/cache --batch_size 6
+        """,
     },
+    # The cache lies beside the patients' folders, not among them.
     "cascade": {
-        "tiny": ["--dataset_path", "{data}", "--cache_dir", "{data}_cache", "--img_size", "32", "--encoder_dim", "16",
-                 "--batch_size", "4", "--num_timesteps", "20", "--ddim_steps", "2", "--num_epochs_per_stage", "4",
-                 "--num_workers", "0", "--stage_configs", json.dumps(TINY_STAGES)],
-        "full": ["--config", "{data}_config.json", "--dataset_path", "{data}", "--cache_dir", "{data}_cache",
-                 "--ddim_steps", "2", "--skip_alignment_check"],
+        "tiny": """
+            --dataset_path {data} --cache_dir {data}_cache --batch_size 4 --num_workers 0
+            --img_size 32 --encoder_dim 16 --num_timesteps 20 --ddim_steps 2
+            --num_epochs_per_stage 4 --stage_configs {stages}
+        """,
+        "full": """
+            --config {data}_config.json --dataset_path {data} --cache_dir {data}_cache
+            --ddim_steps 2 --skip_alignment_check
+        """,
     },
+    # Evaluations in the middle of a run are left out.
     "compressed_ad": {
-        "tiny": ["--data", "{data}", "--tf_n_embd", "16", "--tf_n_layer", "2", "--tf_n_head", "2",
-                 "--encoder_n_layer", "1", "--tf_dim_feedforward", "32", "--n_transit", "20", "--n_latent", "4",
-                 "--batch_size", "8", "--num_warmup_steps", "2", "--train_timesteps", "8", "--eval_interval", "0",
-                 "--eval_episodes", "2", "--val_episodes", "2", "--eval_seeds", "1"],
-        "full": ["--data", "{data}", "--mixed_precision", "fp16", "--eval_interval", "0", "--eval_episodes", "20",
-                 "--val_episodes", "20", "--eval_seeds", "2"],
+        "tiny": """
+            --data {data} --batch_size 8 --num_warmup_steps 2 --train_timesteps 8
+            --tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --encoder_n_layer 1 --tf_dim_feedforward 32
+            --n_transit 20 --n_latent 4
+            --eval_interval 0 --eval_episodes 2 --val_episodes 2 --eval_seeds 1
+        """,
+        "full": """
+            --data {data} --mixed_precision fp16
+            --eval_interval 0 --eval_episodes 20 --val_episodes 20 --eval_seeds 2
+        """,
     },
-}  # fmt: skip
+}
 
-# What sample_data.py is asked for.
+# What sample_data.py is asked for, as words of one line.
 SAMPLES = {
     "prs_med": {
-        "tiny": ["--num_train", "8", "--num_val", "1", "--num_test", "1", "--image_size", "32"],
-        "full": ["--num_train", "12", "--num_val", "1", "--num_test", "1", "--image_size", "1024"],
+        "tiny": "--num_train 8 --num_val 1 --num_test 1 --image_size 32",
+        "full": "--num_train 12 --num_val 1 --num_test 1 --image_size 1024",
     },
     "mimic_cxr": {
-        "tiny": ["--num_train", "6", "--num_val", "2", "--num_test", "2", "--image_size", "80"],
-        "full": ["--num_train", "60", "--num_val", "2", "--num_test", "2", "--image_size", "512"],
+        "tiny": "--num_train 6 --num_val 2 --num_test 2 --image_size 80",
+        "full": "--num_train 60 --num_val 2 --num_test 2 --image_size 512",
     },
+    # The smallest set that sample_data.py makes has 20 patients.
     "survival": {
-        "tiny": ["--num_patients", "20", "--matrix", "14", "--event_rate", "0.5"],
-        "full": ["--num_patients", "20", "--matrix", "128", "--event_rate", "0.5"],
+        "tiny": "--num_patients 20 --matrix 14 --event_rate 0.5",
+        "full": "--num_patients 20 --matrix 128 --event_rate 0.5",
     },
-    "cascade": {"tiny": ["--num_patients", "3", "--matrix", "16"], "full": ["--num_patients", "3", "--matrix", "256"]},
-    "compressed_ad": {"tiny": ["--streams", "2", "--steps", "100"], "full": ["--streams", "10", "--steps", "1000"]},
+    "cascade": {
+        "tiny": "--num_patients 3 --matrix 16",
+        "full": "--num_patients 3 --matrix 256",
+    },
+    "compressed_ad": {
+        "tiny": "--streams 2 --steps 100",
+        "full": "--streams 10 --steps 1000",
+    },
 }
 
 # How often each row of a table, or each patient's folder, is there under another name.
-COPIES = {"tiny": {"prs_med": 2, "survival": 2, "cascade": 10}, "full": {"prs_med": 20, "survival": 15, "cascade": 40}}
+COPIES = {
+    "tiny": {"prs_med": 2, "survival": 2, "cascade": 10},
+    "full": {"prs_med": 20, "survival": 15, "cascade": 40},
+}
 
 
 def make_data(folder: Path, task: str, size: str) -> Path:
-    """The task's made-up data in `folder`, written unless it is there; RuntimeError when that fails."""
+    """The folder of the task's made-up data, which is written unless it is there. Raises RuntimeError."""
     out = folder / task
     made = folder / f"{task}.made"
     if made.exists():
         return out
     shutil.rmtree(out, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "sample_data.py", task, str(out), *SAMPLES[task][size]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "sample_data.py", task, str(out), *SAMPLES[task][size].split()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"sample_data.py {task}: {done.stderr.strip().splitlines()[-1]}")
+
+    # The few samples are repeated by name, and models of full size get their config.json.
     copies = COPIES[size].get(task, 1)
     if task == "prs_med":
         for table in (out / "annotations").glob("*.csv"):
@@ -132,75 +175,132 @@ def make_data(folder: Path, task: str, size: str) -> Path:
     return out
 
 
+def read_table(table: Path) -> list[list[str]]:
+    """The lines of a CSV file, the header first."""
+    lines = table.read_text(encoding="utf-8").splitlines()
+    return list(csv.reader(lines))
+
+
 def repeat_training_rows(table: Path, copies: int) -> None:
-    """Each row of PRS-Med's training split so many times; the others once."""
-    header, *rows = csv.reader(table.read_text(encoding="utf-8").splitlines())
+    """Write each row of PRS-Med's training split several times, and the others once."""
+    header, *rows = read_table(table)
     split = header.index("split")
-    rows = [row for row in rows for _ in range(copies if row[split] == "train" else 1)]
+    repeated = []
+    for row in rows:
+        times = copies if row[split] == "train" else 1
+        repeated += [row] * times
     with open(table, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+        csv.writer(file, lineterminator="\n").writerows([header, *repeated])
 
 
 def repeat_cases(table: Path, copies: int) -> None:
-    """Each case so many times under another number, in the same fold; its CT is a hard link to the same file."""
-    header, *rows = csv.reader(table.read_text(encoding="utf-8").splitlines())
+    """Write each case several times under another number, in the same fold; its CT is a hard link to the same file."""
+    header, *rows = read_table(table)
     path = header.index("NIFTI Path")
     repeated = []
     for row in rows:
         for copy in range(copies):
-            name = row[path].replace("case_", f"copy{copy}_") if copy else row[path]
+            name = row[path]
             if copy:
+                name = name.replace("case_", f"copy{copy}_")
                 os.link(table.parent / row[path], table.parent / name)
-            repeated.append([str(len(repeated) + 1), *row[1:path], name, *row[path + 1 :]])
+            number = str(len(repeated) + 1)
+            repeated.append([number, *row[1:path], name, *row[path + 1 :]])
     with open(table, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *repeated])
 
 
 def repeat_patients(folder: Path, copies: int) -> None:
-    """`copies` patients in all, as hard links to the few that are there."""
-    there = sorted(path for path in folder.iterdir() if path.is_dir())
-    for number in range(len(there), copies):
-        source = there[number % len(there)]
+    """Make this many patients in all, as hard links to the few that are there."""
+    patients = sorted(path for path in folder.iterdir() if path.is_dir())
+    for number in range(len(patients), copies):
+        source = patients[number % len(patients)]
         name = f"patient_{number + 1:04d}"
         (folder / name).mkdir()
         for file in source.iterdir():
-            os.link(file, folder / name / file.name.replace(source.name, name))
+            copy = file.name.replace(source.name, name)
+            os.link(file, folder / name / copy)
+
+
+def filled_flags(task: str, size: str, data: Path) -> list[str]:
+    """The task's flags for its published or its tiny size, with this folder of data."""
+    words = FLAGS[task][size].split()
+    stages = json.dumps(TINY_STAGES)
+    return [word.replace("{data}", str(data)).replace("{stages}", stages) for word in words]
 
 
 def write_full_models(out: Path, task: str) -> None:
-    """config.json of the published sizes, beside the tiny checkpoints' tokenizers and image processors."""
+    """Write config.json of the published sizes, beside the tiny checkpoints' tokenizers and image processors."""
     if task == "prs_med":
         write_llava(out)
-        sam = {"model_type": "sam", "vision_config": {"model_type": "sam_vision_model", "image_size": 1024}}
-        write_model(out / "sam_full", out / "sam_tiny", sam)
+        vision = {"model_type": "sam_vision_model", "image_size": 1024}
+        write_model(out / "sam_full", out / "sam_tiny", {"model_type": "sam", "vision_config": vision})
     if task == "mimic_cxr":
-        convnext = {"model_type": "convnext", "depths": [3, 3, 27, 3], "hidden_sizes": [128, 256, 512, 1024]}
-        write_model(out / "convnext_full", out / "convnext_tiny", convnext | {"image_size": 224})
+        convnext = {
+            "model_type": "convnext",
+            "depths": [3, 3, 27, 3],
+            "hidden_sizes": [128, 256, 512, 1024],
+            "image_size": 224,
+        }
         bert = {"model_type": "bert", "vocab_size": 28996}
+        write_model(out / "convnext_full", out / "convnext_tiny", convnext)
         write_model(out / "bert_full", out / "bert_tiny", bert)
     if task == "cascade":
-        from cli_utils import read_config
+        write_stages(out)
 
-        # each stage's own number of epochs
-        config = read_config(str(ROOT / "configs/multi_view_config.json"))
-        for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):
-            stage["num_epochs"] = epochs
-        out.with_name(f"{out.name}_config.json").write_text(json.dumps(config))
+
+def write_stages(out: Path) -> None:
+    """Write the published config of the cascade with each stage's own number of epochs."""
+    from cli_utils import read_config
+
+    config = read_config(str(ROOT / "configs/multi_view_config.json"))
+    for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):
+        stage["num_epochs"] = epochs
+    out.with_name(f"{out.name}_config.json").write_text(json.dumps(config))
 
 
 def write_llava(out: Path) -> None:
-    """LLaVA-Med v1.5: Mistral-7B and CLIP ViT-L at 336, with the tiny checkpoint's tokenizer."""
-    text = {"model_type": "mistral", "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 14336}
-    text |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": None}
-    text |= {"max_position_embeddings": 32768, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14}
-    vision |= {"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "projection_dim": 768}
-    config = {"model_type": "llava", "text_config": text, "vision_config": vision, "vision_feature_layer": -2}
-    config |= {"image_token_index": 4, "image_seq_length": 576, "vision_feature_select_strategy": "default"}
-    write_model(out / "llava_full", out / "llava_tiny", config)
+    """Write LLaVA-Med v1.5: Mistral-7B and CLIP ViT-L at 336, with the tiny checkpoint's tokenizer."""
+    text = {
+        "model_type": "mistral",
+        "vocab_size": 32064,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "max_position_embeddings": 32768,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "patch_size": 14,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "image_size": 336,
+        "projection_dim": 768,
+    }
+
+    llava = {
+        "model_type": "llava",
+        "text_config": text,
+        "vision_config": vision,
+        "vision_feature_layer": -2,
+        "image_token_index": 4,
+        "image_seq_length": 576,
+        "vision_feature_select_strategy": "default",
+    }
+    write_model(out / "llava_full", out / "llava_tiny", llava)
 
 
 def write_model(path: Path, tiny: Path, config: dict) -> None:
-    """A checkpoint's folder without weights."""
-    shutil.copytree(tiny, path, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "config.json"))
+    """Copy a tiny checkpoint's folder without its weights, and with another config.json."""
+    left_out = shutil.ignore_patterns("*.safetensors", "*.bin", "config.json")
+    shutil.copytree(tiny, path, ignore=left_out)
     (path / "config.json").write_text(json.dumps(config))

@@ -14,33 +14,46 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from gpu import Failed, environment, find_gpus, last_words, mean_rate, run_process
+from gpu import Failed, environment, find_gpus, last_words, mean_rate, read_records, run_process
 from gpu_sizes import OUT_FLAG, ROOT, SCRIPTS
 
-# Speed-up over one GPU that each guide expects, by the number of GPUs. Guides 0 and 3 have no such table.
+
+class Guide(NamedTuple):
+    """A guide's number, and the speed-up over one GPU that it expects, by the number of GPUs."""
+
+    number: int | None
+    speed_ups: dict[int, float]
+
+
+# Guides 0 and 3 have no such table.
 GUIDES = {
-    "train_mimic_cxr.py": (1, {1: 1.0, 2: 1.9, 4: 3.5, 8: 6.5}),
-    "train_survival_distributed.py": (2, {1: 1.0, 2: 1.8, 4: 3.5, 8: 6.5}),
-    "train.py": (4, {1: 1.0, 2: 1.85, 4: 3.6, 8: 6.5}),
+    "train_mimic_cxr.py": Guide(1, {1: 1.0, 2: 1.9, 4: 3.5, 8: 6.5}),
+    "train_survival_distributed.py": Guide(2, {1: 1.0, 2: 1.8, 4: 3.5, 8: 6.5}),
+    "train.py": Guide(4, {1: 1.0, 2: 1.85, 4: 3.6, 8: 6.5}),
 }
+
 # Guide 4's table takes 128, 128, 96 and 64 samples a GPU.
 NOTES = {"train.py": "guide 4's figures are for 128, 128, 96 and 64 samples a GPU; here the batch of a GPU is kept"}
 
 
 def numbers(text: str) -> list[int]:
-    """1,2,4 as a list. Raises ArgumentTypeError for what is no list of positive whole numbers."""
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4,8")
-    return [int(part) for part in parts]
+    """Parse 1,2,4 into a list. Raises ArgumentTypeError for what is no list of positive whole numbers."""
+    counts = []
+    for part in text.split(","):
+        count = int(part) if part.isdigit() else 0
+        if not count:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4,8")
+        counts.append(count)
+    return counts
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """(own arguments, the script's flags)."""
+    """Returns (own arguments, the script's flags)."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--gpus", type=numbers, required=True, help="numbers of GPUs, such as 1,2,4,8")
-    parser.add_argument("--script", choices=list(SCRIPTS.values()), required=True)
+    parser.add_argument("--script", choices=SCRIPTS.values(), required=True)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run (default 40)")
     parser.add_argument("--warm_up", type=int, default=10, help="of these, the first that do not count (default 10)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which a run is given up")
@@ -57,25 +70,33 @@ def total_batch(script: str, flags: list[str], processes: int) -> list[str]:
         return flags
     if "--batch_size" not in flags:
         return [*flags, "--batch_size", str(6 * processes)]
-    at = flags.index("--batch_size") + 1
-    return [*flags[:at], str(int(flags[at]) * processes), *flags[at + 1 :]]
+    flags = list(flags)
+    place = flags.index("--batch_size") + 1
+    flags[place] = str(int(flags[place]) * processes)
+    return flags
 
 
 def measure(args: argparse.Namespace, flags: list[str], processes: int, threads: int) -> float:
     """Samples/s of all processes together. Raises Failed with the script's last words."""
-    task = next(task for task, script in SCRIPTS.items() if script == args.script)
-    words = [ROOT / args.script, *total_batch(args.script, flags, processes), "--max_steps", args.steps]
-    words += ["--log_every", args.warm_up, "--save_every", "0"]
-    launcher = [ROOT / "launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={processes}"] * (processes > 1)
+    command = [sys.executable]
+    if processes > 1:
+        command += [ROOT / "launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={processes}"]
+    command += [ROOT / args.script, *total_batch(args.script, flags, processes)]
+    command += ["--max_steps", args.steps, "--log_every", args.warm_up, "--save_every", "0"]
+    variables = environment(processes, on_cpu=False)
+    variables["OMP_NUM_THREADS"] = str(threads)
+
+    task = {script: task for task, script in SCRIPTS.items()}[args.script]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        out = Path(folder) / "run"
-        command = [sys.executable, *launcher, *words, OUT_FLAG[task], out]
-        variables = environment(processes, on_cpu=False) | {"OMP_NUM_THREADS": str(threads)}
-        code, _, _ = run_process(command, log, args.limit, variables, Path.cwd())
-        if code:
-            raise Failed(f"{processes} processes: exit code {code}: {last_words(log)}")
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        run_folder = Path(folder) / "run"
+        command += [OUT_FLAG[task], run_folder]
+        ended = run_process(command, log, args.limit, variables, Path.cwd())
+        if ended.code:
+            raise Failed(f"{processes} processes: exit code {ended.code}: {last_words(log)}")
+        records = read_records(run_folder / "metrics.jsonl")
+
+    # The first log line is of the warm-up.
     training = [record for record in records if "train/loss" in record]
     if len(training) < 2:
         raise Failed(f"{processes} processes: only {len(training)} log lines; give more data or fewer --steps")
@@ -85,12 +106,19 @@ def measure(args: argparse.Namespace, flags: list[str], processes: int, threads:
 def speed_ups(rates: dict[int, float], script: str) -> list[dict]:
     """One row for each number of GPUs: samples/s, speed-up over the smallest number, efficiency, the guide's figure."""
     fewest = min(rates)
-    guide, expected = GUIDES.get(script, (None, {}))
+    guide = GUIDES.get(script, Guide(None, {}))
     rows = []
     for gpus, rate in sorted(rates.items()):
         speed_up = rate / rates[fewest] * fewest
-        row = {"gpus": gpus, "samples_per_s": rate, "speed_up": speed_up, "efficiency": speed_up / gpus}
-        rows.append(row | {"guide": guide, "guide_speed_up": expected.get(gpus)})
+        row = {
+            "gpus": gpus,
+            "samples_per_s": rate,
+            "speed_up": speed_up,
+            "efficiency": speed_up / gpus,
+            "guide": guide.number,
+            "guide_speed_up": guide.speed_ups.get(gpus),
+        }
+        rows.append(row)
     return rows
 
 
@@ -106,6 +134,22 @@ def table(rows: list[dict], kind: str) -> str:
     return "\n".join(lines)
 
 
+def cores() -> int:
+    """CPU cores that this process may use; 1 where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def measure_all(args: argparse.Namespace, flags: list[str], counts: list[int], kind: str) -> dict[int, float]:
+    """Samples/s of each number of GPUs or processes. Raises Failed and TimeoutError."""
+    # Each process has the same share of the cores, whatever their number.
+    threads = max(1, cores() // max(counts))
+    rates = {}
+    for count in counts:
+        rates[count] = measure(args, flags, count, threads)
+        print(f"{count} {kind}: {rates[count]:.2f} samples/s", flush=True)
+    return rates
+
+
 def main() -> int:
     args, flags = parse_args()
     there = len(find_gpus())
@@ -117,24 +161,20 @@ def main() -> int:
         print(f"error: --gpus: this machine has {there}; give smaller numbers", file=sys.stderr)
         return 2
 
-    # each process has the same share of the cores, whatever their number
-    threads = max(1, len(os.sched_getaffinity(0)) // max(counts)) if hasattr(os, "sched_getaffinity") else 1
-    rates = {}
-    for count in counts:
-        try:
-            rates[count] = measure(args, flags, count, threads)
-        except (Failed, TimeoutError) as error:
-            print(f"error: {args.script}: {error}", file=sys.stderr)
-            return 1
-        print(f"{count} {kind}: {rates[count]:.2f} samples/s", flush=True)
+    try:
+        rates = measure_all(args, flags, counts, kind)
+    except (Failed, TimeoutError) as error:
+        print(f"error: {args.script}: {error}", file=sys.stderr)
+        return 1
 
-    # the table, and the file where one is asked for
+    # The table is written to a file too where one is asked for.
     rows = speed_ups(rates, args.script)
     print(table(rows, kind))
     if args.script in NOTES:
         print(NOTES[args.script])
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        text = json.dumps(rows, indent=1)
+        args.json.write_text(text + "\n")
     return 0
 
 
