@@ -2,6 +2,7 @@
 
 import weakref
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from logging_utils import RunLog
 CPU = torch.device("cpu")
 
 
-def parameter(*shape: int, device="cpu") -> nn.Parameter:
-    return nn.Parameter(torch.linspace(-1, 1, torch.Size(shape).numel(), device=device).view(shape))
+def parameter(*shape: int) -> nn.Parameter:
+    """A parameter of this shape, with values from -1 to 1."""
+    values = torch.linspace(-1, 1, torch.Size(shape).numel())
+    return nn.Parameter(values.view(shape))
 
 
 def test_products_and_attention_counted_by_hand():
@@ -28,8 +31,11 @@ def test_products_and_attention_counted_by_hand():
         (parameter(3, 5) @ parameter(5, 7)).sum().backward()
     assert count.total == 3 * (2 * 3 * 5 * 7)
 
+    query = parameter(2, 3, 11, 8)
+    key = parameter(2, 3, 11, 8)
+    value = parameter(2, 3, 11, 8)
     with FlopCount() as count:
-        functional.scaled_dot_product_attention(*(parameter(2, 3, 11, 8) for _ in range(3))).sum().backward()
+        functional.scaled_dot_product_attention(query, key, value).sum().backward()
     assert count.total == (2 + 5) * (2 * 2 * 3 * 11 * 11 * 8)
 
     # composite operations arrive whole in inference mode
@@ -75,11 +81,13 @@ def test_counting_changes_no_bit():
 class Block(nn.Module):
     """Two linear layers; counts how many outputs of the first are in memory at once."""
 
-    now = most = 0
+    now = 0
+    most = 0
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
 
     def forward(self, values):
         output = self.first(values)
@@ -98,7 +106,8 @@ def test_recomputed_activations_are_not_kept_alive():
 
     def most_alive(context) -> int:
         blocks = [Block() for _ in range(6)]
-        Block.now = Block.most = 0
+        Block.now = 0
+        Block.most = 0
         with context:
             values = parameter(2, 4)
             for block in blocks:
@@ -117,7 +126,8 @@ def test_matmul_rate_draws_no_random_number():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def make_log(folder, compiled: bool = False) -> RunLog:
+def make_log(folder: Path, compiled: bool = False) -> RunLog:
+    """The log of a new run."""
     folder.mkdir()
     log = RunLog(folder, Ranks(0, 0, 1, CPU, "python"), ["loss", "skipped"], 9, 1, "no", compiled)
     log.open(Namespace(wandb=False))
@@ -127,7 +137,8 @@ def make_log(folder, compiled: bool = False) -> RunLog:
 def test_which_steps_are_counted(tmp_path):
     """The first one, a larger one after it, and the first one of another stage; all parts of it together."""
     log = make_log(tmp_path / "run")
-    matrix, counted = torch.ones(8, 8), []
+    matrix = torch.ones(8, 8)
+    counted = []
     for samples, parts in ((2, 1), (4, 2), (4, 1), (2, 1)):
         for _ in range(parts):
             with log.count_flops(samples):
@@ -135,11 +146,15 @@ def test_which_steps_are_counted(tmp_path):
         log.step(torch.zeros(2), samples, 1e-3)
         counted.append((log.flops, log.counted_samples))
     assert counted == [(1024, 2), (2048, 4), (2048, 4), (2048, 4)]
+
+    # another stage: half as much a sample, by one part of two samples
     log.forget_flops()
     with log.count_flops(2):
         matrix @ matrix
     log.step(torch.zeros(2), 2, 1e-3)
     log.write_interval(5, 1)
+
+    # what is logged of it
     values = log.last
     assert values["train/tflops"] == pytest.approx(values["train/samples_per_s"] * 512 / 1e12)
     assert values["train/mfu"] == pytest.approx(values["train/tflops"] * 1e12 / log.matmul_rate)

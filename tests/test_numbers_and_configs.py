@@ -1,19 +1,19 @@
 """Numbers and config files that are out of all proportion, in each of the five scripts."""
 
 import json
-from pathlib import Path
 
 import pytest
 from conftest import PRS_MED, ROOT
 from test_survival import TINY
 
-import distributed_utils as du
+from distributed_utils import create_distributed_dataloader
 from hardware_utils import usable_cores
 
 SCRIPTS = ("train_prs_med", "train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train")
 
 
 def nested(opening: str, closing: str) -> str:
+    """Brackets in brackets, ten thousand deep."""
     return opening * 10_000 + closing * 10_000
 
 
@@ -41,7 +41,7 @@ CONFIGS = {
 }
 
 
-# all five read by the same function: each kind by the first, one of each format by the others
+# The scripts read them by the same function: each kind by the first, one of each format by the others.
 FEW = ("deep.json", "laughs.yaml", "seed.yaml")
 
 
@@ -58,48 +58,48 @@ def test_configs_that_explode_and_seeds_of_70_bits(zygote, tmp_path, script, nam
         text, message = CONFIGS[name]
         (tmp_path / name).write_text(text)
         done = zygote(ROOT / f"{script}.py", "--config", tmp_path / name)
-        assert (done.code, done.stderr.count("\n")) == (2, 1), (name, done.stderr[-500:])
+        assert done.code == 2, (name, done.stderr[-500:])
+        assert done.stderr.count("\n") == 1, (name, done.stderr[-500:])
         assert done.stderr.startswith(f"error: {tmp_path / name}: {message}"), (name, done.stderr[:300])
     for seed in (2**70, -(2**70), "9" * 5000):
         done = zygote(ROOT / f"{script}.py", "--seed", seed)
-        assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr[-500:]
+        assert done.code == 2, done.stderr[-500:]
+        assert done.stderr.count("\n") == 1, done.stderr[-500:]
         assert "--seed: must be a whole number from -2^63 to 2^64 - 1, not" in done.stderr
 
 
 @pytest.fixture
-def one_step(request, zygote, tmp_path):
-    """run(script, *more): one optimizer step of a small run; returns its output and its training numbers."""
-    out = tmp_path / "run"
+def small_run(request, tmp_path):
+    """small_run(script) -> the script and the flags of a small run; only the data of this script is written."""
+    run_folder = tmp_path / "run"
 
-    def words(script: str) -> list:
+    def make(script: str) -> list:
         if script == "train_prs_med":
-            return [
-                PRS_MED,
-                "--data_root",
-                request.getfixturevalue("data"),
-                "--checkpoint_dir",
-                out,
-                "--batch_size",
-                2,
-                "--cache_gb",
-                0,
-            ]
+            command = [PRS_MED, "--data_root", request.getfixturevalue("data"), "--checkpoint_dir", run_folder]
+            return [*command, "--batch_size", 2, "--cache_gb", 0]
         if script == "train_mimic_cxr":
-            flags = request.getfixturevalue("chest")
-            few = ["--max_samples", 16, "--batch_size", 4]
-            return [ROOT / "train_mimic_cxr.py", *flags, "--output_dir", out, *few]
+            command = [ROOT / "train_mimic_cxr.py", *request.getfixturevalue("chest"), "--output_dir", run_folder]
+            return [*command, "--max_samples", 16, "--batch_size", 4]
         if script == "train_survival_distributed":
             table = request.getfixturevalue("scans") / "dataset.csv"
-            more = ["--cache_dir", tmp_path / "cache", "--log_dir", out]
-            return [ROOT / "train_survival_distributed.py", "--csv_path", table, *TINY, *more]
+            command = [ROOT / "train_survival_distributed.py", "--csv_path", table, *TINY]
+            return [*command, "--cache_dir", tmp_path / "cache", "--log_dir", run_folder]
         if script == "train_accelerate":
-            return [ROOT / "train_accelerate.py", *request.getfixturevalue("cascade")(out)]
-        return [ROOT / "train.py", *request.getfixturevalue("in_context")(out)]
+            return [ROOT / "train_accelerate.py", *request.getfixturevalue("cascade")(run_folder)]
+        return [ROOT / "train.py", *request.getfixturevalue("in_context")(run_folder)]
 
-    def run(script: str, *more) -> tuple[str, list]:
-        done = zygote(*words(script), "--max_steps", 1, "--log_every", 1, "--overwrite", *more)
+    return make
+
+
+@pytest.fixture
+def one_step(small_run, zygote, tmp_path):
+    """one_step(script, seed, num_workers): one optimizer step; returns its output and its training losses."""
+
+    def run(script: str, seed: int, num_workers: int) -> tuple[str, list]:
+        flags = ["--max_steps", 1, "--log_every", 1, "--overwrite", "--seed", seed, "--num_workers", num_workers]
+        done = zygote(*small_run(script), *flags)
         assert done.code == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        lines = [json.loads(line) for line in Path(out / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         return done.stdout, [line["train/loss"] for line in lines if "train/loss" in line]
 
     return run
@@ -111,17 +111,18 @@ def one_step(request, zygote, tmp_path):
 def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
     """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""
     cores = usable_cores()
-    text, losses = one_step(script, "--seed", 2**64 - 1, "--num_workers", 10_000)
-    assert text.count("--num_workers 10000: this machine has ") == 1
-    assert f"so {cores} are started per process" in text
+    output, losses = one_step(script, seed=2**64 - 1, num_workers=10_000)
+    assert output.count("--num_workers 10000: this machine has ") == 1
+    assert f"so {cores} are started per process" in output
     assert len(losses) == 1
+
     if script in ("train_survival_distributed", "train"):
-        text, alone = one_step(script, "--seed", 2**64 - 1, "--num_workers", 0)
-        assert "--num_workers" not in text
-        assert alone == losses
+        output, without_workers = one_step(script, seed=2**64 - 1, num_workers=0)
+        assert "--num_workers" not in output
+        assert without_workers == losses
 
 
 def test_the_shared_loader_is_limited_by_the_cores():
     for wanted in (0, 1, 10_000):
-        loader = du.create_distributed_dataloader(list(range(64)), 4, num_workers=wanted)
+        loader = create_distributed_dataloader(list(range(64)), 4, num_workers=wanted)
         assert loader.num_workers == min(wanted, usable_cores())
