@@ -6,12 +6,12 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from conftest import ROOT
 
 wine = pytest.mark.skipif(shutil.which("wine") is None, reason="wine is not installed (.ci/run installs it)")
-NAMES = ("accelerate", "torchrun")
 ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 # wine's services keep a pipe open for 3 s after the program has ended
 SILENT = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -31,86 +31,138 @@ def stubs(tmp_path) -> Path:
     """Commands that write what they were called with, and end with code 7; a machine with 4 GPUs."""
     folder = tmp_path / "stubs"
     folder.mkdir()
-    for name in NAMES:
-        shell = "#!/usr/bin/env bash\nprintf '%s\\n' " + name + ' "$@" >"$STUB_OUT"\nenv >"$STUB_OUT.env"\nexit 7\n'
+    for name in ("accelerate", "torchrun"):
+        shell = f'#!/usr/bin/env bash\nprintf \'%s\\n\' {name} "$@" >"$STUB_OUT"\nenv >"$STUB_OUT.env"\nexit 7\n'
         (folder / name).write_text(shell)
         (folder / name).chmod(0o755)
+
         # cmd's own reading of a word would lose = and , so the whole line is kept
-        (folder / f"{name}.bat").write_bytes(
-            f"@echo off\r\n>stub.out echo {name} %*\r\nset >stub.env\r\nexit /b 7\r\n".encode()
-        )
+        bat = f"@echo off\r\n>stub.out echo {name} %*\r\nset >stub.env\r\nexit /b 7\r\n"
+        (folder / f"{name}.bat").write_bytes(bat.encode())
+
+    # the driver, for both
     gpus = [f"GPU {k}: A100 (UUID: GPU-{k})" for k in range(4)]
     (folder / "nvidia-smi").write_text("#!/usr/bin/env bash\n" + "\n".join(f"echo '{line}'" for line in gpus) + "\n")
     (folder / "nvidia-smi").chmod(0o755)
-    text = "@echo off\r\n" + "\r\n".join(f"echo {line}" for line in gpus) + "\r\n"
-    (folder / "nvidia-smi.bat").write_bytes(text.encode())
+    bat = "@echo off\r\n" + "\r\n".join(f"echo {line}" for line in gpus) + "\r\n"
+    (folder / "nvidia-smi.bat").write_bytes(bat.encode())
     return folder
 
 
 def words_of(line: str) -> list[str]:
     """How a Windows program splits its command line: at spaces outside quotes."""
-    words, word, inside, any_ = [], "", False, False
+    words = []
+    word = ""
+    inside = quoted_word = False
     for letter in line + " ":
         if letter == '"':
-            inside, any_ = not inside, True
+            inside = not inside
+            quoted_word = True
         elif letter == " " and not inside:
-            if word or any_:
+            if word or quoted_word:
                 words.append(word)
-            word, any_ = "", False
+            word = ""
+            quoted_word = False
         else:
             word += letter
     return words
 
 
-def clean(text: str) -> dict[str, str]:
+def variables_of(text: str) -> dict[str, str]:
+    """The variables that `env` or `set` has listed."""
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 
-def by_shell(stubs: Path, folder: Path, words: list[str], **environment):
-    out = folder / "shell.out"
-    base = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
-    base |= {"PATH": f"{stubs}:{os.environ['PATH']}", "STUB_OUT": str(out), **environment}
+def windows_path(path: Path) -> str:
+    """How a program under wine names a file of this machine."""
+    return "Z:" + str(path).replace("/", "\\")
+
+
+BAT = windows_path(ROOT / "train_4gpu.bat")
+
+
+def base_environment() -> dict[str, str]:
+    """This process's variables, without those that the launchers set."""
+    return {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+
+
+def wine_environment(prefix: Path, stubs: Path | None = None) -> dict[str, str]:
+    """Variables of a program under wine that finds the stubs first."""
+    environment = base_environment() | {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all"}
+    return environment | ({"WINEPATH": windows_path(stubs)} if stubs else {})
+
+
+def run_bat(lines: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """Run the lines of a .bat file by wine, in one start."""
     (folder / "train_accelerate.py").touch()
-    done = subprocess.run(
-        ["bash", str(ROOT / "train_4gpu.sh"), *words], cwd=folder, env=base, capture_output=True, text=True
-    )
-    argv = out.read_text().splitlines() if out.exists() else None
-    found = clean(Path(f"{out}.env").read_text()) if out.exists() else {}
-    out.unlink(missing_ok=True)
-    return done, argv, found
+    (folder / "all.bat").write_bytes("\r\n".join(["@echo off", *lines, ""]).encode())
+    subprocess.run(["wine", "cmd", "/c", "all.bat"], cwd=folder, env=environment, timeout=300, **SILENT)
+
+
+class Launched(NamedTuple):
+    """A launcher that has ended, and what it started; argv is None where it started nothing."""
+
+    code: int
+    stdout: str
+    stderr: str
+    argv: list[str] | None
+    environment: dict[str, str]
+
+
+def by_shell(stubs: Path, folder: Path, words: list[str], **variables: str) -> Launched:
+    """Run train_4gpu.sh with these arguments and environment variables."""
+    out = folder / "shell.out"
+    environment = base_environment() | {"PATH": f"{stubs}:{os.environ['PATH']}", "STUB_OUT": str(out)}
+    (folder / "train_accelerate.py").touch()
+    command = ["bash", str(ROOT / "train_4gpu.sh"), *words]
+    done = subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True)
+
+    if not out.exists():
+        return Launched(done.returncode, done.stdout, done.stderr, None, {})
+    argv = out.read_text().splitlines()
+    seen = variables_of(Path(f"{out}.env").read_text())
+    out.unlink()
+    return Launched(done.returncode, done.stdout, done.stderr, argv, seen)
 
 
 def quoted(word: str) -> str:
+    """A word as one types it for cmd."""
     return f'"{word}"' if not word or any(letter in word for letter in " &()") else word
 
 
-def by_bat(prefix: Path, stubs: Path, folder: Path, lines: list[list[str]], start: str = "cmd /c", **environment):
-    """[(exit code, output, argv or None, environment)] of several command lines, as typed, in one start of wine.
-    start: `call` is quicker, but wine then loses the exit code."""
-    base = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
-    base |= {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all"}
-    base |= {"WINEPATH": "Z:" + str(stubs).replace("/", "\\"), **environment}
-    (folder / "train_accelerate.py").touch()
-    bat = "Z:" + str(ROOT / "train_4gpu.bat").replace("/", "\\")
-    script = ["@echo off"]
-    for k, words in enumerate(lines):
-        script.append(f"{start} {bat} {' '.join(map(quoted, words))} >said{k} 2>&1")
-        script.append(f">code{k} echo %errorlevel%")
-        script += [f"if exist stub.{kind} ren stub.{kind} stub.{kind}{k}" for kind in ("out", "env")]
-    (folder / "all.bat").write_bytes("\r\n".join([*script, ""]).encode())
-    subprocess.run(["wine", "cmd", "/c", "all.bat"], cwd=folder, env=base, timeout=300, **SILENT)
-    found = []
-    for k in range(len(lines)):
-        out = folder / f"stub.out{k}"
-        argv = words_of(out.read_text().strip()) if out.exists() else None
-        said = (folder / f"said{k}").read_text()
-        values = clean((folder / f"stub.env{k}").read_text()) if out.exists() else {}
-        found.append((int((folder / f"code{k}").read_text()), said, argv, values))
-    return found
+def by_bat(folder: Path, lines: list[list[str]], environment: dict[str, str], start: str = "cmd /c") -> list[Launched]:
+    """Run train_4gpu.bat with several command lines, as typed, in one start of wine.
+
+    start: `call` is quicker, but wine then loses the exit code.
+    """
+    script = []
+    for number, words in enumerate(lines):
+        script.append(f"{start} {BAT} {' '.join(map(quoted, words))} >said{number} 2>&1")
+        script.append(f">code{number} echo %errorlevel%")
+        script.append(f"if exist stub.out ren stub.out stub.out{number}")
+        script.append(f"if exist stub.env ren stub.env stub.env{number}")
+    run_bat(script, folder, environment)
+
+    # what each has left
+    launched = []
+    for number in range(len(lines)):
+        code = int((folder / f"code{number}").read_text())
+        said = (folder / f"said{number}").read_text()
+        argv = None
+        seen = {}
+        if (folder / f"stub.out{number}").exists():
+            argv = words_of((folder / f"stub.out{number}").read_text().strip())
+            seen = variables_of((folder / f"stub.env{number}").read_text())
+        launched.append(Launched(code, said, said, argv, seen))
+    return launched
 
 
 START = ["accelerate", "launch", "--num_processes=4", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 START += ["--main_process_port=0", "--multi_gpu", "train_accelerate.py"]
+ONE_GPU = ["accelerate", "launch", "--num_processes=1", "--num_machines=1", "--mixed_precision=fp16"]
+ONE_GPU += ["--dynamo_backend=no", "--main_process_port=0", "train_accelerate.py"]
+
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=4", "train_accelerate.py"]
 GUIDE = ["--config", "configs/multi_view_config.json"]
 
 
@@ -118,28 +170,23 @@ GUIDE = ["--config", "configs/multi_view_config.json"]
     ("words", "expected"),
     [
         ([*GUIDE, "--method", "accelerate", "--wandb"], [*START, *GUIDE, "--wandb"]),
-        (
-            [*GUIDE, "--method", "torchrun", "--wandb"],
-            ["torchrun", "--standalone", "--nproc_per_node=4", "train_accelerate.py", *GUIDE, "--wandb"],
-        ),
-        (
-            ["--num_gpus", "1", "--mixed_precision", "fp16"],
-            [*START[:2], "--num_processes=1", START[3], "--mixed_precision=fp16", *START[5:7], START[8]]
-            + ["--mixed_precision", "fp16"],
-        ),
+        ([*GUIDE, "--method", "torchrun", "--wandb"], [*TORCHRUN, *GUIDE, "--wandb"]),
+        (["--num_gpus", "1", "--mixed_precision", "fp16"], [*ONE_GPU, "--mixed_precision", "fp16"]),
     ],
 )
 def test_exact_command(stubs, tmp_path, words, expected):
-    done, argv, environment = by_shell(stubs, tmp_path, words)
-    assert argv == expected
-    assert done.returncode == 7  # the training's own
-    assert int(environment["OMP_NUM_THREADS"]) >= 1
-    assert "by " + ("torchrun" if "torchrun" in words else "accelerate") in done.stdout
+    launched = by_shell(stubs, tmp_path, words)
+    assert launched.argv == expected
+    assert int(launched.environment["OMP_NUM_THREADS"]) >= 1
+    assert f"by {expected[0]}" in launched.stdout
+
+    # the training's own exit code
+    assert launched.code == 7
 
 
 def combinations(count: int, seed: int) -> list[list[str]]:
     """Flag combinations, the same each time."""
-    chance, found = random.Random(seed), []
+    chance = random.Random(seed)
     choices = [
         [[], ["--config", "configs/multi_view_config.json"], ["--config=my configs/a=b.json"]],
         [[], ["--method", "accelerate"], ["--method", "torchrun"], ["--method=torchrun"]],
@@ -149,29 +196,32 @@ def combinations(count: int, seed: int) -> list[list[str]]:
         [[], ["--wandb"], ["--wandb", "--wandb_project", "R & D (x)"], ["--wandb_project="]],
         [[], ["--learning_rate=1e-4", "--stage", "2"], ["--split_files", "a b", "c", "d;e,f"], ["--wandb_project", ""]],
     ]
-    while len(found) < count:
+
+    chosen = []
+    while len(chosen) < count:
         parts = [chance.choice(options) for options in choices]
         chance.shuffle(parts)
-        if (words := [word for part in parts for word in part]) not in found:
-            found.append(words)
-    return found
+        words = [word for part in parts for word in part]
+        if words not in chosen:
+            chosen.append(words)
+    return chosen
 
 
-# the first are the fewest with each choice in one of them: wine takes a second for a line
+# The first are the fewest with each choice in one of them: wine takes a second for a line.
 @wine
 @pytest.mark.parametrize(("count", "seed"), [(6, 156), pytest.param(20, 3, marks=pytest.mark.soak)])
 def test_bat_and_sh_give_the_same_argv(prefix, stubs, tmp_path, count, seed):
     lines = combinations(count, seed)
-    found = by_bat(prefix, stubs, tmp_path, lines, start="call")
-    for words, (_, said, argv, windows) in zip(lines, found, strict=True):
-        shell, expected, environment = by_shell(stubs, tmp_path, words)
-        assert expected is not None, shell.stderr
-        assert argv == expected, words
-        assert shell.returncode == 7
-        assert said.strip() == shell.stdout.strip()
-        assert windows["USE_LIBUV"] == "0"
+    launched = by_bat(tmp_path, lines, wine_environment(prefix, stubs), start="call")
+    for words, bat in zip(lines, launched, strict=True):
+        shell = by_shell(stubs, tmp_path, words)
+        assert shell.argv is not None, shell.stderr
+        assert shell.code == 7
+        assert bat.argv == shell.argv, words
+        assert bat.stdout.strip() == shell.stdout.strip()
+        assert bat.environment["USE_LIBUV"] == "0"
         for name in ENVIRONMENT:
-            assert windows.get(name) == environment.get(name), name
+            assert bat.environment.get(name) == shell.environment.get(name), name
 
 
 WRONG = [
@@ -185,41 +235,53 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "environment", "message"), WRONG)
-def test_wrong_flags(stubs, tmp_path, words, environment, message):
-    done, argv, _ = by_shell(stubs, tmp_path, words, **environment)
-    assert (done.returncode, argv) == (2, None)
-    assert done.stderr.strip().startswith(f"error: {message}")
+@pytest.mark.parametrize(("words", "variables", "message"), WRONG)
+def test_wrong_flags(stubs, tmp_path, words, variables, message):
+    launched = by_shell(stubs, tmp_path, words, **variables)
+    assert launched.code == 2
+    assert launched.argv is None
+    assert launched.stderr.strip().startswith(f"error: {message}")
 
 
 @wine
-@pytest.mark.parametrize("visible", [None, "0,2", "-1"])
-def test_wrong_flags_of_the_bat(prefix, stubs, tmp_path, visible):
-    environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    chosen = [(words, message) for words, other, message in WRONG if other == environment]
-    found = by_bat(prefix, stubs, tmp_path, [words for words, _ in chosen], **environment)
-    for (words, message), (code, said, argv, _) in zip(chosen, found, strict=True):
-        assert (code, argv) == (2, None), words
-        assert said.strip().startswith(f"error: {message}")
+@pytest.mark.parametrize("variables", [{}, {"CUDA_VISIBLE_DEVICES": "0,2"}, {"CUDA_VISIBLE_DEVICES": "-1"}])
+def test_wrong_flags_of_the_bat(prefix, stubs, tmp_path, variables):
+    chosen = [(words, message) for words, other, message in WRONG if other == variables]
+    lines = [words for words, _ in chosen]
+    launched = by_bat(tmp_path, lines, wine_environment(prefix, stubs) | variables)
+    for (words, message), bat in zip(chosen, launched, strict=True):
+        assert bat.code == 2, words
+        assert bat.argv is None, words
+        assert bat.stdout.strip().startswith(f"error: {message}")
+
+
+DRY_RUN = ["--dry_run", "--config", "a b.json"]
+DRY_RUN_LINE = f'4 GPUs by accelerate: {" ".join(START)} --config "a b.json"'
 
 
 def test_dry_run_and_help(stubs, tmp_path):
-    done, argv, _ = by_shell(stubs, tmp_path, ["--dry_run", "--config", "a b.json"])
-    assert (done.returncode, argv) == (0, None)
-    assert done.stdout.strip() == "4 GPUs by accelerate: " + " ".join(START) + ' --config "a b.json"'
-    done, argv, _ = by_shell(stubs, tmp_path, ["--help"])
-    assert (done.returncode, argv) == (0, None)
-    assert "--num_gpus N" in done.stdout
+    dry = by_shell(stubs, tmp_path, DRY_RUN)
+    assert dry.code == 0
+    assert dry.argv is None
+    assert dry.stdout.strip() == DRY_RUN_LINE
+
+    usage = by_shell(stubs, tmp_path, ["--help"])
+    assert usage.code == 0
+    assert usage.argv is None
+    assert "--num_gpus N" in usage.stdout
 
 
 @wine
 def test_dry_run_and_help_of_the_bat(prefix, stubs, tmp_path):
-    dry, usage = by_bat(prefix, stubs, tmp_path, [["--dry_run", "--config", "a b.json"], ["--help"]])
-    assert (dry[0], dry[2]) == (0, None)
-    assert dry[1].strip() == "4 GPUs by accelerate: " + " ".join(START) + ' --config "a b.json"'
-    assert (usage[0], usage[2]) == (0, None)
-    shell, *_ = by_shell(stubs, tmp_path, ["--help"])
-    assert usage[1].replace("train_4gpu.bat", "bash train_4gpu.sh").splitlines() == shell.stdout.splitlines()
+    dry, usage = by_bat(tmp_path, [DRY_RUN, ["--help"]], wine_environment(prefix, stubs))
+    assert dry.code == 0
+    assert dry.argv is None
+    assert dry.stdout.strip() == DRY_RUN_LINE
+
+    assert usage.code == 0
+    assert usage.argv is None
+    shell = by_shell(stubs, tmp_path, ["--help"])
+    assert usage.stdout.replace("train_4gpu.bat", "bash train_4gpu.sh").splitlines() == shell.stdout.splitlines()
 
 
 # Each would leave the file `executed` if cmd read on behind the & or |.
@@ -228,37 +290,49 @@ NOT_NUMBERS = ["4;x", ";x", "08", "0x4", "4+4", "-4", "444444444444"]
 EVIL = '4"&echo x>executed&"'
 
 
+class Hostile(NamedTuple):
+    """A command line and a variable, of which one has a hostile value; name: what is refused."""
+
+    words: str
+    name: str
+    value: str = ""
+
+
+def hostile_lines() -> list[Hostile]:
+    """Hostile arguments, then hostile variables."""
+    lines = [Hostile(f'--num_gpus "{value}"', "--num_gpus") for value in COMMANDS + NOT_NUMBERS]
+    lines += [Hostile(f'--method "{value}"', "--method") for value in COMMANDS]
+    for name in ("NUMBER_OF_PROCESSORS", "OMP_NUM_THREADS"):
+        lines += [Hostile("", name, value) for value in [*COMMANDS, *NOT_NUMBERS, EVIL, "!EVIL!"]]
+    lines += [Hostile("", "CUDA_VISIBLE_DEVICES", f"0,{value}") for value in [*COMMANDS, EVIL, "!EVIL!"]]
+    lines.append(Hostile("--num_gpus 1", "errorlevel", "0&echo x>executed"))
+    lines.append(Hostile("--num_gpus 1", "before", EVIL))
+    return lines
+
+
 @wine
 def test_bat_executes_no_value(prefix, stubs, tmp_path):
     """Hostile arguments, then hostile variables, which `set /p` reads from files as they are."""
-    lines = [(f'--num_gpus "{value}"', "--num_gpus", "") for value in COMMANDS + NOT_NUMBERS]
-    lines += [(f'--method "{value}"', "--method", "") for value in COMMANDS]
-    for name in ("NUMBER_OF_PROCESSORS", "OMP_NUM_THREADS"):
-        lines += [("", name, value) for value in [*COMMANDS, *NOT_NUMBERS, EVIL, "!EVIL!"]]
-    lines += [("", "CUDA_VISIBLE_DEVICES", f"0,{value}") for value in [*COMMANDS, EVIL, "!EVIL!"]]
-    lines += [("--num_gpus 1", "errorlevel", "0&echo x>executed"), ("--num_gpus 1", "before", EVIL)]
-
-    script = ["@echo off", f"set EVIL={EVIL.replace('&', '^&')}"]
-    (tmp_path / "train_accelerate.py").touch()
-    for k, (words, name, value) in enumerate(lines):
-        (tmp_path / f"value{k}").write_bytes(f"{value}\r\n".encode())
+    lines = hostile_lines()
+    script = [f"set EVIL={EVIL.replace('&', '^&')}"]
+    for number, line in enumerate(lines):
+        (tmp_path / f"value{number}").write_bytes(f"{line.value}\r\n".encode())
         script.append("setlocal")
-        if value:
-            script.append(f"set /p {name}=<value{k}")
-        bat = "Z:" + str(ROOT / "train_4gpu.bat").replace("/", "\\")
-        script.append(f"call {bat} {words} >said{k} 2>&1")
-        script += ["endlocal", f"if exist stub.out ren stub.out started{k}", f"if exist executed ren executed bad{k}"]
-    (tmp_path / "all.bat").write_bytes("\r\n".join([*script, ""]).encode())
-    base = {key: text for key, text in os.environ.items() if key not in ENVIRONMENT}
-    base |= {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all", "WINEPATH": "Z:" + str(stubs).replace("/", "\\")}
-    subprocess.run(["wine", "cmd", "/c", "all.bat"], cwd=tmp_path, env=base, timeout=300, **SILENT)
-    for k, (words, name, value) in enumerate(lines):
-        said = (tmp_path / f"said{k}").read_text()
-        assert not (tmp_path / f"bad{k}").exists(), (words, name, value, said)
-        if name.startswith(("--", "NUMBER", "OMP")):
-            assert not (tmp_path / f"started{k}").exists(), (words, name, value, said)
-            assert said.startswith(f"error: {name} must be "), (words, name, value, said)
-            assert said.count("\n") == 1, (words, name, value, said)
+        if line.value:
+            script.append(f"set /p {line.name}=<value{number}")
+        script.append(f"call {BAT} {line.words} >said{number} 2>&1")
+        script.append("endlocal")
+        script.append(f"if exist stub.out ren stub.out started{number}")
+        script.append(f"if exist executed ren executed bad{number}")
+    run_bat(script, tmp_path, wine_environment(prefix, stubs))
+
+    for number, line in enumerate(lines):
+        said = (tmp_path / f"said{number}").read_text()
+        assert not (tmp_path / f"bad{number}").exists(), (line, said)
+        if line.name.startswith(("--", "NUMBER", "OMP")):
+            assert not (tmp_path / f"started{number}").exists(), (line, said)
+            assert said.startswith(f"error: {line.name} must be "), (line, said)
+            assert said.count("\n") == 1, (line, said)
 
 
 @wine
@@ -267,11 +341,10 @@ def test_bat_called_directly(prefix, stubs, tmp_path):
     folder = tmp_path / "my folder"
     folder.mkdir()
     shutil.copy(ROOT / "train_4gpu.bat", folder)
-    base = {k: v for k, v in os.environ.items() if k not in ENVIRONMENT}
-    base |= {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all", "WINEPATH": "Z:" + str(stubs).replace("/", "\\")}
     (tmp_path / "go.bat").write_bytes(b'@"my folder\\train_4gpu.bat" --config "a  b=c.json"\r\n')
     command = ["wine", "cmd", "/c", "go.bat"]
-    done = subprocess.run(command, cwd=tmp_path, env=base, timeout=60, **SILENT)
+    environment = wine_environment(prefix, stubs)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, **SILENT)
     argv = words_of((tmp_path / "stub.out").read_text().strip())
     assert done.returncode == 7
     assert argv[-3].endswith("my folder\\train_accelerate.py")
@@ -282,25 +355,24 @@ def test_bat_called_directly(prefix, stubs, tmp_path):
 @pytest.mark.parametrize("place", ["Scripts", "."], ids=["venv", "conda"])
 def test_bat_runs_the_launcher_by_its_own_python(prefix, tmp_path, place):
     """Where there is an accelerate.exe: its environment's python, beside it or a folder above, runs launch_utils.py."""
-    (tmp_path / "env" / "Scripts").mkdir(parents=True)
-    (tmp_path / "env" / "Scripts" / "accelerate.exe").touch()
-    python = tmp_path / "env" / place / "python.exe"
-    # wine starts a program of the system's own, too
-    python.write_text(
-        f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{tmp_path}/argv.part && mv {tmp_path}/argv.part {tmp_path}/argv\n"
-    )
-    python.chmod(0o755)
+    scripts = tmp_path / "env" / "Scripts"
+    scripts.mkdir(parents=True)
+    (scripts / "accelerate.exe").touch()
     (tmp_path / "train_accelerate.py").touch()
-    base = {key: text for key, text in os.environ.items() if key not in ENVIRONMENT}
-    base |= {"WINEPREFIX": str(prefix), "WINEDEBUG": "-all"}
-    base |= {"WINEPATH": "Z:" + str(tmp_path / "env" / "Scripts").replace("/", "\\")}
-    bat = "Z:" + str(ROOT / "train_4gpu.bat").replace("/", "\\")
-    command = ["wine", "cmd", "/c", bat, "--cpu", "--config", "a=b.json"]
-    subprocess.run(command, cwd=tmp_path, env=base, timeout=60, **SILENT)
+
+    # a python that writes its arguments; wine starts a program of the system's own, too
+    python = tmp_path / "env" / place / "python.exe"
+    out = tmp_path / "argv"
+    python.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{out}.part && mv {out}.part {out}\n")
+    python.chmod(0o755)
+
+    command = ["wine", "cmd", "/c", BAT, "--cpu", "--config", "a=b.json"]
+    environment = wine_environment(prefix, scripts)
+    subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, **SILENT)
     deadline = time.time() + 20
-    while not (tmp_path / "argv").exists() and time.time() < deadline:
+    while not out.exists() and time.time() < deadline:
         time.sleep(0.05)
-    argv = (tmp_path / "argv").read_text().splitlines()
+    argv = out.read_text().splitlines()
     assert argv[0].endswith("\\launch_utils.py")
     assert argv[1:] == [*START, "--config", "a=b.json"]
 
@@ -308,7 +380,7 @@ def test_bat_runs_the_launcher_by_its_own_python(prefix, tmp_path, place):
 def test_from_another_folder(stubs, tmp_path):
     """Without the script in the working folder, the one beside the launcher."""
     (tmp_path / "elsewhere").mkdir()
-    base = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "STUB_OUT": str(tmp_path / "out")}
+    environment = os.environ | {"PATH": f"{stubs}:{os.environ['PATH']}", "STUB_OUT": str(tmp_path / "out")}
     command = ["bash", str(ROOT / "train_4gpu.sh"), "--cpu", "--num_gpus", "2"]
-    subprocess.run(command, cwd=tmp_path / "elsewhere", env=base, capture_output=True)
+    subprocess.run(command, cwd=tmp_path / "elsewhere", env=environment, capture_output=True)
     assert str(ROOT / "train_accelerate.py") in (tmp_path / "out").read_text().splitlines()
