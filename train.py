@@ -8,8 +8,7 @@
     python train.py --model ad                                                    # without compression, to compare with
     python train.py --eval_only                                                   # 500 episodes on the 8 unseen goals
 
-Data: datasets/history_darkroom_PPO_alg-seed42.hdf5, see tasks/compressed_ad/history_file.py;
-`sample_data.py compressed_ad .` makes histories.
+Data: learning histories, see tasks/compressed_ad/history_file.py; `sample_data.py compressed_ad .` makes some.
 """
 
 import argparse
@@ -104,28 +103,29 @@ from torch.nn import functional as F
 from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
-from distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, create_distributed_dataloader
-from distributed_utils import launch_workers, print_main, reduce_max, reduce_sum, scale_learning_rate, schedule
+from distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, launch_workers
+from distributed_utils import print_main, reduce_max, reduce_sum, scale_learning_rate, schedule
 from distributed_utils import setup_distributed, to_device, world
-from hardware_utils import autocast, set_numerics, smaller_batch, split_batch
+from hardware_utils import autocast, set_numerics
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, Step, TrainingRun, agree_on_precision, clip_and_step, end_step
 from loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start, restore_training
 from loop_utils import resume, say_if_finished, say_saved, say_where, sync_gradients
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from memory_utils import BatchSize, fits_by_itself
 from tasks.compressed_ad.acting import act_in_context
-from tasks.compressed_ad.darkroom import split_goals
-from tasks.compressed_ad.data import DarkroomData, as_it_is, evaluation_batches, largest_batch, read_darkroom
+from tasks.compressed_ad.data import DarkroomData, evaluation_batches, make_loader, read_darkroom
+from tasks.compressed_ad.memory import SMALLER_MODEL, fit_segments_to_memory, flags_of_smaller_batch, largest_batch
+from tasks.compressed_ad.memory import out_of_memory_advice
 from tasks.compressed_ad.model import InContextNet
-from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_batch, describe_data, describe_evaluation
-from tasks.compressed_ad.report import describe_model, draw_inputs, draw_test, print_processes, read_baseline
-from tasks.compressed_ad.report import report_test, return_metrics, save_figures, warn_of_histories
+from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_evaluation, describe_run, draw_inputs
+from tasks.compressed_ad.report import draw_test, print_processes, read_baseline, report_test, return_metrics
+from tasks.compressed_ad.report import save_figures, warn_of_histories
 
 # --- data, model, loss ------------------------------------------------------------------------------------------------
 
 
 class Experiment(NamedTuple):
-    """A model, with what it learns from and is measured on. baseline: a run without compression, see read_ad_run."""
+    """A model, with what it learns from and is measured on. baseline: a run without compression, see read_baseline."""
 
     model: InContextNet
     data: DarkroomData
@@ -146,20 +146,10 @@ def read_data(args: Namespace) -> DarkroomData:
     )
 
 
-def make_loader(segments, batch: BatchSize, args: Namespace, device: torch.device):
-    """This rank's segments, in micro-batches."""
-    # workers would take a CPU's cores from the training
+def choose_workers(args: Namespace, device: torch.device) -> int:
+    """Loading processes; without the flag none on a CPU, whose cores the training needs."""
     by_default = args.source["num_workers"] == "default"
-    num_workers = 0 if by_default and device.type == "cpu" else args.num_workers
-    return create_distributed_dataloader(
-        segments,
-        batch.size,
-        seed=args.seed,
-        num_workers=num_workers,
-        accumulation=batch.accumulation,
-        drop_last=False,
-        collate_fn=as_it_is,
-    )
+    return 0 if by_default and device.type == "cpu" else args.num_workers
 
 
 def build_model(args: Namespace, device: torch.device) -> InContextNet:
@@ -187,13 +177,8 @@ def action_losses(model: nn.Module, batch: dict) -> tuple[Tensor, Tensor]:
 
 def make_optimizer(model: InContextNet, args: Namespace) -> torch.optim.AdamW:
     """Fused AdamW with the guide's betas."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=args.lr,
-        betas=(0.9, 0.99),
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+    parameters = model.parameters()
+    return torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)
 
 
 def scale_lr(effective_batch_size: int, args: Namespace) -> float:
@@ -310,13 +295,6 @@ def final_test(experiment: Experiment, step: int, stop: StopSignal | None = None
     return FinalTest(args.model, step, data, metrics, acted, accuracy, experiment.baseline)
 
 
-def read_ad_run(args: Namespace) -> dict | None:
-    """All ranks: the evaluation that --ad_run names, on the goals of this run. Raises InputError."""
-    _, unseen_goals = split_goals(args.split_seed)
-    with agree_on_errors():
-        return read_baseline(args.ad_run, unseen_goals, args.eval_episodes)
-
-
 def evaluate_only(precision: str, args: Namespace, ranks: Ranks) -> None:
     """--eval_only: the test of a checkpoint."""
     path = Path(args.output_dir) / "best.pt"
@@ -332,7 +310,7 @@ def evaluate_only(precision: str, args: Namespace, ranks: Ranks) -> None:
 
     set_numerics(ranks.device, precision, "", args.deterministic)
     accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
-    baseline = read_ad_run(args)
+    baseline = read_baseline(args.ad_run, args.split_seed, args.eval_episodes)
     print_processes(accelerator.distributed_type.value, precision, ranks)
     data = read_data(args)
     model = build_model(args, ranks.device)
@@ -353,7 +331,7 @@ def evaluate_only(precision: str, args: Namespace, ranks: Ranks) -> None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def trial_step(model: InContextNet, batch: dict, precision: str) -> None:
+def trial_step(model: InContextNet, precision: str, batch: dict) -> None:
     """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
     device = model.positions.device
     with autocast(device, precision):
@@ -365,38 +343,19 @@ def trial_step(model: InContextNet, batch: dict, precision: str) -> None:
 def choose_batch_size(experiment: Experiment, checkpoint: dict | None) -> BatchSize:
     """The batch of the flags, or what a step of the deepest segments leaves room for."""
     model, data, precision, args, _ = experiment
-    wanted = BatchSize(
-        size=args.train_batch_size,
-        accumulation=args.gradient_accumulation_steps,
-        source=args.source["train_batch_size"],
-    )
+    wanted = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
     if not fits_by_itself(args.auto_batch, model.positions.device):
         return wanted
-
-    def try_once(size: int) -> None:
-        batch = largest_batch(size, data.segments.max_depth, args.n_transit)
-        trial_step(model, batch, precision)
-
-    flags = partial(batch_flags, flag="--train_batch_size")
-    advice = "pass a smaller --n_transit or --tf_n_embd"
-    return fit_batch_to_memory(try_once, model, wanted, flags, advice, checkpoint=checkpoint)
+    try_batch = partial(trial_step, model, precision)
+    return fit_segments_to_memory(try_batch, model, wanted, data.segments.max_depth, checkpoint)
 
 
-def describe_run(experiment: Experiment, batch: BatchSize, loader, reason: str) -> dict[str, str]:
-    """The banner's rows of this script. reason: for the precision."""
-    args = experiment.args
-    effective = loader.batch_sampler.effective_batch_size
-    lr = scale_lr(effective, args)
+def describe_lr(effective_batch_size: int, args: Namespace) -> str:
+    """The banner's row of the learning rate."""
+    lr = scale_lr(effective_batch_size, args)
     published = MODELS[args.model]["train_batch_size"]
     scaling = f"--lr_scaling {args.lr_scaling}, published batch {published}"
-    curve = f"{args.num_warmup_steps} warm-up steps, then cosine"
-    return {
-        "batch": describe_batch(batch, effective),
-        "learning rate": f"{args.lr:g} -> {lr:g} ({scaling}), {curve}",
-        "precision": reason,
-        "model": describe_model(args.model, experiment.model),
-        **describe_data(experiment.data, args.split_seed, loader),
-    }
+    return f"{args.lr:g} -> {lr:g} ({scaling}), {args.num_warmup_steps} warm-up steps, then cosine"
 
 
 def checkpoint_contents(
@@ -447,13 +406,13 @@ def run(args: Namespace, ranks: Ranks) -> int:
 def fit(checkpoint: dict | None, precision: str, reason: str, begun: float, args: Namespace, ranks: Ranks) -> int:
     """Load the histories, train, and test the best checkpoint; returns the exit code. reason: for the precision."""
     run_folder = Path(args.output_dir)
-    baseline = read_ad_run(args)
+    baseline = read_baseline(args.ad_run, args.split_seed, args.eval_episodes)
     accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     data = read_data(args)
     model = build_model(args, ranks.device)
     experiment = Experiment(model, data, precision, args, baseline)
     batch = choose_batch_size(experiment, checkpoint)
-    loader = make_loader(data.segments, batch, args, ranks.device)
+    loader = make_loader(data.segments, batch, args.seed, choose_workers(args, ranks.device))
     effective_batch_size = loader.batch_sampler.effective_batch_size
 
     # begin, or go on where the checkpoint stands
@@ -490,12 +449,13 @@ def fit(checkpoint: dict | None, precision: str, reason: str, begun: float, args
     prepare_checkpoint(model)
     print_processes(accelerator.distributed_type.value, precision, ranks)
     title = "COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION"
-    print_start(title, ranks, training, describe_run(experiment, batch, loader, reason))
+    lr = describe_lr(effective_batch_size, args)
+    print_start(title, ranks, training, describe_run(data, model, batch, loader, lr, reason))
     warn_of_histories(data, args.data)
     if args.compile:
         model.compile_layers()
 
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args, ranks)
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with explain_out_of_memory(advice), training.stop, contextlib.closing(log):
         wrapped = accelerator.prepare_model(model)
         train_epoch = partial(train_one_epoch, wrapped, loader, optimizer, scaler)
@@ -620,23 +580,13 @@ def rehearse(args: Namespace) -> None:
         with ranks.device:
             model = build_model(args, ranks.device)
         batch = largest_batch(size, depth, args.n_transit)
-        trial = partial(trial_step, model, batch, precision)
+        trial = partial(trial_step, model, precision, batch)
         step = rehearsal.rehearse_step(trace, model, make_optimizer(model, args), trial, accumulation, processes)
 
-    def flags(samples: int) -> str:
-        return batch_flags(*smaller_batch(size, accumulation, samples), flag="--train_batch_size")
-
+    flags = partial(flags_of_smaller_batch, size, accumulation)
     title = f"{args.model}, {size} segments per GPU x {accumulation} accumulation, {precision}"
-    rehearsal.report_rehearsal(title, step, size, memory, flags, "a smaller --n_transit or --tf_n_embd")
+    rehearsal.report_rehearsal(title, step, size, memory, flags, SMALLER_MODEL)
     rehearsal.end_rehearsal()
-
-
-def out_of_memory_advice(size: int, accumulation: int, args: Namespace, ranks: Ranks) -> str:
-    """The flags that take less memory than this batch."""
-    fewer, more = split_batch(size, accumulation)
-    smaller = batch_flags(fewer, more, flag="--train_batch_size")
-    otherwise = "a smaller --test_batch_size if it was evaluating" + auto_batch_advice(args.auto_batch, ranks.device)
-    return f"--train_batch_size {size}; try {smaller} (the same result), {otherwise}"
 
 
 def main(args: Namespace) -> int:
@@ -647,7 +597,8 @@ def main(args: Namespace) -> int:
     with setup_distributed(timeout=args.dist_timeout) as ranks:
         size = args.train_batch_size
         accumulation = args.gradient_accumulation_steps
-        with explain_out_of_memory(partial(out_of_memory_advice, size, accumulation, args, ranks)):
+        advice = partial(out_of_memory_advice, size, accumulation, args.auto_batch, ranks.device)
+        with explain_out_of_memory(advice):
             return run(args, ranks)
 
 

@@ -29,6 +29,7 @@ from distributed_utils import create_distributed_dataloader, setup_distributed, 
 from loop_utils import LossScaler, Progress
 from tasks.compressed_ad.acting import Agents
 from tasks.compressed_ad.darkroom import NEXT
+from tasks.compressed_ad.data import as_it_is
 from tasks.compressed_ad.model import visible
 from tasks.compressed_ad.ppo_histories import ppo_history
 from tasks.compressed_ad.sample_data import tabular_histories
@@ -40,7 +41,9 @@ class Setting:
     """Histories, and the arguments of a run on them."""
 
     def __init__(self, folder: Path, words: list[str], ranks):
-        self.args = train.parse_args(["--data", str(folder / "data"), "--output_dir", str(folder / "run"), *words])
+        data = str(folder / "data")
+        run_folder = str(folder / "run")
+        self.args = train.parse_args(["--data", data, "--output_dir", run_folder, *words])
         self.args.mixed_precision, _ = train.choose_launched_precision("auto", "default", ranks)
         self.ranks = ranks
         self.device = ranks.device
@@ -49,7 +52,10 @@ class Setting:
     def loader(self):
         """Segments, in batches of the flags' size."""
         return create_distributed_dataloader(
-            self.data.segments, self.args.train_batch_size, drop_last=False, collate_fn=train.as_it_is
+            self.data.segments,
+            self.args.train_batch_size,
+            drop_last=False,
+            collate_fn=as_it_is,
         )
 
 
@@ -60,7 +66,8 @@ def raw_accelerate_loop(accelerator, model, optimizer, scheduler, loader, steps:
             batch = to_device(batch, accelerator.device)
             with accelerator.autocast():
                 losses, _ = train.action_losses(model, batch)
-            accelerator.backward(losses.sum() / (batch["action"] >= 0).sum())
+            actions = (batch["action"] >= 0).sum()
+            accelerator.backward(losses.sum() / actions)
             accelerator.clip_grad_norm_(model.parameters(), grad_clip)
             optimizer.step()
             scheduler.step()
@@ -73,16 +80,20 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     device = setting.device
     args.num_warmup_steps = 0
     accelerator = train.make_accelerator(args.mixed_precision, 1, setting.ranks)
-    models = {name: train.build_model(args, device) for name in ("raw", "script")}
-    optimizers = {name: train.make_optimizer(model, args) for name, model in models.items()}
-    loaders = {name: setting.loader() for name in models}
+    models = {}
+    optimizers = {}
+    loaders = {}
+    for name in ("raw", "script"):
+        models[name] = train.build_model(args, device)
+        optimizers[name] = train.make_optimizer(models[name], args)
+        loaders[name] = setting.loader()
 
     # the raw loop has everything prepared
     constant = torch.optim.lr_scheduler.ConstantLR(optimizers["raw"], factor=1.0)
-    raw_model, raw_optimizer, raw_scheduler = accelerator.prepare(models["raw"], optimizers["raw"], constant)
+    prepared = accelerator.prepare(models["raw"], optimizers["raw"], constant)
 
     def raw_turn() -> None:
-        raw_accelerate_loop(accelerator, raw_model, raw_optimizer, raw_scheduler, loaders["raw"], steps, args.grad_clip)
+        raw_accelerate_loop(accelerator, *prepared, loaders["raw"], steps, args.grad_clip)
 
     # the script's loop
     wrapped = accelerator.prepare_model(models["script"])
@@ -111,12 +122,15 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     training.log.close()
 
     # the first turn warms up
+    _, *raw_times = times["raw"]
+    _, *script_times = times["script"]
+    ratios = [script / raw for raw, script in zip(raw_times, script_times, strict=True)]
+    shown = (statistics.median(ratios), min(ratios), max(ratios))
     weights = zip(models["raw"].parameters(), models["script"].parameters(), strict=True)
-    ratios = [script / raw for raw, script in zip(times["raw"][1:], times["script"][1:], strict=True)]
     return {
-        "ms_per_step": 1000 * statistics.median(times["script"][1:]) / steps,
+        "ms_per_step": 1000 * statistics.median(script_times) / steps,
         "equal_weights": all(torch.equal(raw, script) for raw, script in weights),
-        "step_over_raw": [round(value, 4) for value in (statistics.median(ratios), min(ratios), max(ratios))],
+        "step_over_raw": [round(ratio, 4) for ratio in shown],
     }
 
 
@@ -128,20 +142,28 @@ class Forgetful(Agents):
         model = self.model
         length = len(self.cells)
         places = model.n_transit
-        full = torch.zeros(self.count, places, 3, dtype=torch.long, device=cells.device)
-        rewards = torch.zeros(self.count, places, dtype=torch.float64, device=cells.device)
-        if length:
-            full[:, :length] = torch.cat(self.cells, 1)
-            rewards[:, :length] = torch.cat(self.rewards, 1)
+        device = cells.device
 
         # latents first, then what was seen, then the question
-        number = 0 if self.latents is None else model.n_latent
-        parts = [] if self.latents is None else [self.latents]
-        parts += [model.tokens(full[:, :length], rewards[:, :length]), model.queries(cells[:, None], length)]
-        some = torch.ones(1, dtype=torch.bool, device=cells.device) if number else None
-        mask = visible(some, number, torch.tensor([places], device=cells.device), places)
+        parts = []
+        number = 0
+        some = None
+        if self.latents is not None:
+            parts.append(self.latents)
+            number = model.n_latent
+            some = torch.tensor([True], device=device)
+        if length:
+            seen = torch.cat(self.cells, 1)
+            rewards = torch.cat(self.rewards, 1)
+            parts.append(model.tokens(seen, rewards))
+        parts.append(model.queries(cells[:, None], length))
+
+        # the mask's rows and columns of what there is
+        full = torch.tensor([places], device=device)
+        mask = visible(some, number, full, places)
         rows = [*range(number + length), number + places + length]
-        out, _ = model.decode(torch.cat(parts, 1), mask[:, :, rows][:, :, :, rows])
+        mask = mask[:, :, rows]
+        out, _ = model.decode(torch.cat(parts, 1), mask[..., rows])
         return model.head(out[:, -1])
 
 
@@ -163,7 +185,8 @@ def acting(setting: Setting, agents: int, steps: int) -> dict:
         for t in range(steps):
             action = actors.act(cell).argmax(-1)
             after = follow[cell, action]
-            actors.observe(torch.stack([cell, action, after], 1), (after == 22).double())
+            transition = torch.stack([cell, action, after], 1)
+            actors.observe(transition, (after == 22).double())
             cell = torch.full_like(cell, 40) if (t + 1) % 20 == 0 else after
             taken.append(action)
         wait(device)
@@ -188,7 +211,16 @@ def sources() -> dict:
     begun = time.perf_counter()
     ppo_history(60, 100, 1000, 42)
     ppo = 100 / (time.perf_counter() - begun)
-    return {"tabular_histories_per_s": tabular, "ppo_histories_per_s": ppo, "ratio": tabular / ppo}
+    return {
+        "tabular_histories_per_s": tabular,
+        "ppo_histories_per_s": ppo,
+        "ratio": tabular / ppo,
+    }
+
+
+def say(name: str, result: dict) -> None:
+    """Print a result as a JSON line."""
+    print(json.dumps({name: result}), flush=True)
 
 
 def main() -> None:
@@ -205,12 +237,13 @@ def main() -> None:
         subprocess.run([*command, "--streams", "20"], check=True, capture_output=True)
         demo = ["--config", str(ROOT / "configs" / "compressed_ad_demo.yaml")]
         setting = Setting(folder, [] if options.real else demo, ranks)
-        print(json.dumps({"step": overhead(setting, options.rounds, options.steps)}), flush=True)
+        say("step", overhead(setting, options.rounds, options.steps))
         published = Setting(folder, [], ranks)
-        print(json.dumps({"acting, published size": acting(published, 160 if options.real else 16, 600)}), flush=True)
+        agents = 160 if options.real else 16
+        say("acting, published size", acting(published, agents, 600))
         if not options.real:
-            print(json.dumps({"acting, demo": acting(setting, 80, 1000)}), flush=True)
-            print(json.dumps({"sources": sources()}), flush=True)
+            say("acting, demo", acting(setting, 80, 1000))
+            say("sources", sources())
 
 
 if __name__ == "__main__":

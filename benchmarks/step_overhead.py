@@ -331,13 +331,14 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
 def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train.py with the demo's model."""
     import train as script
+    from tasks.compressed_ad.data import as_it_is
 
     config = ROOT / "configs" / "compressed_ad_demo.yaml"
     flags = "--num_warmup_steps 0 --num_workers 0 --mixed_precision no"
     args = script.parse_args(words(flags, config=config, data=data, output_dir=run_folder))
     model = script.build_model(args, ranks.device)
     segments = script.read_data(args).segments
-    loader = create_distributed_dataloader(segments, args.train_batch_size, collate_fn=script.as_it_is)
+    loader = create_distributed_dataloader(segments, args.train_batch_size, collate_fn=as_it_is)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
         wrapped = script.make_accelerator("no", 1, ranks).prepare_model(model)

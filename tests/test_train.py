@@ -151,12 +151,13 @@ import json, os, sys
 sys.path.insert(0, {root!r})
 import train
 import distributed_utils as du
+from tasks.compressed_ad.data import as_it_is
 args = train.parse_args({words!r})
 args.mixed_precision = "no"
 with du.setup_distributed() as ranks:
     data = train.read_data(args)
     loader = du.create_distributed_dataloader(data.segments, args.train_batch_size, seed=args.seed, drop_last=False,
-                                              collate_fn=train.as_it_is)
+                                              collate_fn=as_it_is)
     loader.batch_sampler.set_position(0)
     ids = [sorted(batch["sample"].tolist()) for _, batch in zip(range(20), loader)]
     where = os.path.join({out!r}, f"{{ranks.world_size}}_{{ranks.rank}}.json")

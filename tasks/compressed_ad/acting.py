@@ -176,8 +176,10 @@ def agent_generator(seed: int, goal: int, agent: int) -> np.random.Generator:
 
 def gumbel_noise(generators: list[np.random.Generator], device: torch.device) -> Tensor:
     """(HORIZON, agents, ACTIONS): the most likely action plus this noise is a draw from the softmax."""
-    draws = [generator.random((HORIZON, ACTIONS)) for generator in generators]
-    uniform = np.maximum(np.stack(draws, 1), 1e-300)
+    shape = (HORIZON, ACTIONS)
+    draws = [generator.random(shape) for generator in generators]
+    uniform = np.stack(draws, 1)
+    uniform = np.maximum(uniform, 1e-300)
     noise = -np.log(-np.log(uniform))
     return torch.from_numpy(noise).to(device)
 

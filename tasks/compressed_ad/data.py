@@ -12,7 +12,8 @@ from numpy import ndarray
 from torch.utils.data import Dataset
 
 from cli_utils import InputError
-from distributed_utils import agree_on_errors, reduce_sum, world
+from distributed_utils import agree_on_errors, create_distributed_dataloader, reduce_sum, world
+from memory_utils import BatchSize
 from sampler_utils import EvalBatchSampler
 from tasks.compressed_ad.darkroom import CELLS, HORIZON, NEXT, split_goals, to_cells
 from tasks.compressed_ad.history_file import check_goal, find_histories, name_goal, read_goals
@@ -262,18 +263,17 @@ def as_it_is(batch: dict) -> dict:
     return batch
 
 
-def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
-    """A made-up batch, on the host, of segments that all have `depth` blocks to compress and a full context."""
-    parts = depth + 1
-    return {
-        "cells": torch.zeros(batch_size, parts, n_transit, 3, dtype=torch.uint8),
-        "rewards": torch.zeros(batch_size, parts, n_transit),
-        "depth": torch.full((batch_size,), depth),
-        "compressed": [batch_size] * depth,
-        "length": torch.full((batch_size,), n_transit),
-        "action": torch.zeros(batch_size, n_transit, dtype=torch.long),
-        "sample": torch.arange(batch_size),
-    }
+def make_loader(segments: SegmentDataset, batch: BatchSize, seed: int, num_workers: int):
+    """This rank's segments, in micro-batches."""
+    return create_distributed_dataloader(
+        segments,
+        batch.size,
+        seed=seed,
+        num_workers=num_workers,
+        accumulation=batch.accumulation,
+        drop_last=False,
+        collate_fn=as_it_is,
+    )
 
 
 # --- what a run needs -------------------------------------------------------------------------------------------------
@@ -282,10 +282,12 @@ def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
 class DarkroomData(NamedTuple):
     """What a run learns from, and the goals that it is tested on.
 
-    segments: of the training goals' histories. fingerprint: a run is resumed on data of the same one only.
+    split_seed: of the goals. segments: of the training goals' histories. fingerprint: a run is resumed on data of the
+    same one only.
     """
 
     histories: Histories
+    split_seed: int
     train_goals: list[int]
     unseen_goals: list[int]
     segments: SegmentDataset
@@ -312,6 +314,7 @@ def read_darkroom(
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
     return DarkroomData(
         histories=histories,
+        split_seed=split_seed,
         train_goals=train_goals,
         unseen_goals=unseen_goals,
         segments=SegmentDataset(histories, train_goals, n_transit, max_depth, seed),

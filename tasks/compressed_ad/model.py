@@ -89,14 +89,18 @@ class InContextNet(nn.Module):
             nn.LayerNorm(dim),
         )
         self.embed_query = nn.Embedding(CELLS, dim)
-        self.positions = nn.Parameter(torch.randn(n_transit, dim) * 0.02)
+
+        # the decoder, and the encoder that compresses
+        positions = torch.randn(n_transit, dim) * 0.02
+        self.positions = nn.Parameter(positions)
         self.layers = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(layers))
         self.head = nn.Sequential(
             nn.LayerNorm(dim),
             nn.Linear(dim, ACTIONS),
         )
         if n_latent:
-            self.latents = nn.Parameter(torch.randn(n_latent, dim) * 0.02)
+            latents = torch.randn(n_latent, dim) * 0.02
+            self.latents = nn.Parameter(latents)
             self.encoder = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(encoder_layers))
             self.encoder_norm = nn.LayerNorm(dim)
 
@@ -117,21 +121,25 @@ class InContextNet(nn.Module):
             coordinates(next_cell, dtype),
         ]
         embedded = self.embed(torch.cat(facts, -1))
+        return embedded + self._positions_of(cells, first)
+
+    def _positions_of(self, cells: Tensor, first: int) -> Tensor:
+        """The positions (N, D) of what stands at the places first ... of the context."""
         last = first + cells.shape[1]
-        return embedded + self.positions[first:last]
+        return self.positions[first:last]
 
     def queries(self, cells: Tensor, first: int = 0) -> Tensor:
         """Cells to act in, (B, N) -> (B, N, D); each takes the position that its transition will take."""
         embedded = self.embed_query(cells.long())
-        last = first + cells.shape[1]
-        return embedded + self.positions[first:last]
+        return embedded + self._positions_of(cells, first)
 
     def compress(self, latents: Tensor | None, tokens: Tensor) -> Tensor:
         """Old latents (B, n_latent, D), none the first time, and a full context (B, n_transit, D) -> new latents."""
         memory = tokens
         if latents is not None:
             memory = torch.cat([latents, tokens], 1)
-        x = self.latents.expand(len(tokens), -1, -1)
+        size = len(tokens)
+        x = self.latents.expand(size, -1, -1)
         for layer in self.encoder:
             x, _ = layer(x, memory=memory)
         return self.encoder_norm(x)

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from cli_utils import InputError
-from distributed_utils import Ranks, gather_objects, print_main, world
+from distributed_utils import Ranks, agree_on_errors, gather_objects, print_main, world
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
 from tasks.compressed_ad.acting import ActedEpisodes
-from tasks.compressed_ad.darkroom import ACTIONS, GRID, HORIZON, START, optimal_return, random_return
+from tasks.compressed_ad.darkroom import ACTIONS, GRID, HORIZON, START, optimal_return, random_return, split_goals
 from tasks.compressed_ad.data import DarkroomData, SegmentDataset
 from tasks.compressed_ad.model import InContextNet
 
@@ -171,14 +171,20 @@ def places_of(goals: list[int]) -> list[list[int]]:
     return [list(divmod(goal, GRID)) for goal in goals]
 
 
-def read_baseline(run_folder: str | None, goals: list[int], episodes: int) -> dict | None:
-    """eval_test.json of the --model ad run that is to stand beside this one; None without one.
+def read_baseline(run_folder: str | None, split_seed: int, episodes: int) -> dict | None:
+    """All ranks: eval_test.json of the --model ad run that is to stand beside this one; None without one.
 
-    goals and episodes: of this run's test. Raises InputError for a run that was tested otherwise.
+    split_seed, episodes: of this run's test. Raises InputError for a run that was tested otherwise.
     """
     if run_folder is None:
         return None
-    path = Path(run_folder) / "eval_test.json"
+    with agree_on_errors():
+        return load_baseline(Path(run_folder), split_seed, episodes)
+
+
+def load_baseline(run_folder: Path, split_seed: int, episodes: int) -> dict:
+    """See read_baseline."""
+    path = run_folder / "eval_test.json"
     advice = "--ad_run wants the folder of a finished run"
     try:
         baseline = json.loads(path.read_text())
@@ -195,6 +201,7 @@ def read_baseline(run_folder: str | None, goals: list[int], episodes: int) -> di
     # of the same test only
     if model != "ad":
         raise InputError(f"{path}: of --model {model}; give --ad_run a run of --model ad")
+    _, goals = split_goals(split_seed)
     if baseline["goals"] != places_of(goals):
         raise InputError(f"{path}: of other goals; give a run with the same --split_seed")
     if tested != episodes:
@@ -217,28 +224,31 @@ def print_processes(kind: str, precision: str, ranks: Ranks) -> None:
         print_main(f"Process {rank} using device: {device}")
 
 
-def describe_batch(batch: BatchSize, effective: int) -> str:
-    """The banner's row of the batch. effective: of an optimizer step of all processes."""
+def describe_run(
+    data: DarkroomData, model: InContextNet, batch: BatchSize, loader, lr: str, reason: str
+) -> dict[str, str]:
+    """The banner's rows of this task. lr: in words. reason: for the precision."""
     _, world_size = world()
+    sampler = loader.batch_sampler
     split = f"{batch.size} per GPU x {batch.accumulation} accumulation x {world_size}"
-    return f"{split} = {effective} ({batch.source})"
 
-
-def describe_model(name: str, model: InContextNet) -> str:
-    """The banner's row of the model. name: as --model calls it."""
+    # the model
+    name = "compressed_ad" if model.n_latent else "ad"
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return f"{name}, {parameters} parameters, context {model.n_transit}, {model.n_latent} latents"
+    context = f"context {model.n_transit}, {model.n_latent} latents"
 
-
-def describe_data(data: DarkroomData, split_seed: int, loader) -> dict[str, str]:
-    """The banner's rows of histories and segments."""
+    # what it learns from
     histories = data.histories
-    goals = f"{len(data.train_goals)} goals; {len(data.unseen_goals)} goals unseen (split seed {split_seed})"
+    goals = f"{len(data.train_goals)} goals; {len(data.unseen_goals)} goals unseen (split seed {data.split_seed})"
     counts = data.segments.depths()
     depths = [f"{count} of depth {depth}" for depth, count in enumerate(counts)]
-    steps = loader.batch_sampler.steps_per_epoch()
+    steps = sampler.steps_per_epoch()
     cached = "all histories" if histories.in_memory else "none, mapped"
     return {
+        "batch": f"{split} = {sampler.effective_batch_size} ({batch.source})",
+        "learning rate": lr,
+        "precision": reason,
+        "model": f"{name}, {parameters} parameters, {context}",
         "histories": f"{histories.streams} of {histories.steps} steps for each of {goals}",
         "segments": f"{len(data.segments)} an epoch: {', '.join(depths)}; {steps} steps",
         "in memory": f"{cached}; {loader.num_workers} workers",
