@@ -241,11 +241,12 @@ def survival(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     import numpy as np
 
     import train_survival_distributed as script
+    from tasks.survival.cohort import read_cohort
 
     flags = "--resnet resnet10 --base_channels 8 --image_size 48 40 24 --batch_size 8 --no-augment"
     flags += " --scheduler constant --eta_min 0 --num_workers 0 --mixed_precision no"
     args = script.parse_args(words(flags, csv_path=data / "dataset.csv", cache_dir=data / "cache", log_dir=run_folder))
-    cohort = script.read_cohort(args.csv_path)
+    cohort = read_cohort(args.csv_path)
     rows = np.arange(len(cohort))
     model = script.build_model(args, "no", 1, None, ranks)
     volumes = script.make_dataset(cohort, rows, args, train=True)
@@ -259,11 +260,11 @@ def survival(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
         wrapped = script.wrap_model(model, frozen=False)
         fold = script.Fold(cohort, "all", rows, rows, {})
         memory = script.CoxMemory(0, ranks.device)
-        learner = script.Learner(model, optimizer, LossScaler(ranks.device, "no"), memory)
+        learner = script.Learner(model, optimizer, LossScaler(ranks.device, "no"), memory, wrapped)
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
 
         def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(wrapped, learner, fold, loader, stretch, args)
+            script.train_one_epoch(learner, fold, loader, stretch, args)
 
         return script_loop(model, loader, training, train_one_epoch)
 

@@ -61,11 +61,11 @@ def gradients(args, ranks: Ranks, volumes: torch.Tensor, fold: Fold, size: int) 
     model = tsd.build_model(args, "no", 1, None, ranks).to(getattr(torch, sys.argv[3]))
     with torch.no_grad():
         model.head.weight.copy_(torch.randn(1, 64, generator=torch.Generator().manual_seed(1)) / 2)
-    wrapped = tsd.wrap_model(model, frozen=False)
-    step = share_of_step(volumes, size, int(sys.argv[2]), ranks)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    learner = tsd.Learner(model, None, scaler, None, wrapped=tsd.wrap_model(model, frozen=False))
+    step = share_of_step(volumes, size, int(sys.argv[2]), ranks)
     loss_of = partial(tsd.step_loss, rows=np.arange(size), fold=fold, args=args)
-    loss, _ = tsd.train_step(wrapped, model, step, lambda batch: batch["image"], loss_of, scaler)
+    loss, _ = tsd.train_step(learner, step, lambda batch: batch["image"], loss_of)
     return loss, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
