@@ -43,6 +43,10 @@ def watch_trials(memory: Memory) -> None:
 
         return real(*args, recompute=recompute and turn_on, **options)
 
+    # a task's module that is imported already holds the name too
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tasks.") and hasattr(module, "fit_batch_to_memory"):
+            module.fit_batch_to_memory = fit
     memory_utils.fit_batch_to_memory = fit
 
 
