@@ -12,28 +12,24 @@ Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimi
 report-derived scene graph is never an input: the answers come from the same report.
 """
 
-import argparse
-import contextlib
-import math
 import os
 import time
+from argparse import BooleanOptionalAction, Namespace
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, take_from_run
 from cli_utils import value_sources, whole
-from tasks.mimic_cxr.flags import SECTIONS, add_guide_keys, check_flags, is_given, set_flags, take_guide_keys
+from tasks.mimic_cxr.flags import DEBUG, OF_THE_RUN, SECTIONS, add_guide_keys, check_flags, is_given, set_flags
+from tasks.mimic_cxr.flags import take_guide_keys
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
-# What --eval_only takes from the run's args.yaml where no flag says otherwise.
-OF_THE_RUN = ("mimic_cxr_path", "mimic_qa_path", "index_dir", "image_encoder", "text_encoder", "quality_grade", "view")
-OF_THE_RUN += ("image_size", "fusion_layers", "max_question_length", "chexpert_uncertain", "max_samples", "max_missing")
-DEBUG = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument_group("data").add_argument
     grades = ("A++", "A+", "A", "B", "C", "D", "all")
@@ -59,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--freeze_image", action="store_true", help="do not train the image encoder (saves memory)")
     add("--freeze_text", action="store_true", help="do not train the text encoder (saves memory)")
     recomputation = "recompute activations: less memory, a third slower; left out: when needed"
-    add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, help=recomputation)
+    add("--gradient_checkpointing", action=BooleanOptionalAction, help=recomputation)
     add("--pretrained_weights", metavar="FILE", help="another run's model.safetensors to start from")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -107,7 +103,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import deepspeed_utils
@@ -124,7 +120,7 @@ from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
 from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, open_sets
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
-from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
+from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, most_passes, prepare_deepspeed
 from tasks.mimic_cxr.hardware import settings_of_plan
 from tasks.mimic_cxr.index import open_index
 from tasks.mimic_cxr.metrics import Metrics, Predictions, answer_metrics, chexpert_metrics, gather_predictions
@@ -137,7 +133,7 @@ from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, des
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 
 
-def build_model(args: argparse.Namespace, precision: str, device: torch.device) -> tuple[ChestModel, object]:
+def build_model(args: Namespace, precision: str, device: torch.device) -> tuple[ChestModel, object]:
     """(model, tokenizer): both encoders loaded, frozen where asked, checkpointing set. Raises InputError."""
     encoders = load_encoders(args.image_encoder, args.text_encoder, args.dropout)
     longest = encoders.longest_question
@@ -159,9 +155,7 @@ def build_model(args: argparse.Namespace, precision: str, device: torch.device) 
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def question_losses(
-    answers: list[torch.Tensor], chexpert: torch.Tensor, batch: dict
-) -> tuple[torch.Tensor, torch.Tensor]:
+def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
     """(cross-entropy (B,) of each question's own head, binary cross-entropy (B, 14) of each known CheXpert label)."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for place, logits in enumerate(answers):
@@ -176,10 +170,11 @@ def count_targets(step: Step) -> list[float]:
     """[questions of each head..., known CheXpert labels] of this rank's share of a step, on the host."""
     heads = torch.cat([batch["head"] for batch in step.batches])
     counts = torch.bincount(heads, minlength=len(HEADS)).tolist()
-    return [*counts, sum(int(batch["known"].sum()) for batch in step.batches)]
+    known = sum(int(batch["known"].sum()) for batch in step.batches)
+    return [*counts, known]
 
 
-def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> torch.Tensor:
+def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> Tensor:
     """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
 
     counts: as count_targets gives them, of all ranks. Each head's cross-entropy is a mean over ITS questions in the
@@ -203,7 +198,7 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def make_loader(data: QuestionData, batch_size: int, args: argparse.Namespace, **options) -> DataLoader:
+def make_loader(data: QuestionData, batch_size: int, args: Namespace, **options) -> DataLoader:
     """This rank's share of some questions; options: see create_distributed_dataloader."""
     return create_distributed_dataloader(
         data,
@@ -215,26 +210,24 @@ def make_loader(data: QuestionData, batch_size: int, args: argparse.Namespace, *
     )
 
 
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
     """A fused AdamW over what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
-def make_engine(model: ChestModel, setup: Setup, batch: BatchSize, args: argparse.Namespace) -> Engine:
+def make_engine(model: ChestModel, setup: Setup, batch: BatchSize, args: Namespace) -> Engine:
     """The optimizer, and the engine around the model: torch's, or DeepSpeed's where there is a config for it."""
     if setup.config is None:
         # not for DeepSpeed, which sends weights as flat bytes: they must be in order
         if model.mean.is_cuda:
             model.image.to(memory_format=torch.channels_last)
         return TorchEngine(model, make_optimizer(model, args), model.mean.device, setup.precision, args.grad_clip)
-    config = fill_batch(
-        setup.config, setup.config_path, batch.size, batch.accumulation, args.grad_clip, setup.precision
-    )
+    config = fill_batch(setup.config, setup.config_path, batch, args.grad_clip, setup.precision)
     return DeepSpeedEngine(model, make_optimizer(model, args), config)
 
 
-def train_one_epoch(engine: Engine, loader: DataLoader, training: TrainingRun, args: argparse.Namespace) -> None:
+def train_one_epoch(engine: Engine, loader: DataLoader, training: TrainingRun, args: Namespace) -> None:
     """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
     Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
@@ -246,7 +239,7 @@ def train_one_epoch(engine: Engine, loader: DataLoader, training: TrainingRun, a
         lr = args.learning_rate * factor
 
         # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
-        passes = math.ceil(math.ceil(step.samples / world_size) / loader.batch_sampler.batch_size)
+        passes = most_passes(step.samples, loader.batch_sampler.batch_size)
         spare = passes - len(step.batches)
         weights = [step.weight] * len(step.batches) + [0.0] * spare
         step.batches += step.batches[-1:] * spare
@@ -278,25 +271,22 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: QuestionData, batch_size: int, args: argparse.Namespace) -> Evaluation:
-    """All ranks: answer every question of a split once, and judge the answers.
-
-    Raises InputError on all ranks for an unusable image of any.
-    """
+def evaluate(model: nn.Module, data: QuestionData, batch_size: int, args: Namespace) -> Evaluation:
+    """All ranks: answer every question of a split once, and judge the answers. Raises InputError on all ranks."""
     model.eval()
     loader = make_loader(data, batch_size, args, train=False)
 
     # ZeRO-3 gathers weights in each pass, so every rank makes equally many
-    passes = math.ceil(math.ceil(len(data) / loader.batch_sampler.batch_size) / world()[1])
     batches = iter(loader)
     local = []
     error = ""
-    for _ in range(passes):
+    for _ in range(most_passes(len(data), loader.batch_sampler.batch_size)):
         batch = next(batches, None)
         has_share = batch is not None
         if not has_share:
             batch = data.collate([data[0]])
         error = error or batch["error"]
+
         batch = to_device(batch, model.mean.device)
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
         if has_share:
@@ -307,20 +297,24 @@ def evaluate(model: nn.Module, data: QuestionData, batch_size: int, args: argpar
 
     # every rank judges all answers
     predictions = gather_predictions(local)
-    studies = data.index.studies
     metrics = split_losses(data.split, predictions, HEAD_WEIGHT, args.chexpert_weight)
     metrics |= answer_metrics(data.split, predictions, data.index.facts["classes"])
-    metrics |= chexpert_metrics(data.split, predictions, studies)
-    return Evaluation(metrics, group_sizes(predictions, studies), predictions)
+    metrics |= chexpert_metrics(data.split, predictions, data.index.studies)
+    return Evaluation(metrics, group_sizes(predictions, data.index.studies), predictions)
 
 
-def batch_predictions(answers: list[torch.Tensor], chexpert: torch.Tensor, batch: dict) -> Predictions:
+def batch_predictions(answers: list[Tensor], chexpert: Tensor, batch: dict) -> Predictions:
     """A row for each question of a batch: its class, its study's probabilities, and its part of the losses."""
     classes = torch.stack([logits.argmax(1) for logits in answers], 1)
+    predicted = classes.gather(1, batch["head"][:, None])[:, 0]
     entropy, bce = question_losses(answers, chexpert, batch)
-    rows = {name: batch[name] for name in ("index", "head", "target", "study")}
-    rows |= {
-        "predicted": classes.gather(1, batch["head"][:, None])[:, 0],
+
+    rows = {
+        "index": batch["index"],
+        "head": batch["head"],
+        "target": batch["target"],
+        "study": batch["study"],
+        "predicted": predicted,
         "chexpert": chexpert.sigmoid(),
         "entropy": entropy.double(),
         "bce": bce.sum(1).double(),
@@ -339,14 +333,14 @@ def log_evaluation(data: QuestionData, result: Evaluation, training: TrainingRun
     training.log.figures(lambda: draw_split(data, result.predictions), progress.step, seconds_apart)
 
 
-def keep_predictions(data: QuestionData, result: Evaluation, args: argparse.Namespace) -> bool:
+def keep_predictions(data: QuestionData, result: Evaluation, args: Namespace) -> bool:
     """--save_predictions: rank 0 writes them; False where the disk does not take them."""
     if not args.save_predictions or world()[0] > 0:
         return True
     return write_predictions(Path(args.output_dir), data, result.predictions)
 
 
-def evaluate_only(model: ChestModel, data: QuestionData, step: int, args: argparse.Namespace) -> None:
+def evaluate_only(model: ChestModel, data: QuestionData, step: int, args: Namespace) -> None:
     """--eval_only: the metrics of one split, printed and written where the disk takes them."""
     run_folder = Path(args.output_dir)
     with agree_on_errors():
@@ -364,22 +358,23 @@ def evaluate_only(model: ChestModel, data: QuestionData, step: int, args: argpar
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def trial_step(model: ChestModel, batch: dict, args: argparse.Namespace) -> None:
-    """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
-    counts = [len(batch["head"])] * (len(HEADS) + 1)
+def trial_step(model: ChestModel, size: int, args: Namespace) -> None:
+    """Forward and backward pass of a micro-batch of the longest questions; the gradients stay in the model."""
+    batch = largest_batch(size, args.image_size, args.max_question_length)
     batch = to_device(batch, model.mean.device)
+    counts = [size] * (len(HEADS) + 1)
     batch_loss(model.train(), batch, counts, args.chexpert_weight)[0].backward()
 
 
-def checkpoint_contents(model: ChestModel, engine: Engine, batch: BatchSize, precision: str, this_run: dict) -> dict:
+def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict) -> dict:
     """All ranks: what a checkpoint holds beside position, log and random state; the same from every engine.
 
     this_run: what may not differ where the run is resumed.
     """
     return {
         "format": FORMAT,
-        "model": deepspeed_utils.full_weights(model),
-        "optimizer": deepspeed_utils.full_optimizer_state(model, engine.optimizer),
+        "model": deepspeed_utils.full_weights(engine.module),
+        "optimizer": deepspeed_utils.full_optimizer_state(engine.module, engine.optimizer),
         "scaler": engine.scaler_state(),
         "run": this_run,
         "precision": precision,
@@ -387,7 +382,7 @@ def checkpoint_contents(model: ChestModel, engine: Engine, batch: BatchSize, pre
     }
 
 
-def run(args: argparse.Namespace, ranks: Ranks) -> int:
+def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
     setup = choose_setup(args, ranks)
@@ -400,6 +395,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         args.max_missing,
         limit=64 if args.debug else 0,
     )
+
+    # the split that is used must have questions
     with agree_on_errors():
         needed = args.eval_split if args.eval_only else "train"
         check_split(index, needed, args.mimic_cxr_path, args.mimic_qa_path)
@@ -418,6 +415,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
             load_trained(model, checkpoint["model"])
         elif args.pretrained_weights:
             load_pretrained(model, args.pretrained_weights)
+
+        # the questions of each split
         sets = open_sets(
             index,
             args.mimic_cxr_path,
@@ -429,6 +428,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
             args.max_samples,
         )
 
+    # evaluate, or train
     if args.eval_only:
         evaluate_only(model, sets[args.eval_split], checkpoint["step"], args)
         return 0
@@ -440,17 +440,11 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     return code
 
 
-def fit(
-    model: ChestModel, sets: dict[str, QuestionData], checkpoint: dict | None, setup: Setup, args, ranks: Ranks
-) -> int:
+def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, args: Namespace, ranks: Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.output_dir)
-
-    def try_once(size: int) -> None:
-        trial_step(model, largest_batch(size, args.image_size, args.max_question_length), args)
-
-    batch = choose_batch_size(try_once, model, setup.config, checkpoint, args)
+    batch = choose_batch_size(partial(trial_step, model, args=args), model, setup.config, checkpoint, args)
     data = sets["train"]
     loader = make_loader(data, batch.size, args, seed=args.seed, accumulation=batch.accumulation, drop_last=False)
     effective_batch_size = loader.batch_sampler.effective_batch_size
@@ -467,7 +461,7 @@ def fit(
         model.compile()
     engine = make_engine(model, setup, batch, args)
     if checkpoint:
-        engine.restore(model, checkpoint)
+        engine.restore(checkpoint)
         restore_rng(checkpoint["rng"])
 
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
@@ -480,17 +474,18 @@ def fit(
         effective_batch_size=effective_batch_size,
         precision=setup.precision,
         log=log,
-        contents=partial(checkpoint_contents, model, engine, batch, setup.precision, this_run),
+        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run),
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
     )
+
+    # train, and test what was best
     prepare_checkpoint(model)
     print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
-
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
-    with training.stop, contextlib.closing(log), contextlib.closing(engine), explain_out_of_memory(advice):
-        code, sizes = train(model, engine, loader, training, sets, args)
+    with training.stop, closing(log), closing(engine), explain_out_of_memory(advice):
+        code, sizes = train(engine, loader, training, sets, args)
         if code:
             return code
         best_step = test_best(model, sets, training, sizes, batch.size, args)
@@ -500,9 +495,7 @@ def fit(
     return 0
 
 
-def train(
-    model: ChestModel, engine: Engine, loader: DataLoader, training: TrainingRun, sets: dict, args
-) -> tuple[int, dict[str, int]]:
+def train(engine: Engine, loader: DataLoader, training: TrainingRun, sets: dict, args: Namespace) -> tuple[int, dict]:
     """All epochs, each with its validation; (exit code of a stop signal or 0, group_sizes of the validation)."""
     progress = training.progress
     sizes: dict[str, int] = {}
@@ -513,8 +506,9 @@ def train(
         train_one_epoch(engine, loader, training, args)
         if code := end_epoch(training):
             return code, sizes
+
         if len(sets["val"]):
-            result = evaluate(model, sets["val"], loader.batch_sampler.batch_size, args)
+            result = evaluate(engine.module, sets["val"], loader.batch_sampler.batch_size, args)
             sizes = result.sizes
             log_evaluation(sets["val"], result, training)
             accuracy = result.metrics["val/vqa_accuracy"]
@@ -531,13 +525,8 @@ def train(
             return 0, sizes
 
 
-def test_best(
-    model: ChestModel, sets: dict, training: TrainingRun, sizes: dict[str, int], batch_size: int, args
-) -> int:
-    """Load best.pt and print its metrics of the validation and test splits; returns its step.
-
-    sizes: group_sizes of the validation.
-    """
+def test_best(model: nn.Module, sets: dict, training: TrainingRun, sizes: dict, batch_size: int, args) -> int:
+    """Load best.pt and print its metrics of the validation (of these sizes) and of the test; returns its step."""
     best_step = training.progress.step
     name = "the last weights (there are no validation questions)"
     if len(sets["val"]):
@@ -563,7 +552,7 @@ def test_best(
     return best_step
 
 
-def rehearse(args: argparse.Namespace) -> None:
+def rehearse(args: Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step of the longest questions, by DDP or one process."""
     import rehearsal_utils as rehearsal
 
@@ -581,7 +570,7 @@ def rehearse(args: argparse.Namespace) -> None:
         with ranks.device:
             model, _ = build_model(args, precision, ranks.device)
         engine = make_engine(model, Setup(precision), BatchSize(size, accumulation, ""), args)
-        trial = partial(trial_step, model, largest_batch(size, args.image_size, args.max_question_length), args)
+        trial = partial(trial_step, model, size, args)
         step = rehearsal.rehearse_step(trace, model, engine.optimizer, trial, accumulation, processes)
 
     title = f"MIMIC-CXR by DDP, {size} per GPU x {accumulation} accumulation, {precision}"
@@ -589,7 +578,7 @@ def rehearse(args: argparse.Namespace) -> None:
     rehearsal.end_rehearsal()
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: Namespace) -> int:
     if args.rehearse:
         rehearse(args)
     launch_workers(args.world_size or 1)

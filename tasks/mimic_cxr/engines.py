@@ -1,6 +1,7 @@
 """Guide 1's two engines behind one face, torch (DDP, or one process) and DeepSpeed ZeRO, and which of them trains."""
 
 import contextlib
+import math
 import warnings
 
 import torch
@@ -13,12 +14,15 @@ from cli_utils import InputError
 from distributed_utils import Ranks, world, wrap_in_ddp
 from hardware_utils import choose_precision
 from loop_utils import LossScaler, clip_and_step, sync_gradients
-from memory_utils import copies_held
+from memory_utils import BatchSize, copies_held
 from tasks.mimic_cxr.flags import CONFIGS, ZERO_FILES
 
 
 class TorchEngine:
-    """One process, or DDP around the model. A step with a non-finite gradient is skipped without a GPU sync."""
+    """One process, or DDP around the model. A step with a non-finite gradient is skipped without a GPU sync.
+
+    `model` is what trains, and `module` the plain module inside.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class TorchEngine:
         precision: str,
         grad_clip: float,
     ):
+        self.module = model
         self.model = model
         self.device = device
         self.optimizer = optimizer
@@ -52,19 +57,22 @@ class TorchEngine:
     def scaler_state(self) -> dict:
         return self.scaler.state_dict()
 
-    def restore(self, model: nn.Module, checkpoint: dict) -> None:
-        """Go on with a checkpoint's optimizer and loss scale. model: the module inside, which has its weights."""
-        deepspeed_utils.restore_optimizer(model, self.optimizer, None, checkpoint["model"], checkpoint["optimizer"])
+    def restore(self, checkpoint: dict) -> None:
+        """Go on with a checkpoint's optimizer and loss scale; the module has its weights already."""
+        weights = checkpoint["model"]
+        deepspeed_utils.restore_optimizer(self.module, self.optimizer, None, weights, checkpoint["optimizer"])
         restore_scaler(self.scaler, checkpoint["scaler"], self.scaler.precision)
 
     def close(self) -> None:
         self.model = None
+        self.module = None
 
 
 class DeepSpeedEngine:
     """DeepSpeed ZeRO-1/2/3 with the same AdamW; it skips a step with a non-finite gradient by itself."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.AdamW, config: dict):
+        self.module = model
         self.model = deepspeed_utils.start_engine(model, optimizer, config)
         self.device = self.model.device
         self.optimizer = optimizer
@@ -87,19 +95,26 @@ class DeepSpeedEngine:
     def scaler_state(self) -> dict:
         return deepspeed_utils.scaler_state(self.model)
 
-    def restore(self, model: nn.Module, checkpoint: dict) -> None:
-        """Go on with a checkpoint's weights, optimizer and loss scale. model: the module inside."""
+    def restore(self, checkpoint: dict) -> None:
+        """Go on with a checkpoint's weights, optimizer and loss scale."""
         weights = checkpoint["model"]
-        deepspeed_utils.restore_optimizer(model, self.optimizer, self.model, weights, checkpoint["optimizer"])
+        deepspeed_utils.restore_optimizer(self.module, self.optimizer, self.model, weights, checkpoint["optimizer"])
         deepspeed_utils.restore_scaler(self.model, checkpoint["scaler"])
 
     def close(self) -> None:
         # its hooks hold the model in cycles
         self.model.destroy()
         self.model = None
+        self.module = None
 
 
 Engine = TorchEngine | DeepSpeedEngine
+
+
+def most_passes(samples: int, batch_size: int) -> int:
+    """How many micro-batches the rank with the most makes of the samples of all ranks."""
+    local = math.ceil(samples / world()[1])
+    return math.ceil(local / batch_size)
 
 
 # --- which one, and how -----------------------------------------------------------------------------------------------
@@ -150,10 +165,10 @@ def choose_precision_with(config: dict | None, wanted: str, device: torch.device
     return chosen, "the DeepSpeed file" if named else reason
 
 
-def fill_batch(config: dict, path: str, size: int, accumulation: int, grad_clip: float, precision: str) -> dict:
+def fill_batch(config: dict, path: str, batch: BatchSize, grad_clip: float, precision: str) -> dict:
     """The config for the batch that fits into memory; the file was compared with the flags before."""
     open_config = {name: value for name, value in config.items() if name not in deepspeed_utils.OWNED}
-    return deepspeed_utils.fill_config(open_config, path, size, accumulation, grad_clip, precision)
+    return deepspeed_utils.fill_config(open_config, path, batch.size, batch.accumulation, grad_clip, precision)
 
 
 def engine_copies(config: dict | None) -> float:

@@ -49,6 +49,24 @@ TRANSLATED = (
     "deepspeed_enabled",
     "zero_stage",
 )
+# What --eval_only takes from the run's args.yaml where no flag says otherwise.
+OF_THE_RUN = (
+    "mimic_cxr_path",
+    "mimic_qa_path",
+    "index_dir",
+    "image_encoder",
+    "text_encoder",
+    "quality_grade",
+    "view",
+    "image_size",
+    "fusion_layers",
+    "max_question_length",
+    "chexpert_uncertain",
+    "max_samples",
+    "max_missing",
+)
+# What --debug sets.
+DEBUG = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
 # Where a value is from that nothing else may replace.
 FLAG_SOURCES = ("command line", "--debug")
 
