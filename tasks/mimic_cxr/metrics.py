@@ -1,6 +1,8 @@
 """Guide 1's metrics: plain arithmetic on the predictions of a split, one row a question, see train_mimic_cxr.py."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,16 +15,38 @@ Metrics = dict[str, float | None]
 Predictions = dict[str, np.ndarray]
 
 
+class Judged(NamedTuple):
+    """The studies in which a CheXpert label is neither uncertain nor blank: its probabilities, and 0 or 1."""
+
+    scores: torch.Tensor
+    truth: torch.Tensor
+
+    @property
+    def has_both(self) -> bool:
+        """Whether there are both classes, without which no curve is defined."""
+        return len(self.truth.unique()) == 2
+
+
+# --- losses and answers -----------------------------------------------------------------------------------------------
+
+
 def split_losses(split: str, predictions: Predictions, head_weight: dict, chexpert_weight: float) -> Metrics:
     """The training loss of a split and its two parts. None where one is not finite."""
     vqa = 0.0
     for place, head in enumerate(HEADS):
         rows = predictions["head"] == place
         if rows.any():
-            vqa += head_weight[head] * float(predictions["entropy"][rows].mean())
-    labels = float(predictions["bce"].sum() / max(1.0, predictions["known"].sum()))
-    values = {"loss": vqa + chexpert_weight * labels, "loss_vqa": vqa, "loss_chexpert": labels}
-    return {f"{split}/{name}": value if math.isfinite(value) else None for name, value in values.items()}
+            entropy = predictions["entropy"][rows]
+            vqa += head_weight[head] * float(entropy.mean())
+    known = max(1.0, predictions["known"].sum())
+    labels = float(predictions["bce"].sum() / known)
+
+    # under the names of the log
+    loss = vqa + chexpert_weight * labels
+    metrics: Metrics = {}
+    for name, value in (("loss", loss), ("loss_vqa", vqa), ("loss_chexpert", labels)):
+        metrics[f"{split}/{name}"] = value if math.isfinite(value) else None
+    return metrics
 
 
 def answer_metrics(split: str, predictions: Predictions, classes: dict[str, list[int]]) -> Metrics:
@@ -30,33 +54,43 @@ def answer_metrics(split: str, predictions: Predictions, classes: dict[str, list
 
     Each head has its macro F1, too. classes: how often each answer of a question type occurs in training.
     """
-    from torchmetrics.functional.classification import multiclass_f1_score
+    target = predictions["target"]
+    right = predictions["predicted"] == target
+    usual = usual_answers(predictions["type"], classes) == target
+    metrics: Metrics = {}
 
-    # a type that training does not have is answered wrongly
-    kinds, place_of_kind = np.unique(predictions["type"], return_inverse=True)
-    usual_answers = [int(np.argmax(classes[kind])) if kind in classes else -1 for kind in kinds]
-    right = predictions["predicted"] == predictions["target"]
-    usual = np.array(usual_answers)[place_of_kind] == predictions["target"]
-    metrics = {
-        f"{split}/vqa_accuracy": float(right.mean()),
-        f"{split}/vqa_majority": float(usual.mean()),
-    }
+    def add(rows: np.ndarray, group: str = "") -> None:
+        metrics[f"{split}/vqa_accuracy{group}"] = float(right[rows].mean())
+        metrics[f"{split}/vqa_majority{group}"] = float(usual[rows].mean())
 
-    # each head, and each question type
-    for place, (head, names) in enumerate(HEADS.items()):
+    add(np.ones(len(target), bool))
+    for place, head in enumerate(HEADS):
         rows = predictions["head"] == place
         if rows.any():
-            predicted = torch.from_numpy(predictions["predicted"][rows])
-            target = torch.from_numpy(predictions["target"][rows])
-            f1 = multiclass_f1_score(predicted, target, len(names), average="macro")
-            metrics[f"{split}/vqa_accuracy/{head}"] = float(right[rows].mean())
-            metrics[f"{split}/vqa_majority/{head}"] = float(usual[rows].mean())
-            metrics[f"{split}/vqa_f1/{head}"] = float(f1)
-    for place, kind in enumerate(kinds):
-        rows = place_of_kind == place
-        metrics[f"{split}/vqa_accuracy/{kind}"] = float(right[rows].mean())
-        metrics[f"{split}/vqa_majority/{kind}"] = float(usual[rows].mean())
+            add(rows, f"/{head}")
+            metrics[f"{split}/vqa_f1/{head}"] = macro_f1(predictions, rows, len(HEADS[head]))
+    for kind in np.unique(predictions["type"]):
+        add(predictions["type"] == kind, f"/{kind}")
     return metrics
+
+
+def usual_answers(kinds: np.ndarray, classes: dict[str, list[int]]) -> np.ndarray:
+    """The most frequent training answer of each question's type; -1 for a type that training does not have."""
+    names, place = np.unique(kinds, return_inverse=True)
+    usual = [int(np.argmax(classes[name])) if name in classes else -1 for name in names]
+    return np.array(usual)[place]
+
+
+def macro_f1(predictions: Predictions, rows: np.ndarray, classes: int) -> float:
+    """The mean of the F1 of each class."""
+    from torchmetrics.functional.classification import multiclass_f1_score
+
+    predicted = torch.from_numpy(predictions["predicted"][rows])
+    target = torch.from_numpy(predictions["target"][rows])
+    return float(multiclass_f1_score(predicted, target, classes, average="macro"))
+
+
+# --- CheXpert ---------------------------------------------------------------------------------------------------------
 
 
 def chexpert_metrics(split: str, predictions: Predictions, studies: pa.RecordBatch) -> Metrics:
@@ -66,50 +100,60 @@ def chexpert_metrics(split: str, predictions: Predictions, studies: pa.RecordBat
     """
     from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
-    metrics: Metrics = {}
-    labels = judged_labels(predictions, studies)
-    for name, metric in (("chexpert_auroc", binary_auroc), ("chexpert_ap", binary_average_precision)):
-        values = {}
-        for label, (scores, target) in labels.items():
-            both = len(target.unique()) == 2
-            values[label] = float(metric(scores, target)) if both else None
-        defined = [value for value in values.values() if value is not None]
-        metrics[f"{split}/{name}"] = sum(defined) / len(defined) if defined else None
-        metrics |= {f"{split}/{name}/{label}": value for label, value in values.items()}
-    return metrics
+    labels = judge_labels(predictions, studies)
+    metrics = label_metrics(f"{split}/chexpert_auroc", labels, binary_auroc)
+    return metrics | label_metrics(f"{split}/chexpert_ap", labels, binary_average_precision)
 
 
-def judged_labels(predictions: Predictions, studies: pa.RecordBatch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """{CheXpert label: (probabilities, truth of 0 and 1)} of the studies in which it is neither uncertain nor blank."""
+def label_metrics(name: str, labels: dict[str, Judged], metric: Callable) -> Metrics:
+    """A metric's mean over the labels that have one, and that of each label."""
+    values: Metrics = {}
+    for label, judged in labels.items():
+        values[f"{name}/{label}"] = float(metric(judged.scores, judged.truth)) if judged.has_both else None
+    defined = [value for value in values.values() if value is not None]
+    mean = sum(defined) / len(defined) if defined else None
+    return {name: mean} | values
+
+
+def judge_labels(predictions: Predictions, studies: pa.RecordBatch) -> dict[str, Judged]:
+    """{CheXpert label: the studies in which it is known}."""
     chosen, first = np.unique(predictions["study"], return_index=True)
     truth = chexpert_truth(studies, chosen)
-    scores = predictions["chexpert"][first]
+    probability = predictions["chexpert"][first]
     labels = {}
     for i, label in enumerate(CHEXPERT):
-        rows = truth[:, i] >= 0
-        target = truth[rows, i].astype(np.int64)
-        labels[label] = (torch.from_numpy(scores[rows, i]), torch.from_numpy(target))
+        known = truth[:, i] >= 0
+        scores = torch.from_numpy(probability[known, i])
+        labels[label] = Judged(scores, torch.from_numpy(truth[known, i].astype(np.int64)))
     return labels
 
 
 def chexpert_truth(studies: pa.RecordBatch, chosen: np.ndarray) -> np.ndarray:
     """int8 (n, 14) of the chosen studies: 1, 0, or -1 where blank or uncertain."""
-    truth = np.stack([studies[name].to_numpy()[chosen] for name in CHEXPERT], 1)
+    columns = [studies[name].to_numpy()[chosen] for name in CHEXPERT]
+    truth = np.stack(columns, 1)
     return np.where(truth >= 0, truth, -1)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def group_sizes(predictions: Predictions, studies: pa.RecordBatch) -> dict[str, int]:
     """How many questions each row of the answers' table stands for, and how many studies each of the labels'."""
-    kinds, counts = np.unique(predictions["type"], return_counts=True)
     sizes = {"all": len(predictions["index"])}
-    sizes |= dict(zip(kinds.tolist(), counts.tolist(), strict=True))
+    kinds, counts = np.unique(predictions["type"], return_counts=True)
+    for kind, count in zip(kinds, counts, strict=True):
+        sizes[str(kind)] = int(count)
     for place, head in enumerate(HEADS):
         sizes[head] = int((predictions["head"] == place).sum())
 
+    # a study has many questions
     chosen = np.unique(predictions["study"])
     known = (chexpert_truth(studies, chosen) >= 0).sum(0)
     sizes["macro"] = len(chosen)
-    return sizes | dict(zip(CHEXPERT, known.tolist(), strict=True))
+    for label, count in zip(CHEXPERT, known, strict=True):
+        sizes[label] = int(count)
+    return sizes
 
 
 def gather_predictions(local: list[Predictions]) -> Predictions:

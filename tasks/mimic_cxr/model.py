@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cli_utils import InputError
 from hardware_utils import autocast, out_of_memory
@@ -13,9 +13,11 @@ from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
 
 
-def broadcast_mask(mask: torch.Tensor) -> torch.Tensor:
+def broadcast_mask(mask: Tensor) -> Tensor:
     """(B, T) of 0 and 1 -> (B, 1, T, T) of bool: which tokens each token may attend to, as a view."""
-    return mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
+    tokens = mask.shape[1]
+    keys = mask[:, None, None].bool()
+    return keys.expand(-1, -1, tokens, -1)
 
 
 @torch.no_grad()
@@ -29,6 +31,7 @@ def takes_ready_mask(encoder: nn.Module) -> bool:
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     # other ids at each place, none of them usual for padding: what is attended to must show
     ids = torch.arange(4, 12).view(2, 4) % encoder.config.vocab_size
+
     training = encoder.training
     encoder.eval()
     try:
@@ -43,14 +46,19 @@ def takes_ready_mask(encoder: nn.Module) -> bool:
         encoder.train(training)
 
 
-def grid_positions(height: int, width: int, dim: int, device: torch.device) -> torch.Tensor:
+def grid_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
     """(height * width, dim) sine and cosine positions: convolution features do not say where they are."""
     rows = torch.linspace(-1, 1, height, device=device)
     columns = torch.linspace(-1, 1, width, device=device)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
-    waves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device) % 64 * math.pi / 2
-    angles = torch.stack([y, x], -1).reshape(-1, 2, 1) * waves
-    return torch.cat([angles.sin(), angles.cos()], 1).flatten(1)[:, :dim]
+    places = torch.stack([y, x], -1).reshape(-1, 2, 1)
+
+    # of each axis as many waves as the features have room for
+    count = math.ceil(dim / 4)
+    waves = 2.0 ** torch.arange(count, device=device) % 64 * math.pi / 2
+    angles = places * waves
+    positions = torch.cat([angles.sin(), angles.cos()], 1)
+    return positions.flatten(1)[:, :dim]
 
 
 class FusionLayer(nn.Module):
@@ -63,10 +71,10 @@ class FusionLayer(nn.Module):
         self.norm = nn.LayerNorm(dim)
         self.norm_mlp = nn.LayerNorm(dim)
         self.attention = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * dim, dim))
+        self.mlp = make_head(dim, 4 * dim, dim, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, text: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    def forward(self, text: Tensor, image: Tensor) -> Tensor:
         """(B, T, dim), (B, P, dim) -> (B, T, dim)."""
         attended, _ = self.attention(self.norm(text), image, image, need_weights=False)
         text = text + self.dropout(attended)
@@ -74,8 +82,13 @@ class FusionLayer(nn.Module):
 
 
 def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
-    """Features (B, dim) -> logits (B, classes)."""
-    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, classes))
+    """Features (..., dim) -> (..., classes), by one hidden layer."""
+    return nn.Sequential(
+        nn.Linear(dim, hidden),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, classes),
+    )
 
 
 class ChestModel(nn.Module):
@@ -100,10 +113,12 @@ class ChestModel(nn.Module):
         for name, classes in HEADS.items():
             self.heads[name] = make_head(dim, HEAD_WIDTH[name], len(classes), dropout)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), dropout)
-        self.register_buffer("mean", torch.tensor(encoders.mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(encoders.std).view(-1, 1, 1), persistent=False)
+        mean = torch.tensor(encoders.mean)
+        std = torch.tensor(encoders.std)
+        self.register_buffer("mean", mean.view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", std.view(-1, 1, 1), persistent=False)
 
-    def image_tokens(self, image: torch.Tensor) -> torch.Tensor:
+    def image_tokens(self, image: Tensor) -> Tensor:
         """(B, 1, S, S) uint8 -> (B, P, dim)."""
         # one grey channel becomes the encoder's three
         pixels = (image / 255 - self.mean) / self.std
@@ -116,9 +131,10 @@ class ChestModel(nn.Module):
             return self.project(features)
         height, width = features.shape[2:]
         tokens = self.project(features.flatten(2).transpose(1, 2))
-        return tokens + grid_positions(height, width, tokens.shape[2], tokens.device).to(tokens.dtype)
+        positions = grid_positions(height, width, tokens.shape[2], tokens.device)
+        return tokens + positions.to(tokens.dtype)
 
-    def forward(self, image: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, image: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
         with autocast(image.device, self.precision):
             image = self.image_tokens(image)
@@ -152,15 +168,18 @@ def freeze_unused(model: ChestModel, size: int, image_encoder: str) -> None:
     """
     precision = model.precision
     model.precision = "no"
+    image = torch.zeros(1, 1, size, size, dtype=torch.uint8)
     ids = torch.ones(1, 4, dtype=torch.long)
     try:
-        logits = model(torch.zeros(1, 1, size, size, dtype=torch.uint8), ids, torch.ones_like(ids))
+        logits = model(image, ids, torch.ones_like(ids))
         sum(values.sum() for values in logits).backward()
     except (RuntimeError, ValueError) as error:
         if out_of_memory(error):
             raise
         reason = f"does not take pictures of 3 x {size} x {size}"
         raise InputError(f"{image_encoder}: {reason}; see --image_size") from None
+
+    # what has no gradient now never will
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)
         parameter.grad = None

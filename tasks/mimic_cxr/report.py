@@ -14,13 +14,15 @@ from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize, batch_flags
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.data import QuestionData
-from tasks.mimic_cxr.metrics import Metrics, Predictions, judged_labels
+from tasks.mimic_cxr.metrics import Metrics, Predictions, judge_labels
 from tasks.mimic_cxr.releases import largest_first
 
 CLASSES = list(HEADS.values())
 # Characters of a line above an image, and of a question there.
 LINE = 48
 LONGEST_QUESTION = 600
+# What a CheXpert label says.
+LABEL_WORDS = {"present": 1, "uncertain": -1, "absent": 0}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -44,6 +46,8 @@ def print_metrics(title: str, metrics: Metrics, sizes: dict[str, int]) -> None:
     for name, value in metrics.items():
         if "/" not in name:
             continue
+
+        # a metric of a group, or of all
         shown = "undefined" if value is None else value
         _, metric, *group = name.split("/", 2)
         if metric.startswith("loss"):
@@ -54,6 +58,7 @@ def print_metrics(title: str, metrics: Metrics, sizes: dict[str, int]) -> None:
         group = group[0] if group else ("macro" if is_label else "all")
         row = table.setdefault(group, {"n": sizes[group]})
         row[metric.split("_")[1]] = shown
+
     print_table(f"{title}: loss", losses)
     print_table(f"{title}: answers", answers)
     print_table(f"{title}: CheXpert", labels)
@@ -100,6 +105,8 @@ def write_predictions(run_folder: Path, data: QuestionData, predictions: Predict
     }
     for i, label in enumerate(CHEXPERT):
         table[f"p({label})"] = predictions["chexpert"][:, i]
+
+    # through memory, so that a full disk leaves no half of it
     content = pa.BufferOutputStream()
     pq.write_table(pa.table(table), content)
     return write_result(run_folder / f"predictions_{data.split}.parquet", content.getvalue().to_pybytes())
@@ -166,7 +173,8 @@ def draw_images(images: list[np.ndarray], texts: list[str], colors: list[str]):
     # inches: the images are squares, and the longest text has room above each
     side = 3.8
     gap = 0.15
-    above = 0.2 + 0.17 * max((text.count("\n") + 1 for text in texts), default=1)
+    most_lines = max((text.count("\n") + 1 for text in texts), default=1)
+    above = 0.2 + 0.17 * most_lines
     rows = max(1, math.ceil(len(images) / 3))
     width = 3 * (side + gap) + gap
     height = rows * (side + above)
@@ -176,16 +184,23 @@ def draw_images(images: list[np.ndarray], texts: list[str], colors: list[str]):
     for k, (image, text, color) in enumerate(zip(images, texts, colors, strict=True)):
         left = gap + k % 3 * (side + gap)
         bottom = height - (k // 3 + 1) * (side + above)
-        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        axes = add_square(figure, left, bottom, side)
         axes.axis("off")
         axes.imshow(image, cmap="gray", vmin=0, vmax=255)
         axes.set_title(text, fontsize=9, color=color, parse_math=False)
     return figure
 
 
+def add_square(figure, left: float, bottom: float, side: float):
+    """Axes of a matplotlib figure, as wide as they are high, inches."""
+    width, height = figure.get_size_inches()
+    return figure.add_axes([left / width, bottom / height, side / width, side / height])
+
+
 def evenly(count: int, wanted: int) -> list[int]:
     """Up to `wanted` places of `count`, evenly spaced."""
-    return np.linspace(0, count - 1, min(wanted, count)).astype(int).tolist()
+    places = np.linspace(0, count - 1, min(wanted, count))
+    return places.astype(int).tolist()
 
 
 def short_question(item: dict) -> str:
@@ -200,8 +215,8 @@ def draw_inputs(data: QuestionData):
     for i in evenly(len(data), 9):
         item = data[i]
         lines = [short_question(item), f"answer: {CLASSES[item['head']][item['target']]}"]
-        for word, value in (("present", 1), ("uncertain", -1), ("absent", 0)):
-            names = [name for name, column in zip(CHEXPERT, data.labels, strict=True) if column[item["study"]] == value]
+        for word, value in LABEL_WORDS.items():
+            names = labels_of(data, item["study"], value)
             if names:
                 lines.append(wrap(f"{word}: {', '.join(names)}", LINE))
         if item["error"]:
@@ -209,6 +224,11 @@ def draw_inputs(data: QuestionData):
         images.append(item["image"])
         texts.append("\n".join(lines))
     return draw_images(images, texts, ["black"] * len(images))
+
+
+def labels_of(data: QuestionData, study: int, value: int) -> list[str]:
+    """The CheXpert labels that have this value in a study."""
+    return [name for name, column in zip(CHEXPERT, data.labels, strict=True) if column[study] == value]
 
 
 def draw_answers(data: QuestionData, predictions: Predictions):
@@ -246,11 +266,9 @@ def draw_curves(data: QuestionData, predictions: Predictions):
         "category": (2.3, 2.0, 8.0),
         "region": (12.0, 2.0, 8.0),
     }
-    width = 20.3
-    height = 16.8
-    figure = Figure(figsize=(width, height))
+    figure = Figure(figsize=(20.3, 16.8))
     for name, (left, bottom, side) in places.items():
-        axes = figure.add_axes([left / width, bottom / height, side / width, side / height])
+        axes = add_square(figure, left, bottom, side)
         if name == "roc":
             draw_roc(axes, data, predictions)
         else:
@@ -262,21 +280,31 @@ def draw_roc(axes, data: QuestionData, predictions: Predictions) -> None:
     """The ROC curve of each CheXpert label, each study once, with its area and number of studies beside."""
     from torchmetrics.functional.classification import binary_auroc, binary_roc
 
-    labels = judged_labels(predictions, data.index.studies)
-    for i, (label, (scores, target)) in enumerate(labels.items()):
-        if len(target.unique()) < 2:
+    labels = judge_labels(predictions, data.index.studies)
+    for i, (label, judged) in enumerate(labels.items()):
+        if not judged.has_both:
             continue
-        false_rate, true_rate, _ = binary_roc(scores, target)
-        area = float(binary_auroc(scores, target))
+        false_rate, true_rate, _ = binary_roc(judged.scores, judged.truth)
+        area = float(binary_auroc(judged.scores, judged.truth))
+        text = f"{label}: {area:.3f} (n {len(judged.truth)})"
         style = "-" if i < 10 else "--"
-        text = f"{label}: {area:.3f} (n {len(target)})"
         axes.plot(false_rate, true_rate, label=text, color=f"C{i % 10}", linestyle=style)
 
-    axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8, linestyle=":")
+    # what guessing would reach
+    diagonal = [0, 1]
+    axes.plot(diagonal, diagonal, color="grey", linewidth=0.8, linestyle=":")
     axes.set_title("CheXpert ROC, area, studies")
-    axes.set(xlabel="false positive rate", ylabel="true positive rate", aspect=1)
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate")
+    axes.set_aspect(1)
     if len(axes.lines) > 1:
-        axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, frameon=False)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(1.02, 1),
+            fontsize=9,
+            borderaxespad=0,
+            frameon=False,
+        )
 
 
 def draw_confusion(axes, predictions: Predictions, head: str) -> None:
@@ -284,7 +312,9 @@ def draw_confusion(axes, predictions: Predictions, head: str) -> None:
     names = HEADS[head]
     rows = predictions["head"] == list(HEADS).index(head)
     matrix = np.zeros((len(names), len(names)), np.int64)
-    np.add.at(matrix, (predictions["target"][rows], predictions["predicted"][rows]), 1)
+    target = predictions["target"][rows]
+    predicted = predictions["predicted"][rows]
+    np.add.at(matrix, (target, predicted), 1)
     shares = matrix / matrix.sum(1, keepdims=True).clip(1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
 
@@ -296,6 +326,8 @@ def draw_confusion(axes, predictions: Predictions, head: str) -> None:
         text = str(count) if count < 10_000 else f"{count / 1000:.0f}k"
         axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
 
+    ticks = range(len(names))
+    rotation = 90 if len(names) > 8 else 0
     axes.set_title(f"{head}: {rows.sum():,} questions (rows: truth)")
-    axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0, fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xticks(ticks, names, rotation=rotation, fontsize=8)
+    axes.set_yticks(ticks, names, fontsize=8)
