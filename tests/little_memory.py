@@ -43,11 +43,11 @@ def watch_trials(memory: Memory) -> None:
 
         return real(*args, recompute=recompute and turn_on, **options)
 
-    # a task's module that is imported already holds the name too
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tasks.") and hasattr(module, "fit_batch_to_memory"):
+    # also where a module of a task has imported it by name, which the zygote has loaded already
+    real = memory_utils.fit_batch_to_memory
+    for module in list(sys.modules.values()):
+        if getattr(module, "fit_batch_to_memory", None) is real:
             module.fit_batch_to_memory = fit
-    memory_utils.fit_batch_to_memory = fit
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ def test_short_window_is_divided_by_its_true_size(runs, data):
         for k, length in enumerate((batch["prompt"] >= 0).sum(1).tolist()):
             answer = [token for token in batch["answer"][k].tolist() if token >= 0]
             labels[k, length : length + len(answer)] = torch.tensor(answer)
-        pixels = model.vlm_pixels(batch["vlm"])
+        pixels = model.vlm_pixels(batch)
         text = model.vlm(
             input_ids=batch["ids"], pixel_values=pixels, labels=labels
         ).loss  # shifts by itself, mean over tokens
