@@ -29,45 +29,25 @@ from typing import NamedTuple
 
 from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main
 from cli_utils import seed_number, take_from_run, value_sources, whole
-from tasks.cascade.stages import OPTIONAL, STAGES, StageChoice, check_stages, choose_stages, eval_batch, halvings
-from tasks.cascade.stages import stage_list
+from tasks.cascade.settings import SECTIONS, adopted_settings, saved_settings, set_in_stages, wrong_flags
+from tasks.cascade.stages import STAGES, StageChoice, choose_stages, eval_batch, halvings, stage_list
 
 FORMAT = "cascade/1"
 LOSSES = ["loss", "diffusion_loss", "physics_loss", "grad_norm", "skipped"]
-# What a checkpoint prescribes to a run that resumes from it or uses it.
-FIXED = ("img_size", "num_views", "encoder_dim", "num_timesteps", "v_parameterization")
-FIXED_DATA = ("split_seed", "flip_drrs_vertical", "flip_drrs_horizontal")
-# Sections of the config file, as words; a key is a flag's name.
-SECTIONS = {
-    "xray_config": "img_size num_views encoder_dim",
-    "training": "batch_size num_timesteps v_parameterization learning_rate num_epochs_per_stage gradient_checkpointing "
-    "mixed_precision accumulation_steps physics_weight weight_decay scheduler warmup_steps ema_decay grad_clip "
-    "ddim_steps seed",
-    "data": "dataset_path augmentation cache_in_memory num_workers cache_dir split_seed split_files flip_drrs_vertical "
-    "flip_drrs_horizontal",
-}
-SECTIONS = {section: {key: key for key in keys.split()} for section, keys in SECTIONS.items()}
-SECTIONS["training"]["accumulation_steps"] = "gradient_accumulation_steps"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     yes_no = argparse.BooleanOptionalAction
     add = parser.add_argument_group("data").add_argument
-    text = "folder of patients: <id>/<id>.nii.gz, <id>_pa_drr.png, <id>_lat_drr.png"
-    add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help=text)
+    add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
     add("--split_seed", type=seed_number, default=42, help="seed of the 80/10/10 split by patient")
-    text = "text files with one patient id a line, instead of the random split"
-    add("--split_files", nargs=3, metavar=("TRAIN", "VAL", "TEST"), help=text)
+    add("--split_files", nargs=3, metavar=("TRAIN", "VAL", "TEST"), help="text files of patient ids, for the split")
     add("--flip_drrs_vertical", action=yes_no, default=True, help="X-rays show the head at the top; --no-...: the feet")
-    text = "X-rays with the patient's left (pa) or back (lat) at the left"
-    add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), default="none", help=text)
-    text = "training patients move up and down by 5%%, their X-rays' exposure varies"
-    add("--augmentation", action=yes_no, default=True, help=text)
-    text = "keep decoded patients in EACH process (no workers): 35 MB a patient at 256^3"
-    add("--cache_in_memory", action=yes_no, default=False, help=text)
-    text = "decoded patients on disk, 38 MB each, for all ranks and runs; may be deleted"
-    add("--cache_dir", default="runs/cache/cascade", help=text)
+    add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), default="none", help="views stored mirrored")
+    add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
+    add("--cache_in_memory", action=yes_no, default=False, help="patients in EACH process: 35 MB each at 256^3")
+    add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
     add("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
     add("--make_drrs", metavar="DIR", help="render missing pa and lat images of every CT below DIR, and end")
 
@@ -75,72 +55,40 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--img_size", type=whole(32), default=512, help="side of the X-rays in the encoder, pixels; lower it on OOM")
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
     add("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
-    text = "list of stages, usually in --config; left out: 64^3 128^3 256^3; see the page"
-    add("--stage_configs", type=stage_list, metavar="JSON", help=text)
+    add("--stage_configs", type=stage_list, metavar="JSON", help="list of stages; left out: 64^3, 128^3, 256^3")
     add("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
-    text = "the model predicts v (Salimans & Ho 2022); --no-...: the noise"
-    add("--v_parameterization", action=yes_no, default=True, help=text)
-    text = "recompute activations: less memory, a third slower; left out: where needed"
-    add("--gradient_checkpointing", action=yes_no, help=text)
+    add("--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise")
+    add("--gradient_checkpointing", action=yes_no, help="less memory, a third slower; left out: where it is needed")
 
     add = parser.add_argument_group("optimisation").add_argument
-    text = "patients per step and GPU, unless a stage has its own; lower it on OOM"
-    add("--batch_size", type=whole(1), default=8, help=text)
-    text = "passes over the training patients in a stage, unless it has its own num_epochs"
-    add("--num_epochs_per_stage", type=whole(1), default=100, help=text)
+    add("--batch_size", type=whole(1), default=8, help="patients per GPU, unless a stage has its own; lower it on OOM")
+    add("--num_epochs_per_stage", type=whole(1), default=100, help="unless a stage has num_epochs of its own")
     add("--learning_rate", type=number(0, above=True), default=1e-4, help="at the start; not scaled with the GPUs")
     text = "plateau: halved after 5 epochs without a lower val/loss; cosine: to 0 in a stage"
     add("--scheduler", choices=("plateau", "cosine", "constant"), default="plateau", help=text)
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up in each stage")
     add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
     add("--ema_decay", type=number(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
-    text = "of the projection loss, in every stage; left out: each stage's own (.3, .4, .5)"
-    add("--physics_weight", type=number(0), help=text)
+    add("--physics_weight", type=number(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
     add("--stage", metavar="STAGE", help="train this stage only (number or name), after those before it")
 
     add = parser.add_argument_group("output and evaluation").add_argument
     add("--checkpoint_dir", default="checkpoints_4gpu", help="run folder: checkpoints, logs, figures, samples")
-    text = "denoising steps per stage when sampling; must divide --num_timesteps"
-    add("--ddim_steps", type=whole(1), default=50, help=text)
-    text = "test also with another patient's X-rays, and with the stage before zeroed"
-    add("--check_conditioning", action="store_true", help=text)
-    text = "write the CT volumes (NIfTI, HU) of the patients in DIR, from X-rays, to samples/"
-    add("--sample", metavar="DIR", help=text)
+    add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")
+    add("--check_conditioning", action="store_true", help="test with others' X-rays, and with the stage before zeroed")
+    add("--sample", metavar="DIR", help="write the CT volumes (NIfTI, HU) of the X-rays in DIR to samples/")
 
     add_common_arguments(parser, {"learning_rate": "lr"})
     args = parse_arguments(parser, argv, SECTIONS)
     args.source = value_sources(parser, args, argv, SECTIONS)
-    check_arguments(parser, args)
-    if args.stage_configs is None:
-        args.stage_configs = stage_list(json.dumps(STAGES))
-    for stage in args.stage_configs:
-        for key, flag in OPTIONAL.items():
-            if stage[key] is None or args.source[flag] == "command line":
-                stage[key] = getattr(args, flag)
-        if args.physics_weight is not None:
-            stage["physics_weight"] = args.physics_weight
-    return args
-
-
-def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the process for flags that do not go together."""
     if args.eval_only:
         take_from_run(parser, args, args.checkpoint_dir, ("dataset_path", "split_files", "cache_dir"))
-    if args.encoder_dim % 16:
-        parser.error(f"--encoder_dim {args.encoder_dim}: must be a multiple of 16")
-    if args.img_size % 8:
-        parser.error(f"--img_size {args.img_size}: must be a multiple of 8")
-    if args.num_timesteps % args.ddim_steps:
-        divisors = [n for n in range(1, args.num_timesteps + 1) if args.num_timesteps % n == 0]
-        near = min(divisors, key=lambda n: abs(n - args.ddim_steps))
-        reason = f"must divide --num_timesteps {args.num_timesteps}; nearest {near}"
-        parser.error(f"--ddim_steps {args.ddim_steps}: {reason}")
-    if args.overwrite and (args.resume_from or args.eval_only or args.sample):
-        parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --sample")
-    if args.eval_only and args.sample:
-        parser.error("--eval_only and --sample exclude each other")
-    if args.stage and (args.eval_only or args.sample):
-        parser.error("--stage is for training; name the stage's checkpoint with --resume_from")
+    if reason := wrong_flags(vars(args)):
+        parser.error(reason)
+    if args.stage_configs is None:
+        args.stage_configs = stage_list(json.dumps(STAGES))
+    set_in_stages(args.stage_configs, vars(args), args.source)
+    return args
 
 
 if __name__ == "__main__":
@@ -157,23 +105,22 @@ from checkpoint_utils import prepare_checkpoint, trained_state
 from distributed_utils import Ranks, StopSignal, agree_on_errors, any_rank, create_distributed_dataloader
 from distributed_utils import launch_workers, print_main, reduce_max, reduce_sum, schedule, setup_distributed, world
 from hardware_utils import autocast, choose_precision, set_numerics
-from logging_utils import RunLog, save_figure, write_result
+from logging_utils import RunLog
 from loop_utils import LossScaler, TrainingRun, agree_on_precision, clip_and_step, end_epoch, end_step
 from loop_utils import explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_saved, say_where, sync_gradients
-from memory_utils import auto_batch_advice
 from tasks.cascade.alignment import GreyFit
 from tasks.cascade.data import Data, Decoded, eval_batches, made_up_batch, prepare, split_patients
 from tasks.cascade.diffusion import LOSS_DRAWS, Diffusion, Draw, denoise, make_scheduler, training_draw, validation_draw
 from tasks.cascade.files import find_patients, make_drrs
 from tasks.cascade.metrics import back_projection, measure, projection_error, score_names
 from tasks.cascade.model import Ema, StageNet, XraySettings
-from tasks.cascade.plan import StagePlan, StageProgress, begin_stage, end_of_run, measure_stage, plan_as_asked
-from tasks.cascade.plan import StageRehearsal, reduce_on_plateau, report_stages
+from tasks.cascade.plan import RehearsedParts, StagePlan, StageProgress, begin_stage, end_of_run, measure_stage
+from tasks.cascade.plan import out_of_memory_advice, plan_as_asked, reduce_on_plateau, rehearse_stages
 from tasks.cascade.projector import VIEWS
-from tasks.cascade.report import Example, begin_speed, describe_batches, describe_data, describe_recomputation
-from tasks.cascade.report import draw_inputs, draw_result, note_speed, print_metrics, print_speed, print_stages
-from tasks.cascade.report import warn_of_full_memory
+from tasks.cascade.report import Example, begin_speed, describe_batches, describe_data, describe_position
+from tasks.cascade.report import describe_recomputation, draw_inputs, draw_result, note_speed, print_metrics
+from tasks.cascade.report import print_speed, print_stages, warn_of_full_memory, write_evaluation
 from tasks.cascade.sampling import conditioning_scores, sample_cascade, sample_folder
 
 
@@ -247,14 +194,18 @@ def sample_losses(
     return diffusion, signal * physics
 
 
-def trial_step(model: StageNet, batch: dict, k: int, greys: list[GreyFit], setup: Setup) -> None:
-    """Forward and backward pass of one micro-batch of stage k, as in training; the gradients stay in the model."""
-    diffusion = make_diffusion(setup.args)
-    batch, draw = training_batch(batch, k, 0, diffusion, setup)
+def trial_step(model: StageNet, stage: StagePlan, setup: Setup, batch_size: int) -> None:
+    """Forward and backward pass of one micro-batch as in training, made up; the gradients stay in the model."""
+    args = setup.args
+    diffusion = make_diffusion(args)
+    batch = made_up_batch(batch_size, stage.config["volume_size"], args.num_views, args.img_size)
+    batch, draw = training_batch(batch, stage.number, 0, diffusion, setup)
+    # the X-rays' grey values are known from the data only, and change no size
+    greys = [GreyFit(1.0, 0.0, 1.0)] * args.num_views
     with autocast(setup.device, setup.precision):
         losses = sample_losses(model.train(), batch, draw, diffusion.scheduler, greys)
     diffusion_loss, physics_loss = (loss.mean() for loss in losses)
-    (diffusion_loss + setup.args.stage_configs[k]["physics_weight"] * physics_loss).backward()
+    (diffusion_loss + stage.config["physics_weight"] * physics_loss).backward()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -380,32 +331,26 @@ def evaluate(
     others = data.others(split) if args.check_conditioning and split == "test" else []
 
     # a row for each patient: the scores of the cascade and of both baselines, and --check_conditioning's two
-    names = score_names(split, args.num_views)
+    names = score_names(split, args.num_views, checks=bool(others), first_stage=len(models) == 1)
     table = torch.zeros(len(dataset), len(names), dtype=torch.float64)
     example = None
     with agree_on_errors():
-        for places, batch in eval_batches(dataset, eval_batch(dataset.size), setup.device, workers):
+        for places, batch in eval_batches(dataset, eval_batch(size), setup.device, workers):
             if stop and stop.code:
                 break
             volumes = sample_cascade(models, batch["xrays"], batch["index"], diffusion, setup.precision)
             back = back_projection(batch, data.greys, size)
             scores = [measure(volume, batch, data.greys) for volume in (volumes[-1], mean.expand_as(back), back)]
-            checks = torch.zeros(len(places), 2, dtype=torch.float64)
             if others:
-                checks = conditioning_scores(
-                    models, batch, [others[place] for place in places], diffusion, data, setup.precision
-                )
-            table[places] = torch.cat([*scores, checks], 1)
+                chosen = [others[place] for place in places]
+                scores += conditioning_scores(models, batch, chosen, diffusion, data, setup.precision)
+            table[places] = torch.cat(scores, 1)
             if 0 in places:
                 example = Example([volume[:1] for volume in volumes], batch, mean, back[:1])
 
     if stop and any_rank(bool(stop.code)):
         return None, None
     metrics = dict(zip(names, reduce_sum(table).mean(0).tolist(), strict=True))
-    if not others:
-        del metrics[f"{split}/psnr_other_patient"]
-    if not others or len(models) == 1:
-        del metrics[f"{split}/psnr_previous_zeroed"]
     return metrics, example
 
 
@@ -414,11 +359,10 @@ def evaluate(
 
 def run_contents(this_run: dict, setup: Setup) -> dict:
     """What the checkpoints of all stages hold."""
-    settings = {name: getattr(setup.args, name) for name in (*FIXED, *FIXED_DATA, "stage_configs")}
     return {
         "format": FORMAT,
         "run": this_run,
-        "settings": settings | {"mixed_precision": setup.precision},
+        "settings": saved_settings(vars(setup.args), setup.precision),
         "greys": [tuple(fit) for fit in setup.data.greys],
         "extent": setup.data.extent,
         "trained_patients": setup.data.ids["train"],
@@ -437,36 +381,6 @@ def stage_contents(stage: StagePlan, learner: Learner, models: list[StageNet], t
         "scaler": learner.scaler.state_dict(),
         "split": stage.batch.record(),
     }
-
-
-def adopt(args: argparse.Namespace, checkpoint: dict, path: str) -> None:
-    """Take what a checkpoint prescribes. Raises InputError where a flag or the config says otherwise."""
-    settings = checkpoint["settings"]
-    if args.source["seed"] == "default":
-        args.seed = checkpoint["run"]["seed"]
-    for name in (*FIXED, *FIXED_DATA):
-        given = args.source[name] != "default"
-        # how the new images lie, not those of the training
-        if args.sample and name.startswith("flip") and given:
-            continue
-        if given and getattr(args, name) != settings[name]:
-            raise InputError(f"{path}: a run with --{name} {settings[name]}, now {getattr(args, name)}; leave it out")
-        setattr(args, name, settings[name])
-
-    # steps of sampling that fit to those of the training
-    if args.num_timesteps % args.ddim_steps:
-        if args.source["ddim_steps"] != "default":
-            raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the {args.num_timesteps} steps of {path}")
-        args.ddim_steps = next(n for n in range(args.ddim_steps, 0, -1) if args.num_timesteps % n == 0)
-
-    # its stages, but for what the command line says of all of them
-    if args.source["stage_configs"] != "default":
-        check_stages(args.stage_configs, settings["stage_configs"], checkpoint["state"]["stage"], path)
-        return
-    given = {key: getattr(args, flag) for key, flag in OPTIONAL.items() if args.source[flag] == "command line"}
-    if args.physics_weight is not None:
-        given["physics_weight"] = args.physics_weight
-    args.stage_configs = [stage | given for stage in settings["stage_configs"]]
 
 
 def load_models(checkpoint: dict, args: argparse.Namespace, device: torch.device) -> list[StageNet]:
@@ -500,7 +414,7 @@ def use_checkpoint(precision: str, reason: str, args: argparse.Namespace, ranks:
     path = run_folder / "best.pt" if args.resume_from in (None, "auto") else Path(args.resume_from)
     path = str(path / "best.pt") if path.is_dir() else str(path)
     checkpoint = load_checkpoint(path, run_folder, FORMAT)
-    adopt(args, checkpoint, path)
+    vars(args).update(adopted_settings(vars(args), args.source, checkpoint, path))
     set_numerics(ranks.device, precision, reason, args.deterministic)
     # an `accelerate config` that is of no use here is refused, as in training
     make_accelerator(precision, args.gradient_accumulation_steps, ranks)
@@ -514,19 +428,13 @@ def use_checkpoint(precision: str, reason: str, args: argparse.Namespace, ranks:
 
     data = load_data([models[-1].size], args)
     data.greys = [GreyFit._make(fit) for fit in checkpoint["greys"]]
-    patients = data.ids["test"]
-    if seen := sorted(set(patients) & set(checkpoint["trained_patients"])):
-        reason = f"{path} was trained on {seen[0]} and {len(seen) - 1} more of the {len(patients)} test patients"
-        raise InputError(f"--dataset_path: {reason}; give the run's data and its --split_files or --split_seed")
+    data.refuse_trained(checkpoint["trained_patients"], path)
     metrics, example = evaluate("test", models, Setup(args, ranks.device, precision, data))
     if ranks.is_main:
         print_metrics(f"test, {Path(path).name}", "test", metrics)
-        text = json.dumps({**metrics, "step": checkpoint["step"], "stage": len(models)}, indent=2) + "\n"
-        write_result(run_folder / "eval_test.json", text.encode())
-        if example:
-            save_figure(run_folder / "figures" / "eval_test.png", draw_result(example, stage_names(args)))
-        written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
-        print(f"{len(patients)} patients; written: {written}", flush=True)
+        figure = draw_result(example, stage_names(args)) if example else None
+        facts = metrics | {"step": checkpoint["step"], "stage": len(models)}
+        write_evaluation(run_folder, facts, figure, len(data.ids["test"]))
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -537,15 +445,11 @@ def stage_names(args: argparse.Namespace) -> list[str]:
     return [stage["name"] for stage in args.stage_configs]
 
 
-def try_stage(stage: StagePlan, checkpoint: dict | None, greys: list[GreyFit], setup: Setup) -> StagePlan:
+def try_stage(stage: StagePlan, checkpoint: dict | None, setup: Setup) -> StagePlan:
     """All ranks: the stage measured, with a batch that fits. Raises RunError where it does not."""
     args = setup.args
     model = build_model(stage.number, args, setup.device)
-
-    def try_once(size: int) -> None:
-        batch = made_up_batch(size, stage.config["volume_size"], args.num_views, args.img_size)
-        trial_step(model, batch, stage.number, greys, setup)
-
+    try_once = partial(trial_step, model, stage, setup)
     return measure_stage(stage, model, try_once, args.auto_batch, args.gradient_checkpointing, checkpoint)
 
 
@@ -555,35 +459,31 @@ def plan_stages(first: int, checkpoint: dict | None, setup: Setup) -> list[Stage
     for k, config in enumerate(setup.args.stage_configs):
         stage = plan_as_asked(k, config, setup.args.gradient_checkpointing)
         if k >= first:
-            stage = try_stage(stage, checkpoint if k == first else None, setup.data.greys, setup)
+            stage = try_stage(stage, checkpoint if k == first else None, setup)
         plan.append(stage.with_steps(len(setup.data.split["train"])))
     return plan
 
 
 def describe_run(
-    plan: list[StagePlan], last: int, training: TrainingRun, reason: str, engine: str, setup: Setup
+    plan: list[StagePlan], last: int, training: TrainingRun, launcher: str, reason: str, setup: Setup
 ) -> dict[str, str]:
     """The banner's rows of this script. last: the last stage of this run. reason: for the precision."""
     args = setup.args
-    progress = training.progress
     prediction = "v" if args.v_parameterization else "noise"
     diffusion = f"{args.num_timesteps} steps, cosine, {prediction} prediction, DDIM {args.ddim_steps}"
-    steps = ", ".join(f"{stage.name} {stage.steps}" for stage in plan[: last + 1])
-    recomputation = describe_recomputation(plan, args.gradient_checkpointing, args.source["gradient_checkpointing"])
+    source = args.source["gradient_checkpointing"]
+    split_source = "split files" if args.split_files else f"split seed {args.split_seed}"
+    workers = loading_workers(args, setup.device)
     rows = {
-        "launcher": engine,
+        "launcher": launcher,
         "batch": describe_batches(plan),
         "learning rate": f"{args.learning_rate:g} ({args.source['learning_rate']}), {args.scheduler}, not scaled",
         "precision": reason,
         "diffusion": f"{diffusion}, EMA {args.ema_decay:g}",
-        "recomputation": recomputation,
+        "recomputation": describe_recomputation(plan, args.gradient_checkpointing, source),
     }
-    split_source = "split files" if args.split_files else f"split seed {args.split_seed}"
-    size = plan[last].config["volume_size"]
-    rows |= describe_data(setup.data, size, split_source, loading_workers(args, setup.device))
-    rows["steps"] = f"{training.last_step}: {steps}"
-    rows["start"] = f"step {progress.step}, {plan[progress.stage].name}, epoch {progress.epoch + 1}"
-    return rows
+    rows |= describe_data(setup.data, plan[last].config["volume_size"], split_source, workers)
+    return rows | describe_position(plan[: last + 1], training)
 
 
 # --- the run: training ------------------------------------------------------------------------------------------------
@@ -760,7 +660,7 @@ def fit(precision: str, reason: str, args: argparse.Namespace, ranks: Ranks) -> 
     run_folder = Path(args.checkpoint_dir)
     checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
     if checkpoint:
-        adopt(args, checkpoint, args.resume_from)
+        vars(args).update(adopted_settings(vars(args), args.source, checkpoint, args.resume_from))
         begun_in = checkpoint["settings"]["mixed_precision"]
         asked_by = args.source["mixed_precision"]
         precision, reason = keep_precision(precision, reason, begun_in, asked_by, ranks)
@@ -798,9 +698,9 @@ def fit(precision: str, reason: str, args: argparse.Namespace, ranks: Ranks) -> 
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
     )
-    engine = f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}, by Accelerate "
-    engine += f"({accelerator.distributed_type.value})"
-    rows = describe_run(plan, choice.last, training, reason, engine, setup)
+    engine = f"by Accelerate ({accelerator.distributed_type.value})"
+    launcher = f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}, {engine}"
+    rows = describe_run(plan, choice.last, training, launcher, reason, setup)
     print_start("X-RAY TO CT CASCADE", ranks, training, rows)
     if ranks.is_main:
         print_stages(plan)
@@ -853,42 +753,22 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
 
 def rehearse(args: argparse.Namespace) -> None:
     """--rehearse: memory and FLOPs of one optimizer step of each stage, or of --stage."""
-    import rehearsal_utils as rehearsal
-
-    processes = rehearsal.processes_to_plan_for(args.world_size)
-    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     names = stage_names(args)
     wanted = [k for k, name in enumerate(names) if args.stage in (None, name, str(k + 1))]
     if not wanted:
         raise InputError(f"--stage {args.stage}: there are 1 to {len(names)}; name one of them")
-    # the X-rays' grey values are known from the data only, and change no size
-    greys = [GreyFit(1.0, 0.0, 1.0)] * 2
-    reports = []
-    for k in wanted:
-        stage = plan_as_asked(k, args.stage_configs[k], args.gradient_checkpointing)
-        trace = rehearsal.Trace()
-        with rehearsal.imaginary_gpu(trace) as ranks:
-            precision, _ = choose_precision(args.mixed_precision, ranks.device)
-            set_numerics(ranks.device, precision, "", args.deterministic)
-            with ranks.device:
-                model = build_model(k, args, ranks.device)
-            averaged = Ema(model, args.ema_decay).model
-            batch = made_up_batch(stage.batch.size, stage.config["volume_size"], args.num_views, args.img_size)
-            trial = partial(trial_step, model, batch, k, greys, Setup(args, ranks.device, precision))
-            optimizer = make_optimizer(model, args)
-            step = rehearsal.rehearse_step(
-                trace, model, optimizer, trial, stage.batch.accumulation, processes, averaged
-            )
-        reports.append(StageRehearsal(stage, step, precision))
-    report_stages(reports, memory, by_flags=bool(args.stage), recompute=args.gradient_checkpointing)
-    rehearsal.end_rehearsal()
 
+    def make(stage: StagePlan, device: torch.device) -> RehearsedParts:
+        precision, _ = choose_precision(args.mixed_precision, device)
+        set_numerics(device, precision, "", args.deterministic)
+        with device:
+            model = build_model(stage.number, args, device)
+        averaged = Ema(model, args.ema_decay).model
+        trial = partial(trial_step, model, stage, Setup(args, device, precision), stage.batch.size)
+        return RehearsedParts(model, averaged, make_optimizer(model, args), trial, precision)
 
-def out_of_memory_advice(args: argparse.Namespace, ranks: Ranks) -> str:
-    """What takes less memory, where it ran out after the stages were measured."""
-    smaller = "halve it and double the stage's accumulation_steps in --config (the same result)"
-    otherwise = auto_batch_advice(args.auto_batch, ranks.device)
-    return f"a stage's batch_size; try --gradient_checkpointing, or {smaller}{otherwise}"
+    stages = [plan_as_asked(k, args.stage_configs[k], args.gradient_checkpointing) for k in wanted]
+    rehearse_stages(stages, make, args.world_size, args.gpu_memory, bool(args.stage), args.gradient_checkpointing)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -897,7 +777,7 @@ def main(args: argparse.Namespace) -> int:
     launch_workers(args.world_size or 1)
     with (
         setup_distributed(timeout=args.dist_timeout) as ranks,
-        explain_out_of_memory(partial(out_of_memory_advice, args, ranks)),
+        explain_out_of_memory(partial(out_of_memory_advice, args.auto_batch, ranks.device)),
     ):
         return run(args, ranks)
 

@@ -288,6 +288,14 @@ class Data:
             self.means = {grid: mean_of_volumes(self.set("train", size))}
         return self.means[grid]
 
+    def refuse_trained(self, trained: list[str], path: str) -> None:
+        """Raises InputError where the checkpoint at path was trained on test patients."""
+        patients = self.ids["test"]
+        seen = sorted(set(patients) & set(trained))
+        if seen:
+            reason = f"{path} was trained on {seen[0]} and {len(seen) - 1} more of the {len(patients)} test patients"
+            raise InputError(f"--dataset_path: {reason}; give the run's data and its --split_files or --split_seed")
+
     def others(self, split: str) -> list[int]:
         """For each patient of a split the place of another one, whose X-rays to show instead."""
         places = self.split[split]

@@ -55,8 +55,13 @@ def measure(volume: torch.Tensor, batch: dict, greys: list[GreyFit]) -> torch.Te
     return torch.stack([score.double().cpu() for score in (psnr, ssim, mae, *in_integrals)], 1)
 
 
-def score_names(split: str, num_views: int) -> list[str]:
-    """The names of a patient's scores: those of `measure` for each of KINDS, and then CHECKS."""
+def score_names(split: str, num_views: int, checks: bool, first_stage: bool) -> list[str]:
+    """The names of a patient's scores: those of `measure` for each of KINDS, and with `checks` those of CHECKS.
+
+    The first stage has none before it that could be zeroed.
+    """
     scores = ["psnr", "ssim", "mae_hu", *(f"projection_error_{view}" for view in VIEWS[:num_views])]
     names = [f"{score}{kind}" for kind in KINDS for score in scores]
-    return [f"{split}/{name}" for name in (*names, *CHECKS)]
+    if checks:
+        names += list(CHECKS)[: 1 if first_stage else 2]
+    return [f"{split}/{name}" for name in names]

@@ -221,6 +221,13 @@ def smaller_stage_advice(
     return f"at batch_size {stage.batch.size} per GPU; try {advice}"
 
 
+def out_of_memory_advice(auto_batch: bool | None, device: torch.device) -> str:
+    """What takes less memory, where it ran out after the stages were measured."""
+    smaller = "halve it and double the stage's accumulation_steps in --config (the same result)"
+    otherwise = auto_batch_advice(auto_batch, device)
+    return f"a stage's batch_size; try --gradient_checkpointing, or {smaller}{otherwise}"
+
+
 def smaller_batch_words(stage: StagePlan, by_flags: bool, samples: int) -> str:
     """How a user asks for micro-batches of at most so many samples in a stage, the effective batch as it is."""
     size, accumulation = smaller_batch(stage.batch.size, stage.batch.accumulation, samples)
@@ -232,21 +239,46 @@ def smaller_batch_words(stage: StagePlan, by_flags: bool, samples: int) -> str:
 # --- rehearsal --------------------------------------------------------------------------------------------------------
 
 
-class StageRehearsal(NamedTuple):
-    """A rehearsed step of a stage, as rehearsal_utils reports it."""
+class RehearsedParts(NamedTuple):
+    """What a step of a stage is rehearsed with. trial: a micro-batch's forward and backward pass."""
 
-    stage: StagePlan
-    step: object
+    model: StageNet
+    averaged: StageNet
+    optimizer: torch.optim.Optimizer
+    trial: Callable[[], None]
     precision: str
 
 
-def report_stages(reports: list[StageRehearsal], memory: float, by_flags: bool, recompute: bool | None) -> None:
-    """What a step of each stage takes; the largest comes last. by_flags: a smaller batch is asked for by flags."""
+def rehearse_stages(
+    stages: list[StagePlan],
+    make: Callable[[StagePlan, torch.device], RehearsedParts],
+    world_size: int | None,
+    gpu_memory: float | None,
+    by_flags: bool,
+    recompute: bool | None,
+) -> None:
+    """What a step of each stage takes on a GPU that is not there; the largest comes last, and the process ends.
+
+    world_size, gpu_memory: the flags. by_flags: a smaller batch is asked for by flags. recompute:
+    --gradient_checkpointing.
+    """
     import rehearsal_utils as rehearsal
 
-    for stage, step, precision in sorted(reports, key=lambda report: report.step.peak):
-        split = f"{stage.batch.size} per GPU x {stage.batch.accumulation} accumulation"
-        title = f"cascade, {stage.name}, {split}, {precision}"
+    processes = rehearsal.processes_to_plan_for(world_size)
+    memory = rehearsal.memory_to_plan_for(gpu_memory)
+    reports = []
+    for stage in stages:
+        trace = rehearsal.Trace()
+        with rehearsal.imaginary_gpu(trace) as ranks:
+            parts = make(stage, ranks.device)
+            accumulation = stage.batch.accumulation
+            step = rehearsal.rehearse_step(
+                trace, parts.model, parts.optimizer, parts.trial, accumulation, processes, parts.averaged
+            )
+        split = f"{stage.batch.size} per GPU x {accumulation} accumulation"
+        reports.append((step, f"cascade, {stage.name}, {split}, {parts.precision}", stage))
+
+    for step, title, stage in sorted(reports, key=lambda report: report[0].peak):
         words = partial(smaller_batch_words, stage, by_flags)
-        otherwise = otherwise_smaller(recompute)
-        rehearsal.report_rehearsal(title, step, stage.batch.size, memory, words, otherwise)
+        rehearsal.report_rehearsal(title, step, stage.batch.size, memory, words, otherwise_smaller(recompute))
+    rehearsal.end_rehearsal()

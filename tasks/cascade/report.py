@@ -1,6 +1,7 @@
 """Guide 3's tables, banner rows, figures, and volumes as NIfTI."""
 
 import gzip
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from cli_utils import RunError
 from distributed_utils import print_main, world
 from figure_utils import figure_text
 from hardware_utils import available_ram_gb
-from logging_utils import RunLog, print_table
+from logging_utils import RunLog, print_table, save_figure, write_result
+from loop_utils import TrainingRun
 from manifest_utils import write_atomically
 from tasks.cascade.data import Data
 from tasks.cascade.diffusion import Draw
@@ -141,6 +143,14 @@ def describe_recomputation(plan: list[StagePlan], asked: bool | None, source: st
     return f"on in {', '.join(names)} (one patient did not fit without)" if names else "off (default)"
 
 
+def describe_position(plan: list[StagePlan], training: TrainingRun) -> dict[str, str]:
+    """The banner's rows about where the run stands and ends. plan: the stages up to the last of this run."""
+    progress = training.progress
+    steps = ", ".join(f"{stage.name} {stage.steps}" for stage in plan)
+    start = f"step {progress.step}, {plan[progress.stage].name}, epoch {progress.epoch + 1}"
+    return {"steps": f"{training.last_step}: {steps}", "start": start}
+
+
 def warn_of_full_memory(data: Data, size: list[int]) -> None:
     """Rank 0 says so where --cache_in_memory takes more than is free."""
     gib = data.set("train", size).gib() if data.decoded.in_memory else 0.0
@@ -260,7 +270,17 @@ def draw_result(example: Example, stage_names: list[str]):
     return draw_rows("one patient: middle slices, and the projections beside the X-rays", columns, rows)
 
 
-# --- sampled volumes --------------------------------------------------------------------------------------------------
+# --- results on disk --------------------------------------------------------------------------------------------------
+
+
+def write_evaluation(run_folder: Path, facts: dict, figure, patients: int) -> None:
+    """Rank 0, --eval_only: the metrics of the test patients, and a figure of the first."""
+    text = json.dumps(facts, indent=2) + "\n"
+    write_result(run_folder / "eval_test.json", text.encode())
+    if figure:
+        save_figure(run_folder / "figures" / "eval_test.png", figure)
+    written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
+    print(f"{patients} patients; written: {written}", flush=True)
 
 
 def grid_of(patient: Patient, size: list[int], extent: list[float]) -> np.ndarray:

@@ -57,19 +57,15 @@ def sample_cascade(
 
 def conditioning_scores(
     models: list[StageNet], batch: dict, others: list[int], diffusion: Diffusion, data: Data, precision: str
-) -> torch.Tensor:
-    """--check_conditioning: (B, 2) float64, the PSNR with other patients' X-rays, and with the stage before zeroed.
-
-    The second is 0 in the first stage, which has none before it.
-    """
+) -> list[torch.Tensor]:
+    """--check_conditioning: the PSNR (B, 1) float64 with others' X-rays, and with the stage before zeroed, if any."""
     xrays = torch.stack([data.decoded.xrays(data.patients[place]) for place in others])
     xrays = grey(xrays).to(batch["volume"].device)
-    scores = torch.zeros(len(others), 2, dtype=torch.float64)
     volumes = sample_cascade(models, xrays, batch["index"], diffusion, precision)
-    scores[:, 0] = measure(volumes[-1], batch, data.greys)[:, 0]
+    scores = [measure(volumes[-1], batch, data.greys)[:, :1]]
     if len(models) > 1:
         volumes = sample_cascade(models, batch["xrays"], batch["index"], diffusion, precision, zeroed=True)
-        scores[:, 1] = measure(volumes[-1], batch, data.greys)[:, 0]
+        scores.append(measure(volumes[-1], batch, data.greys)[:, :1])
     return scores
 
 
