@@ -30,7 +30,7 @@ from typing import NamedTuple
 from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main
 from cli_utils import seed_number, take_from_run, value_sources, whole
 from tasks.cascade.settings import SECTIONS, adopted_settings, saved_settings, set_in_stages, wrong_flags
-from tasks.cascade.stages import STAGES, StageChoice, choose_stages, eval_batch, halvings, stage_list
+from tasks.cascade.stages import STAGES, StageChoice, choose_stages, halvings, stage_list
 
 FORMAT = "cascade/1"
 LOSSES = ["loss", "diffusion_loss", "physics_loss", "grad_norm", "skipped"]
@@ -96,7 +96,7 @@ if __name__ == "__main__":
     ARGS = parse_args()
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
@@ -110,14 +110,13 @@ from loop_utils import LossScaler, TrainingRun, agree_on_precision, clip_and_ste
 from loop_utils import explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_saved, say_where, sync_gradients
 from tasks.cascade.alignment import GreyFit
-from tasks.cascade.data import Data, Decoded, eval_batches, made_up_batch, prepare, split_patients
+from tasks.cascade.data import FLIPS, Data, Decoded, eval_batches, made_up_batch, prepare, split_patients
 from tasks.cascade.diffusion import LOSS_DRAWS, Diffusion, Draw, denoise, make_scheduler, training_draw, validation_draw
 from tasks.cascade.files import find_patients, make_drrs
 from tasks.cascade.metrics import back_projection, measure, projection_error, score_names
 from tasks.cascade.model import Ema, StageNet, XraySettings
-from tasks.cascade.plan import RehearsedParts, StagePlan, StageProgress, begin_stage, end_of_run, measure_stage
+from tasks.cascade.plan import Learner, RehearsedParts, StagePlan, StageProgress, begin_stage, end_of_run, measure_stage
 from tasks.cascade.plan import out_of_memory_advice, plan_as_asked, reduce_on_plateau, rehearse_stages
-from tasks.cascade.projector import VIEWS
 from tasks.cascade.report import Example, begin_speed, describe_batches, describe_data, describe_position
 from tasks.cascade.report import describe_recomputation, draw_inputs, draw_result, note_speed, print_metrics
 from tasks.cascade.report import print_speed, print_stages, warn_of_full_memory, write_evaluation
@@ -173,9 +172,7 @@ def training_batch(batch: dict, k: int, epoch: int, diffusion: Diffusion, setup:
     return batch, training_draw(batch, k, epoch, diffusion)
 
 
-def sample_losses(
-    model: nn.Module, batch: dict, draw: Draw, scheduler, greys: list[GreyFit]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_losses(model: nn.Module, batch: dict, draw: Draw, scheduler, greys: list[GreyFit]) -> tuple[Tensor, Tensor]:
     """(diffusion loss, physics loss) of each patient, (B,) fp32.
 
     The first is the mean square error of v or of the noise. The second compares the projections of the clean volume
@@ -209,16 +206,6 @@ def trial_step(model: StageNet, stage: StagePlan, setup: Setup, batch_size: int)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
-class Learner(NamedTuple):
-    """What learns in one stage. wrapped: the model, in DDP where there are several processes."""
-
-    model: StageNet
-    wrapped: nn.Module
-    averaged: Ema
-    optimizer: torch.optim.AdamW
-    scaler: LossScaler
 
 
 def make_learner(stage: StagePlan, models: list[StageNet], checkpoint: dict | None, setup: Setup) -> Learner:
@@ -283,22 +270,15 @@ def train_one_epoch(k: int, learner: Learner, loader: DataLoader, training: Trai
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def loading_workers(args: argparse.Namespace, device: torch.device) -> int:
-    """Loading processes beside each process: none where the patients are in memory, nor by default on a CPU."""
-    unasked_on_cpu = args.source["num_workers"] == "default" and device.type == "cpu"
-    return 0 if args.cache_in_memory or unasked_on_cpu else args.num_workers
-
-
 @torch.no_grad()
 def validation_loss(k: int, model: StageNet, setup: Setup) -> dict[str, float]:
     """val/loss and its parts at fixed noise, the same on all ranks and for any number of them. Raises RunError."""
     stage = setup.args.stage_configs[k]
     dataset = setup.data.set("val", stage["volume_size"])
-    workers = loading_workers(setup.args, setup.device)
     diffusion = make_diffusion(setup.args)
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
     with agree_on_errors():
-        for places, batch in eval_batches(dataset, eval_batch(dataset.size), setup.device, workers):
+        for places, batch in eval_batches(dataset, setup.device):
             for draw_number in range(LOSS_DRAWS):
                 draw = validation_draw(batch, places, k, draw_number, diffusion)
                 with autocast(setup.device, setup.precision):
@@ -325,7 +305,6 @@ def evaluate(
     data = setup.data
     size = models[-1].size
     dataset = data.set(split, size)
-    workers = loading_workers(args, setup.device)
     mean = data.mean_volume(size).to(setup.device)
     diffusion = make_diffusion(args)
     others = data.others(split) if args.check_conditioning and split == "test" else []
@@ -335,7 +314,7 @@ def evaluate(
     table = torch.zeros(len(dataset), len(names), dtype=torch.float64)
     example = None
     with agree_on_errors():
-        for places, batch in eval_batches(dataset, eval_batch(size), setup.device, workers):
+        for places, batch in eval_batches(dataset, setup.device):
             if stop and stop.code:
                 break
             volumes = sample_cascade(models, batch["xrays"], batch["index"], diffusion, setup.precision)
@@ -394,18 +373,21 @@ def load_models(checkpoint: dict, args: argparse.Namespace, device: torch.device
     return models
 
 
-def make_decoder(args: argparse.Namespace) -> Decoded:
+def make_decoder(args: argparse.Namespace, device: torch.device) -> Decoded:
     """What reads a patient's files, turned as the flags say."""
-    horizontal = [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
-    return Decoded(args.img_size, (args.flip_drrs_vertical, *horizontal), args.cache_dir, args.cache_in_memory)
+    flips = FLIPS[args.flip_drrs_horizontal]._replace(vertical=args.flip_drrs_vertical)
+    # no loading processes where the patients are in memory, nor by default on a CPU
+    unasked_on_cpu = args.source["num_workers"] == "default" and device.type == "cpu"
+    workers = 0 if args.cache_in_memory or unasked_on_cpu else args.num_workers
+    return Decoded(args.img_size, flips, args.cache_dir, args.cache_in_memory, workers)
 
 
-def load_data(sizes: list[list[int]], args: argparse.Namespace) -> Data:
+def load_data(sizes: list[list[int]], args: argparse.Namespace, device: torch.device) -> Data:
     """All ranks: the patients of a run, on the grids that will be needed. Raises InputError."""
     with agree_on_errors():
         patients = find_patients(Path(args.dataset_path), args.num_views)
         split = split_patients(patients, args.split_seed, args.split_files)
-    return Data(patients, split, make_decoder(args), sizes, check=not args.skip_alignment_check)
+    return Data(patients, split, make_decoder(args, device), sizes, check=not args.skip_alignment_check)
 
 
 def use_checkpoint(precision: str, reason: str, args: argparse.Namespace, ranks: Ranks) -> None:
@@ -420,13 +402,13 @@ def use_checkpoint(precision: str, reason: str, args: argparse.Namespace, ranks:
     make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     models = load_models(checkpoint, args, ranks.device)
     if args.sample:
-        decoded = make_decoder(args)
+        decoded = make_decoder(args, ranks.device)
         diffusion = make_diffusion(args)
         extent = checkpoint["extent"]
         sample_folder(Path(args.sample), run_folder / "samples", models, decoded, diffusion, extent, precision)
         return
 
-    data = load_data([models[-1].size], args)
+    data = load_data([models[-1].size], args, ranks.device)
     data.greys = [GreyFit._make(fit) for fit in checkpoint["greys"]]
     data.refuse_trained(checkpoint["trained_patients"], path)
     metrics, example = evaluate("test", models, Setup(args, ranks.device, precision, data))
@@ -473,7 +455,6 @@ def describe_run(
     diffusion = f"{args.num_timesteps} steps, cosine, {prediction} prediction, DDIM {args.ddim_steps}"
     source = args.source["gradient_checkpointing"]
     split_source = "split files" if args.split_files else f"split seed {args.split_seed}"
-    workers = loading_workers(args, setup.device)
     rows = {
         "launcher": launcher,
         "batch": describe_batches(plan),
@@ -482,11 +463,8 @@ def describe_run(
         "diffusion": f"{diffusion}, EMA {args.ema_decay:g}",
         "recomputation": describe_recomputation(plan, args.gradient_checkpointing, source),
     }
-    rows |= describe_data(setup.data, plan[last].config["volume_size"], split_source, workers)
+    rows |= describe_data(setup.data, plan[last].config["volume_size"], split_source)
     return rows | describe_position(plan[: last + 1], training)
-
-
-# --- the run: training ------------------------------------------------------------------------------------------------
 
 
 def train_stages(
@@ -507,7 +485,7 @@ def train_stages(
         checkpoint = None
 
         # sample the validation patients by all stages so far
-        if code := log_evaluation("val", stage, f"{stage.name}_val", models, setup, training):
+        if code := log_evaluation("val", stage, models, setup, training):
             return code, 0
         note_speed(stage, training.log)
         if training.progress.step >= training.last_step:
@@ -534,7 +512,7 @@ def fit_stage(
         setup.data.set("train", stage.config["volume_size"]),
         stage.batch.size,
         seed=args.seed + 1000003 * stage.number,
-        num_workers=loading_workers(args, setup.device),
+        num_workers=setup.data.decoded.workers,
         accumulation=stage.batch.accumulation,
         drop_last=False,
     )
@@ -598,13 +576,7 @@ def train_epochs(stage: StagePlan, learner: Learner, loader: DataLoader, trainin
 
 
 def log_evaluation(
-    split: str,
-    stage: StagePlan,
-    figure: str,
-    models: list[StageNet],
-    setup: Setup,
-    training: TrainingRun,
-    more: dict | None = None,
+    split: str, stage: StagePlan, models: list[StageNet], setup: Setup, training: TrainingRun, **more
 ) -> int:
     """All ranks: evaluate the cascade up to a stage, log and draw it; the exit code of a stop signal, else 0."""
     progress = training.progress
@@ -612,10 +584,11 @@ def log_evaluation(
     if metrics is None:
         say_saved(progress.step)
         return int(reduce_max([training.stop.code])[0])
-    training.log.write(progress.step, progress.epoch + 1, metrics | (more or {}))
+    training.log.write(progress.step, progress.epoch + 1, metrics | more)
     if world()[0] == 0:
         print_metrics(f"{split}, {stage.name}", split, metrics)
-    training.log.figures(lambda: {figure: draw_result(example, stage_names(setup.args))}, progress.step)
+    name = f"{stage.name}_val" if split == "val" else split
+    training.log.figures(lambda: {name: draw_result(example, stage_names(setup.args))}, progress.step)
     return 0
 
 
@@ -671,7 +644,7 @@ def fit(precision: str, reason: str, args: argparse.Namespace, ranks: Ranks) -> 
     reached = checkpoint["state"]["stage"] if checkpoint else None
     choice = choose_stages(args.stage, stage_names(args), reached, args.resume_from)
     sizes = [stage["volume_size"] for stage in args.stage_configs[: choice.last + 1]]
-    data = load_data(sizes, args)
+    data = load_data(sizes, args, ranks.device)
     setup = Setup(args, ranks.device, precision, data, accelerator)
     begun_stage = None if choice.anew else checkpoint
     plan = plan_stages(choice.first, begun_stage, setup)
@@ -720,7 +693,7 @@ def test_cascade(
 ) -> int:
     """The test patients by the whole cascade, the results of the run; the exit code."""
     last = plan[len(models) - 1]
-    if code := log_evaluation("test", last, "test", models, setup, training, {"best_step": best_step}):
+    if code := log_evaluation("test", last, models, setup, training, best_step=best_step):
         return code
     weights = {}
     for stage, model in zip(plan, models, strict=False):

@@ -292,7 +292,7 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     args = script.parse_args([*words(flags, **files), "--mixed_precision", "no", "--stage_configs", json.dumps(stages)])
     stage = 1
     volume_size = args.stage_configs[stage]["volume_size"]
-    patients = script.load_data([config["volume_size"] for config in args.stage_configs], args)
+    patients = script.load_data([config["volume_size"] for config in args.stage_configs], args, ranks.device)
     setup = script.Setup(args, ranks.device, "no", patients)
     volumes = patients.set("train", volume_size)
 

@@ -541,7 +541,7 @@ def test_prediction_of_v_and_noise_agree(torsos):
 def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
     """The true volume fits its X-rays; a moved one does not; the same error counts less where there is more noise."""
     ta, args = small_args(torsos)
-    data = ta.load_data([[8, 8, 8], [16, 16, 16]], args)
+    data = ta.load_data([[8, 8, 8], [16, 16, 16]], args, torch.device("cpu"))
     items = torch.utils.data.default_collate([data.set("train", [16, 16, 16])[i] for i in range(4)])
     batch = ta.prepare(items, torch.device("cpu"))
     right = ta.projection_error(batch["volume"], batch["extent"], batch["xrays"], data.greys)
@@ -579,7 +579,7 @@ def test_augmentation(torsos):
     from tasks.cascade.projector import project, resize
 
     stages = [[40, 40, 40]]
-    data = ta.load_data(stages, args)
+    data = ta.load_data(stages, args, torch.device("cpu"))
     items = torch.utils.data.default_collate([data.set("train", stages[0])[i] for i in range(4)])
     plain = ta.prepare(items, torch.device("cpu"))
     assert torch.equal(plain["seen"], plain["xrays"])
@@ -643,7 +643,7 @@ def test_overfits_one_volume(torsos, tmp_path):
                           "--ddim_steps", "50", "--no-augmentation")  # fmt: skip
     device = torch.device("cpu")
     torch.set_num_threads(2)
-    data = ta.load_data([[32, 32, 32]], args)
+    data = ta.load_data([[32, 32, 32]], args, torch.device("cpu"))
     item = torch.utils.data.default_collate([data.set("train", [32, 32, 32])[0]] * 4)
     batch = ta.prepare(item, device)
     net, diffusion = ta.build_model(0, args, device), ta.make_diffusion(args)

@@ -465,7 +465,7 @@ def test_a_single_mirrored_picture_of_an_asymmetric_crop():
 
 def test_layout_with_every_alias(torsos, tmp_path):
     """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float pictures: the same set."""
-    from tasks.cascade.data import Decoded
+    from tasks.cascade.data import FLIPS, Decoded
     from tasks.cascade.files import find_patients, read_ct
 
     (tmp_path / "set").mkdir()
@@ -493,7 +493,7 @@ def test_layout_with_every_alias(torsos, tmp_path):
                 Image.fromarray(picture).save(folder / f"{name}_{alias}.png")
     found, expected = find_patients(tmp_path / "set", 2), find_patients(torsos, 2)[:4]
     assert [patient.id for patient in found] == names
-    decoded = Decoded(32, (True, False, False), None)
+    decoded = Decoded(32, FLIPS["none"], None)
     for a, b in zip(found, expected, strict=True):
         assert (decoded.xrays(a).int() - decoded.xrays(b).int()).abs().max() <= 1
         volume, extent = decoded.volume(a.ct, (8, 8, 8))
@@ -504,11 +504,11 @@ def test_layout_with_every_alias(torsos, tmp_path):
 
 
 def test_a_damaged_cache_is_read_anew(torsos, tmp_path):
-    from tasks.cascade.data import Decoded
+    from tasks.cascade.data import FLIPS, Decoded
     from tasks.cascade.files import find_patients
 
     patient = find_patients(torsos, 2)[0]
-    decoded = Decoded(32, (True, False, False), str(tmp_path / "cache"))
+    decoded = Decoded(32, FLIPS["none"], str(tmp_path / "cache"))
     expected = decoded.volume(patient.ct, (16, 16, 16))[0].clone()
     path = max((tmp_path / "cache").glob("*.bin"), key=lambda kept: kept.stat().st_size)
     assert path.stat().st_size == 12 + 2 * 16**3 + 4

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
@@ -28,6 +29,7 @@ from tasks.cascade.alignment import GreyFit, check_alignment, fit_greys
 from tasks.cascade.diffusion import draw_noise
 from tasks.cascade.files import Patient, read_ct, read_xray, voxel_spacing
 from tasks.cascade.projector import HU_MAX, HU_MIN, VIEWS, normalise, project, resize
+from tasks.cascade.stages import eval_batch
 
 SPLITS = ("train", "val", "test")
 # The side of the images that the alignment check compares.
@@ -82,21 +84,39 @@ def read_split(patients: list[Patient], files: list[str]) -> dict[str, list[int]
 # --- decoded files ----------------------------------------------------------------------------------------------------
 
 
+class Flips(NamedTuple):
+    """How the files of X-rays are turned: with the head up, and mirrored."""
+
+    vertical: bool
+    pa: bool
+    lat: bool
+
+
+# By the value of --flip_drrs_horizontal, with the head up.
+FLIPS = {
+    "none": Flips(True, False, False),
+    "pa": Flips(True, True, False),
+    "lat": Flips(True, False, True),
+    "both": Flips(True, True, True),
+}
+
+
 class Decoded:
     """Decoded files, kept on disk: volumes on a stage's grid, and X-rays at the encoder's size.
 
-    flips: (vertical, pa horizontal, lat horizontal). in_memory: a data set keeps what it has read. Everything here
-    raises InputError for a file that cannot be used.
+    in_memory: a data set keeps what it has read. workers: loading processes beside each process. Everything here raises
+    InputError for a file that cannot be used.
     """
 
     def __init__(
-        self, img_size: int, flips: tuple[bool, bool, bool], cache_dir: str | None = None, in_memory: bool = False
+        self, img_size: int, flips: Flips, cache_dir: str | None = None, in_memory: bool = False, workers: int = 0
     ):
         self.img_size = img_size
         self.flips = flips
         self.cache_dir = cache_dir
         self.cache = DiskCache(cache_dir, ".bin")
         self.in_memory = in_memory
+        self.workers = workers
 
     def key(self, path: Path, content) -> str:
         """A key that changes when the file does; empty where nothing is kept. content: what is made of the file."""
@@ -105,7 +125,7 @@ class Decoded:
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); check --dataset_path") from None
 
-    def volume(self, path: Path, size: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def volume(self, path: Path, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         """(int16 HU (X, Y, Z) clipped, field of view in mm (3,) float32) on a stage's grid."""
         content = self.cache.get(self.key(path, tuple(size)), volume_bytes(size))
         if content is None:
@@ -139,26 +159,26 @@ class Decoded:
         extent = np.frombuffer(content, np.float32, 3)
         return extent, np.frombuffer(content, np.float32, offset=EXTENT_BYTES).reshape(shape)
 
-    def keep_volume(self, path: Path, clipped: torch.Tensor, extent: np.ndarray, size: tuple[int, int, int]) -> bytes:
+    def keep_volume(self, path: Path, clipped: Tensor, extent: np.ndarray, size: tuple[int, int, int]) -> bytes:
         """Put a volume on a stage's grid, and into the cache."""
         voxels = resize(clipped, size).round().to(torch.int16).contiguous().numpy()
         content = extent.tobytes() + voxels.tobytes()
         self.cache.put(self.key(path, tuple(size)), content)
         return content
 
-    def xray(self, path: Path, view: str) -> torch.Tensor:
+    def xray(self, path: Path, view: str) -> Tensor:
         """int16 (img_size, img_size), grey values 0..1 as -32768..32767: see grey()."""
         shape = (self.img_size, self.img_size)
-        flips = (self.flips[0], self.flips[1 + VIEWS.index(view)])
-        key = self.key(path, (self.img_size, flips))
+        mirrored = self.flips.pa if view == "pa" else self.flips.lat
+        key = self.key(path, (self.img_size, (self.flips.vertical, mirrored)))
         content = self.cache.get(key, 2 * math.prod(shape))
         if content is None:
-            image = read_xray(path, self.img_size, flip_vertical=flips[0], flip_horizontal=flips[1])
+            image = read_xray(path, self.img_size, flip_vertical=self.flips.vertical, flip_horizontal=mirrored)
             content = ((image * 65535).round() - 32768).to(torch.int16).numpy().tobytes()
             self.cache.put(key, content)
         return torch.frombuffer(bytearray(content), dtype=torch.int16).view(shape)
 
-    def xrays(self, patient: Patient) -> torch.Tensor:
+    def xrays(self, patient: Patient) -> Tensor:
         """int16 (views, img_size, img_size)."""
         images = [self.xray(path, view) for path, view in zip(patient.xrays, VIEWS, strict=False)]
         return torch.stack(images)
@@ -169,18 +189,18 @@ def volume_bytes(size: tuple[int, int, int]) -> int:
     return EXTENT_BYTES + 2 * math.prod(size)
 
 
-def read_clipped(path: Path) -> tuple[torch.Tensor, np.ndarray]:
+def read_clipped(path: Path) -> tuple[Tensor, np.ndarray]:
     """(HU clipped to HU_MIN..HU_MAX, mm per voxel (3,)) of a CT file. Raises InputError."""
     hu, affine = read_ct(path)
     return torch.from_numpy(hu).clamp_(HU_MIN, HU_MAX), voxel_spacing(affine)
 
 
-def extent_of(volume: torch.Tensor, spacing: np.ndarray) -> np.ndarray:
+def extent_of(volume: Tensor, spacing: np.ndarray) -> np.ndarray:
     """The field of view of a volume, in mm (3,) float32."""
     return (spacing * tuple(volume.shape)).astype(np.float32)
 
 
-def grey(xrays: torch.Tensor) -> torch.Tensor:
+def grey(xrays: Tensor) -> Tensor:
     """X-rays as Decoded keeps them -> float32 -1..1."""
     return (xrays.float() + 0.5) / 32767.5
 
@@ -271,7 +291,7 @@ class Data:
         self.ids = {name: sorted(patients[place].id for place in part) for name, part in split.items()}
         self.fingerprint = hashlib.sha256(json.dumps(self.ids, sort_keys=True).encode()).hexdigest()[:12]
         self.sets: dict[tuple, XrayCtDataset] = {}
-        self.means: dict[tuple, torch.Tensor] = {}
+        self.means: dict[tuple, Tensor] = {}
 
     def set(self, split: str, size: list[int]) -> "XrayCtDataset":
         """One split on one grid. Those of another grid, of the stage before, are let go."""
@@ -281,7 +301,7 @@ class Data:
             self.sets[split, grid] = XrayCtDataset(self.patients, self.split[split], self.decoded, size)
         return self.sets[split, grid]
 
-    def mean_volume(self, size: list[int]) -> torch.Tensor:
+    def mean_volume(self, size: list[int]) -> Tensor:
         """All ranks: (1, 1, X, Y, Z) on the CPU, the mean of the training patients, which is the first baseline."""
         grid = tuple(size)
         if grid not in self.means:
@@ -302,7 +322,7 @@ class Data:
         return [*places[1:], places[0]] if len(places) > 1 else [self.split["train"][0]]
 
 
-def mean_of_volumes(dataset: "XrayCtDataset") -> torch.Tensor:
+def mean_of_volumes(dataset: "XrayCtDataset") -> Tensor:
     """All ranks: (1, 1, X, Y, Z) on the CPU, the mean volume of some patients. Raises InputError."""
     rank, world_size = world()
     total = torch.zeros(dataset.size, dtype=torch.float64)
@@ -389,11 +409,10 @@ def prepare(batch: dict, device: torch.device, seed: int | None = None, epoch: i
     return {"volume": volume, "xrays": xrays, "seen": seen, "extent": extent, "index": index}
 
 
-def eval_batches(
-    dataset: XrayCtDataset, batch_size: int, device: torch.device, workers: int
-) -> Iterator[tuple[list[int], dict]]:
+def eval_batches(dataset: XrayCtDataset, device: torch.device) -> Iterator[tuple[list[int], dict]]:
     """(places in the data set, prepared batch) of this rank's share. Raises InputError on this rank for a bad file."""
-    loader = create_distributed_dataloader(dataset, batch_size, train=False, num_workers=workers)
+    workers = dataset.decoded.workers
+    loader = create_distributed_dataloader(dataset, eval_batch(dataset.size), train=False, num_workers=workers)
     for places, batch in zip(loader.batch_sampler, loader, strict=True):
         for error in batch["error"]:
             if error:
@@ -401,9 +420,7 @@ def eval_batches(
         yield places, prepare(batch, device)
 
 
-def augment(
-    volume: torch.Tensor, xrays: torch.Tensor, indices: list[int], seed: int, epoch: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def augment(volume: Tensor, xrays: Tensor, indices: list[int], seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
     """(B, 1, X, Y, Z), (B, views, H, W) -> (volume, X-rays that belong to it, X-rays as the model sees them).
 
     The patient is moved up or down by up to 5 %: rows of both views run along z, so they stay true projections; a flip
@@ -430,7 +447,7 @@ def augment(
     return torch.stack(volumes), torch.stack(projections), torch.stack(exposures) + 0.01 * grain
 
 
-def move_up(volume: torch.Tensor, images: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+def move_up(volume: Tensor, images: Tensor, shift: int) -> tuple[Tensor, Tensor]:
     """A volume (1, X, Y, Z) moved by so many voxels along z, and its images (views, H, W) with it; edges repeat."""
     depth = volume.shape[-1]
     rows = images.shape[-2]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fixed_order_utils import interpolate
 from tasks.cascade.projector import resize
@@ -34,15 +34,15 @@ class Diffusion(NamedTuple):
 class Previous(NamedTuple):
     """The volume (B, 1, X, Y, Z) of the stage before, and the level (B,) of the noise on it."""
 
-    volume: torch.Tensor
-    level: torch.Tensor
+    volume: Tensor
+    level: Tensor
 
 
 class Draw(NamedTuple):
     """What is drawn for a batch: timestep (B,), noise (B, 1, X, Y, Z), and the stage before, None in the first."""
 
-    timestep: torch.Tensor
-    noise: torch.Tensor
+    timestep: Tensor
+    noise: Tensor
     previous: Previous | None
 
 
@@ -62,7 +62,7 @@ def make_scheduler(num_timesteps: int, ddim_steps: int, v_parameterization: bool
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
-def draw_noise(shape: tuple[int, ...], device: torch.device, seeds: list[int]) -> torch.Tensor:
+def draw_noise(shape: tuple[int, ...], device: torch.device, seeds: list[int]) -> Tensor:
     """Gaussian noise (len(seeds), *shape) on the device, each part a function of its seed alone.
 
     Drawn on the CPU: CUDA's generator deals its numbers out by the GPU's number of multiprocessors, so that a large
@@ -76,7 +76,7 @@ def draw_noise(shape: tuple[int, ...], device: torch.device, seeds: list[int]) -
         noise[place].normal_(generator=generator)
 
     # a fake tensor, of a step that is only traced, has no values and one thread
-    if noise.numel() < 2**18 or type(noise) is not torch.Tensor:
+    if noise.numel() < 2**18 or type(noise) is not Tensor:
         for place in range(len(seeds)):
             draw(place)
     else:
@@ -90,13 +90,13 @@ def generator_of(key: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng([number % 2**63 for number in key])
 
 
-def noise_like(shape: tuple[int, ...], device: torch.device, keys: list[tuple[int, ...]]) -> torch.Tensor:
+def noise_like(shape: tuple[int, ...], device: torch.device, keys: list[tuple[int, ...]]) -> Tensor:
     """Gaussian noise (len(keys), *shape), each part a function of its key alone."""
     seeds = [int(generator_of(key).integers(2**62)) for key in keys]
     return draw_noise(shape, device, seeds)
 
 
-def on_device(values: list, device: torch.device) -> torch.Tensor:
+def on_device(values: list, device: torch.device) -> Tensor:
     """A few numbers on the device, without waiting for it."""
     tensor = torch.tensor(values)
     if device.type == "cuda":
@@ -105,7 +105,7 @@ def on_device(values: list, device: torch.device) -> torch.Tensor:
 
 
 def noised_previous(
-    volume: torch.Tensor, k: int, levels: list[float], keys: list[tuple], diffusion: Diffusion
+    volume: Tensor, k: int, levels: list[float], keys: list[tuple], diffusion: Diffusion
 ) -> Previous | None:
     """What stage k is given of the stage before, made from the true volume; None for the first stage.
 
@@ -155,11 +155,11 @@ def validation_draw(batch: dict, places: list[int], k: int, number: int, diffusi
 def denoise(
     model: nn.Module,
     scheduler,
-    noisy: torch.Tensor,
-    timestep: torch.Tensor,
-    xrays: torch.Tensor,
+    noisy: Tensor,
+    timestep: Tensor,
+    xrays: Tensor,
     previous: Previous | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """(v or noise as the scheduler expects it, clean volume), both (B, 1, X, Y, Z) fp32, at timesteps (B,).
 
     The model sees inputs of unit variance and predicts, in unit variance, what a linear estimate from the noisy volume

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cli_utils import InputError
@@ -224,7 +225,7 @@ def load_image(path: Path) -> np.ndarray:
         raise InputError(f"{path}: not a readable picture ({first_line(error, path)}); replace it") from None
 
 
-def read_xray(path: Path, size: int, flip_vertical: bool, flip_horizontal: bool) -> torch.Tensor:
+def read_xray(path: Path, size: int, flip_vertical: bool, flip_horizontal: bool) -> Tensor:
     """(size, size) float32 grey values 0..1 as one looks at the patient. Raises InputError.
 
     8- and 16-bit images are divided by their range; .npy floats must lie within 0..1, -1..1 or 0..255. The flips say

@@ -1,6 +1,7 @@
 """What guide 3 is judged by: the projection error, the scores of a sampled volume, and the baselines beside them."""
 
 import torch
+from torch import Tensor
 
 from tasks.cascade.alignment import GreyFit
 from tasks.cascade.projector import HU_MAX, HU_MIN, VIEWS, back_project, project, resize, spacing_of
@@ -11,9 +12,7 @@ KINDS = {"": "cascade", "_mean_volume": "mean volume", "_backprojection": "back-
 CHECKS = {"psnr_other_patient": "X-rays of another patient", "psnr_previous_zeroed": "stage before zeroed"}
 
 
-def projection_error(
-    volume: torch.Tensor, extent: torch.Tensor, xrays: torch.Tensor, greys: list[GreyFit]
-) -> torch.Tensor:
+def projection_error(volume: Tensor, extent: Tensor, xrays: Tensor, greys: list[GreyFit]) -> Tensor:
     """(B, views) mean square difference, in grey values of -1..1, between a volume's projections and the X-rays.
 
     volume (B, 1, X, Y, Z); extent (B, 3) mm; xrays (B, views, H, W); greys: of the data, so that both sides are in the
@@ -28,14 +27,14 @@ def projection_error(
     return torch.stack(errors, 1)
 
 
-def back_projection(batch: dict, greys: list[GreyFit], size: tuple[int, ...]) -> torch.Tensor:
+def back_projection(batch: dict, greys: list[GreyFit], size: tuple[int, ...]) -> Tensor:
     """(B, 1, X, Y, Z): the X-rays of a batch smeared back along their rays, the second baseline."""
     xrays = batch["xrays"]
     integrals = [(xrays[:, k : k + 1] - fit.offset) / fit.slope for k, fit in enumerate(greys)]
     return back_project(integrals, spacing_of(batch["extent"], size), size)
 
 
-def measure(volume: torch.Tensor, batch: dict, greys: list[GreyFit]) -> torch.Tensor:
+def measure(volume: Tensor, batch: dict, greys: list[GreyFit]) -> Tensor:
     """(B, 3 + views) float64: PSNR (dB, range -1..1), SSIM, MAE (HU), and each view's projection error.
 
     The last is the root mean square of the difference to the X-ray, in line integrals.

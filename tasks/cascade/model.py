@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,7 @@ def norm(channels: int) -> GroupNorm:
     return GroupNorm(math.gcd(channels, groups), channels)
 
 
-def sinusoid(values: torch.Tensor, dim: int) -> torch.Tensor:
+def sinusoid(values: Tensor, dim: int) -> Tensor:
     """(B,) in 0..1 -> (B, dim) sines and cosines (Vaswani et al. 2017, of 1000 * value)."""
     half = dim // 2
     places = torch.arange(half, device=values.device)
@@ -56,14 +56,14 @@ class XrayEncoder(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.view = nn.Parameter(0.02 * torch.randn(views, dim))
 
-    def forward(self, xrays: torch.Tensor) -> torch.Tensor:
+    def forward(self, xrays: Tensor) -> Tensor:
         batch, views = xrays.shape[:2]
         images = xrays.flatten(0, 1)[:, None]
         features = self.layers(images.contiguous(memory_format=torch.channels_last))
         return features.unflatten(0, (batch, views)) + self.view[:, :, None, None]
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """(B, N, dim) x (B, M, dim) -> (B, N, dim)."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v)
@@ -92,13 +92,13 @@ class Block(nn.Module):
         self.cross_out = nn.Linear(dim, dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
 
-    def forward(self, x: torch.Tensor, xray_tokens: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, xray_tokens: Tensor, condition: Tensor) -> Tensor:
         modulation = self.modulation(F.silu(condition))[:, None].chunk(9, -1)
         shifts = modulation[0::3]
         scales = modulation[1::3]
         gates = modulation[2::3]
 
-        def adapted(part: int) -> torch.Tensor:
+        def adapted(part: int) -> Tensor:
             return self.norms[part](x) * (1 + scales[part]) + shifts[part]
 
         q, k, v = self.qkv(adapted(0)).chunk(3, -1)
@@ -124,7 +124,7 @@ class ConvBlock(nn.Module):
         nn.init.zeros_(self.conv2.weight)
         nn.init.zeros_(self.conv2.bias)
 
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         modulation = self.modulation(F.silu(condition))[:, :, None, None, None]
         shift, scale = modulation.chunk(2, 1)
         hidden = self.conv1(F.silu(self.norm1(x)))
@@ -178,32 +178,32 @@ class StageNet(nn.Module):
         nn.init.zeros_(self.last[2].weight)
         nn.init.zeros_(self.last[2].bias)
 
-    def part(self, module: nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    def part(self, module: nn.Module, *inputs: Tensor) -> Tensor:
         """module(*inputs), its activations kept or computed again in the backward pass."""
         call = module
         if self.checkpointing and torch.is_grad_enabled():
             call = partial(checkpoint, module, use_reentrant=False, preserve_rng_state=False)
         return call(*inputs)
 
-    def encode(self, xrays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, xrays: Tensor) -> tuple[Tensor, Tensor]:
         """(features (B, views, encoder_dim, H/8, W/8), tokens (B, views * token_grid^2, dim)) of the X-rays."""
         features = self.part(self.encoder, xrays)
         pooled = adaptive_avg_pool2d(features.flatten(0, 1), self.token_grid)
         tokens = self.to_tokens(pooled.flatten(2).transpose(1, 2)) + self.picture_position
         return features, tokens.unflatten(0, features.shape[:2]).flatten(1, 2)
 
-    def lifted(self, images: torch.Tensor, size: tuple[int, int, int]) -> list[torch.Tensor]:
+    def lifted(self, images: Tensor, size: tuple[int, int, int]) -> list[Tensor]:
         """Each view's (B, channels, H, W) of (B, views, channels, H, W), lifted along its rays into a grid."""
         return [lift(images[:, k], view, size) for k, view in enumerate(VIEWS[: self.views])]
 
     def forward(
         self,
-        noisy: torch.Tensor,
-        time: torch.Tensor,
-        xrays: torch.Tensor,
-        previous: torch.Tensor | None = None,
-        noise: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        noisy: Tensor,
+        time: Tensor,
+        xrays: Tensor,
+        previous: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
         """noisy (B, 1, X, Y, Z); time (B,) in 0..1; xrays (B, views, H, W) in -1..1.
 
         previous (B, 1, X, Y, Z): the volume of the stage before on this stage's grid, with noise of the level `noise`

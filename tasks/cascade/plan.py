@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from cli_utils import InputError, RunError
 from distributed_utils import reduce_max, world
 from hardware_utils import smaller_batch, split_batch
-from loop_utils import Progress
+from loop_utils import LossScaler, Progress
 from memory_utils import (
     BatchSize,
     auto_batch_advice,
@@ -23,7 +24,7 @@ from memory_utils import (
     fits_by_itself,
     try_step,
 )
-from tasks.cascade.model import StageNet
+from tasks.cascade.model import Ema, StageNet
 from tasks.cascade.stages import StageChoice
 
 # On a CPU a stage of more voxels is not measured unless it must be, as a step would take minutes.
@@ -93,6 +94,16 @@ class StagePlan(NamedTuple):
         return self._replace(steps=steps_per_epoch * self.config["num_epochs"])
 
 
+class Learner(NamedTuple):
+    """What learns in one stage. wrapped: the model, in DDP where there are several processes."""
+
+    model: StageNet
+    wrapped: nn.Module
+    averaged: Ema
+    optimizer: torch.optim.AdamW
+    scaler: LossScaler
+
+
 def plan_as_asked(number: int, config: dict, recompute: bool | None) -> StagePlan:
     """A stage with the batch of the flags or of the config. recompute: --gradient_checkpointing."""
     batch = BatchSize(config["batch_size"], config["accumulation_steps"], "", bool(recompute))
@@ -124,7 +135,7 @@ def end_of_run(
 def count_saved_tensors(kept: dict[int, int]) -> Iterator[None]:
     """Inside, {address: bytes} of what autograd keeps for the backward pass."""
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor

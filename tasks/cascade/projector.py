@@ -18,6 +18,7 @@ import functools
 
 import numpy as np
 import torch
+from torch import Tensor
 
 HU_MIN = -1000.0
 HU_MAX = 3000.0
@@ -30,40 +31,40 @@ VIEWS = ("pa", "lat")
 RAY_AXIS = {"pa": 1, "lat": 0}
 
 
-def normalise(hu: torch.Tensor) -> torch.Tensor:
+def normalise(hu: Tensor) -> Tensor:
     """HU -> -1..1, clipped to HU_MIN..HU_MAX."""
     clipped = hu.clamp(HU_MIN, HU_MAX)
     return (clipped - HU_MIN) * (2 / (HU_MAX - HU_MIN)) - 1
 
 
-def to_hu(volume: torch.Tensor) -> torch.Tensor:
+def to_hu(volume: Tensor) -> Tensor:
     """-1..1 -> HU."""
     half_range = (HU_MAX - HU_MIN) / 2
     return (volume + 1) * half_range + HU_MIN
 
 
-def attenuation(volume: torch.Tensor) -> torch.Tensor:
+def attenuation(volume: Tensor) -> Tensor:
     """-1..1 -> mu per mm; 0 in air."""
     return MU_WATER * (1 + to_hu(volume) / 1000)
 
 
-def spacing_of(extent: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+def spacing_of(extent: Tensor, size: tuple[int, ...]) -> Tensor:
     """(B, 3) mm per voxel of a field of view (B, 3) in mm on a grid."""
     spacings = [extent[:, axis] / count for axis, count in enumerate(size)]
     return torch.stack(spacings, 1)
 
 
-def as_image(plane: torch.Tensor) -> torch.Tensor:
+def as_image(plane: Tensor) -> Tensor:
     """(..., across, Z) in the order of the volume's indices -> (..., rows, columns) as one looks at it."""
     return plane.transpose(-1, -2).flip(-1, -2)
 
 
-def as_plane(image: torch.Tensor) -> torch.Tensor:
+def as_plane(image: Tensor) -> Tensor:
     """The inverse of as_image."""
     return image.flip(-1, -2).transpose(-1, -2)
 
 
-def project(volume: torch.Tensor, spacing: torch.Tensor, view: str) -> torch.Tensor:
+def project(volume: Tensor, spacing: Tensor, view: str) -> Tensor:
     """Line integrals (B, C, Z, across) of a volume (B, C, X, Y, Z) in -1..1; spacing (B, 3) in mm; differentiable."""
     axis = RAY_AXIS[view]
     total = attenuation(volume).sum(axis - 3)
@@ -72,7 +73,7 @@ def project(volume: torch.Tensor, spacing: torch.Tensor, view: str) -> torch.Ten
 
 
 @functools.lru_cache(maxsize=64)
-def axis_weights(before: int, after: int, device: str) -> torch.Tensor:
+def axis_weights(before: int, after: int, device: str) -> Tensor:
     """(after, before) matrix that resamples one axis: exact averages where it shrinks, linear where it grows."""
     if after <= before:
         # the share of each old cell that a new cell covers
@@ -90,7 +91,7 @@ def axis_weights(before: int, after: int, device: str) -> torch.Tensor:
     return weights.float().to(device, non_blocking=True)
 
 
-def resize(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
     """The last axes of x (an image's or a volume's) at another size, fp32.
 
     Averages are kept exactly, so that the projection of a coarser volume is the coarser projection.
@@ -105,7 +106,7 @@ def resize(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     return x
 
 
-def lift(image: torch.Tensor, view: str, size: tuple[int, int, int]) -> torch.Tensor:
+def lift(image: Tensor, view: str, size: tuple[int, int, int]) -> Tensor:
     """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's own rays."""
     axis = RAY_AXIS[view]
     rows = size[2]
@@ -115,7 +116,7 @@ def lift(image: torch.Tensor, view: str, size: tuple[int, int, int]) -> torch.Te
     return plane.unsqueeze(axis - 3).expand(batch, channels, *size)
 
 
-def back_project(integrals: list[torch.Tensor], spacing: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
+def back_project(integrals: list[Tensor], spacing: Tensor, size: tuple[int, int, int]) -> Tensor:
     """The simplest reconstruction, (B, 1, X, Y, Z) in -1..1, of one (B, 1, rows, columns) per view of VIEWS.
 
     Each ray's attenuation is spread evenly along it; then the mean is taken over the views.
@@ -129,7 +130,7 @@ def back_project(integrals: list[torch.Tensor], spacing: torch.Tensor, size: tup
     return normalise((mu / MU_WATER - 1) * 1000)
 
 
-def grey_values(integral: torch.Tensor) -> torch.Tensor:
+def grey_values(integral: Tensor) -> Tensor:
     """Line integrals -> grey values 0..1 of a DRR file."""
     return (integral / P_MAX).clamp(0, 1)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cli_utils import RunError
 from distributed_utils import print_main, world
@@ -105,7 +106,7 @@ def print_speed(plan: list[StagePlan], log: RunLog, device: torch.device) -> Non
 # --- the banner -------------------------------------------------------------------------------------------------------
 
 
-def describe_data(data: Data, size: list[int], split_source: str, workers: int) -> dict[str, str]:
+def describe_data(data: Data, size: list[int], split_source: str) -> dict[str, str]:
     """The banner's rows about the patients and how they are read. size: of the last stage's volume."""
     patients = ", ".join(f"{len(places)} {name}" for name, places in data.split.items())
     num_views = len(data.greys)
@@ -121,7 +122,7 @@ def describe_data(data: Data, size: list[int], split_source: str, workers: int) 
         "patients": f"{patients} ({split_source})",
         "X-rays": f"{views}; grey = {'; '.join(greys)}",
         "memory": f"decoded patients {kept}",
-        "loading": f"{workers} workers per process",
+        "loading": f"{data.decoded.workers} workers per process",
     }
 
 
@@ -168,10 +169,10 @@ class Example(NamedTuple):
     All volumes are (1, 1, X, Y, Z).
     """
 
-    volumes: list[torch.Tensor]
+    volumes: list[Tensor]
     batch: dict
-    mean: torch.Tensor
-    back: torch.Tensor
+    mean: Tensor
+    back: Tensor
 
 
 class Row(NamedTuple):
@@ -185,7 +186,7 @@ class Row(NamedTuple):
     grey_values: bool = False
 
 
-def middle_slices(volume: torch.Tensor) -> list[np.ndarray]:
+def middle_slices(volume: Tensor) -> list[np.ndarray]:
     """Axial, coronal and sagittal slices through the middle of (X, Y, Z), as one looks at them (front up, head up)."""
     volume = volume.float().cpu()
     x, y, z = (side // 2 for side in volume.shape)
@@ -229,7 +230,7 @@ def draw_rows(heading: str, columns: list[str], rows: list[Row]):
     return figure
 
 
-def draw_inputs(stage_name: str, names: list[str], batch: dict, draw: Draw, noisy: torch.Tensor, num_timesteps: int):
+def draw_inputs(stage_name: str, names: list[str], batch: dict, draw: Draw, noisy: Tensor, num_timesteps: int):
     """What the model of a stage is given in training, of the patients with these names, and what is to come out."""
     rows = []
     for i, name in enumerate(names):
@@ -254,7 +255,7 @@ def draw_result(example: Example, stage_names: list[str]):
     xrays = list(batch["xrays"][0].cpu().numpy())
     views = VIEWS[: len(xrays)]
 
-    def volume_row(name: str, volume: torch.Tensor) -> Row:
+    def volume_row(name: str, volume: Tensor) -> Row:
         spacing = spacing_of(batch["extent"][:1], volume.shape[2:])
         projections = [project(volume, spacing, view)[0, 0].cpu().numpy() for view in views]
         return Row(name, middle_slices(volume[0, 0]) + projections)
@@ -298,7 +299,7 @@ def grid_of(patient: Patient, size: list[int], extent: list[float]) -> np.ndarra
     return grid
 
 
-def write_volume(path: Path, volume: torch.Tensor, grid: np.ndarray) -> None:
+def write_volume(path: Path, volume: Tensor, grid: np.ndarray) -> None:
     """A volume (X, Y, Z) in -1..1 as NIfTI in HU. Raises RunError on a full disk."""
     import nibabel
 

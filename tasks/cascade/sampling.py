@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from cli_utils import InputError
 from distributed_utils import EvalBatchSampler, agree_on_errors, print_main, world
@@ -20,18 +21,18 @@ from tasks.cascade.stages import eval_batch
 @torch.no_grad()
 def sample_cascade(
     models: list[StageNet],
-    xrays: torch.Tensor,
+    xrays: Tensor,
     indices: list[int],
     diffusion: Diffusion,
     precision: str,
     zeroed: bool = False,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The volumes (B, 1, X, Y, Z) of every stage, sampled from noise by DDIM (Song et al. 2021).
 
     Each stage starts from the volume that the one before sampled. xrays: (B, views, H, W) in -1..1. The noise is a
     function of (seed, stage, index). zeroed: the last stage gets zeros for the volume before, to see what that does.
     """
-    volumes: list[torch.Tensor] = []
+    volumes: list[Tensor] = []
     device = xrays.device
     scheduler = diffusion.scheduler
     for k, model in enumerate(models):
@@ -57,7 +58,7 @@ def sample_cascade(
 
 def conditioning_scores(
     models: list[StageNet], batch: dict, others: list[int], diffusion: Diffusion, data: Data, precision: str
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """--check_conditioning: the PSNR (B, 1) float64 with others' X-rays, and with the stage before zeroed, if any."""
     xrays = torch.stack([data.decoded.xrays(data.patients[place]) for place in others])
     xrays = grey(xrays).to(batch["volume"].device)
