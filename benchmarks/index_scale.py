@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,21 +41,12 @@ from distributed_utils import gather_objects, setup_distributed
 from sampler_utils import TrainBatchSampler
 
 # What is measured, and its names for the made-up data.
-from tasks.mimic_cxr.index import (
-    BLANK,
-    CHEXPERT,
-    HEAD_NUMBER,
-    HEADS,
-    REGIONS,
-    ROW,
-    head_of,
-    index_folder,
-    open_index,
-    picture_name,
-    size_on_disk,
-    write_facts,
-    write_table,
-)
+from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS, REGIONS, head_of
+from tasks.mimic_cxr.data import open_image_cache
+from tasks.mimic_cxr.index import index_folder, open_index, size_on_disk
+from tasks.mimic_cxr.index_build import ROW, Source
+from tasks.mimic_cxr.index_files import write_facts, write_table
+from tasks.mimic_cxr.releases import BLANK, image_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -160,7 +150,8 @@ def write_index(folder: Path, rows: int) -> None:
     for path in (cxr, release / "qa", release / "metadata"):
         path.mkdir(parents=True, exist_ok=True)
     (release / "metadata" / "question_metadata.parquet").touch()
-    index = index_folder(folder / "index", cxr, release, "B", "frontal")
+    source = Source(cxr, release, "B", "frontal")
+    index = index_folder(folder / "index", source)
     index.mkdir(parents=True)
 
     count = max(8, rows * STUDIES // ROWS)
@@ -258,7 +249,7 @@ def write_release(folder: Path, studies: int, questions: int = 185) -> float:
         text = json.dumps(content).encode()
         patient_folder = qba / "qa" / f"p{subject // 1_000_000}" / f"p{subject}"
         write_bytes(patient_folder / f"s{study}.qa.json", text)
-        write_bytes(cxr / picture_name(subject, study, "0"), b"\xff\xd8\xff\xd9")
+        write_bytes(cxr / image_name(subject, study, "0"), b"\xff\xd8\xff\xd9")
         size += len(text)
 
         # Its lines in the three tables.
@@ -284,17 +275,10 @@ def read_rows(options: argparse.Namespace) -> dict:
     begun = time.perf_counter()
     folder = Path(options.folder)
     index = open_index(folder / "index", folder / "cxr", folder / "qba")
-    args = SimpleNamespace(
-        mimic_cxr_path="",
-        max_samples=0,
-        image_size=224,
-        max_question_length=128,
-        cache_gb=0.0,
-        chexpert_uncertain="ignore",
-    )
+    cache = open_image_cache(index, 224, 0.0)
+    data = QuestionData(index, "train", "", cache, None, 128)
 
     # The index stands for its copies too, to measure at ten times its size.
-    data = QuestionData(index, "train", args, None)
     data.rows = index.questions("train", options.copies)
     data.count = len(data.rows)
     sampler = TrainBatchSampler(len(data), 16, 0, 4)
