@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,30 +86,26 @@ def make_sample(folder: Path, count: int) -> Sample:
     """Write the data, and open it as train_mimic_cxr.py does."""
     from transformers import AutoTokenizer
 
+    from tasks.mimic_cxr.data import QuestionData, open_image_cache
     from tasks.mimic_cxr.index import open_index
-    from train_mimic_cxr import QuestionData
 
     write_data(folder, count, 512)
     index = open_index(folder / "index", folder / "mimic-cxr-jpg", folder / "mimic-ext-cxr-qba")
     tokenizer = AutoTokenizer.from_pretrained(folder / "bert_tiny")
-    args = SimpleNamespace(
-        mimic_cxr_path=str(folder / "mimic-cxr-jpg"),
-        max_samples=0,
-        image_size=SIZE,
-        max_question_length=128,
-        chexpert_uncertain="ignore",
-        cache_gb=0,
-    )
-    plain = QuestionData(index, "train", args, tokenizer)
-    args.cache_gb = 1
-    cached = QuestionData(index, "train", args, tokenizer)
+
+    def questions(cache_gb: float) -> QuestionData:
+        cache = open_image_cache(index, SIZE, cache_gb)
+        return QuestionData(index, "train", str(folder / "mimic-cxr-jpg"), cache, tokenizer, 128)
+
+    plain = questions(0)
+    cached = questions(1)
 
     # The first question of each study stands for its image.
     first = {}
     for i in range(len(plain)):
         first.setdefault(plain.row(i)["study"], i)
     chosen = dict(sorted(first.items())[:count])
-    paths = [plain.picture_path(study) for study in chosen]
+    paths = [plain.image_path(study) for study in chosen]
     for number, path in enumerate(paths):
         enlarge(Path(path), number)
     cache_file = index.folder / f"pictures_{SIZE}.u8"
@@ -131,7 +126,7 @@ def bare(path: str, draft: bool):
 
 def make_loops(sample: Sample) -> dict[str, Callable[[], object]]:
     """Every loop over the images, by name; the loop with a cold cache leaves the cache warm for the next ones."""
-    from train_mimic_cxr import decode
+    from tasks.mimic_cxr.data import decode
 
     rows = sample.rows
     paths = sample.paths
