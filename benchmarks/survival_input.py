@@ -32,14 +32,15 @@ from distributed_utils import Ranks, create_distributed_dataloader
 from hardware_utils import out_of_memory
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, TrainingRun, next_epoch
-from tasks.survival.data import Cohort, MultiGPUSurvivalDataset, read_cohort
+from tasks.survival.cohort import Cohort, read_cohort
+from tasks.survival.data import MultiGPUSurvivalDataset
+from tasks.survival.folds import Fold
 
 # What is measured: the script's own functions.
 from train_survival_distributed import (
     LOSSES,
     CoxMemory,
     Learner,
-    Target,
     build_model,
     cox_loss,
     make_dataset,
@@ -105,13 +106,14 @@ class Script:
         self.args.log_every = 10**6
 
         rows = np.arange(len(cohort))
-        self.target = Target(cohort, rows, self.args)
+        self.fold = Fold(cohort, "all", rows, rows, {})
         model = new_model(self.args)
         self.learner = Learner(
-            model,
-            make_optimizer(model, self.args),
-            LossScaler(args.device, "no"),
-            CoxMemory(0, args.device),
+            model=model,
+            optimizer=make_optimizer(model, self.args),
+            scaler=LossScaler(args.device, "no"),
+            memory=CoxMemory(0, args.device),
+            wrapped=model,
         )
 
         # The script's own order of the cases, which changes with the epoch.
@@ -147,7 +149,7 @@ class Script:
         """One epoch; samples/s, with the change of the cache before it."""
 
         def epoch() -> None:
-            train_one_epoch(self.learner.model, self.learner, self.target, self.loader, self.training, self.args)
+            train_one_epoch(self.learner, self.fold, self.loader, self.training, self.args)
             # This waits for the GPU.
             self.training.log.collect()
 
