@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distributed_utils import Ranks, create_distributed_dataloader
-from tasks.survival.data import read_cohort
+from tasks.survival.cohort import read_cohort
 from train_survival_distributed import build_model, cox_loss, make_dataset, make_optimizer, parse_args
 
 ON_GPU = torch.cuda.is_available()
