@@ -102,7 +102,7 @@ def main() -> None:
     import numpy as np
     import torch
 
-    from tasks.cascade.data import read_ct
+    from tasks.cascade.files import read_ct
     from tasks.cascade.projector import VIEWS, attenuation, normalise, project
 
     hu, affine = read_ct(options.ct)
