@@ -31,24 +31,25 @@ from hardware_utils import autocast, out_of_memory
 from logging_utils import RunLog
 from loop_utils import LossScaler, TrainingRun
 from tasks.cascade import model as cascade_model
+from tasks.cascade.alignment import GreyFit
+from tasks.cascade.diffusion import Diffusion, Draw, training_draw
+from tasks.cascade.model import Ema
+from tasks.cascade.plan import StageProgress, plan_as_asked
 
 # What is measured: the script's own functions.
 from train_accelerate import (
     LOSSES,
-    Data,
-    Ema,
     Learner,
-    StageProgress,
+    Setup,
     build_model,
+    load_data,
+    make_diffusion,
     make_optimizer,
-    make_scheduler,
-    measure_stage,
     parse_args,
-    plan_as_asked,
-    prepare,
     sample_losses,
     train_one_epoch,
-    training_draw,
+    training_batch,
+    try_stage,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,16 +70,14 @@ class Setting(NamedTuple):
     """One stage to measure, its number from 0, and what the script's functions need for it."""
 
     k: int
-    args: argparse.Namespace
-    device: torch.device
-    precision: str
-    greys: list
-    scheduler: object
+    setup: Setup
+    greys: list[GreyFit]
+    diffusion: Diffusion
 
     @property
     def config(self) -> dict:
         """The stage's entry of --stage_configs."""
-        return self.args.stage_configs[self.k]
+        return self.setup.args.stage_configs[self.k]
 
 
 class Times(NamedTuple):
@@ -96,33 +95,32 @@ def synchronize() -> None:
 
 def new_learner(setting: Setting) -> Learner:
     """The stage's model with the same first weights each time, its average, optimizer and scaler."""
-    model = build_model(setting.k, setting.args, setting.device)
+    setup = setting.setup
+    model = build_model(setting.k, setup.args, setup.device)
     return Learner(
         model=model,
         wrapped=model,
-        averaged=Ema(model, setting.args.ema_decay),
-        optimizer=make_optimizer(model, setting.args),
-        scaler=LossScaler(setting.device, setting.precision),
+        averaged=Ema(model, setup.args.ema_decay),
+        optimizer=make_optimizer(model, setup.args),
+        scaler=LossScaler(setup.device, setup.precision),
     )
 
 
 def bare_loop(setting: Setting, learner: Learner, batches: Iterable[dict], steps: int) -> None:
     """The shortest correct loop of the same computation: no logging, checkpoints, signals, resume, NaN guard."""
-    k = setting.k
-    args = setting.args
+    setup = setting.setup
     model = learner.model
-    scheduler = setting.scheduler
+    scheduler = setting.diffusion.scheduler
     physics_weight = setting.config["physics_weight"]
     model.train()
     for step, batch in enumerate(itertools.islice(batches, steps), start=1):
-        batch = prepare(batch, args, setting.device, k, 0)
-        timestep, noise, previous = training_draw(batch, k, 0, args)
-        with autocast(setting.device, setting.precision):
-            diffusion, physics = sample_losses(model, scheduler, batch, timestep, noise, previous, args, setting.greys)
-        loss = diffusion.mean() + physics_weight * physics.mean()
+        batch, draw = training_batch(batch, setting.k, 0, setting.diffusion, setup)
+        with autocast(setup.device, setup.precision):
+            diffusion_loss, physics_loss = sample_losses(model, batch, draw, scheduler, setting.greys)
+        loss = diffusion_loss.mean() + physics_weight * physics_loss.mean()
         loss.backward()
 
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), setup.args.grad_clip)
         learner.optimizer.step()
         learner.optimizer.zero_grad(set_to_none=True)
         learner.averaged.update(model, step)
@@ -134,7 +132,7 @@ def bare_loop(setting: Setting, learner: Learner, batches: Iterable[dict], steps
 def start_training(setting: Setting, ranks: Ranks) -> TrainingRun:
     """A run of the script that saves nothing."""
     endless = 10**9
-    args = setting.args
+    args = setting.setup.args
     run_folder = Path(args.checkpoint_dir)
     run_folder.mkdir()
     log = RunLog(run_folder, ranks, LOSSES, endless, args.log_every, "no")
@@ -146,20 +144,21 @@ def start_training(setting: Setting, ranks: Ranks) -> TrainingRun:
         last_step=0,
         planned_steps=endless,
         effective_batch_size=setting.config["batch_size"],
-        precision=setting.precision,
+        precision=setting.setup.precision,
         log=log,
         contents=dict,
     )
 
 
-def overhead(setting: Setting, data: Data, ranks: Ranks, rounds: int, steps: int) -> dict:
+def overhead(setting: Setting, ranks: Ranks, rounds: int, steps: int) -> dict:
     """Time of a step in the script's loop over the bare loop's, in turns; and whether the weights come out equal."""
-    train = data.set("train", setting.config["volume_size"])
+    setup = setting.setup
+    train = setup.data.set("train", setting.config["volume_size"])
     # Every volume is decoded before the clock starts.
     for i in range(len(train)):
         train[i]
 
-    accelerator = make_accelerator(setting.precision, 1, ranks)
+    accelerator = make_accelerator(setup.precision, 1, ranks)
     bare = new_learner(setting)
     script = new_learner(setting)
     script = script._replace(wrapped=accelerator.prepare_model(script.model))
@@ -181,7 +180,7 @@ def overhead(setting: Setting, data: Data, ranks: Ranks, rounds: int, steps: int
             progress.stage_step = 0
             training.last_step = progress.step + steps
             begun = time.perf_counter()
-            train_one_epoch(setting.k, script, loader, training, data, setting.args)
+            train_one_epoch(setting.k, script, loader, training, setup)
             times.script.append(time.perf_counter() - begun)
     training.log.close()
     return overhead_figures(times, steps) | {"equal_weights": equal_weights(bare, script)}
@@ -223,8 +222,8 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: in
 
 def random_batch(setting: Setting) -> dict:
     """A made-up batch on the device, as prepare() returns it."""
-    args = setting.args
-    device = setting.device
+    args = setting.setup.args
+    device = setting.setup.device
     count = setting.config["batch_size"]
     volume = torch.rand([count, 1, *setting.config["volume_size"]], device=device) - 1
     xrays = torch.rand([count, args.num_views, args.img_size, args.img_size], device=device)
@@ -237,14 +236,14 @@ def random_batch(setting: Setting) -> dict:
     }
 
 
-def seconds_of_step(setting: Setting, model: torch.nn.Module, batch: dict, draw: tuple) -> float:
+def seconds_of_step(setting: Setting, model: torch.nn.Module, batch: dict, draw: Draw) -> float:
     """Seconds of one forward and backward pass."""
-    scheduler = setting.scheduler
-    timestep, noise, previous = draw
+    setup = setting.setup
+    scheduler = setting.diffusion.scheduler
     synchronize()
     begun = time.perf_counter()
-    with autocast(setting.device, setting.precision):
-        losses = sample_losses(model, scheduler, batch, timestep, noise, previous, setting.args, setting.greys)
+    with autocast(setup.device, setup.precision):
+        losses = sample_losses(model, batch, draw, scheduler, setting.greys)
     total = sum(loss.sum() for loss in losses)
     total.backward()
     model.zero_grad(set_to_none=True)
@@ -254,12 +253,11 @@ def seconds_of_step(setting: Setting, model: torch.nn.Module, batch: dict, draw:
 
 def memory_of_step(setting: Setting, checkpointing: bool) -> float:
     """GiB that a training step of the script takes."""
-    args = setting.args
+    args = setting.setup.args
     args.gradient_checkpointing = checkpointing
     args.auto_batch = False
-    plan = plan_as_asked(setting.k, args)
-    measured = measure_stage(plan, setting.greys, None, setting.precision, args, setting.device)
-    return measured.memory
+    stage = plan_as_asked(setting.k, setting.config, checkpointing)
+    return try_stage(stage, None, setting.greys, setting.setup).memory
 
 
 class Variant(NamedTuple):
@@ -271,9 +269,9 @@ class Variant(NamedTuple):
 
 def compare(setting: Setting, rounds: int) -> dict:
     """Ratios of time and of memory: gradient checkpointing on over off, SDPA over naive attention."""
-    model = build_model(setting.k, setting.args, setting.device)
+    model = build_model(setting.k, setting.setup.args, setting.setup.device)
     batch = random_batch(setting)
-    draw = training_draw(batch, setting.k, 0, setting.args)
+    draw = training_draw(batch, setting.k, 0, setting.diffusion)
     sdpa = cascade_model.attention
     variants = {
         "plain": Variant(False, sdpa),
@@ -313,7 +311,7 @@ def compare(setting: Setting, rounds: int) -> dict:
 def pinned_batch(setting: Setting) -> dict:
     """A made-up batch in pinned memory, as the loader returns it."""
     count = setting.config["batch_size"]
-    side = setting.args.img_size
+    side = setting.setup.args.img_size
     volume = torch.zeros([count, *setting.config["volume_size"]], dtype=torch.int16)
     xrays = torch.zeros([count, 2, side, side], dtype=torch.int16)
     return {
@@ -353,12 +351,13 @@ def speed_of_stage(setting: Setting, compiled: bool, seconds: float, row: dict) 
 def real_size(ranks: Ranks, seconds: float) -> None:
     """The guide's stages as configs/multi_view_config.json has them, on made-up data, one GPU."""
     precision, _ = choose_launched_precision("auto", "default", ranks)
-    greys = [(0.2, -1.0, 1.0), (0.2, -1.0, 1.0)]
+    greys = [GreyFit(slope=0.2, offset=-1.0, correlation=1.0)] * 2
     stages = [(0, False), (1, False), (2, False), (2, True)]
     for compiled, (k, checkpointing) in itertools.product((False, True), stages):
         args = parse_args(["--config", str(ROOT / "configs" / "multi_view_config.json")])
         args.gradient_checkpointing = checkpointing
-        setting = Setting(k, args, ranks.device, precision, greys, make_scheduler(args))
+        setup = Setup(args, ranks.device, precision)
+        setting = Setting(k, setup, greys, make_diffusion(args))
         row = {
             "stage": setting.config["name"],
             "batch": setting.config["batch_size"],
@@ -383,7 +382,7 @@ def real_size(ranks: Ranks, seconds: float) -> None:
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
-def small_setting(folder: str, ranks: Ranks) -> tuple[Setting, Data]:
+def small_setting(folder: str, ranks: Ranks) -> Setting:
     """The second of two small stages, with made-up data."""
     words = ["cascade", f"{folder}/data", "--num_patients", "44", "--matrix", "32"]
     subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True)
@@ -400,8 +399,9 @@ def small_setting(folder: str, ranks: Ranks) -> tuple[Setting, Data]:
     args = parse_args(flags)
 
     precision, _ = choose_launched_precision("auto", "default", ranks)
-    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
-    return Setting(1, args, ranks.device, precision, data.greys, make_scheduler(args)), data
+    data = load_data([stage["volume_size"] for stage in args.stage_configs], args)
+    setup = Setup(args, ranks.device, precision, data)
+    return Setting(1, setup, data.greys, make_diffusion(args))
 
 
 def main() -> None:
@@ -423,8 +423,8 @@ def main() -> None:
         return
 
     with tempfile.TemporaryDirectory() as folder:
-        setting, data = small_setting(folder, ranks)
-        figures = overhead(setting, data, ranks, options.rounds, options.steps)
+        setting = small_setting(folder, ranks)
+        figures = overhead(setting, ranks, options.rounds, options.steps)
         print(json.dumps(figures), flush=True)
         print(json.dumps(compare(setting, options.rounds)), flush=True)
 
