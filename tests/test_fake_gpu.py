@@ -1,10 +1,13 @@
-"""One training step of each script on a GPU that is not there: at the published size, in both half precisions, and tiny
-in fp32."""
+"""One training step of each script on a GPU that is not there.
+
+At the published size in both half precisions, and tiny in fp32.
+"""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,17 +18,29 @@ GIB = 2**30
 
 pytestmark = pytest.mark.skipif(not find_compiler() and not has_gpu(), reason="needs a C++ compiler, or a GPU")
 
-# Peak of tensors in GiB, copies into another memory format and into another dtype in GB, of one micro-batch in half
-# precision. Each is a little above what was traced on 2026-11-22; the figures before are in benchmarks/RESULTS.md.
+
+class Most(NamedTuple):
+    """What a micro-batch in half precision may take: GiB of tensors at once, and GB of copies.
+
+    layout_gb: into another memory format; casts_gb: into another dtype.
+    """
+
+    peak_gib: float
+    layout_gb: float
+    casts_gb: float
+
+
+# Each is a little above what was traced on 2026-11-22; the figures before are in benchmarks/RESULTS.md.
 MOST = {
-    "prs_med": (66.0, 29.0, 56.0),
-    "prs_med, 2 recomputed": (17.2, 11.0, 22.0),
-    "mimic_cxr": (12.6, 0.5, 18.0),
-    "survival": (33.0, 35.0, 1.0),
-    "cascade": (22.6, 21.0, 5.0),
-    "compressed_ad": (2.3, 0.7, 2.8),
+    "prs_med": Most(66.0, 29.0, 56.0),
+    "prs_med, 2 recomputed": Most(17.2, 11.0, 22.0),
+    "mimic_cxr": Most(12.6, 0.5, 18.0),
+    "survival": Most(33.0, 35.0, 1.0),
+    "cascade": Most(22.6, 21.0, 5.0),
+    "compressed_ad": Most(2.3, 0.7, 2.8),
 }
 PUBLISHED = [name for name in MOST if "," not in name]
+
 # Where the host waits for the GPU in a first step. Of a run's later steps none is left: MONAI's scheduler moves its
 # table of noise levels to the GPU once.
 WAITS: dict[str, dict[str, int]] = {name: {} for name in MOST} | {"cascade": {"copy cpu -> cuda in scheduler.py": 1}}
@@ -73,13 +88,14 @@ def steps(data, chest, cascade, tmp_path_factory) -> dict[str, dict]:
         write_full_models(models, task)
 
     commands = {}
-    for name, words in full_size(models).items():
+    for name, flags in full_size(models).items():
         for precision in ("bf16", "fp16") if "," not in name else ("bf16",):
-            commands[f"{name}, {precision}"] = [*words, "--mixed_precision", precision]
-    for name, words in tiny_size(data, chest, cascade, models).items():
-        commands[f"{name}, tiny"] = [*words, "--mixed_precision", "no"]
-    words = [sys.executable, str(Path(__file__).with_name("fake_gpu_steps.py"))]
-    done = subprocess.run(words, input=json.dumps(commands), capture_output=True, text=True, timeout=600)
+            commands[f"{name}, {precision}"] = [*flags, "--mixed_precision", precision]
+    for name, flags in tiny_size(data, chest, cascade, models).items():
+        commands[f"{name}, tiny"] = [*flags, "--mixed_precision", "no"]
+
+    script = [sys.executable, str(Path(__file__).with_name("fake_gpu_steps.py"))]
+    done = subprocess.run(script, input=json.dumps(commands), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -110,11 +126,11 @@ def test_prs_med_recomputed(steps):
 
 def check_step(step: dict, name: str) -> None:
     """The step keeps to MOST and WAITS."""
-    peak, layout, casts = MOST[name]
+    most = MOST[name]
     assert waits(step) == WAITS[name]
-    assert step["peak"] / GIB < peak
-    assert sum(step["layout_copies"].values()) / 1e9 < layout
-    assert sum(step["casts"].values()) / 1e9 < casts
+    assert step["peak"] / GIB < most.peak_gib
+    assert sum(step["layout_copies"].values()) / 1e9 < most.layout_gb
+    assert sum(step["casts"].values()) / 1e9 < most.casts_gb
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -125,22 +141,29 @@ def test_tiny_in_fp32(steps, name):
     assert step["flops"] > 0
 
 
+def last_object(run: dict) -> dict:
+    """The JSON object that a rehearsal ends with."""
+    return json.loads(run["said"].splitlines()[-1])
+
+
 def test_the_rehearsal_says_what_was_traced(steps):
     """The last line is one JSON object with the tracer's numbers, and says whether they fit."""
     run = steps["prs_med, bf16"]
-    said = json.loads(run["said"].splitlines()[-1])
+    reported = last_object(run)
     names = ["peak_gib", "state_gib", "activations_gib", "tflop_per_step", "fits", "advice"]
-    assert list(said) == names
+    assert list(reported) == names
     (step,) = run["steps"]
-    assert said["peak_gib"] == pytest.approx(step["peak"] / GIB, abs=1e-3)
-    assert said["peak_gib"] == pytest.approx(said["state_gib"] + said["activations_gib"], abs=1e-3)
-    assert said["tflop_per_step"] == pytest.approx(step["flops"] / 1e12, abs=1e-3)
+    assert reported["peak_gib"] == pytest.approx(step["peak"] / GIB, abs=1e-3)
+    parts = reported["state_gib"] + reported["activations_gib"]
+    assert reported["peak_gib"] == pytest.approx(parts, abs=1e-3)
+    assert reported["tflop_per_step"] == pytest.approx(step["flops"] / 1e12, abs=1e-3)
+
     # 8 GB of 80 are to spare, beside the margin
-    assert said["fits"]
-    assert said["peak_gib"] * 1.05 + 1.5e9 / GIB < 72
+    assert reported["fits"]
+    assert reported["peak_gib"] * 1.05 + 1.5e9 / GIB < 72
 
     # two images with recomputation fit a GPU of 24 GB
-    assert json.loads(steps["prs_med, 2 recomputed, bf16"]["said"].splitlines()[-1])["fits"]
+    assert last_object(steps["prs_med, 2 recomputed, bf16"])["fits"]
 
 
 def test_launches_of_guide_1_are_spread_over_more_samples(steps):
@@ -152,9 +175,9 @@ def test_launches_of_guide_1_are_spread_over_more_samples(steps):
 
 def test_without_a_compiler_it_says_so(tmp_path):
     """One line and code 2, before torch is imported."""
-    words = [sys.executable, str(ROOT / "train.py"), "--rehearse"]
+    command = [sys.executable, str(ROOT / "train.py"), "--rehearse"]
     environment = {"PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: --rehearse: needs a GPU, or a C++ compiler")
     assert done.stderr.count("\n") == 1

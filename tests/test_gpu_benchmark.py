@@ -21,11 +21,18 @@ import scaling
 KEYS = ["part", "name", "value", "low", "high", "result", "reason"]
 
 
-def command(script: str, *flags, **environment) -> subprocess.CompletedProcess:
-    """A script of benchmarks/ on a machine without a GPU."""
-    words = [sys.executable, ROOT / "benchmarks" / script, *flags]
-    variables = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.run([str(word) for word in words], cwd=ROOT, env=variables, capture_output=True, text=True)
+def run_benchmark(script: str, flags: list) -> subprocess.CompletedProcess:
+    """Run a script of benchmarks/ on a machine without a GPU; asserts exit code 0."""
+    command = [str(word) for word in (sys.executable, ROOT / "benchmarks" / script, *flags)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a report."""
+    return json.loads(path.read_text())
 
 
 def test_failed_part_is_run_again_and_others_are_kept(tmp_path):
@@ -33,17 +40,16 @@ def test_failed_part_is_run_again_and_others_are_kept(tmp_path):
     kept = {"part": "versions", **gpu.measured("torch", "as it was")}
     broken = {"part": "compressed_ad", **gpu.failed("whole part", "took more than 300 s and was killed")}
     gpu.write_report(tmp_path / "cpu.json", [broken, kept])
-    done = command("gpu.py", "--folder", tmp_path, "--parts", "versions,compressed_ad")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_benchmark("gpu.py", ["--folder", tmp_path, "--parts", "versions,compressed_ad"])
 
     # the result that was there stays, the failure is replaced by a run's lines
-    lines = json.loads((tmp_path / "cpu.json").read_text())
+    lines = read_lines(tmp_path / "cpu.json")
     assert all(list(line) == KEYS for line in lines)
     assert lines[0] == kept
-    found = {line["name"]: line for line in lines[1:]}
-    assert found["samples/s"]["value"] > 0
-    assert found["host waits a step"]["result"] == "skipped"
-    assert "whole part" not in found
+    by_name = {line["name"]: line for line in lines[1:]}
+    assert by_name["samples/s"]["value"] > 0
+    assert by_name["host waits a step"]["result"] == "skipped"
+    assert "whole part" not in by_name
     assert {line["result"] for line in lines} == {"pass", "skipped"}
     assert all(line["reason"] for line in lines if line["result"] == "skipped")
     assert (ROOT / "benchmarks/RESULTS.md").read_bytes() == results
@@ -54,22 +60,38 @@ def test_part_that_crashes_or_hangs_is_a_line(tmp_path):
     write = f"open({str(tmp_path / 'lines')!r}, 'w').write({line!r} + chr(10))"
 
     def run(code: str, limit: float) -> list[dict]:
-        return gpu.run_part([sys.executable, "-c", code], tmp_path / "lines", tmp_path / "log", limit)
+        command = [sys.executable, "-c", code]
+        return gpu.run_part(command, tmp_path / "lines", tmp_path / "log", limit)
 
+    # what it has measured before it crashes is kept
     first, crash = run(f"{write}; raise ValueError('no such thing')", 60)
     assert first["result"] == "pass"
-    assert (crash["result"], crash["reason"]) == ("fail", "exit code 1: ValueError: no such thing")
+    assert crash["result"] == "fail"
+    assert crash["reason"] == "exit code 1: ValueError: no such thing"
+
     (late,) = run("import time; time.sleep(60)", 0.5)
-    assert (late["result"], late["reason"]) == ("fail", "took more than 0 s and was killed")
+    assert late["result"] == "fail"
+    assert late["reason"] == "took more than 0 s and was killed"
+
     (silent,) = run("pass", 60)
     assert silent["reason"] == "ended without a result"
 
 
+# A process that starts another one, and writes that one's id into the file it is given.
+PARENT = """
+import subprocess, sys
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+with open(sys.argv[1], "w") as file:
+    file.write(str(child.pid))
+child.wait()
+"""
+
+
 def test_processes_of_a_killed_part_are_gone(tmp_path):
-    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); p.wait()"
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "pid")]
     with pytest.raises(TimeoutError):
-        gpu.run_process([sys.executable, "-c", child], tmp_path / "log", 1.5, dict(os.environ))
+        gpu.run_process(command, tmp_path / "log", 1.5, dict(os.environ))
     status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
 
     # on a busy machine a killed process takes a moment to go
@@ -94,6 +116,8 @@ def test_results_table_replaces_only_its_own_section(tmp_path):
     lines.append({"part": "survival", **gpu.measured("MFU", 0.31, 0.2, reason="a | b")})
     gpu.write_results(path, lines)
     once = path.read_text()
+
+    # a second time changes nothing
     assert "| survival | MFU | 0.31 | >= 0.2 | pass | a / b |" in once
     gpu.write_results(path, lines)
     assert path.read_text() == once
@@ -108,6 +132,8 @@ def test_host_waits_are_counted_between_steps(monkeypatch):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+
+    # four steps with so many waits each, of which the first has none to compare with
     waits = gpu_process.HostWaits()
     with warnings.catch_warnings():
         waits.start()
@@ -116,9 +142,14 @@ def test_host_waits_are_counted_between_steps(monkeypatch):
                 warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
             waits.at_step.append(waits.count)
     assert waits.of_each_step() == [2, 0, 1]
-    run = gpu.Run([], {"host_waits": [9, 9, 0, 0, 0, 9, 0, 0], "places": {"train.py:7": 3}}, 0, 1.0, 0)
-    line = gpu.host_wait_line(gpu.Setting("full", 1, Path()), run, 3)
-    assert (line["value"], line["result"]) == (0, "pass")
+
+    # most steps have none
+    facts = {"host_waits": [9, 9, 0, 0, 0, 9, 0, 0], "places": {"train.py:7": 3}}
+    run = gpu.Run([], facts, 0, 1.0, 0)
+    setting = gpu.Setting("full", 1, Path())
+    line = gpu.host_wait_line(setting, run, 3)
+    assert line["value"] == 0
+    assert line["result"] == "pass"
     assert "train.py:7 3" in line["reason"]
 
 
@@ -136,25 +167,24 @@ def test_scaling_table_beside_the_guide():
     assert scaling.table(rows, "GPUs").splitlines()[2].split() == ["2", "19.00", "1.90", "95%", "1.90"]
 
     # survival's batch is that of all GPUs, the others' that of one
-    assert scaling.total_batch("train_survival_distributed.py", ["--batch_size", "6"], 4) == ["--batch_size", "24"]
-    assert scaling.total_batch("train.py", ["--batch_size", "6"], 4) == ["--batch_size", "6"]
+    flags = ["--batch_size", "6"]
+    assert scaling.total_batch("train_survival_distributed.py", flags, 4) == ["--batch_size", "24"]
+    assert scaling.total_batch("train.py", flags, 4) == ["--batch_size", "6"]
 
 
 @pytest.mark.soak
 def test_scaling_on_cpu_processes(tmp_path):
     setting = gpu.Setting("tiny", 0, tmp_path)
     flags = gpu.flags_of(setting, "compressed_ad", "tiny")
-    words = ["--gpus", "1,2", "--script", "train.py", "--steps", "8", "--warm_up", "4", "--json", tmp_path / "out.json"]
-    done = command("scaling.py", *words, *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())
+    asked = ["--gpus", "1,2", "--script", "train.py", "--steps", "8", "--warm_up", "4"]
+    run_benchmark("scaling.py", [*asked, "--json", tmp_path / "out.json", *flags])
+    rows = read_lines(tmp_path / "out.json")
     assert [row["gpus"] for row in rows] == [1, 2]
     assert all(row["samples_per_s"] > 0 for row in rows)
 
 
 @pytest.mark.soak
 def test_all_parts_on_the_cpu(tmp_path):
-    done = command("gpu.py", "--folder", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = json.loads((tmp_path / "cpu.json").read_text())
+    run_benchmark("gpu.py", ["--folder", tmp_path])
+    lines = read_lines(tmp_path / "cpu.json")
     assert list(dict.fromkeys(line["part"] for line in lines)) == list(gpu.PARTS)
