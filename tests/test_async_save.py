@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 
 import async_save_utils
-import checkpoint_utils as ckpt
+import checkpoint_utils
 import loop_utils
 import manifest_utils
 
@@ -21,82 +21,109 @@ import manifest_utils
 @pytest.fixture
 def slow_disk(monkeypatch):
     """An event that checkpoints wait for before their first byte; set at the end, so that no test leaves a thread."""
-    real, go_on = manifest_utils._HashingFile.write, threading.Event()
+    real_write = manifest_utils._HashingFile.write
+    ready = threading.Event()
 
     def write(self, data) -> int:
         # a save that does not return before the file is there is not waited for again
-        if not go_on.wait(5):
-            go_on.set()
-        return real(self, data)
+        if not ready.wait(5):
+            ready.set()
+        return real_write(self, data)
 
     monkeypatch.setattr(manifest_utils._HashingFile, "write", write)
-    yield go_on
-    go_on.set()
+    yield ready
+    ready.set()
     async_save_utils.WRITER.join()
 
 
 def parts() -> dict:
     """What training changes in place: weights, two names of one tensor, views of one storage, an optimizer's state."""
-    weight = torch.randn(50, 40)
-    flat = torch.arange(24, dtype=torch.float64)
+    # an optimizer with moments
     parameter = torch.nn.Parameter(torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last))
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    model = {"weight": weight, "tied": weight, "views": [flat[:12], flat[12:].view(3, 4).t()], "empty": torch.empty(0)}
+
+    # tensors that share their memory
+    weight = torch.randn(50, 40)
+    flat = torch.arange(24, dtype=torch.float64)
+    views = [flat[:12], flat[12:].view(3, 4).t()]
+    model = {"weight": weight, "tied": weight, "views": views, "empty": torch.empty(0)}
     return {"format": "toy", "model": model, "optimizer": optimizer.state_dict(), "state": {"losses": [1.0, 2.5]}}
 
 
 def test_the_file_holds_what_was_there_when_it_was_saved(tmp_path, slow_disk):
     """To the byte what torch.save would have written then, whatever changes while the disk is slow."""
-    contents = parts()
+    # the manifest is there before the disk becomes slow
+    run_folder = tmp_path / "run"
     slow_disk.set()
-    (tmp_path / "run").mkdir()
-    manifest_utils.write_manifest(tmp_path / "run", manifest_utils.Manifest("0123456789abcdef"))
+    run_folder.mkdir()
+    manifest_utils.write_manifest(run_folder, manifest_utils.Manifest("0123456789abcdef"))
     slow_disk.clear()
-    path = ckpt.save_checkpoint(tmp_path / "run", contents, 1, keep_last=2)
+
+    # saved, and not yet written
+    saved = parts()
+    path = checkpoint_utils.save_checkpoint(run_folder, saved, 1, keep_last=2)
     assert not path.exists()
-    more = {"step": 1, "rng": [ckpt.get_rng_state()], "run_id": "0123456789abcdef"}
-    torch.save({**contents, **more}, expected := io.BytesIO())
-    for tensor in (contents["model"]["weight"], contents["model"]["views"][0]):
-        tensor.zero_()
-    contents["optimizer"]["state"][0]["exp_avg"].zero_()
-    contents["state"]["losses"].append(9.0)
+    expected = io.BytesIO()
+    more = {"step": 1, "rng": [checkpoint_utils.get_rng_state()], "run_id": "0123456789abcdef"}
+    torch.save({**saved, **more}, expected)
+
+    # training changes everything
+    saved["model"]["weight"].zero_()
+    saved["model"]["views"][0].zero_()
+    saved["optimizer"]["state"][0]["exp_avg"].zero_()
+    saved["state"]["losses"].append(9.0)
+
     slow_disk.set()
-    ckpt.settle_checkpoint()
+    checkpoint_utils.settle_checkpoint()
     written = path.read_bytes()
-    assert written[: -manifest_utils.read_seal(path).size] == expected.getvalue()
+    seal = manifest_utils.read_seal(path)
+    assert written[: -seal.size] == expected.getvalue()
 
 
-def test_a_second_save_allocates_nothing(tmp_path, monkeypatch):
+@pytest.fixture
+def allocated(monkeypatch) -> list[int]:
+    """The sizes that are allocated for copies from now on; no copy is there to begin with."""
+    sizes = []
+    real_allocate = async_save_utils._allocate
+
+    def allocate(size: int):
+        sizes.append(size)
+        return real_allocate(size)
+
+    monkeypatch.setattr(async_save_utils, "_allocate", allocate)
+    async_save_utils.WRITER.join()
+    async_save_utils.WRITER.release()
+    return sizes
+
+
+def test_a_second_save_allocates_nothing(tmp_path, allocated):
     """The memory of the first copy is used again, by contents of the same shapes and by smaller ones."""
-    sizes, real = [], async_save_utils._allocate
-    monkeypatch.setattr(async_save_utils, "_allocate", lambda size: sizes.append(size) or real(size))
-    async_save_utils.WRITER.join()
-    async_save_utils.WRITER.release()
     for step, count in enumerate((1000, 1000, 10), 1):
-        contents = {"format": "toy", "model": {"weight": torch.full((count,), float(step))}}
-        path = ckpt.save_checkpoint(tmp_path / "run", contents, step, keep_last=3)
-        ckpt.settle_checkpoint()
-        assert torch.equal(torch.load(path, weights_only=True)["model"]["weight"], contents["model"]["weight"])
-    assert len(sizes) == 1
+        weight = torch.full((count,), float(step))
+        saved = {"format": "toy", "model": {"weight": weight}}
+        path = checkpoint_utils.save_checkpoint(tmp_path / "run", saved, step, keep_last=3)
+        checkpoint_utils.settle_checkpoint()
+        checkpoint = torch.load(path, weights_only=True)
+        assert torch.equal(checkpoint["model"]["weight"], weight)
+    assert len(allocated) == 1
 
 
-def test_the_first_save_finds_its_memory(tmp_path, monkeypatch):
+def test_the_first_save_finds_its_memory(tmp_path, allocated):
     """What is taken before training holds the weights and AdamW's moments."""
-    async_save_utils.WRITER.join()
-    async_save_utils.WRITER.release()
     model = torch.nn.Linear(200, 200)
-    ckpt.prepare_checkpoint(model)
+    checkpoint_utils.prepare_checkpoint(model)
+    allocated.clear()
+
+    # one step, and a save
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 200)).sum().backward()
     optimizer.step()
-    sizes, real = [], async_save_utils._allocate
-    monkeypatch.setattr(async_save_utils, "_allocate", lambda size: sizes.append(size) or real(size))
-    contents = {"format": "toy", "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    ckpt.save_checkpoint(tmp_path / "run", contents, 1, keep_last=1)
-    ckpt.settle_checkpoint()
-    assert sizes == []
+    saved = {"format": "toy", "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint_utils.save_checkpoint(tmp_path / "run", saved, 1, keep_last=1)
+    checkpoint_utils.settle_checkpoint()
+    assert allocated == []
 
 
 def test_a_forked_process_has_no_copy():
@@ -121,17 +148,17 @@ def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, 
         monkeypatch.setattr(async_save_utils, "available_ram_gb", lambda: 1e-6)
     else:
         monkeypatch.setattr(async_save_utils, "_allocate", refuse)
-    path = ckpt.save_checkpoint(tmp_path / "run", parts(), 1, keep_last=2)
+    path = checkpoint_utils.save_checkpoint(tmp_path / "run", parts(), 1, keep_last=2)
     assert path.name in manifest_utils.read_manifest(tmp_path / "run").checkpoints
 
 
 def test_the_next_save_and_the_best_one_wait(tmp_path, slow_disk):
     """One write at a time, in order; best.pt is another name of a file that is there."""
     folder = tmp_path / "run"
-    ckpt.save_checkpoint(folder, parts(), 1, keep_last=2)
+    checkpoint_utils.save_checkpoint(folder, parts(), 1, keep_last=2)
     threading.Timer(0.2, slow_disk.set).start()
     begun = time.monotonic()
-    second = ckpt.save_checkpoint(folder, parts(), 2, keep_last=2)
+    second = checkpoint_utils.save_checkpoint(folder, parts(), 2, keep_last=2)
     assert time.monotonic() - begun > 0.15
     training = argparse.Namespace(run_folder=folder, progress=loop_utils.Progress(step=2))
     loop_utils.keep_best(training, 1.0, planned=True)
@@ -141,7 +168,7 @@ def test_the_next_save_and_the_best_one_wait(tmp_path, slow_disk):
 
 def test_saved_is_said_when_it_is(tmp_path, slow_disk, capsys):
     """After a stop signal the line comes with the file on the disk, and not before."""
-    path = ckpt.save_checkpoint(tmp_path / "run", parts(), 7, keep_last=2)
+    path = checkpoint_utils.save_checkpoint(tmp_path / "run", parts(), 7, keep_last=2)
     threading.Timer(0.2, slow_disk.set).start()
     assert not path.exists()
     loop_utils.say_saved(7)
@@ -149,58 +176,77 @@ def test_saved_is_said_when_it_is(tmp_path, slow_disk, capsys):
     assert path.name in manifest_utils.read_manifest(path.parent).checkpoints
 
 
+# A program that saves on a slow disk, says whether the file is there, and ends.
+SAVE_AND_END = """
+import sys, time
+from pathlib import Path
+
+import torch
+import checkpoint_utils, manifest_utils
+
+real_write = manifest_utils._HashingFile.write
+
+def write(self, data):
+    time.sleep(0.05)
+    return real_write(self, data)
+
+manifest_utils._HashingFile.write = write
+path = checkpoint_utils.save_checkpoint(Path(sys.argv[1]), {"format": "toy", "x": torch.ones(9)}, 1, 2)
+print(path.exists())
+"""
+
+
 def test_python_ends_when_the_file_is_there(tmp_path):
     """A program that saves and ends: its exit code is 0, and the checkpoint is whole."""
-    code = "import sys, time, torch; from pathlib import Path\n"
-    code += "import checkpoint_utils as ckpt, manifest_utils\n"
-    code += "real = manifest_utils._HashingFile.write\n"
-    code += "manifest_utils._HashingFile.write = lambda self, data: time.sleep(0.05) or real(self, data)\n"
-    code += "path = ckpt.save_checkpoint(Path(sys.argv[1]), {'format': 'toy', 'x': torch.ones(9)}, 1, 2)\n"
-    code += "print(path.exists())\n"
-    words = [sys.executable, "-c", code, str(tmp_path / "run")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    assert ckpt.load_checkpoint("auto", tmp_path / "run", "toy")["step"] == 1
+    command = [sys.executable, "-c", SAVE_AND_END, str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\n"
+    assert checkpoint_utils.load_checkpoint("auto", tmp_path / "run", "toy")["step"] == 1
 
 
-# a run of two ranks, whose disk is full at the second checkpoint; FILE FOLDER WHERE-IT-IS-TOLD
+# A run of two ranks, whose disk is full at the second checkpoint: FILE RUN_FOLDER, and what tells it ("save" or "log").
 RANKS = """
 import sys
 from argparse import Namespace
 from pathlib import Path
+
 import torch
-import checkpoint_utils as ckpt
-import distributed_utils as du
+
+import checkpoint_utils
 from cli_utils import RunError, run_main
+from distributed_utils import setup_distributed
 from logging_utils import RunLog
 
-folder, told = Path(sys.argv[1]), sys.argv[2]
-real = ckpt.write_checkpoint
+folder = Path(sys.argv[1])
+told = sys.argv[2]
+real_write = checkpoint_utils.write_checkpoint
 
 
-def write(path, contents):
-    if contents["step"] == 2:
+def write(path, checkpoint):
+    if checkpoint["step"] == 2:
         raise OSError(28, "No space left on device")
-    return real(path, contents)
+    return real_write(path, checkpoint)
 
 
 def main(_):
-    ckpt.write_checkpoint = write
-    with du.setup_distributed() as ranks:
+    checkpoint_utils.write_checkpoint = write
+    with setup_distributed() as ranks:
         args = Namespace(log_every=1, wandb=False, max_bad_steps=10, compile=False, mixed_precision="no")
-        lock = ckpt.lock_run_folder(folder, False)
+        lock = checkpoint_utils.lock_run_folder(folder, False)
         log = RunLog(folder, ranks, ["loss", "skipped"], 9, 1, "no")
         log.open(args)
+
         try:
             for step in (1, 2):
                 parts = {"format": "toy", "x": torch.ones(9), "log": log.pending(step)}
-                ckpt.save_checkpoint(folder, parts, step, 2)
-            ckpt.WRITER.join()
+                checkpoint_utils.save_checkpoint(folder, parts, step, 2)
+            checkpoint_utils.WRITER.join()
             log.step(torch.zeros(2), 1, 0.1)
             if told == "log":
                 log.write_interval(3, 1)
             else:
-                ckpt.save_checkpoint(folder, parts, 3, 2)
+                checkpoint_utils.save_checkpoint(folder, parts, 3, 2)
         except RunError as error:
             (folder / f"told{ranks.rank}.txt").write_text(str(error))
             raise
@@ -215,11 +261,14 @@ run_main(main, None)
 @pytest.mark.parametrize("told", ["save", "log"])
 def test_a_full_disk_is_told_to_all_ranks(tmp_path, zygote, told):
     """At the next save, or already at the next line of the log: one error line, and the checkpoint before is there."""
-    script, folder = tmp_path / "ranks.py", tmp_path / "run"
+    script = tmp_path / "ranks.py"
+    folder = tmp_path / "run"
     script.write_text(RANKS)
     done = zygote(script, folder, told, ranks=2)
     assert done.code == 1, done.stderr
-    text = f"{folder}/step_00000002.pt: not written (No space left on device), the checkpoint before is intact"
-    assert done.stderr.count(f"error: {text}") == 1, done.stderr
-    assert [(folder / f"told{rank}.txt").read_text().split(";")[0] for rank in range(2)] == [text] * 2
-    assert ckpt.load_checkpoint("auto", folder, "toy")["step"] == 1
+    reason = f"{folder}/step_00000002.pt: not written (No space left on device), the checkpoint before is intact"
+    assert done.stderr.count(f"error: {reason}") == 1, done.stderr
+    for rank in range(2):
+        told_reason, _, _ = (folder / f"told{rank}.txt").read_text().partition(";")
+        assert told_reason == reason
+    assert checkpoint_utils.load_checkpoint("auto", folder, "toy")["step"] == 1
