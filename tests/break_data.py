@@ -13,10 +13,12 @@ import loop_utils
 
 
 def main() -> None:
-    root, pattern, real = Path(sys.argv[1]), sys.argv[2], checkpoint_utils.save_checkpoint
+    root = Path(sys.argv[1])
+    pattern = sys.argv[2]
+    real_save = checkpoint_utils.save_checkpoint
 
     def save_checkpoint(*args, **kwargs):
-        path = real(*args, **kwargs)
+        path = real_save(*args, **kwargs)
         checkpoint_utils.settle_checkpoint()
         if path.name == "step_00000001.pt" and pattern == ".":
             shutil.rmtree(root)

@@ -23,7 +23,8 @@ for formula in DIFFERENT.values():
 class CountTwice(flops_utils.FlopCount):
     """Enters torch's counter around its own."""
 
-    depth = other_total = 0
+    depth = 0
+    by_torch = 0
 
     def __enter__(self):
         # it enters itself again for a composite operation
@@ -38,8 +39,8 @@ class CountTwice(flops_utils.FlopCount):
         self.depth -= 1
         if self.depth == 0:
             self.other.__exit__(*error)
-            self.other_total += self.other.get_total_flops()
-            print(f"counted {self.total}, by torch {self.other_total}", flush=True)
+            self.by_torch += self.other.get_total_flops()
+            print(f"counted {self.total}, by torch {self.by_torch}", flush=True)
 
 
 if __name__ == "__main__":

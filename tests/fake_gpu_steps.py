@@ -21,33 +21,42 @@ fake_cuda_utils.load_before_torch()
 import rehearsal_utils  # noqa: E402
 
 
+def run_script() -> tuple[int | None, str]:
+    """Run the script of sys.argv; returns its exit code and all that it printed."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except Exception:
+            code = 1
+            traceback.print_exc()
+    return code, output.getvalue()
+
+
 def main() -> None:
     commands = json.load(sys.stdin)
     real_step = rehearsal_utils.rehearse_step
-    found: list[dict] = []
+    traced: list[dict] = []
 
     def watched_step(trace, *args, **options):
         step = real_step(trace, *args, **options)
         counts = {name: dict(getattr(trace, name)) for name in ("waits", "casts", "layout_copies", "attention")}
-        found.append(counts | step._asdict() | {"launches": trace.launches, "traffic": trace.traffic})
+        traced.append(counts | step._asdict() | {"launches": trace.launches, "traffic": trace.traffic})
         return step
 
     rehearsal_utils.rehearse_step = watched_step
     rehearsal_utils.end_rehearsal = lambda: sys.exit(0)
+
+    # all scripts, one after the other
     answers = {}
     for name, (script, *flags) in commands.items():
-        found.clear()
-        said = io.StringIO()
+        traced.clear()
         sys.argv = [str(ROOT / script), *flags, "--rehearse"]
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            try:
-                runpy.run_path(sys.argv[0], run_name="__main__")
-            except SystemExit as end:
-                code = end.code
-            except Exception:
-                code = 1
-                traceback.print_exc()
-        answers[name] = {"code": code, "said": said.getvalue(), "steps": list(found)}
+        code, said = run_script()
+        answers[name] = {"code": code, "said": said, "steps": list(traced)}
     print(json.dumps(answers), flush=True)
     rehearsal_utils.os._exit(0)
 

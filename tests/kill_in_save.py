@@ -17,24 +17,29 @@ from logging_utils import RunLog
 
 def main() -> None:
     step = int(sys.argv[1])
-    reached = writing = 0
-    check, write_checkpoint, write = RunLog.check, checkpoint_utils.write_checkpoint, manifest_utils._HashingFile.write
+    reached = 0
+    writing = 0
+    real_check = RunLog.check
+    real_write_checkpoint = checkpoint_utils.write_checkpoint
+    real_write = manifest_utils._HashingFile.write
 
     def note_step(self, step: int, *more) -> None:
         nonlocal reached
         reached = step
-        check(self, step, *more)
+        real_check(self, step, *more)
 
-    def note_file(path, contents: dict) -> str:
+    def note_file(path, checkpoint: dict) -> str:
         nonlocal writing
-        writing = contents["step"]
-        return write_checkpoint(path, contents)
+        writing = checkpoint["step"]
+        return real_write_checkpoint(path, checkpoint)
 
     def write_part(self, data) -> int:
         nonlocal writing
-        written = write(self, data)
+        written = real_write(self, data)
         if writing == step and self.raw.tell() > 20000:
             self.raw.flush()
+
+            # wait for another step of the training
             deadline = time.monotonic() + 5
             while reached <= step and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -20,12 +20,18 @@ class Memory:
     def __init__(self, words: str):
         before, plus, after = words.partition("+")
         self.of_trials = bool(plus)
-        self.before, self.after = float(before), float(after or before)
+        self.before = float(before)
+        self.after = float(after or before)
         self.most = math.inf if plus else self.before
+
+        # another rank has as much as it needs
         if os.environ.get("LITTLE_MEMORY_RANK", os.environ.get("RANK")) != os.environ.get("RANK"):
-            self.before = self.after = self.most = math.inf
+            self.before = math.inf
+            self.after = math.inf
+            self.most = math.inf
 
     def take(self, samples: int) -> None:
+        """Raise what a lack of memory raises, where there is none for so many samples."""
         if samples > self.most and (torch.is_grad_enabled() or not self.of_trials):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
@@ -52,7 +58,8 @@ def watch_trials(memory: Memory) -> None:
 
 def main() -> None:
     memory = Memory(sys.argv[1])
-    for kind in (nn.Embedding,) if sys.argv[2].endswith("train.py") else (nn.Conv2d, nn.Conv3d):
+    kinds = (nn.Embedding,) if sys.argv[2].endswith("train.py") else (nn.Conv2d, nn.Conv3d)
+    for kind in kinds:
 
         def forward(self, images: torch.Tensor, real=kind.forward) -> torch.Tensor:
             memory.take(len(images))

@@ -19,16 +19,21 @@ def draw(folder, records, chosen=None):
 
 def test_a_loss_that_falls_a_thousandfold_is_readable(tmp_path):
     steps = range(10, 1000, 10)
-    records = [{"step": s, "train/loss": 32 * math.exp(-s / 140) + 0.03, "train/lr": 1e-3} for s in steps]
+    losses = [32 * math.exp(-step / 140) + 0.03 for step in steps]
+    records = [{"step": step, "train/loss": loss, "train/lr": 1e-3} for step, loss in zip(steps, losses, strict=True)]
     records += [{"step": 500, "val/loss": 1.0, "val/dice": 0.5, "val/dice/lung_CT": 0.4}]
     panels = draw(tmp_path, records)
     assert list(panels) == ["loss, on a logarithmic axis", "learning rate", "validation"]
-    loss, rate, validation = panels.values()
+
+    # the loss
+    loss, lr, validation = panels.values()
     assert loss.get_yscale() == "log"
     labels = {label.get_text() for label in loss.get_yticklabels()}
     assert {"0.1", "1", "10"} <= labels
     assert [line.get_label() for line in loss.lines] == ["train/loss", "val/loss"]
-    assert len(rate.lines) == 1
+
+    # the others: what a metric is made of has no line
+    assert len(lr.lines) == 1
     assert [line.get_label() for line in validation.lines] == ["val/dice"]
 
 
