@@ -2,6 +2,7 @@
 
 import functools
 
+# The labels of CheXpert, as the release spells them.
 CHEXPERT = (
     "Atelectasis",
     "Cardiomegaly",
@@ -33,6 +34,7 @@ SIDED = (
 REGIONS = (
     "lungs",
     *(f"{side} {name}" for name in SIDED for side in ("left", "right")),
+    # those in the middle
     "mediastinum",
     "upper mediastinum",
     "heart",
@@ -58,6 +60,7 @@ HEAD_OF_CODE = {
     "D04": "severity",
     **dict.fromkeys(("A", "B08", "B09", "B12", "C07", "D01", "D05"), "category"),
 }
+# The codes of the names.
 CODE_OF_NAME = {
     "indication": "A",
     "describe_subcat": "B08",

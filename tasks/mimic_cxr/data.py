@@ -18,9 +18,21 @@ from tasks.mimic_cxr.releases import image_name
 # The releases' names of the splits.
 RELEASE_SPLITS = {"train": "train", "val": "validate", "test": "test"}
 # What an uncertain CheXpert label (-1) is in training; None: it is masked.
-UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
+UNCERTAIN = {
+    "ignore": None,
+    "positive": 1.0,
+    "negative": 0.0,
+    "soft": 0.5,
+}
 # Stands for a question that cannot be read.
-NO_QUESTION = {"study": 0, "head": 0, "target": 0, "type": "", "id": "", "question": ""}
+NO_QUESTION = {
+    "study": 0,
+    "head": 0,
+    "target": 0,
+    "type": "",
+    "id": "",
+    "question": "",
+}
 
 
 def decode(path: str, size: int) -> np.ndarray:
@@ -40,7 +52,9 @@ def decode(path: str, size: int) -> np.ndarray:
     square = np.zeros((size, size), np.uint8)
     top = (size - small.height) // 2
     left = (size - small.width) // 2
-    square[top : top + small.height, left : left + small.width] = np.asarray(small)
+    rows = slice(top, top + small.height)
+    columns = slice(left, left + small.width)
+    square[rows, columns] = np.asarray(small)
     return square
 
 
@@ -69,8 +83,9 @@ class ImageCache:
         # what is there already, if it is whole
         offset = number * self.record
         data = os.pread(self.file, self.record, offset)
-        if len(data) == self.record and checksum(data[:-4]) == data[-4:]:
-            return np.frombuffer(data, np.uint8, self.size**2).reshape(self.size, self.size)
+        pixels = data[:-4]
+        if len(data) == self.record and checksum(pixels) == data[-4:]:
+            return np.frombuffer(pixels, np.uint8).reshape(self.size, self.size)
 
         # a full disk keeps nothing more
         image = decode(path, self.size)
@@ -88,7 +103,8 @@ def checksum(data: bytes) -> bytes:
 def open_image_cache(index: Index, size: int, cache_gb: float) -> ImageCache:
     """The cache beside an index. cache_gb: GiB of disk it may take."""
     fitting = int(cache_gb * 2**30) // (size**2 + 4)
-    return ImageCache(index.folder / f"pictures_{size}.u8", size, min(fitting, len(index.studies)))
+    limit = min(fitting, len(index.studies))
+    return ImageCache(index.folder / f"pictures_{size}.u8", size, limit)
 
 
 class QuestionData(Dataset):
@@ -137,7 +153,8 @@ class QuestionData(Dataset):
 
     def __getitem__(self, i: int) -> dict:
         """Question i with its image (S, S) uint8; `error` says why it cannot be used, which all ranks are told."""
-        image = np.zeros((self.cache.size, self.cache.size), np.uint8)
+        size = self.cache.size
+        image = np.zeros((size, size), np.uint8)
         try:
             row = self.row(i)
         except InputError as reason:
@@ -160,8 +177,11 @@ class QuestionData(Dataset):
             questions, padding=True, truncation=True, max_length=self.max_question_length, return_tensors="pt"
         )
         images = np.stack([item["image"] for item in items])
-        label, known = self.training_labels([item["study"] for item in items])
+        studies = [item["study"] for item in items]
+        label, known = self.training_labels(studies)
         errors = [item["error"] for item in items if item["error"]]
+
+        # the first reason why one of them cannot be used is told
         batch = {
             "image": torch.from_numpy(images[:, None]),
             "ids": tokens["input_ids"],
@@ -175,9 +195,13 @@ class QuestionData(Dataset):
             batch[name] = torch.tensor([item[name] for item in items])
         return batch
 
-    def training_labels(self, studies: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def training_labels(
+        self,
+        studies: list[int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(CheXpert labels as trained on (B, 14), which of them count): blank ones never do."""
-        labels = torch.from_numpy(np.stack([column[studies] for column in self.labels], 1))
+        columns = [column[studies] for column in self.labels]
+        labels = torch.from_numpy(np.stack(columns, 1))
         uncertain = labels == -1
         known = (labels == 0) | (labels == 1)
         if self.uncertain is not None:
@@ -206,7 +230,12 @@ def open_sets(
     return sets
 
 
-def check_split(index: Index, split: str, cxr: str, qba: str) -> None:
+def check_split(
+    index: Index,
+    split: str,
+    cxr: str,
+    qba: str,
+) -> None:
     """InputError where a split has no questions. cxr, qba: where the releases lie."""
     if not len(index.questions(RELEASE_SPLITS[split])):
         advice = f"see {cxr}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"

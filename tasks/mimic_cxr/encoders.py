@@ -64,6 +64,8 @@ def load_encoder(path: str, flag: str, options: dict | None = None) -> nn.Module
         for name, value in (options or {}).items():
             if hasattr(config, name):
                 setattr(config, name, value)
+
+        # whatever is not in the file would be left as it was drawn
         model, loading = AutoModel.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
         lacking = sorted(name for name in loading["missing_keys"] if "pooler" not in name)
         if lacking:

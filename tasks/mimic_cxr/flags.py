@@ -23,6 +23,7 @@ TRAINING_KEYS = (
     "gradient_accumulation_steps",
     "gradient_checkpointing",
     "prefetch_factor",
+    # what hardware_utils prints, too
     "mixed_precision",
     "fp16",
     "dataloader_num_workers",

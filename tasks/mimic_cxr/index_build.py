@@ -144,7 +144,8 @@ def build_parts(
     try:
         for part in shared_work(turn, parts):
             if not is_finished(folder, part):
-                rows = range(part * size, min((part + 1) * size, len(studies)))
+                end = min((part + 1) * size, len(studies))
+                rows = range(part * size, end)
                 build_part(folder, part, rows, studies, question_files, graded, source.cxr)
             bar.update(part + 1 - bar.n)
     finally:
@@ -178,28 +179,39 @@ def sort_grades(folder: Path, source: Source, turn: str) -> Counter:
     return ratings
 
 
-def good_questions(batch: pa.RecordBatch, least: int, ratings: Counter) -> pa.Table:
+def good_questions(
+    batch: pa.RecordBatch,
+    least: int,
+    ratings: Counter,
+) -> pa.Table:
     """The questions of a batch whose grade_rank is at least this, sorted by study; all ratings are counted."""
     rating = pc.dictionary_encode(batch[RATING].cast(pa.string()))
     values = [*rating.dictionary.to_pylist(), None]
     codes = rating.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
     rank_of_code = np.array([grade_rank(value) for value in values])
-    for rank, count in zip(rank_of_code, np.bincount(codes, minlength=len(values)), strict=True):
+    counts = np.bincount(codes, minlength=len(values))
+    for rank, count in zip(rank_of_code, counts, strict=True):
         if count:
             ratings[GRADES[rank] if rank >= 0 else "unrated"] += int(count)
 
     # s50414267 is study 50414267
     names = pc.dictionary_encode(batch["study_id"].cast(pa.string()))
-    study_of_code = np.array([int(name[1:]) for name in names.dictionary.to_pylist()])
+    numbers = [int(name[1:]) for name in names.dictionary.to_pylist()]
+    study_of_code = np.array(numbers)
     study = study_of_code[names.indices.to_numpy()]
     order = np.argsort(study, kind="stable")
     is_good = rank_of_code[codes] >= least
     order = order[is_good[order]]
-    table = pa.table({"study": study[order], "id": batch["question_id"].take(pa.array(order))})
+    names = batch["question_id"].take(pa.array(order))
+    table = pa.table({"study": study[order], "id": names})
     return table.cast(GRADED)
 
 
-def accepted_ids(graded: list[Path], low: int, high: int) -> dict[int, set[str]]:
+def accepted_ids(
+    graded: list[Path],
+    low: int,
+    high: int,
+) -> dict[int, set[str]]:
     """{study_id: question ids of the wanted grade} of the studies low <= study_id <= high.
 
     graded: the files of sort_grades.
@@ -235,12 +247,17 @@ def build_part(
     accepted = None
     if graded is not None:
         accepted = accepted_ids(graded, wanted[0]["study_id"], wanted[-1]["study_id"])
-    part = Part({split: {name: [] for name in ROW.names} for split in SPLITS})
+
+    # the questions of one study after another
+    part = Part()
+    for split in SPLITS:
+        part.columns[split] = {name: [] for name in ROW.names}
     for row, study in zip(rows, wanted, strict=True):
         questions = files.questions(study["subject_id"], study["study_id"])
         if questions is None:
             part.left_out["study without a question file (studies)"] += 1
             continue
+
         names = None if accepted is None else accepted.get(study["study_id"], ())
         try:
             add_questions(part, row, study, questions, names, cxr)
@@ -262,11 +279,14 @@ def add_questions(
         name = question["question_id"]
         kind = question["question_type"]
         text = question["question"]
-        if not (isinstance(name, str) and isinstance(text, str) and text.strip()):
+        is_question = isinstance(text, str) and text.strip()
+        if not is_question or not isinstance(name, str):
             raise TypeError("question and question_id must be texts")
         if accepted is not None and name not in accepted:
             part.left_out["below the grade, or unrated"] += 1
             continue
+
+        # what can be answered by name
         head = head_of(kind)
         if head is None:
             part.left_out[f"{kind}: {NOT_ASKED}"] += 1
@@ -284,7 +304,8 @@ def add_questions(
         if not image:
             part.left_out[NO_IMAGE] += 1
             continue
-        for column, value in zip(columns, (row, HEAD_NUMBER[head], target, kind, name, text), strict=True):
+        values = (row, HEAD_NUMBER[head], target, kind, name, text)
+        for column, value in zip(columns, values, strict=True):
             column.append(value)
         if split == "train":
             part.classes.setdefault(kind, [0] * len(HEADS[head]))[target] += 1
@@ -293,14 +314,16 @@ def add_questions(
 def write_part(folder: Path, number: int, part: Part) -> None:
     """Write the files of a part, the JSON last."""
     files = {}
+    rows = {}
     for split, columns in part.columns.items():
         if columns["study"]:
-            types = pa.array(columns["type"], pa.string())
-            columns = columns | {"type": pc.dictionary_encode(types).cast(ROW.field("type").type)}
+            types = pc.dictionary_encode(pa.array(columns["type"], pa.string()))
+            types = types.cast(ROW.field("type").type)
             path = part_path(folder, number, split)
-            files[path.name] = write_table(path, pa.table(columns, schema=ROW))
+            files[path.name] = write_table(path, pa.table(columns | {"type": types}, schema=ROW))
+        rows[split] = len(columns["study"])
     facts = {
-        "rows": {split: len(columns["study"]) for split, columns in part.columns.items()},
+        "rows": rows,
         "left_out": dict(part.left_out),
         "classes": part.classes,
         "missing": part.missing,
@@ -335,7 +358,8 @@ def join_parts(folder: Path, parts: int, source: Source) -> dict:
         raise nothing_left(facts, source)
     facts["left_out"] = dict(facts["left_out"])
     facts["missing"].sort()
-    write_file(folder / "missing.txt", "".join(f"{name}\n" for name in facts["missing"]).encode())
+    lines = [f"{name}\n" for name in facts["missing"]]
+    write_file(folder / "missing.txt", "".join(lines).encode())
     return facts
 
 

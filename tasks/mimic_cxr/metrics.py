@@ -30,7 +30,12 @@ class Judged(NamedTuple):
 # --- losses and answers -----------------------------------------------------------------------------------------------
 
 
-def split_losses(split: str, predictions: Predictions, head_weight: dict, chexpert_weight: float) -> Metrics:
+def split_losses(
+    split: str,
+    predictions: Predictions,
+    head_weight: dict,
+    chexpert_weight: float,
+) -> Metrics:
     """The training loss of a split and its two parts. None where one is not finite."""
     vqa = 0.0
     for place, head in enumerate(HEADS):
@@ -43,13 +48,19 @@ def split_losses(split: str, predictions: Predictions, head_weight: dict, chexpe
 
     # under the names of the log
     loss = vqa + chexpert_weight * labels
-    metrics: Metrics = {}
-    for name, value in (("loss", loss), ("loss_vqa", vqa), ("loss_chexpert", labels)):
-        metrics[f"{split}/{name}"] = value if math.isfinite(value) else None
-    return metrics
+    metrics = {
+        f"{split}/loss": loss,
+        f"{split}/loss_vqa": vqa,
+        f"{split}/loss_chexpert": labels,
+    }
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
-def answer_metrics(split: str, predictions: Predictions, classes: dict[str, list[int]]) -> Metrics:
+def answer_metrics(
+    split: str,
+    predictions: Predictions,
+    classes: dict[str, list[int]],
+) -> Metrics:
     """Accuracy in all, per head and per question type, beside that of the type's most frequent training answer.
 
     Each head has its macro F1, too. classes: how often each answer of a question type occurs in training.
@@ -74,14 +85,24 @@ def answer_metrics(split: str, predictions: Predictions, classes: dict[str, list
     return metrics
 
 
-def usual_answers(kinds: np.ndarray, classes: dict[str, list[int]]) -> np.ndarray:
+def usual_answers(
+    kinds: np.ndarray,
+    classes: dict[str, list[int]],
+) -> np.ndarray:
     """The most frequent training answer of each question's type; -1 for a type that training does not have."""
     names, place = np.unique(kinds, return_inverse=True)
-    usual = [int(np.argmax(classes[name])) if name in classes else -1 for name in names]
-    return np.array(usual)[place]
+    usual = np.full(len(names), -1)
+    for i, name in enumerate(names):
+        if name in classes:
+            usual[i] = np.argmax(classes[name])
+    return usual[place]
 
 
-def macro_f1(predictions: Predictions, rows: np.ndarray, classes: int) -> float:
+def macro_f1(
+    predictions: Predictions,
+    rows: np.ndarray,
+    classes: int,
+) -> float:
     """The mean of the F1 of each class."""
     from torchmetrics.functional.classification import multiclass_f1_score
 
@@ -93,7 +114,11 @@ def macro_f1(predictions: Predictions, rows: np.ndarray, classes: int) -> float:
 # --- CheXpert ---------------------------------------------------------------------------------------------------------
 
 
-def chexpert_metrics(split: str, predictions: Predictions, studies: pa.RecordBatch) -> Metrics:
+def chexpert_metrics(
+    split: str,
+    predictions: Predictions,
+    studies: pa.RecordBatch,
+) -> Metrics:
     """AUROC and average precision, macro and per label, each study once, without uncertain and blank labels.
 
     None where a metric is undefined, as for a label of one class only.
@@ -105,17 +130,27 @@ def chexpert_metrics(split: str, predictions: Predictions, studies: pa.RecordBat
     return metrics | label_metrics(f"{split}/chexpert_ap", labels, binary_average_precision)
 
 
-def label_metrics(name: str, labels: dict[str, Judged], metric: Callable) -> Metrics:
+def label_metrics(
+    name: str,
+    labels: dict[str, Judged],
+    metric: Callable,
+) -> Metrics:
     """A metric's mean over the labels that have one, and that of each label."""
     values: Metrics = {}
     for label, judged in labels.items():
-        values[f"{name}/{label}"] = float(metric(judged.scores, judged.truth)) if judged.has_both else None
+        value = None
+        if judged.has_both:
+            value = float(metric(judged.scores, judged.truth))
+        values[f"{name}/{label}"] = value
     defined = [value for value in values.values() if value is not None]
     mean = sum(defined) / len(defined) if defined else None
     return {name: mean} | values
 
 
-def judge_labels(predictions: Predictions, studies: pa.RecordBatch) -> dict[str, Judged]:
+def judge_labels(
+    predictions: Predictions,
+    studies: pa.RecordBatch,
+) -> dict[str, Judged]:
     """{CheXpert label: the studies in which it is known}."""
     chosen, first = np.unique(predictions["study"], return_index=True)
     truth = chexpert_truth(studies, chosen)
@@ -124,11 +159,15 @@ def judge_labels(predictions: Predictions, studies: pa.RecordBatch) -> dict[str,
     for i, label in enumerate(CHEXPERT):
         known = truth[:, i] >= 0
         scores = torch.from_numpy(probability[known, i])
-        labels[label] = Judged(scores, torch.from_numpy(truth[known, i].astype(np.int64)))
+        target = truth[known, i].astype(np.int64)
+        labels[label] = Judged(scores, torch.from_numpy(target))
     return labels
 
 
-def chexpert_truth(studies: pa.RecordBatch, chosen: np.ndarray) -> np.ndarray:
+def chexpert_truth(
+    studies: pa.RecordBatch,
+    chosen: np.ndarray,
+) -> np.ndarray:
     """int8 (n, 14) of the chosen studies: 1, 0, or -1 where blank or uncertain."""
     columns = [studies[name].to_numpy()[chosen] for name in CHEXPERT]
     truth = np.stack(columns, 1)
@@ -138,18 +177,23 @@ def chexpert_truth(studies: pa.RecordBatch, chosen: np.ndarray) -> np.ndarray:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def group_sizes(predictions: Predictions, studies: pa.RecordBatch) -> dict[str, int]:
+def group_sizes(
+    predictions: Predictions,
+    studies: pa.RecordBatch,
+) -> dict[str, int]:
     """How many questions each row of the answers' table stands for, and how many studies each of the labels'."""
     sizes = {"all": len(predictions["index"])}
     kinds, counts = np.unique(predictions["type"], return_counts=True)
     for kind, count in zip(kinds, counts, strict=True):
         sizes[str(kind)] = int(count)
     for place, head in enumerate(HEADS):
-        sizes[head] = int((predictions["head"] == place).sum())
+        rows = predictions["head"] == place
+        sizes[head] = int(rows.sum())
 
     # a study has many questions
     chosen = np.unique(predictions["study"])
-    known = (chexpert_truth(studies, chosen) >= 0).sum(0)
+    truth = chexpert_truth(studies, chosen)
+    known = (truth >= 0).sum(0)
     sizes["macro"] = len(chosen)
     for label, count in zip(CHEXPERT, known, strict=True):
         sizes[label] = int(count)
@@ -166,5 +210,8 @@ def gather_predictions(local: list[Predictions]) -> Predictions:
 
 def join_tables(tables: list[Predictions]) -> Predictions:
     """Tables of the same columns, one below the other; no columns where there are none."""
-    names = tables[0] if tables else ()
-    return {name: np.concatenate([table[name] for table in tables]) for name in names}
+    joined = {}
+    for name in tables[0] if tables else ():
+        columns = [table[name] for table in tables]
+        joined[name] = np.concatenate(columns)
+    return joined

@@ -10,7 +10,12 @@ from hardware_utils import autocast, out_of_memory
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed
 
-HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
+HEAD_WIDTH = {
+    "binary": 256,
+    "category": 512,
+    "region": 512,
+    "severity": 128,
+}
 
 
 def broadcast_mask(mask: Tensor) -> Tensor:
@@ -28,7 +33,8 @@ def takes_ready_mask(encoder: nn.Module) -> bool:
     GPU; a ready one it passes on as it is. BERT, RoBERTa and DistilBERT take it with torch's attention. Encoders with
     another attention, causal ones and some others do not.
     """
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    mask = torch.ones(2, 4, dtype=torch.long)
+    mask[1, 2:] = 0
     # other ids at each place, none of them usual for padding: what is attended to must show
     ids = torch.arange(4, 12).view(2, 4) % encoder.config.vocab_size
 
@@ -46,7 +52,12 @@ def takes_ready_mask(encoder: nn.Module) -> bool:
         encoder.train(training)
 
 
-def grid_positions(height: int, width: int, dim: int, device: torch.device) -> Tensor:
+def grid_positions(
+    height: int,
+    width: int,
+    dim: int,
+    device: torch.device,
+) -> Tensor:
     """(height * width, dim) sine and cosine positions: convolution features do not say where they are."""
     rows = torch.linspace(-1, 1, height, device=device)
     columns = torch.linspace(-1, 1, width, device=device)
@@ -58,7 +69,8 @@ def grid_positions(height: int, width: int, dim: int, device: torch.device) -> T
     waves = 2.0 ** torch.arange(count, device=device) % 64 * math.pi / 2
     angles = places * waves
     positions = torch.cat([angles.sin(), angles.cos()], 1)
-    return positions.flatten(1)[:, :dim]
+    positions = positions.flatten(1)
+    return positions[:, :dim]
 
 
 class FusionLayer(nn.Module):
@@ -76,12 +88,19 @@ class FusionLayer(nn.Module):
 
     def forward(self, text: Tensor, image: Tensor) -> Tensor:
         """(B, T, dim), (B, P, dim) -> (B, T, dim)."""
-        attended, _ = self.attention(self.norm(text), image, image, need_weights=False)
+        query = self.norm(text)
+        attended, _ = self.attention(query, image, image, need_weights=False)
         text = text + self.dropout(attended)
-        return text + self.dropout(self.mlp(self.norm_mlp(text)))
+        inner = self.mlp(self.norm_mlp(text))
+        return text + self.dropout(inner)
 
 
-def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
+def make_head(
+    dim: int,
+    hidden: int,
+    classes: int,
+    dropout: float,
+) -> nn.Module:
     """Features (..., dim) -> (..., classes), by one hidden layer."""
     return nn.Sequential(
         nn.Linear(dim, hidden),
@@ -94,7 +113,13 @@ def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
 class ChestModel(nn.Module):
     """Image encoder, text encoder, fusion, four answer heads; the CheXpert head sees the image alone."""
 
-    def __init__(self, encoders: Encoders, precision: str, fusion_layers: int, dropout: float):
+    def __init__(
+        self,
+        encoders: Encoders,
+        precision: str,
+        fusion_layers: int,
+        dropout: float,
+    ):
         super().__init__()
         self.image = encoders.image
         self.text = encoders.text
@@ -105,7 +130,8 @@ class ChestModel(nn.Module):
         widths = getattr(self.image.config, "hidden_sizes", None)
         width = widths[-1] if widths else self.image.config.hidden_size
         self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
-        self.fusion = nn.ModuleList(FusionLayer(dim, dropout) for _ in range(fusion_layers))
+        layers = [FusionLayer(dim, dropout) for _ in range(fusion_layers)]
+        self.fusion = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(dim)
 
         # one head for each kind of answer, and one for the labels
@@ -113,10 +139,10 @@ class ChestModel(nn.Module):
         for name, classes in HEADS.items():
             self.heads[name] = make_head(dim, HEAD_WIDTH[name], len(classes), dropout)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), dropout)
-        mean = torch.tensor(encoders.mean)
-        std = torch.tensor(encoders.std)
-        self.register_buffer("mean", mean.view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", std.view(-1, 1, 1), persistent=False)
+        mean = torch.tensor(encoders.mean).view(-1, 1, 1)
+        std = torch.tensor(encoders.std).view(-1, 1, 1)
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
 
     def image_tokens(self, image: Tensor) -> Tensor:
         """(B, 1, S, S) uint8 -> (B, P, dim)."""
@@ -130,11 +156,17 @@ class ChestModel(nn.Module):
         if features.dim() == 3:
             return self.project(features)
         height, width = features.shape[2:]
-        tokens = self.project(features.flatten(2).transpose(1, 2))
+        features = features.flatten(2).transpose(1, 2)
+        tokens = self.project(features)
         positions = grid_positions(height, width, tokens.shape[2], tokens.device)
         return tokens + positions.to(tokens.dtype)
 
-    def forward(self, image: Tensor, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        image: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+    ) -> tuple[Tensor, ...]:
         """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
         with autocast(image.device, self.precision):
             image = self.image_tokens(image)
@@ -149,9 +181,15 @@ class ChestModel(nn.Module):
         return tuple(values.float() for values in logits)
 
 
-def encoder_layers(model: ChestModel, image_encoder: str, text_encoder: str) -> list[nn.Module]:
+def encoder_layers(
+    model: ChestModel,
+    image_encoder: str,
+    text_encoder: str,
+) -> list[nn.Module]:
     """The layers of both encoders, which lie at these paths. Raises InputError where they are not known."""
-    return [*layers_of(model.image, image_encoder), *layers_of(model.text, text_encoder)]
+    layers = list(layers_of(model.image, image_encoder))
+    layers += layers_of(model.text, text_encoder)
+    return layers
 
 
 def recompute_activations(model: ChestModel, image_encoder: str, text_encoder: str) -> None:

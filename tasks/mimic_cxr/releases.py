@@ -19,12 +19,23 @@ from tasks.mimic_cxr.answers import CHEXPERT
 SPLITS = ("train", "validate", "test")
 # Worst first; `4_A`, `6_A++` in the parquet file.
 GRADES = ("D", "C", "B", "A", "A+", "A++")
-VIEWS = {"frontal": ("PA", "AP"), "PA": ("PA",), "AP": ("AP",), "lateral": ("LATERAL", "LL")}
-VIEW_OF_CODE = {"postero-anterior": "PA", "antero-posterior": "AP", "lateral": "LATERAL", "left lateral": "LL"}
+VIEWS = {
+    "frontal": ("PA", "AP"),
+    "PA": ("PA",),
+    "AP": ("AP",),
+    "lateral": ("LATERAL", "LL"),
+}
+VIEW_OF_CODE = {
+    "postero-anterior": "PA",
+    "antero-posterior": "AP",
+    "lateral": "LATERAL",
+    "left lateral": "LL",
+}
 # Where a blank ViewPosition is looked up.
 VIEW_CODE = "ViewCodeSequence_CodeMeaning"
 # A CheXpert label that is not there; others are 1, 0 and -1 (uncertain).
 BLANK = -128
+PLAIN_NAME = "^[0-9A-Za-z][0-9A-Za-z._-]*$"
 LABEL_TEXTS = ("1", "1.0", "0", "0.0", "-1", "-1.0")
 # What a damaged file or archive member raises, deep nesting and encryption included.
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -39,7 +50,11 @@ def grade_rank(rating: str | None) -> int:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def read_csv(path: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, pa.Array]:
+def read_csv(
+    path: Path,
+    needed: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+) -> dict[str, pa.Array]:
     """{column: strings} of a .csv.gz: those needed, and optional ones that are there. Raises InputError."""
     if not path.is_file():
         plain = path.with_suffix("")
@@ -61,16 +76,22 @@ def read_csv(path: Path, needed: tuple[str, ...], optional: tuple[str, ...] = ()
     for name in wanted:
         if table.column_names.count(name) > 1:
             raise InputError(f"{path}:1: column {name!r} is there twice; repair the header")
-    return {name: table[name].combine_chunks() for name in wanted if name in table.column_names}
+    there = [name for name in wanted if name in table.column_names]
+    return {name: table[name].combine_chunks() for name in there}
 
 
-def parse_numbers(path: Path, name: str, column: pa.Array) -> np.ndarray:
+def parse_numbers(
+    path: Path,
+    name: str,
+    column: pa.Array,
+) -> np.ndarray:
     """A column of identifiers as int64. Raises InputError naming the row."""
     try:
         return pc.cast(column, pa.int64()).to_numpy()
     except (pa.ArrowException, ValueError):
         texts = [text or "" for text in column.to_pylist()]
-        row = next(i for i, text in enumerate(texts) if not re.fullmatch("[0-9]{1,18}", text))
+        bad = [i for i, text in enumerate(texts) if not re.fullmatch("[0-9]{1,18}", text)]
+        row = bad[0]
         raise InputError(f"{path}:{row + 2}: {name} {texts[row]!r} is not a number; repair the row") from None
 
 
@@ -90,7 +111,8 @@ def read_images(path: Path) -> Images:
     subject = parse_numbers(path, "subject_id", columns["subject_id"])
 
     # a name becomes a part of a path
-    is_name = pc.match_substring_regex(columns["dicom_id"].fill_null(""), "^[0-9A-Za-z][0-9A-Za-z._-]*$").to_pylist()
+    names = columns["dicom_id"].fill_null("")
+    is_name = pc.match_substring_regex(names, PLAIN_NAME).to_pylist()
     if False in is_name:
         row = is_name.index(False)
         name = columns["dicom_id"][row].as_py()
@@ -100,8 +122,10 @@ def read_images(path: Path) -> Images:
     views = [view or "" for view in columns["ViewPosition"].to_pylist()]
     if VIEW_CODE in columns:
         for i, meaning in enumerate(columns[VIEW_CODE].to_pylist()):
-            views[i] = views[i] or VIEW_OF_CODE.get((meaning or "").strip().lower(), "")
-    return Images(study, subject, np.array(columns["dicom_id"].to_pylist(), dtype="U"), views)
+            code = (meaning or "").strip().lower()
+            views[i] = views[i] or VIEW_OF_CODE.get(code, "")
+    dicom = np.array(columns["dicom_id"].to_pylist(), dtype="U")
+    return Images(study, subject, dicom, views)
 
 
 def read_splits(path: Path) -> dict[str, int]:
@@ -123,10 +147,14 @@ def read_splits(path: Path) -> dict[str, int]:
     if len(wrong):
         row = order[wrong[0] + 1]
         raise InputError(f"{path}:{row + 2}: patient {patients[row]} is in two splits; use the release's own file")
-    return dict(zip(columns["dicom_id"].to_pylist(), codes.tolist(), strict=True))
+    images = columns["dicom_id"].to_pylist()
+    return dict(zip(images, codes.tolist(), strict=True))
 
 
-def read_studies(root: Path, view: str) -> tuple[pa.Table, dict[str, int]]:
+def read_studies(
+    root: Path,
+    view: str,
+) -> tuple[pa.Table, dict[str, int]]:
     """One row a study that has an image of the wanted view, ordered by study_id, and counts of what was left out.
 
     Rule for the image: the first view of VIEWS[view] that the study has (PA before AP), of several the first dicom_id.
@@ -135,7 +163,8 @@ def read_studies(root: Path, view: str) -> tuple[pa.Table, dict[str, int]]:
     """
     images = read_images(root / "mimic-cxr-2.0.0-metadata.csv.gz")
     wanted = VIEWS[view]
-    place = np.array([wanted.index(name) if name in wanted else len(wanted) for name in images.view])
+    place_of_view = {name: place for place, name in enumerate(wanted)}
+    place = np.array([place_of_view.get(name, len(wanted)) for name in images.view])
     counts = {
         "pictures without a view": sum(not name for name in images.view),
         "studies": len(np.unique(images.study)),
@@ -179,8 +208,8 @@ def read_chexpert(path: Path, studies: np.ndarray) -> np.ndarray:
             if text not in LABEL_TEXTS:
                 row = columns[name].to_pylist().index(text)
                 raise InputError(f"{path}:{row + 2}: {name} {text!r} is not 1.0, 0.0, -1.0 or blank; repair the row")
-            rows = pc.equal(columns[name], text).fill_null(False).to_numpy(zero_copy_only=False)
-            values[rows, i] = int(float(text))
+            rows = pc.equal(columns[name], text).fill_null(False)
+            values[rows.to_numpy(zero_copy_only=False), i] = int(float(text))
 
     # the rows of our studies
     labels = np.full((len(studies), len(CHEXPERT)), BLANK, np.int8)
@@ -199,14 +228,19 @@ def find_release(root: Path, grade: str) -> Path:
 
     A_frontal holds A or better, B_frontal B or better. Raises InputError.
     """
-    exports = {"A": ("A_frontal", "B_frontal"), "B": ("B_frontal",)}.get(grade[0], ())
-    for folder in (root, *(root / "exports" / name for name in exports)):
+    folders = [root]
+    if grade[0] == "A":
+        folders.append(root / "exports" / "A_frontal")
+    if grade[0] in "AB":
+        folders.append(root / "exports" / "B_frontal")
+    for folder in folders:
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             if not (folder / "metadata" / "question_metadata.parquet").is_file():
                 raise InputError(f"{folder}: holds no metadata/question_metadata.parquet, which has the grades; add it")
             return folder
     if (root / "exports").is_dir():
-        holds = ", ".join(sorted(path.name for path in (root / "exports").iterdir())) or "nothing"
+        names = sorted(path.name for path in (root / "exports").iterdir())
+        holds = ", ".join(names) or "nothing"
         raise InputError(f"{root}/exports: holds {holds}, not grade {grade}; choose another --quality_grade")
     raise InputError(f"{root}: holds neither qa/ nor qa.zip; check --mimic_qa_path")
 
@@ -229,12 +263,17 @@ class QuestionFiles:
 
         # {study_id: member}
         for name in names:
-            if name.startswith(("/", "\\")) or ".." in re.split(r"[/\\]", name):
+            parts = re.split(r"[/\\]", name)
+            if parts[0] == "" or ".." in parts:
                 raise InputError(f"{self.path}: member {name!r} points outside the archive; download it again")
             if found := re.search(r"(?:^|/)s(\d+)\.qa\.json$", name):
                 self.members[found[1]] = name
 
-    def questions(self, subject: int, study: int) -> list[dict] | None:
+    def questions(
+        self,
+        subject: int,
+        study: int,
+    ) -> list[dict] | None:
         """The questions of a study; None when it has no file. Raises InputError naming the file."""
         try:
             content = self._read(subject, study)
@@ -247,7 +286,8 @@ class QuestionFiles:
         except FileNotFoundError:
             return None
         except UNREADABLE as error:
-            reason = " ".join(str(error).split())[:150] or type(error).__name__
+            message = " ".join(str(error).split())
+            reason = message[:150] or type(error).__name__
             if isinstance(error, KeyError):
                 reason = f"no key {error}"
             path = self.place(subject, study)
@@ -283,7 +323,10 @@ def has_image(path: Path) -> bool:
     return True
 
 
-def largest_first(counts: dict[str, int], most: int) -> dict[str, int]:
+def largest_first(
+    counts: dict[str, int],
+    most: int,
+) -> dict[str, int]:
     """The largest counts, and the sum of the others."""
     counter = Counter(counts)
     shown = dict(counter.most_common(most))

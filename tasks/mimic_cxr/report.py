@@ -31,14 +31,19 @@ LABEL_WORDS = {"present": 1, "uncertain": -1, "absent": 0}
 def print_index(facts: dict) -> None:
     """What an index holds, by its index.json, and what was left out."""
     left_out = largest_first(facts["left_out"], 25)
-    print_table("questions left out", {reason: {"questions": count} for reason, count in left_out.items()})
+    rows = {reason: {"questions": count} for reason, count in left_out.items()}
+    print_table("questions left out", rows)
     for title in ("ratings", "studies"):
         rows = {name: {"count": count} for name, count in facts[title].items()}
         if rows:
             print_table(title, rows)
 
 
-def print_metrics(title: str, metrics: Metrics, sizes: dict[str, int]) -> None:
+def print_metrics(
+    title: str,
+    metrics: Metrics,
+    sizes: dict[str, int],
+) -> None:
     """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels, each with its n."""
     losses: dict[str, dict] = {}
     answers: dict[str, dict] = {}
@@ -64,7 +69,12 @@ def print_metrics(title: str, metrics: Metrics, sizes: dict[str, int]) -> None:
     print_table(f"{title}: CheXpert", labels)
 
 
-def write_evaluation(run_folder: Path, metrics: Metrics, data: QuestionData, predictions: Predictions) -> bool:
+def write_evaluation(
+    run_folder: Path,
+    metrics: Metrics,
+    data: QuestionData,
+    predictions: Predictions,
+) -> bool:
     """--eval_only: eval_<split>.json and the figures; returns whether the disk took all."""
     content = json.dumps(metrics, indent=2) + "\n"
     written = [write_result(run_folder / f"eval_{data.split}.json", content.encode())]
@@ -131,7 +141,12 @@ def describe_trained(model: nn.Module) -> str:
     return f"{trained:,} of {total:,} parameters"
 
 
-def describe_memory(gpu_gb: float, used: dict, batch: BatchSize, own_file: bool) -> str:
+def describe_memory(
+    gpu_gb: float,
+    used: dict,
+    batch: BatchSize,
+    own_file: bool,
+) -> str:
     """The smallest GPU's memory in GiB, and what was set by it.
 
     used: {flag: value} of those that the hardware decided. batch: as it was fitted. own_file: DeepSpeed trains, by a
@@ -148,7 +163,14 @@ def describe_memory(gpu_gb: float, used: dict, batch: BatchSize, own_file: bool)
     return f"{gpu_gb:.1f} GiB on the smallest GPU, {kind}: {', '.join(settings) or 'nothing set by it'}"
 
 
-def print_rehearsal(title: str, step, batch_size: int, accumulation: int, recomputed: bool, memory_gb: float) -> None:
+def print_rehearsal(
+    title: str,
+    step,
+    batch_size: int,
+    accumulation: int,
+    recomputed: bool,
+    memory_gb: float,
+) -> None:
     """--rehearse: what a step takes, and the flags of a batch that fits into GPUs of this memory."""
     from rehearsal_utils import report_rehearsal
 
@@ -166,7 +188,11 @@ def print_rehearsal(title: str, step, batch_size: int, accumulation: int, recomp
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def draw_images(images: list[np.ndarray], texts: list[str], colors: list[str]):
+def draw_images(
+    images: list[np.ndarray],
+    texts: list[str],
+    colors: list[str],
+):
     """A matplotlib figure: images as the model sees them, each under its text, three in a row."""
     from matplotlib.figure import Figure
 
@@ -226,7 +252,11 @@ def draw_inputs(data: QuestionData):
     return draw_images(images, texts, ["black"] * len(images))
 
 
-def labels_of(data: QuestionData, study: int, value: int) -> list[str]:
+def labels_of(
+    data: QuestionData,
+    study: int,
+    value: int,
+) -> list[str]:
     """The CheXpert labels that have this value in a study."""
     return [name for name, column in zip(CHEXPERT, data.labels, strict=True) if column[study] == value]
 
@@ -319,7 +349,9 @@ def draw_confusion(axes, predictions: Predictions, head: str) -> None:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
 
     # the number of questions in each square
-    size = 12 if len(names) < 8 else 8 if len(names) < 20 else 6
+    size = 12 if len(names) < 8 else 8
+    if len(names) >= 20:
+        size = 6
     for row, column in np.argwhere(matrix).tolist():
         count = int(matrix[row, column])
         color = "white" if shares[row, column] > 0.6 else "black"

@@ -169,6 +169,7 @@ def describe_run(
     selected = f"grade {args.quality_grade}, {source['quality_grade']}; view {args.view}"
     epoch_steps = training.planned_steps // args.epochs
     product = f"{batch.size} per GPU ({batch.source}) x {accumulation} x {world_size}"
+
     rows = {
         "engine": f"{engine} ({setup.engine_reason})",
         "batch": f"{product} = {training.effective_batch_size}",
