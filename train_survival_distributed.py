@@ -540,6 +540,8 @@ def fit(
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
     log.open(args, checkpoint)
     log.curves = [f"val/{name}" for name in CURVES[args.task]]
+
+    # where the run stands and ends, and what a checkpoint of it holds
     training = TrainingRun(
         run_folder=run_folder,
         progress=progress,
@@ -625,6 +627,7 @@ def finish_fold(
     checkpoint = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
     load_trained(model, checkpoint["model"])
     best_metrics, best = evaluate(model, fold, args, final=True)
+
     if args.cross_validate:
         metrics[f"{headline}_best"] = best_metrics[headline]
         scored = last

@@ -190,7 +190,10 @@ def read_cohort(
     # row by row, so that the first wrong one is told
     names = {kind: header[place] for kind, place in places.items() if place is not None}
     data_root = os.path.abspath(data_dir or Path(source).parent)
-    cases, paths, times, events = [], [], [], []
+    cases = []
+    paths = []
+    times = []
+    events = []
     for row in rows:
         where = f"{source}:{row.number}"
         cell = {kind: row.cells[places[kind]] for kind in names}

@@ -88,6 +88,8 @@ def cross_validate(
         print_main(f"fold {k} of {len(folds)}: {fold.name}")
         fold_folder = run_folder / f"fold_{k}"
         fold_lock = lock_run_folder(fold_folder, may_exist, overwrite=args.overwrite)
+
+        # begin the fold, or resume where it stands
         checkpoint = load_checkpoint(args.resume_from, fold_folder, format, resume=True)
         if checkpoint:
             adopt_settings(args, checkpoint, str(fold_folder))

@@ -237,6 +237,8 @@ def score_auc(log_hazard: np.ndarray, outcome: Outcome, train: Outcome, years: l
         has_cases = (event & (time <= year) & (weight > 0)).any()
         has_controls = (time > year).any()
         is_known = year < end and weight_then[0] > 0
+
+        # weighted against censoring, as Uno's index is
         value = None
         if is_known and has_cases and has_controls:
             auc = Auc()(
