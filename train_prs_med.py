@@ -106,15 +106,16 @@ from torch.utils.data import DataLoader
 
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
-from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, gather_objects, launch_workers
-from distributed_utils import print_main, scale_learning_rate, schedule, setup_distributed, to_device, world
+from distributed_utils import Ranks, agree_on_errors, gather_objects, launch_workers, print_main
+from distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
 from hardware_utils import choose_precision, set_numerics
 from logging_utils import RunLog
 from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 from memory_utils import BatchSize
-from tasks.prs_med.data import PositionData, make_datasets, read_annotations, swap_questions
+from tasks.prs_med.data import PositionData, evaluation_loader, make_datasets, read_annotations, swap_questions
+from tasks.prs_med.data import training_loader
 from tasks.prs_med.data_check import read_rows
 from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse_model
 from tasks.prs_med.memory import fold_relative_positions, recompute_activations, recompute_lora_dropout, use_fixed_order
@@ -124,7 +125,7 @@ from tasks.prs_med.prediction import predict_image
 from tasks.prs_med.pretrained import Architecture, add_lora, check_base, check_same_base, choose_architecture, find_sam
 from tasks.prs_med.pretrained import find_vlm, fingerprint, load_reader, load_sam, load_vlm, wrap_model
 from tasks.prs_med.report import Example, describe_batch, describe_parameters, describe_recomputation, describe_source
-from tasks.prs_med.report import draw_inputs, draw_predictions, pick_examples, print_metrics, spread, write_evaluation
+from tasks.prs_med.report import draw_inputs, draw_predictions, print_metrics, spread, write_evaluation
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -185,7 +186,8 @@ def mask_loss(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     """BCE + Dice loss of each sample: (B, H, W) logits and bool masks -> (B,)."""
     target = masks.float()
     probability = logits.sigmoid()
-    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
+    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+    bce = bce.mean((1, 2))
     overlap = (probability * target).sum((1, 2))
     areas = probability.sum((1, 2)) + target.sum((1, 2))
     return bce + 1 - (2 * overlap + 1) / (areas + 1)
@@ -217,7 +219,11 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
 
 def count_answer_tokens(step: Step) -> list[float]:
     """Tokens of the answers in this rank's share of a step."""
-    return [float(sum(int((batch["answer"] >= 0).sum()) for batch in step.batches))]
+    tokens = 0
+    for batch in step.batches:
+        given = batch["answer"] >= 0
+        tokens += int(given.sum())
+    return [float(tokens)]
 
 
 def train_one_epoch(model: nn.Module, loader, optimizer, scaler: LossScaler, training: TrainingRun, args) -> None:
@@ -296,8 +302,13 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
         sums = [RowSums._make(row) for row in table.tolist()]
 
         masks = predicted.cpu().numpy()
-        scores += score_batch(batch, sums, masks, answers)
-        examples |= pick_examples(batch, rows, shown, masks, answers)
+        batch_scores = score_batch(batch, sums, masks, answers)
+        scores += batch_scores
+        for k, row in enumerate(batch_scores):
+            if row.index in shown:
+                image = batch["sam"][k].cpu().numpy()
+                true_mask = target[k].cpu().numpy()
+                examples[row.index] = Example(rows[row.index], image, masks[k], true_mask, answers[k], row.dice)
 
     with agree_on_errors():
         if error:
@@ -309,7 +320,7 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
     metrics = mean_metrics(scores, modalities, split, args.lambda_seg, args.lambda_txt)
     for part in gather_objects(examples):
         examples |= part
-    ordered = [examples[index]._replace(dice=scores[index].dice) for index in sorted(examples)]
+    ordered = [examples[index] for index in sorted(examples)]
     return Results(metrics, ordered)
 
 
@@ -348,7 +359,7 @@ def evaluate_only(model: PRSMed, data: PositionData, step: int, args: Namespace)
         data.rows, changed = swap_questions(data.rows)
         facts |= {"rows": len(data), "rows_with_another_question": changed}
         print_main(f"{changed} of {len(data)} rows ask another question about their image")
-    loader = make_loader(data, asked_batch(args), train=False, args=args)
+    loader = evaluation_loader(data, args.batch_size, args.num_workers)
     metrics, examples = evaluate(model, loader, args.eval_split, args)
     print_metrics(name, metrics, data.rows)
     write_evaluation(Path(args.checkpoint_dir), name, metrics | facts, examples)
@@ -361,20 +372,6 @@ def asked_batch(args: Namespace) -> BatchSize:
     """The batch of the flags."""
     recomputed = bool(args.gradient_checkpointing)
     return BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
-
-
-def make_loader(data: PositionData, batch: BatchSize, train: bool, args: Namespace) -> DataLoader:
-    """This rank's share: of each global batch of a shuffled epoch to train on, or of all rows in order."""
-    return create_distributed_dataloader(
-        data,
-        batch.size,
-        train=train,
-        seed=args.seed,
-        num_workers=0 if data.keep else args.num_workers,
-        accumulation=batch.accumulation,
-        drop_last=False,
-        collate_fn=data.reader.collate,
-    )
 
 
 def trial_step(model: PRSMed, batch: dict, args: Namespace) -> None:
@@ -457,19 +454,20 @@ def describe_run(model: PRSMed, sets: dict, batch: BatchSize, reason: str, args:
     """The banner's rows of this script; reason: of the precision."""
     _, world_size = world()
     lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
-    vlm = describe_source(args.vlm_path, args.source["vlm_path"])
-    sam = describe_source(args.sam_path, args.source["sam_path"])
-    source = args.source["gradient_checkpointing"]
-    counts = [f"{len(data)} {split}" for split, data in sets.items()]
-    workers = f"{args.num_workers} workers per GPU"
+    source = args.source
+    vlm = describe_source(args.vlm_path, source["vlm_path"])
+    sam = describe_source(args.sam_path, source["sam_path"])
+    flag = args.gradient_checkpointing
+    keep = sets["train"].keep
+
     return {
         "batch": describe_batch(batch, world_size),
-        "recomputation": describe_recomputation(batch.recomputed, args.gradient_checkpointing, source),
+        "recomputation": describe_recomputation(batch.recomputed, flag, source["gradient_checkpointing"]),
         "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": reason,
-        "rows": ", ".join(counts),
+        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
         "models": f"{vlm}, {sam}",
-        "loading": "images kept in memory" if sets["train"].keep else workers,
+        "loading": "images kept in memory" if keep else f"{args.num_workers} workers per GPU",
         "trained": describe_parameters(model),
     }
 
@@ -482,30 +480,30 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     batch = choose_batch_size(
         model, sets["train"], trial, asked_batch(args), args.auto_batch, args.gradient_checkpointing, checkpoint
     )
-    loaders = {}
-    for split, data in sets.items():
-        if len(data):
-            loaders[split] = make_loader(data, batch, train=split == "train", args=args)
+    train_loader = training_loader(sets["train"], batch.size, batch.accumulation, args.seed, args.num_workers)
+    loaders = {"train": train_loader}
+    for split in ("val", "test"):
+        if len(sets[split]):
+            loaders[split] = evaluation_loader(sets[split], batch.size, args.num_workers)
 
-    # how far it goes
-    sampler = loaders["train"].batch_sampler
+    # what is trained, by how many steps, and what is logged
+    sampler = train_loader.batch_sampler
     planned_steps = args.num_epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer = make_optimizer(model, args)
     scaler = LossScaler(ranks.device, model.precision)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
-    this_run = {
-        "training_rows": len(sets["train"]),
-        "effective_batch_size": sampler.effective_batch_size,
-        "seed": args.seed,
-    }
+    effective = sampler.effective_batch_size
+    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
+
+    # where it stands, and what a checkpoint of it holds
     training = TrainingRun(
         run_folder=run_folder,
         progress=ValidatedProgress(),
         last_step=last_step,
         planned_steps=planned_steps,
-        effective_batch_size=sampler.effective_batch_size,
+        effective_batch_size=effective,
         precision=model.precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
@@ -563,6 +561,8 @@ def train(model: PRSMed, wrapped: nn.Module, loaders: dict, optimizer, scaler, t
         code = end_epoch(training)
         if code:
             return code
+
+        # the epoch's validation; best.pt is the checkpoint of the highest Dice
         if "val" in loaders:
             metrics, examples = evaluate_and_log(model, loaders["val"], "val", training, args)
             loss = metrics["val/loss"]

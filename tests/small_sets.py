@@ -21,7 +21,7 @@ def main() -> None:
         rows = [row for row in prs.read_annotations(Path(sys.argv[1]), None, False) if row.split == "test"]
         for size in range(1, 11):
             data = prs.PositionData(rows[:size], model.reader, True)
-            loader = prs.make_loader(data, prs.BatchSize(args.batch_size, 1, ""), train=False, args=args)
+            loader = prs.evaluation_loader(data, args.batch_size, args.num_workers)
             metrics, _ = prs.evaluate(model, loader, "test", args)
             if ranks.world_size == 1:
                 metrics |= reference(model, data, args)

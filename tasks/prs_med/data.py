@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
-from distributed_utils import print_main
+from distributed_utils import create_distributed_dataloader, print_main
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
 
@@ -314,3 +314,27 @@ def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str,
         of_split = [row for row in rows if row.split == split]
         datasets[split] = PositionData(of_split, reader, keep)
     return datasets
+
+
+def training_loader(data: PositionData, batch_size: int, accumulation: int, seed: int, num_workers: int) -> DataLoader:
+    """This rank's share of each global batch of a shuffled epoch; its last step is uneven."""
+    return create_distributed_dataloader(
+        data,
+        batch_size,
+        seed=seed,
+        num_workers=0 if data.keep else num_workers,
+        accumulation=accumulation,
+        drop_last=False,
+        collate_fn=data.reader.collate,
+    )
+
+
+def evaluation_loader(data: PositionData, batch_size: int, num_workers: int) -> DataLoader:
+    """This rank's share of all rows, in order, none repeated or left out."""
+    return create_distributed_dataloader(
+        data,
+        batch_size,
+        train=False,
+        num_workers=0 if data.keep else num_workers,
+        collate_fn=data.reader.collate,
+    )

@@ -88,7 +88,7 @@ class Example(NamedTuple):
     predicted: np.ndarray
     target: np.ndarray
     answer: str
-    dice: float = 0.0
+    dice: float
 
 
 class ImagePanel(NamedTuple):
@@ -103,17 +103,6 @@ class ImagePanel(NamedTuple):
 def spread(count: int) -> list[int]:
     """Up to nine of so many rows, from the first to the last."""
     return sorted({ninth * (count - 1) // 8 for ninth in range(9)})
-
-
-def pick_examples(batch: dict, rows: list[Row], shown: list[int], masks: np.ndarray, answers: list[str]) -> dict:
-    """{row number: example} of those rows of a batch that are to be shown, but for their Dice."""
-    examples = {}
-    for k, index in enumerate(batch["index"]):
-        if index in shown:
-            image = batch["sam"][k].cpu().numpy()
-            target = batch["mask"][k].cpu().numpy()
-            examples[index] = Example(rows[index], image, masks[k], target, answers[k])
-    return examples
 
 
 def draw_predictions(examples: list[Example]):
