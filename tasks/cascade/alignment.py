@@ -27,9 +27,11 @@ def fit_greys(integrals: np.ndarray, images: np.ndarray) -> list[GreyFit]:
     for view in range(integrals.shape[1]):
         x = integrals[:, view].ravel().astype(np.float64)
         y = images[:, view].ravel().astype(np.float64)
-        slope = float(((x - x.mean()) * (y - y.mean())).mean() / x.var())
+        covariance = ((x - x.mean()) * (y - y.mean())).mean()
+        slope = float(covariance / x.var())
         offset = float(y.mean() - slope * x.mean())
-        fits.append(GreyFit(slope, offset, float(np.corrcoef(x, y)[0, 1])))
+        correlation = float(np.corrcoef(x, y)[0, 1])
+        fits.append(GreyFit(slope, offset, correlation))
     return fits
 
 
@@ -37,7 +39,8 @@ def standardised(images: np.ndarray) -> np.ndarray:
     """(N, side, side) -> (N, pixels), each image with mean 0 and length 1."""
     flat = images.reshape(len(images), -1).astype(np.float64)
     centred = flat - flat.mean(1, keepdims=True)
-    return centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-12)
+    length = np.linalg.norm(centred, axis=1, keepdims=True)
+    return centred / np.maximum(length, 1e-12)
 
 
 def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -45,7 +48,12 @@ def correlations(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return standardised(second) @ standardised(first).T
 
 
-def peculiar(integrals: np.ndarray, images: np.ndarray, up: int = 1, along: int = 1) -> np.ndarray:
+def peculiar(
+    integrals: np.ndarray,
+    images: np.ndarray,
+    up: int = 1,
+    along: int = 1,
+) -> np.ndarray:
     """(N, N) correlations of one view's (turned) images with the projections, of what differs from the mean.
 
     With few patients the mean is too much like each of them, and whole images are compared.
@@ -61,14 +69,20 @@ def median_own(table: np.ndarray) -> float:
     return float(np.median(np.diag(table)))
 
 
-def check_turn(view: str, integrals: np.ndarray, images: np.ndarray) -> float:
+def check_turn(
+    view: str,
+    integrals: np.ndarray,
+    images: np.ndarray,
+) -> float:
     """The median correlation of a view's images as they lie. Raises InputError where all are turned alike."""
     turns = {
         "--flip_drrs_vertical the other way": (-1, 1),
         f"--flip_drrs_horizontal {view}": (1, -1),
         f"--flip_drrs_vertical the other way and --flip_drrs_horizontal {view}": (-1, -1),
     }
-    turned = {name: median_own(peculiar(integrals, images, up, along)) for name, (up, along) in turns.items()}
+    turned = {}
+    for name, (up, along) in turns.items():
+        turned[name] = median_own(peculiar(integrals, images, up, along))
     best = max(turned, key=lambda name: abs(turned[name]))
     now = median_own(peculiar(integrals, images))
 
@@ -82,18 +96,33 @@ def check_turn(view: str, integrals: np.ndarray, images: np.ndarray) -> float:
     return now
 
 
-def fitting_turn(integral: np.ndarray, image: np.ndarray, sign: float, now: float) -> str:
+def fitting_turn(
+    integral: np.ndarray,
+    image: np.ndarray,
+    sign: float,
+    now: float,
+) -> str:
     """How to turn a single image so that it fits its CT, for an error message; "" where no turn helps much."""
-    turns = {"upside down": (-1, 1), "mirrored": (1, -1), "turned by 180 degrees": (-1, -1)}
+    turns = {
+        "upside down": (-1, 1),
+        "mirrored": (1, -1),
+        "turned by 180 degrees": (-1, -1),
+    }
     values = {}
     for name, (up, along) in turns.items():
         turned = image[None, ::up, ::along]
         values[name] = sign * float(correlations(integral[None], turned)[0, 0])
     best = max(values, key=values.__getitem__)
-    return f"; {best} it fits ({values[best]:.2f})" if values[best] > max(0.5, now + 0.3) else ""
+    if values[best] > max(0.5, now + 0.3):
+        return f"; {best} it fits ({values[best]:.2f})"
+    return ""
 
 
-def fitting_patient(place: int, table: np.ndarray, patients: list[Patient]) -> str:
+def fitting_patient(
+    place: int,
+    table: np.ndarray,
+    patients: list[Patient],
+) -> str:
     """Whose CT an image fits instead of its own, for an error message; "" where none fits much better."""
     row = table[place]
     best = int(row.argmax())
@@ -102,7 +131,11 @@ def fitting_patient(place: int, table: np.ndarray, patients: list[Patient]) -> s
     return ""
 
 
-def check_alignment(patients: list[Patient], integrals: np.ndarray, images: np.ndarray) -> None:
+def check_alignment(
+    patients: list[Patient],
+    integrals: np.ndarray,
+    images: np.ndarray,
+) -> None:
     """Whether each X-ray is one of its own CT, as one looks at the patient. Raises InputError naming those that aren't.
 
     An image must look like its CT's projection (|r| >= 0.5), and more so than like the other view's. With 5 patients
@@ -113,28 +146,35 @@ def check_alignment(patients: list[Patient], integrals: np.ndarray, images: np.n
     """
     views = VIEWS[: integrals.shape[1]]
     for k, view in enumerate(views):
-        now = check_turn(view, integrals[:, k], images[:, k])
-        own = np.diag(correlations(integrals[:, k], images[:, k]))
+        seen = images[:, k]
+        expected = integrals[:, k]
+        now = check_turn(view, expected, seen)
+        own = np.diag(correlations(expected, seen))
         sign = 1.0 if np.median(own) >= 0 else -1.0
         own = sign * own
 
         # {place of a patient: what its image is instead, if that is known}
         wrong: dict[int, str] = {}
         for place in np.flatnonzero(own < 0.5):
-            wrong[int(place)] = fitting_turn(integrals[place, k], images[place, k], sign, own[place])
+            wrong[int(place)] = fitting_turn(expected[place], seen[place], sign, own[place])
         if len(patients) >= MANY_PATIENTS and sign * now > 0.6:
-            table = sign * peculiar(integrals[:, k], images[:, k])
+            table = sign * peculiar(expected, seen)
             for place in np.flatnonzero(np.diag(table) < sign * now - 0.5):
                 wrong[int(place)] = wrong.get(int(place)) or fitting_patient(place, table, patients)
         for j, other in enumerate(views):
-            likeness = sign * np.diag(correlations(integrals[:, j], images[:, k]))
+            likeness = sign * np.diag(correlations(integrals[:, j], seen))
             for place in np.flatnonzero(likeness > own + 0.05):
                 wrong[int(place)] = f"; it looks like the {other} view"
         if wrong:
             refuse(patients, k, own, wrong)
 
 
-def refuse(patients: list[Patient], k: int, own: np.ndarray, wrong: dict[int, str]) -> None:
+def refuse(
+    patients: list[Patient],
+    k: int,
+    own: np.ndarray,
+    wrong: dict[int, str],
+) -> None:
     """Raises InputError for the images of view k that are not of their CT, naming the first of them in full."""
     place = min(wrong)
     patient = patients[place]

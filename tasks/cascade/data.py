@@ -41,7 +41,11 @@ EXTENT_BYTES = 12
 # --- split ------------------------------------------------------------------------------------------------------------
 
 
-def split_patients(patients: list[Patient], seed: int, files: list[str] | None = None) -> dict[str, list[int]]:
+def split_patients(
+    patients: list[Patient],
+    seed: int,
+    files: list[str] | None = None,
+) -> dict[str, list[int]]:
     """{"train", "val", "test": places in `patients`}: 80/10/10 by patient, or as three text files of ids say.
 
     At least one patient in each part. Raises InputError.
@@ -52,7 +56,11 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None =
         raise InputError(f"--dataset_path: {len(patients)} patients; training, validation and test need at least 3")
     order = permute(np.arange(len(patients)), len(patients), seed, 0).tolist()
     held = max(1, round(len(patients) / 10))
-    return {"train": order[2 * held :], "val": order[:held], "test": order[held : 2 * held]}
+    return {
+        "train": order[2 * held :],
+        "val": order[:held],
+        "test": order[held : 2 * held],
+    }
 
 
 def read_split(patients: list[Patient], files: list[str]) -> dict[str, list[int]]:
@@ -109,7 +117,12 @@ class Decoded:
     """
 
     def __init__(
-        self, img_size: int, flips: Flips, cache_dir: str | None = None, in_memory: bool = False, workers: int = 0
+        self,
+        img_size: int,
+        flips: Flips,
+        cache_dir: str | None = None,
+        in_memory: bool = False,
+        workers: int = 0,
     ):
         self.img_size = img_size
         self.flips = flips
@@ -118,14 +131,22 @@ class Decoded:
         self.in_memory = in_memory
         self.workers = workers
 
-    def key(self, path: Path, content) -> str:
+    def key(
+        self,
+        path: Path,
+        content,
+    ) -> str:
         """A key that changes when the file does; empty where nothing is kept. content: what is made of the file."""
         try:
             return f"{identity(path)}|{content}|2" if self.cache.folder else ""
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); check --dataset_path") from None
 
-    def volume(self, path: Path, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def volume(
+        self,
+        path: Path,
+        size: tuple[int, int, int],
+    ) -> tuple[Tensor, Tensor]:
         """(int16 HU (X, Y, Z) clipped, field of view in mm (3,) float32) on a stage's grid."""
         content = self.cache.get(self.key(path, tuple(size)), volume_bytes(size))
         if content is None:
@@ -136,7 +157,11 @@ class Decoded:
         voxels = torch.frombuffer(buffer, dtype=torch.int16, offset=EXTENT_BYTES)
         return voxels.view(*size), extent
 
-    def survey(self, path: Path, sizes: list) -> tuple[np.ndarray, np.ndarray]:
+    def survey(
+        self,
+        path: Path,
+        sizes: list,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(field of view in mm (3,), line integrals of both views (2, CHECK_SIZE, CHECK_SIZE)), float32.
 
         The integrals are of the file's own resolution. The file is read once, and only if these or a grid are not kept.
@@ -159,14 +184,24 @@ class Decoded:
         extent = np.frombuffer(content, np.float32, 3)
         return extent, np.frombuffer(content, np.float32, offset=EXTENT_BYTES).reshape(shape)
 
-    def keep_volume(self, path: Path, clipped: Tensor, extent: np.ndarray, size: tuple[int, int, int]) -> bytes:
+    def keep_volume(
+        self,
+        path: Path,
+        clipped: Tensor,
+        extent: np.ndarray,
+        size: tuple[int, int, int],
+    ) -> bytes:
         """Put a volume on a stage's grid, and into the cache."""
         voxels = resize(clipped, size).round().to(torch.int16).contiguous().numpy()
         content = extent.tobytes() + voxels.tobytes()
         self.cache.put(self.key(path, tuple(size)), content)
         return content
 
-    def xray(self, path: Path, view: str) -> Tensor:
+    def xray(
+        self,
+        path: Path,
+        view: str,
+    ) -> Tensor:
         """int16 (img_size, img_size), grey values 0..1 as -32768..32767: see grey()."""
         shape = (self.img_size, self.img_size)
         mirrored = self.flips.pa if view == "pa" else self.flips.lat
@@ -220,7 +255,11 @@ class Survey(NamedTuple):
     error: str = ""
 
 
-def survey_patient(patient: Patient, decoded: Decoded, sizes: list) -> Survey:
+def survey_patient(
+    patient: Patient,
+    decoded: Decoded,
+    sizes: list,
+) -> Survey:
     """Decode (and keep) a patient's files, on all grids that will be needed."""
     shape = (len(patient.xrays), CHECK_SIZE, CHECK_SIZE)
     try:
@@ -232,7 +271,11 @@ def survey_patient(patient: Patient, decoded: Decoded, sizes: list) -> Survey:
         return Survey(empty, empty, np.zeros(3, np.float32), str(error))
 
 
-def survey_patients(patients: list[Patient], decoded: Decoded, sizes: list) -> list[Survey]:
+def survey_patients(
+    patients: list[Patient],
+    decoded: Decoded,
+    sizes: list,
+) -> list[Survey]:
     """All ranks together: decode (and keep) every patient once.
 
     Raises InputError on all ranks for the first file that cannot be used.
@@ -265,7 +308,12 @@ class Data:
     """
 
     def __init__(
-        self, patients: list[Patient], split: dict[str, list[int]], decoded: Decoded, sizes: list, check: bool = True
+        self,
+        patients: list[Patient],
+        split: dict[str, list[int]],
+        decoded: Decoded,
+        sizes: list,
+        check: bool = True,
     ):
         """All ranks. sizes: the grids that will be needed. check: that X-rays and CTs agree. Raises InputError."""
         self.patients = patients
@@ -293,7 +341,11 @@ class Data:
         self.sets: dict[tuple, XrayCtDataset] = {}
         self.means: dict[tuple, Tensor] = {}
 
-    def set(self, split: str, size: list[int]) -> "XrayCtDataset":
+    def set(
+        self,
+        split: str,
+        size: list[int],
+    ) -> "XrayCtDataset":
         """One split on one grid. Those of another grid, of the stage before, are let go."""
         grid = tuple(size)
         if (split, grid) not in self.sets:
@@ -308,7 +360,11 @@ class Data:
             self.means = {grid: mean_of_volumes(self.set("train", size))}
         return self.means[grid]
 
-    def refuse_trained(self, trained: list[str], path: str) -> None:
+    def refuse_trained(
+        self,
+        trained: list[str],
+        path: str,
+    ) -> None:
         """Raises InputError where the checkpoint at path was trained on test patients."""
         patients = self.ids["test"]
         seen = sorted(set(patients) & set(trained))
@@ -345,7 +401,13 @@ class XrayCtDataset(Dataset):
     what is wrong, for a loop that ends all ranks together.
     """
 
-    def __init__(self, patients: list[Patient], places: list[int], decoded: Decoded, size: list[int]):
+    def __init__(
+        self,
+        patients: list[Patient],
+        places: list[int],
+        decoded: Decoded,
+        size: list[int],
+    ):
         self.patients = patients
         self.places = places
         self.decoded = decoded
@@ -376,13 +438,24 @@ class XrayCtDataset(Dataset):
             xrays = torch.zeros(len(patient.xrays), side, side, dtype=torch.int16)
             volume = torch.zeros(self.size, dtype=torch.int16)
             extent = torch.ones(3)
-        item = {"volume": volume, "extent": extent, "xrays": xrays, "index": place, "error": error}
+        item = {
+            "volume": volume,
+            "extent": extent,
+            "xrays": xrays,
+            "index": place,
+            "error": error,
+        }
         if self.decoded.in_memory and not error:
             self.kept[number] = item
         return item
 
 
-def made_up_batch(batch_size: int, volume_size: list[int], num_views: int, img_size: int) -> dict:
+def made_up_batch(
+    batch_size: int,
+    volume_size: list[int],
+    num_views: int,
+    img_size: int,
+) -> dict:
     """A batch of a stage's patients, as the loader gives it, to try a step on."""
     return {
         "volume": torch.zeros(batch_size, *volume_size, dtype=torch.int16),
@@ -393,7 +466,12 @@ def made_up_batch(batch_size: int, volume_size: list[int], num_views: int, img_s
     }
 
 
-def prepare(batch: dict, device: torch.device, seed: int | None = None, epoch: int = 0) -> dict:
+def prepare(
+    batch: dict,
+    device: torch.device,
+    seed: int | None = None,
+    epoch: int = 0,
+) -> dict:
     """A batch on the device: volume (B, 1, X, Y, Z), xrays and seen (B, views, H, W) in -1..1, and extent (B, 3) mm.
 
     xrays: projections of the volume. seen: those that the model gets, of varied exposure. seed: of the augmentation;
@@ -406,7 +484,13 @@ def prepare(batch: dict, device: torch.device, seed: int | None = None, epoch: i
     if seed is not None:
         volume, xrays, seen = augment(volume, xrays, index, seed, epoch)
     extent = batch["extent"].to(device, non_blocking=True)
-    return {"volume": volume, "xrays": xrays, "seen": seen, "extent": extent, "index": index}
+    return {
+        "volume": volume,
+        "xrays": xrays,
+        "seen": seen,
+        "extent": extent,
+        "index": index,
+    }
 
 
 def eval_batches(dataset: XrayCtDataset, device: torch.device) -> Iterator[tuple[list[int], dict]]:
@@ -420,7 +504,13 @@ def eval_batches(dataset: XrayCtDataset, device: torch.device) -> Iterator[tuple
         yield places, prepare(batch, device)
 
 
-def augment(volume: Tensor, xrays: Tensor, indices: list[int], seed: int, epoch: int) -> tuple[Tensor, Tensor, Tensor]:
+def augment(
+    volume: Tensor,
+    xrays: Tensor,
+    indices: list[int],
+    seed: int,
+    epoch: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """(B, 1, X, Y, Z), (B, views, H, W) -> (volume, X-rays that belong to it, X-rays as the model sees them).
 
     The patient is moved up or down by up to 5 %: rows of both views run along z, so they stay true projections; a flip
@@ -447,7 +537,11 @@ def augment(volume: Tensor, xrays: Tensor, indices: list[int], seed: int, epoch:
     return torch.stack(volumes), torch.stack(projections), torch.stack(exposures) + 0.01 * grain
 
 
-def move_up(volume: Tensor, images: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+def move_up(
+    volume: Tensor,
+    images: Tensor,
+    shift: int,
+) -> tuple[Tensor, Tensor]:
     """A volume (1, X, Y, Z) moved by so many voxels along z, and its images (views, H, W) with it; edges repeat."""
     depth = volume.shape[-1]
     rows = images.shape[-2]

@@ -46,7 +46,11 @@ class Draw(NamedTuple):
     previous: Previous | None
 
 
-def make_scheduler(num_timesteps: int, ddim_steps: int, v_parameterization: bool):
+def make_scheduler(
+    num_timesteps: int,
+    ddim_steps: int,
+    v_parameterization: bool,
+):
     """MONAI's DDIM scheduler: cosine schedule (Nichol & Dhariwal 2021, s = .008), v or noise prediction."""
     from monai.networks.schedulers import DDIMScheduler
 
@@ -62,7 +66,11 @@ def make_scheduler(num_timesteps: int, ddim_steps: int, v_parameterization: bool
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
-def draw_noise(shape: tuple[int, ...], device: torch.device, seeds: list[int]) -> Tensor:
+def draw_noise(
+    shape: tuple[int, ...],
+    device: torch.device,
+    seeds: list[int],
+) -> Tensor:
     """Gaussian noise (len(seeds), *shape) on the device, each part a function of its seed alone.
 
     Drawn on the CPU: CUDA's generator deals its numbers out by the GPU's number of multiprocessors, so that a large
@@ -90,7 +98,11 @@ def generator_of(key: tuple[int, ...]) -> np.random.Generator:
     return np.random.default_rng([number % 2**63 for number in key])
 
 
-def noise_like(shape: tuple[int, ...], device: torch.device, keys: list[tuple[int, ...]]) -> Tensor:
+def noise_like(
+    shape: tuple[int, ...],
+    device: torch.device,
+    keys: list[tuple[int, ...]],
+) -> Tensor:
     """Gaussian noise (len(keys), *shape), each part a function of its key alone."""
     seeds = [int(generator_of(key).integers(2**62)) for key in keys]
     return draw_noise(shape, device, seeds)
@@ -105,7 +117,11 @@ def on_device(values: list, device: torch.device) -> Tensor:
 
 
 def noised_previous(
-    volume: Tensor, k: int, levels: list[float], keys: list[tuple], diffusion: Diffusion
+    volume: Tensor,
+    k: int,
+    levels: list[float],
+    keys: list[tuple],
+    diffusion: Diffusion,
 ) -> Previous | None:
     """What stage k is given of the stage before, made from the true volume; None for the first stage.
 
@@ -119,7 +135,12 @@ def noised_previous(
     return Previous(low + level[:, None, None, None, None] * grain, level)
 
 
-def training_draw(batch: dict, k: int, epoch: int, diffusion: Diffusion) -> Draw:
+def training_draw(
+    batch: dict,
+    k: int,
+    epoch: int,
+    diffusion: Diffusion,
+) -> Draw:
     """What each patient of a batch is trained with: a function of (seed, stage, epoch, patient)."""
     volume = batch["volume"]
     times: list[int] = []
@@ -134,7 +155,13 @@ def training_draw(batch: dict, k: int, epoch: int, diffusion: Diffusion) -> Draw
     return Draw(timestep, noise, noised_previous(volume, k, levels, keys, diffusion))
 
 
-def validation_draw(batch: dict, places: list[int], k: int, number: int, diffusion: Diffusion) -> Draw:
+def validation_draw(
+    batch: dict,
+    places: list[int],
+    k: int,
+    number: int,
+    diffusion: Diffusion,
+) -> Draw:
     """What each patient of a batch is validated with, in one of LOSS_DRAWS draws; places: in the data set.
 
     The noise levels are spread evenly over the draws and the patients.

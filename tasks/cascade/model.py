@@ -7,8 +7,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor, nn, randn
+from torch.nn import GELU, Conv2d, Conv3d, ConvTranspose3d, LayerNorm, Linear, ModuleList, Parameter, Sequential, SiLU
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from fixed_order_utils import adaptive_avg_pool2d
@@ -30,6 +31,27 @@ def norm(channels: int) -> GroupNorm:
     return GroupNorm(math.gcd(channels, groups), channels)
 
 
+def zeroed(layer: nn.Module) -> nn.Module:
+    """The layer with weights and bias of 0, so that a model begins without what it adds."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def same_size_conv(channels_in: int, channels_out: int) -> Conv3d:
+    """A 3^3 convolution that keeps the grid."""
+    return Conv3d(channels_in, channels_out, 3, 1, 1)
+
+
+def embedding_mlp(dim: int) -> Sequential:
+    """What makes a condition of a sinusoid."""
+    return Sequential(
+        Linear(dim, dim),
+        SiLU(),
+        Linear(dim, dim),
+    )
+
+
 def sinusoid(values: Tensor, dim: int) -> Tensor:
     """(B,) in 0..1 -> (B, dim) sines and cosines (Vaswani et al. 2017, of 1000 * value)."""
     half = dim // 2
@@ -45,16 +67,24 @@ class XrayEncoder(nn.Module):
     The weights are shared between the views, which differ by an embedding.
     """
 
-    def __init__(self, views: int, dim: int):
+    def __init__(
+        self,
+        views: int,
+        dim: int,
+    ):
         super().__init__()
         layers: list[nn.Module] = []
         before = 1
         for channels in (dim // 8, dim // 4, dim):
-            layers += [nn.Conv2d(before, channels, 3, 2, 1), norm(channels), nn.SiLU()]
+            layers.append(Conv2d(before, channels, 3, 2, 1))
+            layers.append(norm(channels))
+            layers.append(SiLU())
             before = channels
-        layers += [nn.Conv2d(dim, dim, 3, 1, 1), norm(dim), nn.SiLU()]
-        self.layers = nn.Sequential(*layers)
-        self.view = nn.Parameter(0.02 * torch.randn(views, dim))
+        layers.append(Conv2d(dim, dim, 3, 1, 1))
+        layers.append(norm(dim))
+        layers.append(SiLU())
+        self.layers = Sequential(*layers)
+        self.view = Parameter(0.02 * randn(views, dim))
 
     def forward(self, xrays: Tensor) -> Tensor:
         batch, views = xrays.shape[:2]
@@ -63,10 +93,15 @@ class XrayEncoder(nn.Module):
         return features.unflatten(0, (batch, views)) + self.view[:, :, None, None]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+) -> Tensor:
     """(B, N, dim) x (B, M, dim) -> (B, N, dim)."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v)
+    out = scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -76,24 +111,35 @@ class Block(nn.Module):
     Shift, scale and gate of each come from the condition, and at the start each gate is 0.
     """
 
-    def __init__(self, dim: int, heads: int):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+    ):
         super().__init__()
         self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(dim, elementwise_affine=False) for _ in range(3))
-        self.modulation = nn.Linear(dim, 9 * dim)
-        nn.init.zeros_(self.modulation.weight)
-        nn.init.zeros_(self.modulation.bias)
+        self.norms = ModuleList(LayerNorm(dim, elementwise_affine=False) for _ in range(3))
+        self.modulation = zeroed(Linear(dim, 9 * dim))
 
         # self-attention, then cross-attention, then the MLP
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-        self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(dim, 2 * dim)
-        self.cross_out = nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
+        self.qkv = Linear(dim, 3 * dim)
+        self.out = Linear(dim, dim)
+        self.q = Linear(dim, dim)
+        self.kv = Linear(dim, 2 * dim)
+        self.cross_out = Linear(dim, dim)
+        self.mlp = Sequential(
+            Linear(dim, 4 * dim),
+            GELU(approximate="tanh"),
+            Linear(4 * dim, dim),
+        )
 
-    def forward(self, x: Tensor, xray_tokens: Tensor, condition: Tensor) -> Tensor:
-        modulation = self.modulation(F.silu(condition))[:, None].chunk(9, -1)
+    def forward(
+        self,
+        x: Tensor,
+        xray_tokens: Tensor,
+        condition: Tensor,
+    ) -> Tensor:
+        modulation = self.modulation(silu(condition))[:, None].chunk(9, -1)
         shifts = modulation[0::3]
         scales = modulation[1::3]
         gates = modulation[2::3]
@@ -114,22 +160,28 @@ class Block(nn.Module):
 class ConvBlock(nn.Module):
     """Two 3^3 convolutions with a shortcut; the condition shifts and scales between them."""
 
-    def __init__(self, channels: int, condition: int):
+    def __init__(
+        self,
+        channels: int,
+        condition: int,
+    ):
         super().__init__()
         self.norm1 = norm(channels)
-        self.conv1 = nn.Conv3d(channels, channels, 3, 1, 1)
+        self.conv1 = same_size_conv(channels, channels)
         self.norm2 = norm(channels)
-        self.conv2 = nn.Conv3d(channels, channels, 3, 1, 1)
-        self.modulation = nn.Linear(condition, 2 * channels)
-        nn.init.zeros_(self.conv2.weight)
-        nn.init.zeros_(self.conv2.bias)
+        self.conv2 = zeroed(same_size_conv(channels, channels))
+        self.modulation = Linear(condition, 2 * channels)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        modulation = self.modulation(F.silu(condition))[:, :, None, None, None]
+    def forward(
+        self,
+        x: Tensor,
+        condition: Tensor,
+    ) -> Tensor:
+        modulation = self.modulation(silu(condition))[:, :, None, None, None]
         shift, scale = modulation.chunk(2, 1)
-        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv1(silu(self.norm1(x)))
         hidden = self.norm2(hidden) * (1 + scale) + shift
-        return x + self.conv2(F.silu(hidden))
+        return x + self.conv2(silu(hidden))
 
 
 class StageNet(nn.Module):
@@ -141,7 +193,13 @@ class StageNet(nn.Module):
     the grid is halved before the transformer. checkpointing: activations are recomputed in the backward pass.
     """
 
-    def __init__(self, stage: dict, xray: XraySettings, first: bool, halvings: int):
+    def __init__(
+        self,
+        stage: dict,
+        xray: XraySettings,
+        first: bool,
+        halvings: int,
+    ):
         super().__init__()
         self.size = tuple(stage["volume_size"])
         self.views = xray.views
@@ -154,29 +212,32 @@ class StageNet(nn.Module):
         # the condition: X-rays, time, and how noisy the stage before is
         self.encoder = XrayEncoder(xray.views, xray.encoder_dim)
         self.token_grid = min(16, xray.img_size // 8)
-        self.picture_position = nn.Parameter(0.02 * torch.randn(1, self.token_grid**2, dim))
-        self.to_tokens = nn.Linear(xray.encoder_dim, dim)
-        self.time = nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.picture_position = Parameter(0.02 * randn(1, self.token_grid**2, dim))
+        self.to_tokens = Linear(xray.encoder_dim, dim)
+        self.time = embedding_mlp(dim)
         if not first:
-            self.noise = nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim))
-        self.whole_picture = nn.Linear(dim, dim)
+            self.noise = embedding_mlp(dim)
+        self.whole_picture = Linear(dim, dim)
 
         # down to the tokens
         channels = 1 + (not first) + xray.views
-        self.stem = nn.Conv3d(channels, widths[0], 3, 1, 1)
-        self.down_blocks = nn.ModuleList(ConvBlock(width, dim) for width in widths[1:-1])
-        self.shrink = nn.ModuleList(nn.Conv3d(wide, deep, 2, 2) for wide, deep in pairwise(widths))
-        self.enter = nn.Linear(widths[-1], dim)
-        self.position = nn.Parameter(0.02 * torch.randn(1, math.prod(self.grid), dim))
+        self.stem = same_size_conv(channels, widths[0])
+        self.down_blocks = ModuleList(ConvBlock(width, dim) for width in widths[1:-1])
+        self.shrink = ModuleList(Conv3d(wide, deep, 2, 2) for wide, deep in pairwise(widths))
+        self.enter = Linear(widths[-1], dim)
+        self.position = Parameter(0.02 * randn(1, math.prod(self.grid), dim))
 
         # the transformer, and up again
-        self.blocks = nn.ModuleList(Block(dim, stage["num_heads"]) for _ in range(stage["vit_depth"]))
-        self.leave = nn.Linear(dim, widths[-1])
-        self.grow = nn.ModuleList(nn.ConvTranspose3d(deep, wide, 2, 2) for wide, deep in pairwise(widths))
-        self.up_blocks = nn.ModuleList(ConvBlock(width, dim) for width in widths[:-1])
-        self.last = nn.Sequential(norm(widths[0]), nn.SiLU(), nn.Conv3d(widths[0], 1, 3, 1, 1))
-        nn.init.zeros_(self.last[2].weight)
-        nn.init.zeros_(self.last[2].bias)
+        blocks = [Block(dim, stage["num_heads"]) for _ in range(stage["vit_depth"])]
+        self.blocks = ModuleList(blocks)
+        self.leave = Linear(dim, widths[-1])
+        self.grow = ModuleList(ConvTranspose3d(deep, wide, 2, 2) for wide, deep in pairwise(widths))
+        self.up_blocks = ModuleList(ConvBlock(width, dim) for width in widths[:-1])
+        self.last = Sequential(
+            norm(widths[0]),
+            SiLU(),
+            zeroed(same_size_conv(widths[0], 1)),
+        )
 
     def part(self, module: nn.Module, *inputs: Tensor) -> Tensor:
         """module(*inputs), its activations kept or computed again in the backward pass."""
@@ -192,7 +253,11 @@ class StageNet(nn.Module):
         tokens = self.to_tokens(pooled.flatten(2).transpose(1, 2)) + self.picture_position
         return features, tokens.unflatten(0, features.shape[:2]).flatten(1, 2)
 
-    def lifted(self, images: Tensor, size: tuple[int, int, int]) -> list[Tensor]:
+    def lifted(
+        self,
+        images: Tensor,
+        size: tuple[int, int, int],
+    ) -> list[Tensor]:
         """Each view's (B, channels, H, W) of (B, views, channels, H, W), lifted along its rays into a grid."""
         return [lift(images[:, k], view, size) for k, view in enumerate(VIEWS[: self.views])]
 
@@ -244,13 +309,21 @@ class StageNet(nn.Module):
 class Ema:
     """Averaged weights in a model of their own; the decay grows with the steps, min(decay, (1 + n) / (10 + n))."""
 
-    def __init__(self, model: StageNet, decay: float):
+    def __init__(
+        self,
+        model: StageNet,
+        decay: float,
+    ):
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
         self.model.checkpointing = False
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, model: StageNet, steps: int) -> None:
+    def update(
+        self,
+        model: StageNet,
+        steps: int,
+    ) -> None:
         """Move towards the weights after so many steps."""
         decay = min(self.decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - decay)

@@ -18,7 +18,7 @@ import functools
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, float64
 
 HU_MIN = -1000.0
 HU_MAX = 3000.0
@@ -33,8 +33,9 @@ RAY_AXIS = {"pa": 1, "lat": 0}
 
 def normalise(hu: Tensor) -> Tensor:
     """HU -> -1..1, clipped to HU_MIN..HU_MAX."""
-    clipped = hu.clamp(HU_MIN, HU_MAX)
-    return (clipped - HU_MIN) * (2 / (HU_MAX - HU_MIN)) - 1
+    scale = 2 / (HU_MAX - HU_MIN)
+    above = hu.clamp(HU_MIN, HU_MAX) - HU_MIN
+    return above * scale - 1
 
 
 def to_hu(volume: Tensor) -> Tensor:
@@ -45,7 +46,8 @@ def to_hu(volume: Tensor) -> Tensor:
 
 def attenuation(volume: Tensor) -> Tensor:
     """-1..1 -> mu per mm; 0 in air."""
-    return MU_WATER * (1 + to_hu(volume) / 1000)
+    relative = to_hu(volume) / 1000
+    return MU_WATER * (1 + relative)
 
 
 def spacing_of(extent: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -64,7 +66,11 @@ def as_plane(image: Tensor) -> Tensor:
     return image.flip(-1, -2).transpose(-1, -2)
 
 
-def project(volume: Tensor, spacing: Tensor, view: str) -> Tensor:
+def project(
+    volume: Tensor,
+    spacing: Tensor,
+    view: str,
+) -> Tensor:
     """Line integrals (B, C, Z, across) of a volume (B, C, X, Y, Z) in -1..1; spacing (B, 3) in mm; differentiable."""
     axis = RAY_AXIS[view]
     total = attenuation(volume).sum(axis - 3)
@@ -73,18 +79,22 @@ def project(volume: Tensor, spacing: Tensor, view: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def axis_weights(before: int, after: int, device: str) -> Tensor:
+def axis_weights(
+    before: int,
+    after: int,
+    device: str,
+) -> Tensor:
     """(after, before) matrix that resamples one axis: exact averages where it shrinks, linear where it grows."""
     if after <= before:
         # the share of each old cell that a new cell covers
-        edges = torch.arange(after + 1, dtype=torch.float64) * before / after
-        cell = torch.arange(before, dtype=torch.float64)
+        edges = torch.arange(after + 1, dtype=float64) * before / after
+        cell = torch.arange(before, dtype=float64)
         end = torch.minimum(edges[1:, None], cell + 1)
         begin = torch.maximum(edges[:-1, None], cell)
         weights = (end - begin).clamp(min=0) * after / before
     else:
         # the nearness of each old cell's centre to a new cell's
-        place = torch.arange(after, dtype=torch.float64) + 0.5
+        place = torch.arange(after, dtype=float64) + 0.5
         centre = (place * before / after - 0.5).clamp(0, before - 1)
         distance = (centre[:, None] - torch.arange(before)).abs()
         weights = (1 - distance).clamp(min=0)
@@ -98,15 +108,21 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
     """
     with torch.autocast(x.device.type, enabled=False):
         x = x.float()
-        for axis, after in zip(range(-len(size), 0), size, strict=True):
+        for axis, after in enumerate(size, start=-len(size)):
             before = x.shape[axis]
-            if before != after:
-                weights = axis_weights(before, after, str(x.device))
-                x = (x.movedim(axis, -1) @ weights.T).movedim(-1, axis)
+            if before == after:
+                continue
+            weights = axis_weights(before, after, str(x.device))
+            along = x.movedim(axis, -1) @ weights.T
+            x = along.movedim(-1, axis)
     return x
 
 
-def lift(image: Tensor, view: str, size: tuple[int, int, int]) -> Tensor:
+def lift(
+    image: Tensor,
+    view: str,
+    size: tuple[int, int, int],
+) -> Tensor:
     """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's own rays."""
     axis = RAY_AXIS[view]
     rows = size[2]
@@ -116,7 +132,11 @@ def lift(image: Tensor, view: str, size: tuple[int, int, int]) -> Tensor:
     return plane.unsqueeze(axis - 3).expand(batch, channels, *size)
 
 
-def back_project(integrals: list[Tensor], spacing: Tensor, size: tuple[int, int, int]) -> Tensor:
+def back_project(
+    integrals: list[Tensor],
+    spacing: Tensor,
+    size: tuple[int, int, int],
+) -> Tensor:
     """The simplest reconstruction, (B, 1, X, Y, Z) in -1..1, of one (B, 1, rows, columns) per view of VIEWS.
 
     Each ray's attenuation is spread evenly along it; then the mean is taken over the views.
@@ -127,7 +147,8 @@ def back_project(integrals: list[Tensor], spacing: Tensor, size: tuple[int, int,
         length = spacing[:, axis] * size[axis]
         volumes.append(lift(image, view, size) / length[:, None, None, None, None])
     mu = torch.stack(volumes).mean(0)
-    return normalise((mu / MU_WATER - 1) * 1000)
+    hu = (mu / MU_WATER - 1) * 1000
+    return normalise(hu)
 
 
 def grey_values(integral: Tensor) -> Tensor:
@@ -135,15 +156,25 @@ def grey_values(integral: Tensor) -> Tensor:
     return (integral / P_MAX).clamp(0, 1)
 
 
-def render_drr(hu: np.ndarray, spacing: np.ndarray, view: str, longest: int = 512) -> np.ndarray:
+def render_drr(
+    hu: np.ndarray,
+    spacing: np.ndarray,
+    view: str,
+    longest: int = 512,
+) -> np.ndarray:
     """uint8 image of a CT (X, Y, Z) in HU, square pixels, `longest` of them on its longer side."""
-    values = torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32))
-    volume = normalise(values)[None, None]
-    integral = project(volume, torch.tensor([list(spacing)], dtype=torch.float32), view)
+    values = np.ascontiguousarray(hu, dtype=np.float32)
+    volume = normalise(torch.from_numpy(values))[None, None]
+    mm = torch.tensor([list(spacing)], dtype=torch.float32)
+    integral = project(volume, mm, view)
 
     # the size in pixels follows from the lengths in mm
     across = 1 - RAY_AXIS[view]
-    sides = np.array([hu.shape[2] * spacing[2], hu.shape[across] * spacing[across]])
-    rows, columns = (max(1, round(float(side))) for side in sides * longest / sides.max())
-    grey = grey_values(resize(integral, (rows, columns)))[0, 0]
-    return (grey * 255).round().to(torch.uint8).numpy()
+    height = hu.shape[2] * spacing[2]
+    width = hu.shape[across] * spacing[across]
+    sides = np.array([height, width])
+    pixels = sides * longest / sides.max()
+    rows, columns = (max(1, round(float(count))) for count in pixels)
+    integral = resize(integral, (rows, columns))
+    grey = grey_values(integral)[0, 0] * 255
+    return grey.round().to(torch.uint8).numpy()

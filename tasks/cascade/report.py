@@ -33,7 +33,11 @@ VIEW_NAMES = {"pa": "frontal", "lat": "lateral"}
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def print_metrics(title: str, split: str, metrics: dict[str, float]) -> None:
+def print_metrics(
+    title: str,
+    split: str,
+    metrics: dict[str, float],
+) -> None:
     """Rank 0: the scores of the cascade beside those of the two baselines."""
     rows: dict[str, dict[str, float]] = {}
     for kind, row in KINDS.items():
@@ -64,7 +68,11 @@ def print_stages(plan: list[StagePlan]) -> None:
     print_table("stages", rows)
 
 
-def begin_speed(stage: StagePlan, log: RunLog, device: torch.device) -> None:
+def begin_speed(
+    stage: StagePlan,
+    log: RunLog,
+    device: torch.device,
+) -> None:
     """Speed and memory are this stage's from here on, not those of the stages measured or trained before."""
     log.context = {"stage": stage.number + 1}
     log.forget_flops()
@@ -81,7 +89,11 @@ def note_speed(stage: StagePlan, log: RunLog) -> None:
         log.last[f"train/peak_memory_gb/{stage.name}"] = log.last["train/peak_memory_gb"]
 
 
-def print_speed(plan: list[StagePlan], log: RunLog, device: torch.device) -> None:
+def print_speed(
+    plan: list[StagePlan],
+    log: RunLog,
+    device: torch.device,
+) -> None:
     """Rank 0: throughput and memory of each stage that was trained, beside what the guide aims for."""
     total = None
     if device.type == "cuda":
@@ -106,7 +118,11 @@ def print_speed(plan: list[StagePlan], log: RunLog, device: torch.device) -> Non
 # --- the banner -------------------------------------------------------------------------------------------------------
 
 
-def describe_data(data: Data, size: list[int], split_source: str) -> dict[str, str]:
+def describe_data(
+    data: Data,
+    size: list[int],
+    split_source: str,
+) -> dict[str, str]:
     """The banner's rows about the patients and how they are read. size: of the last stage's volume."""
     patients = ", ".join(f"{len(places)} {name}" for name, places in data.split.items())
     num_views = len(data.greys)
@@ -136,7 +152,11 @@ def describe_batches(plan: list[StagePlan]) -> str:
     return "; ".join(batches)
 
 
-def describe_recomputation(plan: list[StagePlan], asked: bool | None, source: str) -> str:
+def describe_recomputation(
+    plan: list[StagePlan],
+    asked: bool | None,
+    source: str,
+) -> str:
     """The banner's row about where activations are recomputed, and why. asked: by a flag, from `source`."""
     if asked is not None:
         return f"{'on' if asked else 'off'} ({source})"
@@ -196,7 +216,11 @@ def middle_slices(volume: Tensor) -> list[np.ndarray]:
     return [axial.numpy(), coronal.numpy(), sagittal.numpy()]
 
 
-def draw_rows(heading: str, columns: list[str], rows: list[Row]):
+def draw_rows(
+    heading: str,
+    columns: list[str],
+    rows: list[Row],
+):
     """A matplotlib figure: one row of images per name, below the columns' titles.
 
     The first three columns are slices, shown from -1000 to 1000 HU. Projections of one column are on the scale of its
@@ -230,7 +254,14 @@ def draw_rows(heading: str, columns: list[str], rows: list[Row]):
     return figure
 
 
-def draw_inputs(stage_name: str, names: list[str], batch: dict, draw: Draw, noisy: Tensor, num_timesteps: int):
+def draw_inputs(
+    stage_name: str,
+    names: list[str],
+    batch: dict,
+    draw: Draw,
+    noisy: Tensor,
+    num_timesteps: int,
+):
     """What the model of a stage is given in training, of the patients with these names, and what is to come out."""
     rows = []
     for i, name in enumerate(names):
@@ -274,7 +305,12 @@ def draw_result(example: Example, stage_names: list[str]):
 # --- results on disk --------------------------------------------------------------------------------------------------
 
 
-def write_evaluation(run_folder: Path, facts: dict, figure, patients: int) -> None:
+def write_evaluation(
+    run_folder: Path,
+    facts: dict,
+    figure,
+    patients: int,
+) -> None:
     """Rank 0, --eval_only: the metrics of the test patients, and a figure of the first."""
     text = json.dumps(facts, indent=2) + "\n"
     write_result(run_folder / "eval_test.json", text.encode())
@@ -284,7 +320,11 @@ def write_evaluation(run_folder: Path, facts: dict, figure, patients: int) -> No
     print(f"{patients} patients; written: {written}", flush=True)
 
 
-def grid_of(patient: Patient, size: list[int], extent: list[float]) -> np.ndarray:
+def grid_of(
+    patient: Patient,
+    size: list[int],
+    extent: list[float],
+) -> np.ndarray:
     """(4, 4) from voxels to mm: the place and field of view of the CT beside the X-rays; else `extent`, centred."""
     if patient.ct is None:
         voxel = np.array(extent) / size
@@ -299,7 +339,11 @@ def grid_of(patient: Patient, size: list[int], extent: list[float]) -> np.ndarra
     return grid
 
 
-def write_volume(path: Path, volume: Tensor, grid: np.ndarray) -> None:
+def write_volume(
+    path: Path,
+    volume: Tensor,
+    grid: np.ndarray,
+) -> None:
     """A volume (X, Y, Z) in -1..1 as NIfTI in HU. Raises RunError on a full disk."""
     import nibabel
 

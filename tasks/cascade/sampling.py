@@ -57,7 +57,12 @@ def sample_cascade(
 
 
 def conditioning_scores(
-    models: list[StageNet], batch: dict, others: list[int], diffusion: Diffusion, data: Data, precision: str
+    models: list[StageNet],
+    batch: dict,
+    others: list[int],
+    diffusion: Diffusion,
+    data: Data,
+    precision: str,
 ) -> list[Tensor]:
     """--check_conditioning: the PSNR (B, 1) float64 with others' X-rays, and with the stage before zeroed, if any."""
     xrays = torch.stack([data.decoded.xrays(data.patients[place]) for place in others])
