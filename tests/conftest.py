@@ -46,7 +46,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
 
 
-LONGEST_FILES = ("test_cascade", "test_contract", "test_engines", "test_fake_gpu", "test_survival", "test_train")
+LONGEST_FILES = (
+    "test_cascade",
+    "test_contract",
+    "test_mimic_cxr_engines",
+    "test_fake_gpu",
+    "test_survival",
+    "test_compressed_ad",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -60,7 +67,7 @@ def made(done) -> None:
 
 
 @pytest.fixture(scope="session")
-def data(zygote, tmp_path_factory) -> Path:
+def prs_med_data(zygote, tmp_path_factory) -> Path:
     """34 training, 10 validation and 10 test rows of 32 x 32 pixels, with tiny checkpoints."""
     out = tmp_path_factory.mktemp("data") / "prs_med"
     sizes = ["--num_train", "17", "--num_val", "5", "--num_test", "5", "--image_size", "32"]
@@ -69,7 +76,7 @@ def data(zygote, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def chest(zygote, tmp_path_factory) -> list[str]:
+def mimic_cxr_flags(zygote, tmp_path_factory) -> list[str]:
     """Flags of train_mimic_cxr.py for a small MIMIC-CXR (about 700 training questions) with tiny checkpoints."""
     out = tmp_path_factory.mktemp("data") / "mimic_cxr"
     sizes = ["--num_train", "24", "--num_val", "6", "--num_test", "6", "--image_size", "80"]
@@ -81,7 +88,7 @@ def chest(zygote, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def scans(zygote, tmp_path_factory) -> Path:
+def survival_data(zygote, tmp_path_factory) -> Path:
     """44 patients with a chest CT of 14 x 11 x 5 voxels or so, 17 with an event; 34 train in Fold_1, 10 validate."""
     out = tmp_path_factory.mktemp("data") / "survival"
     sizes = ["--num_patients", "44", "--matrix", "14", "--event_rate", "0.4"]
@@ -97,7 +104,7 @@ SMALL_STAGES = [
 
 
 @pytest.fixture(scope="session")
-def torsos(zygote, tmp_path_factory) -> Path:
+def cascade_data(zygote, tmp_path_factory) -> Path:
     """13 patients with a CT of 16 x 13 x 14 voxels or so and two X-rays each."""
     out = tmp_path_factory.mktemp("data") / "cascade"
     words = ["cascade", str(out), "--num_patients", "13", "--matrix", "16"]
@@ -106,7 +113,7 @@ def torsos(zygote, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cascade(torsos, tmp_path_factory):
+def cascade_flags(cascade_data, tmp_path_factory):
     """flags(out, *more): the arguments of a small run of train_accelerate.py that logs every step: 2 stages of 2 epochs
     of 3 steps with batch 4."""
     cache = tmp_path_factory.mktemp("cache")
@@ -121,7 +128,7 @@ def cascade(torsos, tmp_path_factory):
         "4",
     ]
     words += ["--num_timesteps", "20", "--ddim_steps", "2", "--num_epochs_per_stage", "2", "--learning_rate", "1e-3"]
-    words += ["--log_every", "1", "--num_workers", "0", "--cache_dir", str(cache), "--dataset_path", str(torsos)]
+    words += ["--log_every", "1", "--num_workers", "0", "--cache_dir", str(cache), "--dataset_path", str(cascade_data)]
 
     def make(out: Path, *more) -> list[str]:
         return [*words, "--checkpoint_dir", str(out), *map(str, more)]
@@ -130,7 +137,7 @@ def cascade(torsos, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def rooms(zygote, tmp_path_factory) -> Path:
+def darkroom_data(zygote, tmp_path_factory) -> Path:
     """Learning histories of Darkroom: 3 streams of 200 steps for each goal."""
     out = tmp_path_factory.mktemp("data") / "compressed_ad"
     words = ["compressed_ad", str(out), "--streams", "3", "--steps", "200"]
@@ -139,12 +146,12 @@ def rooms(zygote, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def in_context(rooms):
+def compressed_ad_flags(darkroom_data):
     """flags(out, *more): the arguments of a small run of train.py that logs every step: 8 steps of 12 segments with
     contexts of 20 transitions and up to 3 compressions, an evaluation after 4 and after 8."""
     words = [
         "--data",
-        str(rooms),
+        str(darkroom_data),
         "--tf_n_embd",
         "16",
         "--tf_n_layer",

@@ -66,10 +66,10 @@ def go(zygote, words: list[str], ranks: int = 1, code: int = 0, figures: bool = 
 
 
 @pytest.fixture(scope="module")
-def one(cascade, zygote, tmp_path_factory) -> Path:
+def one(cascade_flags, zygote, tmp_path_factory) -> Path:
     """A whole run in one process, 6 patients a step: 2 steps an epoch, the second with the 5 that are left."""
     out = tmp_path_factory.mktemp("one") / "run"
-    done = go(zygote, cascade(out, "--batch_size", "6", "--check_conditioning"), figures=True)
+    done = go(zygote, cascade_flags(out, "--batch_size", "6", "--check_conditioning"), figures=True)
     assert "stage1  " in done.stdout  # the table of stages
     assert re.search(r"cascade +\d", done.stdout)
     return out
@@ -88,10 +88,10 @@ def one(cascade, zygote, tmp_path_factory) -> Path:
     ],
     ids=["2x3", "3x2-in-memory", "1x3x2-workers", "2x1x3-checkpointing"],
 )
-def test_same_curve_and_metrics(cascade, zygote, one, tmp_path, ranks, more):
+def test_same_curve_and_metrics(cascade_flags, zygote, one, tmp_path, ranks, more):
     """An uneven last step, 1 validation and 1 test patient, of which one rank at most has any."""
     out = tmp_path / "run"
-    go(zygote, cascade(out, *more, "--check_conditioning"), ranks)
+    go(zygote, cascade_flags(out, *more, "--check_conditioning"), ranks)
     assert len(curve(one)) == 8 + 4 + 2 + 1
     assert off(curve(out), curve(one)) < 1e-5
     a, b = (json.loads((folder / "summary.json").read_text()) for folder in (out, one))
@@ -101,11 +101,11 @@ def test_same_curve_and_metrics(cascade, zygote, one, tmp_path, ranks, more):
 
 
 @pytest.mark.soak
-def test_torchrun_gives_the_very_same_curve(cascade, zygote, tmp_path):
+def test_torchrun_gives_the_very_same_curve(cascade_flags, zygote, tmp_path):
     """(In the quick suite the runs that are killed are torchrun's.)"""
     words = ["--batch_size", "3", "--num_epochs_per_stage", "1"]
-    go(zygote, cascade(tmp_path / "bare", *words), 2)
-    command = [*torchrun(2), CASCADE, *cascade(tmp_path / "run", *words)]
+    go(zygote, cascade_flags(tmp_path / "bare", *words), 2)
+    command = [*torchrun(2), CASCADE, *cascade_flags(tmp_path / "run", *words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torchrun, world size 2" in done.stdout
@@ -113,11 +113,11 @@ def test_torchrun_gives_the_very_same_curve(cascade, zygote, tmp_path):
 
 
 @pytest.mark.soak
-def test_accelerate_launch_gives_the_very_same_curve(cascade, zygote, tmp_path):
+def test_accelerate_launch_gives_the_very_same_curve(cascade_flags, zygote, tmp_path):
     """By train_4gpu.sh, for real: the curve of two processes that no launcher started."""
     out, bare = tmp_path / "run", tmp_path / "bare"
-    go(zygote, cascade(bare, "--batch_size", "3", "--num_epochs_per_stage", "1"), 2)
-    words = cascade(out, "--batch_size", "3", "--num_epochs_per_stage", "1")
+    go(zygote, cascade_flags(bare, "--batch_size", "3", "--num_epochs_per_stage", "1"), 2)
+    words = cascade_flags(out, "--batch_size", "3", "--num_epochs_per_stage", "1")
     command = ["bash", "train_4gpu.sh", "--method", "accelerate", "--cpu", "--num_gpus", "2", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -126,12 +126,12 @@ def test_accelerate_launch_gives_the_very_same_curve(cascade, zygote, tmp_path):
     assert curve(out) == curve(bare)
 
 
-def test_precision_of_accelerate_launch(cascade, zygote, tmp_path):
+def test_precision_of_accelerate_launch(cascade_flags, zygote, tmp_path):
     """ACCELERATE_MIXED_PRECISION is what `accelerate launch --mixed_precision` sets; a flag of the script wins."""
     found = {}
     for wanted, flag in (("fp16", []), ("bf16", []), ("bf16", ["--mixed_precision", "no"])):
         out = tmp_path / f"{wanted}{len(flag)}"
-        words = cascade(out, "--max_steps", "2", "--stage", "1", *flag)
+        words = cascade_flags(out, "--max_steps", "2", "--stage", "1", *flag)
         done = zygote(CASCADE, *words, ACCELERATE_MIXED_PRECISION=wanted)
         assert done.code == 0, done.stderr[-2000:]
         found[wanted, len(flag)] = done.stdout, second_loss(out)
@@ -143,12 +143,12 @@ def test_precision_of_accelerate_launch(cascade, zygote, tmp_path):
     assert 1e-6 < abs(half / exact - 1) < 0.02
 
 
-def test_gradients_are_those_of_one_process(cascade, zygote, tmp_path):
+def test_gradients_are_those_of_one_process(cascade_flags, zygote, tmp_path):
     """Five steps, as the first reach few layers (outputs and gates begin at zero): AdamW's averaged gradients agree."""
     moments = []
     for ranks, batch in ((1, 4), (2, 2)):
         out = tmp_path / str(ranks)
-        words = cascade(out, "--batch_size", batch, "--max_steps", "5", "--stage", "1", "--learning_rate", "1e-4")
+        words = cascade_flags(out, "--batch_size", batch, "--max_steps", "5", "--stage", "1", "--learning_rate", "1e-4")
         go(zygote, words, ranks)
         moments.append(torch.load(out / "last.pt", weights_only=True)["optimizer"]["state"])
     moved = 0
@@ -159,10 +159,10 @@ def test_gradients_are_those_of_one_process(cascade, zygote, tmp_path):
     assert moved > 0.9 * len(moments[0])
 
 
-def test_averaged_weights(cascade, zygote, tmp_path):
+def test_averaged_weights(cascade_flags, zygote, tmp_path):
     """`ema` of each checkpoint is the running mean of the nets of all steps, with the decay's warm-up."""
     out = tmp_path / "run"
-    words = cascade(
+    words = cascade_flags(
         out, "--stage", "1", "--save_every", "1", "--keep_last", "20", "--ema_decay", "0.3", "--max_steps", "5"
     )
     go(zygote, words)
@@ -188,10 +188,10 @@ STAGE_STEPS = 6  # 11 patients, 4 a step
 
 
 @pytest.fixture(scope="module")
-def whole(cascade, zygote, tmp_path_factory) -> Path:
+def whole(cascade_flags, zygote, tmp_path_factory) -> Path:
     """The unbroken run of two processes."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    go(zygote, cascade(out, *KILLED), 2)
+    go(zygote, cascade_flags(out, *KILLED), 2)
     assert [line["step"] for line in lines(out) if "test/psnr" in line] == [2 * STAGE_STEPS]
     return out
 
@@ -211,17 +211,17 @@ def same_end(out: Path, whole: Path) -> None:
     assert all(torch.equal(value, b["earlier"][0][name]) for name, value in a["earlier"][0].items())
 
 
-def test_kill_and_resume_across_the_stages(cascade, zygote, whole, tmp_path):
+def test_kill_and_resume_across_the_stages(cascade_flags, zygote, whole, tmp_path):
     """A worker killed in stage 1, SIGTERM to both in stage 2: the rest is the unbroken run's, bit for bit."""
     out = tmp_path / "run"
-    words = cascade(out, *KILLED)
+    words = cascade_flags(out, *KILLED)
     kill_then_stop(zygote, [CASCADE, *words], out, 4, STAGE_STEPS + 3)
     go(zygote, words, 2)
     same_end(out, whole)
 
 
 @pytest.mark.soak
-def test_ten_kills(cascade, zygote, whole, tmp_path):
+def test_ten_kills(cascade_flags, zygote, whole, tmp_path):
     """Ten runs, each killed at a random moment and gone on with; half of them around the stage boundary."""
     chance = random.Random(5)
     for k in range(10):
@@ -229,17 +229,17 @@ def test_ten_kills(cascade, zygote, whole, tmp_path):
         step = chance.choice([STAGE_STEPS - 1, STAGE_STEPS]) if k % 2 else chance.randrange(2 * STAGE_STEPS - 1)
         who = chance.choice(["worker", "rank0", "all"])
         delay = chance.uniform(0, 0.8)
-        interrupt([CASCADE, *cascade(out, *KILLED)], out, who, step, delay)
+        interrupt([CASCADE, *cascade_flags(out, *KILLED)], out, who, step, delay)
         print(f"kill {k}: {who}, {delay:.2f} s after step {step}: {sorted(p.name for p in out.glob('step*'))}")
-        go(zygote, cascade(out, *KILLED), 2)
+        go(zygote, cascade_flags(out, *KILLED), 2)
         same_end(out, whole)
 
 
-def test_resume_at_another_world_size_and_from_any_best(cascade, zygote, one, tmp_path):
+def test_resume_at_another_world_size_and_from_any_best(cascade_flags, zygote, one, tmp_path):
     """Begun on 2 processes, gone on with 3, ended by 1; then again from stage1_best.pt in another folder."""
     out = tmp_path / "run"
     for ranks, batch, until in ((2, 3, 2), (3, 2, 5), (1, 6, 0)):
-        words = cascade(
+        words = cascade_flags(
             out, "--batch_size", batch, "--max_steps", until, "--resume_from", "auto", "--check_conditioning"
         )
         go(zygote, words, ranks)
@@ -248,91 +248,92 @@ def test_resume_at_another_world_size_and_from_any_best(cascade, zygote, one, tm
     best = torch.load(out / "stage1_best.pt", weights_only=True)
     assert best["state"]["stage"] == 0
     other = tmp_path / "other"
-    go(zygote, cascade(other, "--batch_size", "6", "--resume_from", out / "stage1_best.pt"))
+    go(zygote, cascade_flags(other, "--batch_size", "6", "--resume_from", out / "stage1_best.pt"))
     found = [row for row in curve(other) if "train/loss" in row[3]]
     assert off(found, [row for row in reference if row[0] > best["step"]]) < 1e-5
     assert (other / "stage2_best.pt").exists()
 
 
-def test_stages_one_at_a_time(cascade, zygote, one, tmp_path):
+def test_stages_one_at_a_time(cascade_flags, zygote, one, tmp_path):
     """--stage 1, then --stage 2, is the whole; out of order is refused."""
     out = tmp_path / "run"
     flags = ["--batch_size", "6", "--check_conditioning"]
-    done = zygote(CASCADE, *cascade(out, *flags, "--stage", "2"))
+    done = zygote(CASCADE, *cascade_flags(out, *flags, "--stage", "2"))
     assert done.code == 2
     assert "error: --stage 2: the stages before it are not there" in done.stderr
-    go(zygote, cascade(out, *flags, "--stage", "1"))
+    go(zygote, cascade_flags(out, *flags, "--stage", "1"))
     assert json.loads((out / "summary.json").read_text())["stages"] == 1
-    go(zygote, cascade(out, *flags, "--stage", "stage2", "--resume_from", "auto"))
+    go(zygote, cascade_flags(out, *flags, "--stage", "stage2", "--resume_from", "auto"))
     training = [row for row in curve(out) if "train/loss" in row[3]]
     assert training == [row for row in curve(one) if "train/loss" in row[3]]
     assert curve(out)[-1] == curve(one)[-1]
-    done = zygote(CASCADE, *cascade(out, *flags, "--stage", "1", "--resume_from", "auto"))
+    done = zygote(CASCADE, *cascade_flags(out, *flags, "--stage", "1", "--resume_from", "auto"))
     assert (done.code, "the checkpoint is at stage 2" in done.stderr) == (2, True)
     alone = tmp_path / "alone"
-    go(zygote, cascade(alone, *flags, "--stage", "2", "--resume_from", out / "stage1_best.pt"))
+    go(zygote, cascade_flags(alone, *flags, "--stage", "2", "--resume_from", out / "stage1_best.pt"))
     found = [(row[1:], row[3]["train/loss"]) for row in curve(alone) if "train/loss" in row[3]]
     assert found == [(row[1:], row[3]["train/loss"]) for row in training if row[1] == 2]
     unfinished = tmp_path / "unfinished"
-    go(zygote, cascade(unfinished, *flags, "--stage", "1", "--max_steps", "1"))
-    done = zygote(CASCADE, *cascade(unfinished, *flags, "--stage", "2", "--resume_from", "auto"))
+    go(zygote, cascade_flags(unfinished, *flags, "--stage", "1", "--max_steps", "1"))
+    done = zygote(CASCADE, *cascade_flags(unfinished, *flags, "--stage", "2", "--resume_from", "auto"))
     assert (done.code, "stage1 has done 1 of 4 steps" in done.stderr) == (2, True)
 
 
-def test_going_on_with_fewer_epochs_cuts_no_later_stage(cascade, zygote, tmp_path):
+def test_going_on_with_fewer_epochs_cuts_no_later_stage(cascade_flags, zygote, tmp_path):
     """Stage 1 was begun with more epochs than are asked for now: it ends where it is, stage 2 is whole."""
     out = tmp_path / "run"
-    go(zygote, cascade(out, "--num_epochs_per_stage", "4", "--max_steps", "9"))
-    go(zygote, cascade(out, "--num_epochs_per_stage", "2", "--resume_from", "auto"))
+    go(zygote, cascade_flags(out, "--num_epochs_per_stage", "4", "--max_steps", "9"))
+    go(zygote, cascade_flags(out, "--num_epochs_per_stage", "2", "--resume_from", "auto"))
     steps = [(line["stage"], line["step"]) for line in lines(out) if "train/loss" in line]
     assert steps == [(1, k) for k in range(1, 10)] + [(2, k) for k in range(10, 16)]
 
 
-def test_what_the_checkpoint_knows(cascade, torsos, zygote, one, tmp_path):
+def test_what_the_checkpoint_knows(cascade_flags, cascade_data, zygote, one, tmp_path):
     """No test patient was trained on; the precision stays; --stage counts the checkpoint's own stages."""
-    names = sorted(path.name for path in torsos.iterdir())
+    names = sorted(path.name for path in cascade_data.iterdir())
     files = [tmp_path / f"{k}.txt" for k in range(3)]
     for path, part in zip(files, (names[4:], names[:2], names[2:4]), strict=True):
         path.write_text("\n".join(part))
     done = zygote(
-        CASCADE, *cascade(tmp_path / "x", "--eval_only", "--resume_from", one / "last.pt", "--split_files", *files)
+        CASCADE,
+        *cascade_flags(tmp_path / "x", "--eval_only", "--resume_from", one / "last.pt", "--split_files", *files),
     )
     assert done.code == 2
     assert re.search(
         r"error: --dataset_path: .*last.pt was trained on patient_\d+ and \d more of the 2 test pat", done.stderr
     )
     run = tmp_path / "run"
-    go(zygote, cascade(run, "--batch_size", "6", "--mixed_precision", "bf16", "--max_steps", "2"))
-    done = go(zygote, cascade(run, "--batch_size", "6", "--resume_from", "auto", "--max_steps", "3"))
+    go(zygote, cascade_flags(run, "--batch_size", "6", "--mixed_precision", "bf16", "--max_steps", "2"))
+    done = go(zygote, cascade_flags(run, "--batch_size", "6", "--resume_from", "auto", "--max_steps", "3"))
     assert "precision      bf16 (as the run was begun)" in done.stdout
     done = go(
         zygote,
-        cascade(run, "--batch_size", "6", "--resume_from", "auto", "--max_steps", "4", "--mixed_precision", "no"),
+        cascade_flags(run, "--batch_size", "6", "--resume_from", "auto", "--max_steps", "4", "--mixed_precision", "no"),
     )
     assert "warning: begun in bf16, going on in no" in done.stdout
-    few = ["--dataset_path", torsos, "--checkpoint_dir", run, "--resume_from", "auto", "--stage", "3"]
+    few = ["--dataset_path", cascade_data, "--checkpoint_dir", run, "--resume_from", "auto", "--stage", "3"]
     done = zygote(CASCADE, *map(str, few))
     assert (done.code, "error: --stage 3: there are 1 to 2 (stage1, stage2)" in done.stderr) == (2, True)
 
 
 @pytest.mark.soak
-def test_compiled(cascade, one, tmp_path):
+def test_compiled(cascade_flags, one, tmp_path):
     """--compile on two processes: the same curve."""
     out = tmp_path / "run"
-    words = cascade(out, "--batch_size", "3", "--compile", "--check_conditioning")
+    words = cascade_flags(out, "--batch_size", "3", "--compile", "--check_conditioning")
     done = subprocess.run([*torchrun(2), CASCADE, *words], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert off(curve(out), curve(one)) < 1e-4
 
 
-def test_plateau_halves_the_rate(cascade, zygote, tmp_path):
+def test_plateau_halves_the_rate(cascade_flags, zygote, tmp_path):
     """As torch's ReduceLROnPlateau: half after 6 epochs without a lower loss; also across a resume."""
     from torch.optim.lr_scheduler import ReduceLROnPlateau
 
     out = tmp_path / "run"
     flags = ["--batch_size", "11", "--num_epochs_per_stage", "16", "--stage", "1", "--learning_rate", "1e-7"]
-    go(zygote, cascade(out, *flags, "--max_steps", "9"))
-    go(zygote, cascade(out, *flags, "--resume_from", "auto"))
+    go(zygote, cascade_flags(out, *flags, "--max_steps", "9"))
+    go(zygote, cascade_flags(out, *flags, "--resume_from", "auto"))
     rates = [line["train/lr"] for line in lines(out) if "train/lr" in line]
     losses = [line["val/loss"] for line in lines(out) if "val/loss" in line]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-7)
@@ -344,20 +345,20 @@ def test_plateau_halves_the_rate(cascade, zygote, tmp_path):
     assert min(rates) < 1e-7
 
 
-def test_a_net_that_diverges_is_stopped_together(cascade, zygote, torsos, tmp_path):
+def test_a_net_that_diverges_is_stopped_together(cascade_flags, zygote, cascade_data, tmp_path):
     """Non-finite losses: the steps are skipped on all ranks, the weights stay, the run ends with code 1."""
     out = tmp_path / "run"
-    words = cascade(out, "--batch_size", "2", "--physics_weight", "1e38", "--max_bad_steps", "2", "--stage", "1")
+    words = cascade_flags(out, "--batch_size", "2", "--physics_weight", "1e38", "--max_bad_steps", "2", "--stage", "1")
     done = go(zygote, words, 2, code=1)
     assert "2 steps in a row had a non-finite loss or gradient" in done.stderr
     assert done.stderr.count("error:") == 1
 
 
-def test_out_of_memory_names_what_to_change(cascade, zygote, tmp_path):
+def test_out_of_memory_names_what_to_change(cascade_flags, zygote, tmp_path):
     """Convolutions with memory for 6 pictures or volumes, at the measurement before the first step."""
     little = str(ROOT / "tests" / "little_memory.py")
     out = tmp_path / "run"
-    done = zygote(little, "6", CASCADE, *cascade(out, "--batch_size", "6"))
+    done = zygote(little, "6", CASCADE, *cascade_flags(out, "--batch_size", "6"))
     assert done.code == 1
     assert (
         "error: out of memory in stage1 at batch_size 6 per GPU; try batch_size 3 and accumulation_steps 2"
@@ -369,7 +370,7 @@ def test_out_of_memory_names_what_to_change(cascade, zygote, tmp_path):
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
-def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
+def test_metrics_against_numpy(cascade_flags, cascade_data, zygote, one, tmp_path):
     """PSNR, SSIM (scikit-image's definition), MAE and the projection error of what --sample writes, from the files."""
     from tasks.cascade.data import split_patients
     from tasks.cascade.files import find_patients, read_ct, read_xray
@@ -378,7 +379,7 @@ def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(one, out)
     summary = json.loads((out / "summary.json").read_text())
-    patients = find_patients(torsos, 2)
+    patients = find_patients(cascade_data, 2)
     split = split_patients(patients, 42)
     (test,) = split["test"]
     size = (16, 16, 16)
@@ -410,21 +411,21 @@ def test_metrics_against_numpy(cascade, torsos, zygote, one, tmp_path):
     assert -1.02 < offset < -0.98
 
 
-def test_sampled_volumes_lie_where_the_ct_does(cascade, torsos, zygote, one, tmp_path):
+def test_sampled_volumes_lie_where_the_ct_does(cascade_flags, cascade_data, zygote, one, tmp_path):
     """--sample: HU, RAS+, the field of view of the CT beside the X-rays; without a CT the mean one, centred."""
     from tasks.cascade.files import read_ct
 
     folder = tmp_path / "new"
     for name in ("patient_0001", "patient_0002"):
-        shutil.copytree(torsos / name, folder / name)
+        shutil.copytree(cascade_data / name, folder / name)
     (folder / "patient_0002" / "patient_0002.nii.gz").unlink()
     out = tmp_path / "run"
-    words = cascade(out, "--sample", folder, "--resume_from", one / "stage2_best.pt")
+    words = cascade_flags(out, "--sample", folder, "--resume_from", one / "stage2_best.pt")
     done = go(zygote, words, 2)
     assert "2 volumes of 16 x 16 x 16" in done.stdout
     image = nibabel.load(out / "samples" / "patient_0001.nii.gz")
     assert nibabel.aff2axcodes(image.affine) == ("R", "A", "S")
-    hu, affine = read_ct(torsos / "patient_0001" / "patient_0001.nii.gz")
+    hu, affine = read_ct(cascade_data / "patient_0001" / "patient_0001.nii.gz")
     corner = lambda a, at: a @ np.array([*at, 1.0])  # noqa: E731
     assert np.allclose(corner(image.affine, (-0.5, -0.5, -0.5)), corner(affine, (-0.5, -0.5, -0.5)), atol=1e-3)
     end = [n - 0.5 for n in hu.shape]
@@ -437,21 +438,21 @@ def test_sampled_volumes_lie_where_the_ct_does(cascade, torsos, zygote, one, tmp
     extent = torch.load(one / "last.pt", weights_only=True)["extent"]
     assert np.allclose(np.diag(lone.affine)[:3] * 16, extent, rtol=1e-5)
     first = values.copy()
-    go(zygote, cascade(tmp_path / "again", "--sample", folder, "--resume_from", one / "stage2_best.pt"))
+    go(zygote, cascade_flags(tmp_path / "again", "--sample", folder, "--resume_from", one / "stage2_best.pt"))
     assert np.abs(nibabel.load(tmp_path / "again" / "samples" / "patient_0001.nii.gz").get_fdata() - first).max() <= 1
 
 
-def test_eval_only_repeats_the_test_metrics(cascade, zygote, one, tmp_path):
+def test_eval_only_repeats_the_test_metrics(cascade_flags, zygote, one, tmp_path):
     out = tmp_path / "run"
     summary = json.loads((one / "summary.json").read_text())
-    go(zygote, cascade(out, "--eval_only", "--resume_from", one / "stage2_best.pt", "--check_conditioning"), 2)
+    go(zygote, cascade_flags(out, "--eval_only", "--resume_from", one / "stage2_best.pt", "--check_conditioning"), 2)
     found = json.loads((out / "eval_test.json").read_text())
     assert len([name for name in found if name.startswith("test/")]) == 17
     for name, value in found.items():
         if name.startswith("test/"):
             assert value == pytest.approx(summary[name], rel=1e-5), name
     assert (out / "figures" / "eval_test.png").stat().st_size > 5000
-    go(zygote, cascade(out, "--eval_only", "--resume_from", one / "stage1_best.pt"))  # the first stage alone
+    go(zygote, cascade_flags(out, "--eval_only", "--resume_from", one / "stage1_best.pt"))  # the first stage alone
     assert json.loads((out / "eval_test.json").read_text())["stage"] == 1
 
 
@@ -473,19 +474,21 @@ def test_run_folder(one):
     assert {"test/psnr", "test/ssim", "test/psnr_mean_volume", "test/psnr_backprojection"} <= summary.keys()
 
 
-def small_args(torsos: Path, *more):
+def small_args(cascade_data: Path, *more):
     import train_accelerate as ta
 
     words = ["--stage_configs", json.dumps(SMALL_STAGES), "--img_size", "32", "--encoder_dim", "16"]
-    args = ta.parse_args([*words, "--num_timesteps", "20", "--ddim_steps", "2", "--dataset_path", str(torsos), *more])
+    args = ta.parse_args(
+        [*words, "--num_timesteps", "20", "--ddim_steps", "2", "--dataset_path", str(cascade_data), *more]
+    )
     args.mixed_precision = "no"
     return ta, args
 
 
-def test_every_weight_learns_and_no_earlier_stage(torsos):
+def test_every_weight_learns_and_no_earlier_stage(cascade_data):
     """Each parameter of a stage's net has a gradient once the zero-initialised ones have moved; both views and the
     volume before reach the output; the optimizer holds this stage's parameters alone."""
-    ta, args = small_args(torsos)
+    ta, args = small_args(cascade_data)
     net = ta.build_model(1, args, torch.device("cpu"))
     optimizer = ta.make_optimizer(net, args)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in net.parameters()}
@@ -501,11 +504,11 @@ def test_every_weight_learns_and_no_earlier_stage(torsos):
     assert before.grad.abs().sum() > 0
 
 
-def test_scheduler_goes_from_noise_to_the_clean_volume(torsos):
+def test_scheduler_goes_from_noise_to_the_clean_volume(cascade_data):
     """MONAI's DDIM with a perfect net ends at the volume exactly, in v and in noise prediction; its times end at 0 of
     the noise, and v is what Salimans and Ho say."""
     for more in ([], ["--no-v_parameterization"]):
-        ta, args = small_args(torsos, "--ddim_steps", "5", *more)
+        ta, args = small_args(cascade_data, "--ddim_steps", "5", *more)
         scheduler = ta.make_diffusion(args).scheduler
         assert scheduler.timesteps.tolist() == [19, 15, 11, 7, 3]
         torch.manual_seed(0)
@@ -518,12 +521,12 @@ def test_scheduler_goes_from_noise_to_the_clean_volume(torsos):
         assert torch.allclose(x, clean, atol=1e-4)
 
 
-def test_prediction_of_v_and_noise_agree(torsos):
+def test_prediction_of_v_and_noise_agree(cascade_data):
     """denoise() of any net: the clean volume it names and the v or noise it returns are the same statement."""
     from tasks.cascade.diffusion import Previous
 
     for more in ([], ["--no-v_parameterization"]):
-        ta, args = small_args(torsos, *more)
+        ta, args = small_args(cascade_data, *more)
         scheduler = ta.make_diffusion(args).scheduler
         net = lambda x, *_: torch.sin(3 * x)  # noqa: E731
         torch.manual_seed(0)
@@ -538,9 +541,9 @@ def test_prediction_of_v_and_noise_agree(torsos):
                 assert torch.allclose(named, clean[i].clamp(-1, 1), atol=1e-3)
 
 
-def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
+def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(cascade_data):
     """The true volume fits its X-rays; a moved one does not; the same error counts less where there is more noise."""
-    ta, args = small_args(torsos)
+    ta, args = small_args(cascade_data)
     data = ta.load_data([[8, 8, 8], [16, 16, 16]], args, torch.device("cpu"))
     items = torch.utils.data.default_collate([data.set("train", [16, 16, 16])[i] for i in range(4)])
     batch = ta.prepare(items, torch.device("cpu"))
@@ -562,19 +565,19 @@ def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(torsos):
     assert scheduler.alphas_cumprod[2] > 10 * scheduler.alphas_cumprod[17]
 
 
-def test_gradient_checkpointing_keeps_less(torsos):
+def test_gradient_checkpointing_keeps_less(cascade_data):
     kept = []
     for more in ([], ["--gradient_checkpointing"]):
-        ta, args = small_args(torsos, "--batch_size", "4", *more)
+        ta, args = small_args(cascade_data, "--batch_size", "4", *more)
         stage = ta.plan_as_asked(1, args.stage_configs[1], args.gradient_checkpointing)
         setup = ta.Setup(args, torch.device("cpu"), "no")
         kept.append(ta.try_stage(stage, None, setup).memory)
     assert kept[1] < 0.6 * kept[0]
 
 
-def test_augmentation(torsos):
+def test_augmentation(cascade_data):
     """A function of (seed, epoch, patient); volume and pictures move together; none in evaluations."""
-    ta, args = small_args(torsos)
+    ta, args = small_args(cascade_data)
     from tasks.cascade.data import augment
     from tasks.cascade.projector import project, resize
 
@@ -603,14 +606,14 @@ def test_augmentation(torsos):
 
 
 @pytest.mark.soak
-def test_config_keys_have_an_effect(cascade, zygote, torsos, one, tmp_path):
+def test_config_keys_have_an_effect(cascade_flags, zygote, cascade_data, one, tmp_path):
     """The guide's nested JSON with // comments; each key arrives."""
     first = second_loss(one)
     sections = {
         "xray_config": {"img_size": 32, "num_views": 2, "encoder_dim": 16},
         "stage_configs": SMALL_STAGES,
         "training": {"batch_size": 6, "num_timesteps": 20, "learning_rate": 1e-3, "num_epochs_per_stage": 2},
-        "data": {"dataset_path": str(torsos), "cache_dir": str(tmp_path / "cache"), "num_workers": 0},
+        "data": {"dataset_path": str(cascade_data), "cache_dir": str(tmp_path / "cache"), "num_workers": 0},
     }
 
     def loss(section: str, key: str, value) -> float:
@@ -634,13 +637,14 @@ def test_config_keys_have_an_effect(cascade, zygote, torsos, one, tmp_path):
 
 
 @pytest.mark.soak
-def test_overfits_one_volume(torsos, tmp_path):
+def test_overfits_one_volume(cascade_data, tmp_path):
     """v-prediction at 32^3 on one volume: loss below 0.05, and PSNR above 30 dB by sampling."""
     from distributed_utils import schedule
 
     stage = {"name": "stage1", "volume_size": [32, 32, 32], "voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
-    ta, args = small_args(torsos, "--stage_configs", json.dumps([stage | {"token_grid": 8}]), "--num_timesteps", "1000",
-                          "--ddim_steps", "50", "--no-augmentation")  # fmt: skip
+    flags = ["--num_timesteps", "1000", "--ddim_steps", "50", "--no-augmentation"]
+    stages = json.dumps([stage | {"token_grid": 8}])
+    ta, args = small_args(cascade_data, "--stage_configs", stages, *flags)
     device = torch.device("cpu")
     torch.set_num_threads(2)
     data = ta.load_data([[32, 32, 32]], args, torch.device("cpu"))

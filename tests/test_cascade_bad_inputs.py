@@ -18,9 +18,9 @@ CASCADE = str(ROOT / "train_accelerate.py")
 
 
 @pytest.fixture
-def small(torsos, tmp_path) -> Path:
+def small(cascade_data, tmp_path) -> Path:
     """A set that a test may spoil."""
-    shutil.copytree(torsos, tmp_path / "set")
+    shutil.copytree(cascade_data, tmp_path / "set")
     return tmp_path / "set"
 
 
@@ -315,8 +315,8 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), FLAGS, ids=[" ".join(flags)[-60:] for flags, _ in FLAGS])
-def test_bad_flags(torsos, zygote, tmp_path, flags, message):
-    (tmp_path / "set").symlink_to(torsos)
+def test_bad_flags(cascade_data, zygote, tmp_path, flags, message):
+    (tmp_path / "set").symlink_to(cascade_data)
     fails(zygote, tmp_path / "set", *flags, expect=message)
 
 
@@ -337,16 +337,16 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("config", "message"), CONFIGS, ids=[str(config)[:50] for config, _ in CONFIGS])
-def test_bad_configs(torsos, zygote, tmp_path, config, message):
+def test_bad_configs(cascade_data, zygote, tmp_path, config, message):
     path = tmp_path / "c.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
-    (tmp_path / "set").symlink_to(torsos)
+    (tmp_path / "set").symlink_to(cascade_data)
     fails(zygote, tmp_path / "set", "--config", path, expect=rf"c.json:? ?.*{message}", alone=True)
 
 
-def test_split_files(torsos, zygote, tmp_path):
-    (tmp_path / "set").symlink_to(torsos)
-    names = sorted(path.name for path in torsos.iterdir())
+def test_split_files(cascade_data, zygote, tmp_path):
+    (tmp_path / "set").symlink_to(cascade_data)
+    names = sorted(path.name for path in cascade_data.iterdir())
     files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
 
     def write(*parts):
@@ -361,8 +361,8 @@ def test_split_files(torsos, zygote, tmp_path):
     fails(zygote, tmp_path / "set", "--split_files", *files, expect=r"b.txt: names no patient")
 
 
-def test_checkpoint_of_another_run(torsos, zygote, tmp_path, one_small):
-    (tmp_path / "set").symlink_to(torsos)
+def test_checkpoint_of_another_run(cascade_data, zygote, tmp_path, one_small):
+    (tmp_path / "set").symlink_to(cascade_data)
     run = one_small
     again = ["--resume_from", run / "last.pt"]
     fails(zygote, tmp_path / "set", *again, "--batch_size", "3", expect=r"a run with effective batch size 8, now 3")
@@ -371,7 +371,7 @@ def test_checkpoint_of_another_run(torsos, zygote, tmp_path, one_small):
     other = json.dumps([SMALL_STAGES[0] | {"voxel_dim": 32}, SMALL_STAGES[1]])
     fails(zygote, tmp_path / "set", *again, "--stage_configs", other, expect=r"stage 1 was trained with voxel_dim 16")
     fails(zygote, tmp_path / "set", *again, "--split_seed", "1", expect=r"a run with --split_seed 42, now 1")
-    names = sorted(path.name for path in torsos.iterdir())
+    names = sorted(path.name for path in cascade_data.iterdir())
     for k, part in enumerate((names[:8], names[8:10], names[10:])):
         (tmp_path / f"{k}.txt").write_text("\n".join(part))
     split = [tmp_path / f"{k}.txt" for k in range(3)]
@@ -386,9 +386,18 @@ def test_checkpoint_of_another_run(torsos, zygote, tmp_path, one_small):
 
 
 @pytest.fixture(scope="module")
-def one_small(torsos, zygote, tmp_path_factory) -> Path:
+def one_small(cascade_data, zygote, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("one") / "run"
-    words = ["--dataset_path", torsos, "--checkpoint_dir", out, "--cache_dir", out.parent / "cache", "--max_steps", "1"]
+    words = [
+        "--dataset_path",
+        cascade_data,
+        "--checkpoint_dir",
+        out,
+        "--cache_dir",
+        out.parent / "cache",
+        "--max_steps",
+        "1",
+    ]
     words += ["--stage_configs", json.dumps(SMALL_STAGES), "--img_size", "32", "--encoder_dim", "16"]
     words += ["--num_timesteps", "20", "--ddim_steps", "2", "--num_workers", "0"]
     done = zygote(CASCADE, *words)
@@ -396,8 +405,8 @@ def one_small(torsos, zygote, tmp_path_factory) -> Path:
     return out
 
 
-def test_accelerate_config_of_another_kind(torsos, zygote, tmp_path):
-    words = ["--dataset_path", torsos, "--checkpoint_dir", tmp_path / "run"]
+def test_accelerate_config_of_another_kind(cascade_data, zygote, tmp_path):
+    words = ["--dataset_path", cascade_data, "--checkpoint_dir", tmp_path / "run"]
     done = zygote(CASCADE, *words, ACCELERATE_USE_DEEPSPEED="true")
     assert done.code == 2
     assert done.stderr.startswith("error: accelerate config: DEEPSPEED is not supported here; choose multi-GPU")
@@ -463,7 +472,7 @@ def test_a_single_mirrored_picture_of_an_asymmetric_crop():
         check_alignment(patients, integrals, pictures)
 
 
-def test_layout_with_every_alias(torsos, tmp_path):
+def test_layout_with_every_alias(cascade_data, tmp_path):
     """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float pictures: the same set."""
     from tasks.cascade.data import FLIPS, Decoded
     from tasks.cascade.files import find_patients, read_ct
@@ -473,8 +482,8 @@ def test_layout_with_every_alias(torsos, tmp_path):
     for k, name in enumerate(names):
         folder = tmp_path / "set" / name if k < 3 else tmp_path / "set"
         folder.mkdir(exist_ok=True)
-        hu, affine = read_ct(torsos / name / f"{name}.nii.gz")
-        pictures = [np.asarray(Image.open(torsos / name / f"{name}_{view}_drr.png")) for view in ("pa", "lat")]
+        hu, affine = read_ct(cascade_data / name / f"{name}.nii.gz")
+        pictures = [np.asarray(Image.open(cascade_data / name / f"{name}_{view}_drr.png")) for view in ("pa", "lat")]
         if k == 0:
             save(folder / f"{name}.nii", hu.astype(np.int16), affine)
             for picture, alias in zip(pictures, ("pa", "lat"), strict=True):
@@ -491,7 +500,7 @@ def test_layout_with_every_alias(torsos, tmp_path):
             save(folder / f"{name}.nii.gz", hu.astype(np.int16), affine)
             for picture, alias in zip(pictures, ("Frontal", "LATERAL"), strict=True):
                 Image.fromarray(picture).save(folder / f"{name}_{alias}.png")
-    found, expected = find_patients(tmp_path / "set", 2), find_patients(torsos, 2)[:4]
+    found, expected = find_patients(tmp_path / "set", 2), find_patients(cascade_data, 2)[:4]
     assert [patient.id for patient in found] == names
     decoded = Decoded(32, FLIPS["none"], None)
     for a, b in zip(found, expected, strict=True):
@@ -503,11 +512,11 @@ def test_layout_with_every_alias(torsos, tmp_path):
             assert torch.allclose(extent, other_extent)
 
 
-def test_a_damaged_cache_is_read_anew(torsos, tmp_path):
+def test_a_damaged_cache_is_read_anew(cascade_data, tmp_path):
     from tasks.cascade.data import FLIPS, Decoded
     from tasks.cascade.files import find_patients
 
-    patient = find_patients(torsos, 2)[0]
+    patient = find_patients(cascade_data, 2)[0]
     decoded = Decoded(32, FLIPS["none"], str(tmp_path / "cache"))
     expected = decoded.volume(patient.ct, (16, 16, 16))[0].clone()
     path = max((tmp_path / "cache").glob("*.bin"), key=lambda kept: kept.stat().st_size)

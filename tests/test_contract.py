@@ -44,18 +44,23 @@ TIMES = (*SPEED, "train/data_wait", "train/peak_memory_gb", "seconds", "train_se
 
 
 @pytest.fixture(scope="session")
-def data_folders(data, chest, scans, torsos) -> dict[str, Path]:
+def data_folders(prs_med_data, mimic_cxr_flags, survival_data, cascade_data) -> dict[str, Path]:
     """{task: the folder its small data set lies in} of the tasks that read images."""
-    return {"prs_med": data, "mimic_cxr": Path(chest[1]).parent, "survival": scans, "cascade": torsos}
+    return {
+        "prs_med": prs_med_data,
+        "mimic_cxr": Path(mimic_cxr_flags[1]).parent,
+        "survival": survival_data,
+        "cascade": cascade_data,
+    }
 
 
 @pytest.fixture(scope="session")
-def small_run(data_folders, chest, cascade, in_context, tmp_path_factory):
+def small_run(data_folders, mimic_cxr_flags, cascade_flags, compressed_ad_flags, tmp_path_factory):
     """small_run(task, run_folder, more) -> script and flags of a run of 8 to 12 steps in 2 epochs."""
     prs_med = ["--data_root", data_folders["prs_med"], "--batch_size", "7", "--num_epochs", "2"]
     prs_med += ["--max_new_tokens", "2", "--lr_schedule", "cosine", "--learning_rate", "1e-3"]
 
-    mimic_cxr = [*chest, "--batch_size", "8", "--max_samples", "36", "--epochs", "2", "--warmup_steps", "2"]
+    mimic_cxr = [*mimic_cxr_flags, "--batch_size", "8", "--max_samples", "36", "--epochs", "2", "--warmup_steps", "2"]
 
     survival = ["--csv_path", data_folders["survival"] / "dataset.csv", "--cache_dir", tmp_path_factory.mktemp("cache")]
     survival += ["--resnet", "resnet10", "--base_channels", "8", "--image_size", "12", "12", "8"]
@@ -65,8 +70,8 @@ def small_run(data_folders, chest, cascade, in_context, tmp_path_factory):
         "prs_med": prs_med,
         "mimic_cxr": mimic_cxr,
         "survival": survival,
-        "cascade": [*cascade(Path("out")), "--scheduler", "cosine"],
-        "compressed_ad": in_context(Path("out")),
+        "cascade": [*cascade_flags(Path("out")), "--scheduler", "cosine"],
+        "compressed_ad": compressed_ad_flags(Path("out")),
     }
 
     def make(task: str, run_folder: Path, more: list | tuple = ()) -> list[str]:

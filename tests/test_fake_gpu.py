@@ -61,29 +61,29 @@ def full_size(models: Path) -> dict[str, list[str]]:
     }
 
 
-def tiny_size(data: Path, chest: list[str], cascade, out: Path) -> dict[str, list[str]]:
+def tiny_size(prs_med_data: Path, mimic_cxr_flags: list[str], cascade_flags, out: Path) -> dict[str, list[str]]:
     """{name: script and flags} as small as can be, in fp32."""
     survival = ["--resnet", "resnet10", "--base_channels", "8", "--image_size", "16", "16", "8", "--batch_size", "4"]
     in_context = ["--tf_n_embd", "16", "--tf_n_head", "2", "--n_transit", "20", "--n_latent", "4", "--batch_size", "4"]
     return {
-        "prs_med": ["train_prs_med.py", "--data_root", str(data), "--batch_size", "2"],
-        "mimic_cxr": ["train_mimic_cxr.py", *chest, "--batch_size", "4"],
+        "prs_med": ["train_prs_med.py", "--data_root", str(prs_med_data), "--batch_size", "2"],
+        "mimic_cxr": ["train_mimic_cxr.py", *mimic_cxr_flags, "--batch_size", "4"],
         "survival": ["train_survival_distributed.py", *survival],
-        "cascade": ["train_accelerate.py", *cascade(out)],
+        "cascade": ["train_accelerate.py", *cascade_flags(out)],
         "compressed_ad": ["train.py", *in_context],
     }
 
 
 @pytest.fixture(scope="module")
-def steps(data, chest, cascade, tmp_path_factory) -> dict[str, dict]:
+def steps(prs_med_data, mimic_cxr_flags, cascade_flags, tmp_path_factory) -> dict[str, dict]:
     """{"<name>, <precision>": exit code, output and traced steps}, all by one process."""
     from benchmarks.gpu_sizes import write_full_models
 
     models = tmp_path_factory.mktemp("models")
     for folder in ("llava_tiny", "sam_tiny"):
-        (models / folder).symlink_to(data / folder)
+        (models / folder).symlink_to(prs_med_data / folder)
     for flag, folder in (("--image_encoder", "convnext_tiny"), ("--text_encoder", "bert_tiny")):
-        (models / folder).symlink_to(chest[chest.index(flag) + 1])
+        (models / folder).symlink_to(mimic_cxr_flags[mimic_cxr_flags.index(flag) + 1])
     for task in ("prs_med", "mimic_cxr"):
         write_full_models(models, task)
 
@@ -91,7 +91,7 @@ def steps(data, chest, cascade, tmp_path_factory) -> dict[str, dict]:
     for name, flags in full_size(models).items():
         for precision in ("bf16", "fp16") if "," not in name else ("bf16",):
             commands[f"{name}, {precision}"] = [*flags, "--mixed_precision", precision]
-    for name, flags in tiny_size(data, chest, cascade, models).items():
+    for name, flags in tiny_size(prs_med_data, mimic_cxr_flags, cascade_flags, models).items():
         commands[f"{name}, tiny"] = [*flags, "--mixed_precision", "no"]
 
     script = [sys.executable, str(Path(__file__).with_name("fake_gpu_steps.py"))]

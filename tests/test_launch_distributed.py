@@ -338,10 +338,20 @@ def test_nodes_without_slurm(tmp_path):
 
 
 @pytest.mark.soak
-def test_sigterm_saves_and_leaves_no_process(data, tmp_path, monkeypatch):
+def test_sigterm_saves_and_leaves_no_process(prs_med_data, tmp_path, monkeypatch):
     """The launcher has become torchrun: a signal to it reaches both workers, and its exit code is theirs."""
     run_folder = tmp_path / "run"
-    flags = ["--data_root", data, "--checkpoint_dir", run_folder, *SAME, "--batch_size", "3", "--num_epochs", "200"]
+    flags = [
+        "--data_root",
+        prs_med_data,
+        "--checkpoint_dir",
+        run_folder,
+        *SAME,
+        "--batch_size",
+        "3",
+        "--num_epochs",
+        "200",
+    ]
     monkeypatch.delenv("OMP_NUM_THREADS")
     launcher = [ROOT / LAUNCHER, "--script", "train_prs_med.py", "--num_gpus", "2"]
     run = Run([*launcher, *flags, "--save_every", "1"], "train_prs_med.py", run_folder, cwd=tmp_path)

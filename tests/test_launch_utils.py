@@ -128,10 +128,10 @@ def test_wrong_input_is_one_line():
     assert done.stderr == "error: nowhere: no such folder; check --data_root; see --help\n"
 
 
-def test_sigterm_saves_and_ends_with_143(data, tmp_path):
+def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
     run_folder = tmp_path / "run"
     flags = ["--checkpoint_dir", run_folder, *SAME, "--batch_size", "3", "--num_epochs", "200", "--save_every", "1"]
-    run = Run([ROOT / SINGLE, data, "2", "--", *flags], PRS_MED, run_folder)
+    run = Run([ROOT / SINGLE, prs_med_data, "2", "--", *flags], PRS_MED, run_folder)
     run.wait_for_step(1)
     assert len(run.workers()) == 2
     run.kill("launcher", signal.SIGTERM)

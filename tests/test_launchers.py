@@ -22,10 +22,10 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def expected_curve(data, zygote, tmp_path_factory):
+def expected_curve(prs_med_data, zygote, tmp_path_factory):
     """The losses of two processes that no launcher started."""
     run_folder = tmp_path_factory.mktemp("launch") / "forked"
-    command = [PRS_MED, "--data_root", data, "--checkpoint_dir", run_folder, *FLAGS]
+    command = [PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", run_folder, *FLAGS]
     done = zygote(*command, ranks=2)
     assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return losses(run_folder)
@@ -56,33 +56,33 @@ def check_run(run_folder: Path, done: subprocess.CompletedProcess, expected_curv
 
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", STARTS)
-def test_same_curve(data, tmp_path, expected_curve, launcher, monkeypatch):
+def test_same_curve(prs_med_data, tmp_path, expected_curve, launcher, monkeypatch):
     run_folder = tmp_path / "run"
     port = str(free_port())
     monkeypatch.setenv("MASTER_PORT", port)
     start = [word.replace("PORT", port) for word in STARTS[launcher]]
-    command = [*start, PRS_MED, "--data_root", data, "--checkpoint_dir", run_folder, *FLAGS]
+    command = [*start, PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", run_folder, *FLAGS]
     check_run(run_folder, run_to_end(command), expected_curve)
 
 
 @pytest.mark.soak
-def test_same_curve_of_the_shell_launcher(data, tmp_path, expected_curve, monkeypatch):
+def test_same_curve_of_the_shell_launcher(prs_med_data, tmp_path, expected_curve, monkeypatch):
     """As a user runs it, with a port of its own; test_launch_utils.py has it in the quick suite."""
     run_folder = tmp_path / "run"
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    command = ["./run_multi_gpu_train.sh", data, "2", "--", "--checkpoint_dir", run_folder, *FLAGS]
+    command = ["./run_multi_gpu_train.sh", prs_med_data, "2", "--", "--checkpoint_dir", run_folder, *FLAGS]
     check_run(run_folder, run_to_end(command), expected_curve)
 
 
 @pytest.mark.soak
-def test_same_curve_of_world_size(data, tmp_path, expected_curve):
+def test_same_curve_of_world_size(prs_med_data, tmp_path, expected_curve):
     """A script that starts its own processes."""
     run_folder = tmp_path / "run"
     command = [
         sys.executable,
         PRS_MED,
         "--data_root",
-        data,
+        prs_med_data,
         "--checkpoint_dir",
         run_folder,
         *FLAGS,
@@ -105,11 +105,11 @@ def output_of(node: subprocess.Popen) -> str:
 
 
 @pytest.mark.soak
-def test_two_nodes_on_one_machine(data, tmp_path, expected_curve):
+def test_two_nodes_on_one_machine(prs_med_data, tmp_path, expected_curve):
     """The guide's two-node command: two agents of one process each, told apart by --node_rank."""
     run_folder = tmp_path / "run"
     start = ["torchrun", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    script = [PRS_MED, "--data_root", str(data), "--checkpoint_dir", str(run_folder), *FLAGS]
+    script = [PRS_MED, "--data_root", str(prs_med_data), "--checkpoint_dir", str(run_folder), *FLAGS]
     second = start_node([*start, "--node_rank=1", *script])
     first = start_node([*start, "--node_rank=0", *script])
 
@@ -304,10 +304,10 @@ def two_hosts():
 
 
 @pytest.mark.soak
-def test_two_nodes_in_two_network_namespaces(data, tmp_path, expected_curve, two_hosts):
+def test_two_nodes_in_two_network_namespaces(prs_med_data, tmp_path, expected_curve, two_hosts):
     """The guide's two-node command between two hosts of their own addresses."""
     run_folder = tmp_path / "run"
-    script = [PRS_MED, "--data_root", str(data), "--checkpoint_dir", str(run_folder), *FLAGS]
+    script = [PRS_MED, "--data_root", str(prs_med_data), "--checkpoint_dir", str(run_folder), *FLAGS]
     nodes = []
     for rank, name in enumerate(two_hosts):
         inside = ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{rank}"]

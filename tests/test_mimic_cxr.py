@@ -296,9 +296,9 @@ def test_missing_pictures_are_listed_and_come_back(tmp_path):
     assert rows_of(mci.open_index(tmp_path / "index", cxr, qba))["train"] == [Q1, Q2, Q3, Q4, Q5, OTHER]
 
 
-def test_an_interrupted_index_goes_on(chest, tmp_path, monkeypatch):
+def test_an_interrupted_index_goes_on(mimic_cxr_flags, tmp_path, monkeypatch):
     """Killed after some parts: those are not read again, and the index is the one of an unbroken build."""
-    paths = Path(chest[1]), Path(chest[3])
+    paths = Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3])
     whole = mci.open_index(tmp_path / "whole", *paths)
     real, built = index_build.build_part, []
 
@@ -355,9 +355,9 @@ def damage(path: Path, content: bytes) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_damaged_index_files_give_no_wrong_questions(chest, tmp_path, capsys):
+def test_damaged_index_files_give_no_wrong_questions(mimic_cxr_flags, tmp_path, capsys):
     """40 damaged files, each mended or refused: flipped bits, lost ends, pages of zeros, files in another's place."""
-    paths = Path(chest[1]), Path(chest[3])
+    paths = Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3])
     whole = mci.open_index(tmp_path / "index", *paths)
     other = mci.open_index(tmp_path / "index", *paths, "A").folder
     intact = {path.name: path.read_bytes() for path in whole.folder.glob("*.[aj]*")}
@@ -443,13 +443,23 @@ def test_an_index_on_a_disk_one_may_only_read(release, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_ranks_mend_an_index_together(chest, zygote, tmp_path):
+def test_ranks_mend_an_index_together(mimic_cxr_flags, zygote, tmp_path):
     """One of 2 ranks meets the damage; both build, and one line says so."""
-    index = mci.open_index(tmp_path / "index", Path(chest[1]), Path(chest[3]))
+    index = mci.open_index(tmp_path / "index", Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3]))
     path = index.folder / "part-00001-train.arrow"
     content = path.read_bytes()
     path.write_bytes(flip(content, np.random.default_rng(0)))
-    words = [*chest, "--index_dir", tmp_path / "index", "--max_steps", "1", "--max_samples", "24", "--batch_size", "4"]
+    words = [
+        *mimic_cxr_flags,
+        "--index_dir",
+        tmp_path / "index",
+        "--max_steps",
+        "1",
+        "--max_samples",
+        "24",
+        "--batch_size",
+        "4",
+    ]
     done = zygote(MIMIC, *words, "--output_dir", tmp_path / "run", ranks=2)
     assert done.code == 0, done.stderr
     assert done.stderr.count("damaged") == 1
@@ -476,10 +486,10 @@ NOTHING_LEFT_OUT = [
 ]  # fmt: skip
 
 
-def test_a_run_on_data_of_which_nothing_is_left_out(chest, zygote, tmp_path):
+def test_a_run_on_data_of_which_nothing_is_left_out(mimic_cxr_flags, zygote, tmp_path):
     """The table of what was left out has no rows."""
     cxr, qba = write_release(tmp_path, NOTHING_LEFT_OUT)
-    words = [*chest, "--mimic_cxr_path", cxr, "--mimic_qa_path", qba, "--index_dir", tmp_path / "index"]
+    words = [*mimic_cxr_flags, "--mimic_cxr_path", cxr, "--mimic_qa_path", qba, "--index_dir", tmp_path / "index"]
     done = zygote(MIMIC, *words, "--max_steps", "1", "--output_dir", tmp_path / "run")
     assert done.code == 0, done.stderr
     assert "questions left out: none" in done.stdout
@@ -501,13 +511,13 @@ def test_a_trial_reads_few_studies(release, tmp_path):
     assert len(mci.open_index(tmp_path, *release, "B").studies) == 4
 
 
-def test_a_full_disk_ends_the_build_and_it_goes_on(chest, zygote, tmp_path):
+def test_a_full_disk_ends_the_build_and_it_goes_on(mimic_cxr_flags, zygote, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting a tmpfs needs root")
     try:
-        words = [*chest, "--debug", "--cache_gb", "0", "--output_dir", tmp_path / "run", "--index_dir"]
+        words = [*mimic_cxr_flags, "--debug", "--cache_gb", "0", "--output_dir", tmp_path / "run", "--index_dir"]
         done = zygote(MIMIC, *words, disk, ranks=2)
         assert done.code == 1
         assert done.stderr.count("\n") == 1
@@ -518,10 +528,10 @@ def test_a_full_disk_ends_the_build_and_it_goes_on(chest, zygote, tmp_path):
     assert zygote(MIMIC, *words, tmp_path / "roomy").code == 0
 
 
-def test_ranks_share_the_index_and_get_the_same(chest, zygote, tmp_path):
+def test_ranks_share_the_index_and_get_the_same(mimic_cxr_flags, zygote, tmp_path):
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    mci.open_index(alone, Path(chest[1]), Path(chest[3]))
-    done = zygote(MIMIC, *chest, "--index_dir", shared, "--output_dir", tmp_path / "run", "--debug", ranks=3)
+    mci.open_index(alone, Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3]))
+    done = zygote(MIMIC, *mimic_cxr_flags, "--index_dir", shared, "--output_dir", tmp_path / "run", "--debug", ranks=3)
     assert done.code == 0, done.stderr
     files = {path.name: path.read_bytes() for path in alone.rglob("*.arrow")}
     assert {path.name: path.read_bytes() for path in shared.rglob("*.arrow")} == files
@@ -531,11 +541,11 @@ def test_ranks_share_the_index_and_get_the_same(chest, zygote, tmp_path):
     assert summary["test/vqa_majority"] > 0
 
 
-def test_no_row_is_kept_in_memory(chest, tmp_path):
+def test_no_row_is_kept_in_memory(mimic_cxr_flags, tmp_path):
     """A thousand copies of the index take no more Python objects than one."""
     import gc
 
-    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    index = mci.open_index(tmp_path, Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3]))
     one = index.questions("train")
     gc.collect()
     before = len(gc.get_objects())
@@ -591,12 +601,12 @@ def test_metrics_against_scikit_learn(release, tmp_path):
     assert got["test/chexpert_auroc"] == pytest.approx(np.mean(areas), abs=1e-6)
 
 
-def test_losses_of_a_split_are_those_of_training(chest, tmp_path):
+def test_losses_of_a_split_are_those_of_training(mimic_cxr_flags, tmp_path):
     """The evaluation's loss and its parts: batch_loss of the whole split as one batch, uncertain labels as asked."""
     import train_mimic_cxr as script
 
-    args = script.parse_args([*chest, "--chexpert_uncertain", "soft", "--batch_size", "7", "--cache_gb", "0"])
-    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    args = script.parse_args([*mimic_cxr_flags, "--chexpert_uncertain", "soft", "--batch_size", "7", "--cache_gb", "0"])
+    index = mci.open_index(tmp_path, Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3]))
     model, tokenizer = script.build_model(args, "no", CPU)
     data = read_sets(index, args, tokenizer)["val"]
     metrics = script.evaluate(model, data, args.batch_size, args).metrics
@@ -608,10 +618,20 @@ def test_losses_of_a_split_are_those_of_training(chest, tmp_path):
         assert metrics[f"val/{name}"] == pytest.approx(value, rel=1e-5), name
 
 
-def test_the_best_validation_is_neither_run_nor_logged_twice(chest, zygote, tmp_path):
+def test_the_best_validation_is_neither_run_nor_logged_twice(mimic_cxr_flags, zygote, tmp_path):
     """One line of metrics.jsonl for each epoch's validation, also after a resume; summary.json has the best one's."""
     out = tmp_path / "run"
-    words = [*chest, "--batch_size", "16", "--max_samples", "40", "--learning_rate", "1e-3", "--output_dir", out]
+    words = [
+        *mimic_cxr_flags,
+        "--batch_size",
+        "16",
+        "--max_samples",
+        "40",
+        "--learning_rate",
+        "1e-3",
+        "--output_dir",
+        out,
+    ]
     for epochs in (2, 3):
         done = zygote(MIMIC, *words, "--epochs", epochs, "--save_predictions", "--resume_from", "auto")
         assert done.code == 0, done.stderr
@@ -632,10 +652,10 @@ def test_the_best_validation_is_neither_run_nor_logged_twice(chest, zygote, tmp_
         assert [float(text) for text in shown.groups()] == [pytest.approx(best[name], abs=1e-4) for name in names]
 
 
-def test_the_chexpert_head_sees_the_picture_alone(chest, tmp_path):
+def test_the_chexpert_head_sees_the_picture_alone(mimic_cxr_flags, tmp_path):
     import train_mimic_cxr as script
 
-    args = script.parse_args([*chest, "--dropout", "0"])
+    args = script.parse_args([*mimic_cxr_flags, "--dropout", "0"])
     model, tokenizer = script.build_model(args, "no", CPU)
     model.eval()
     picture = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
@@ -649,13 +669,13 @@ def test_the_chexpert_head_sees_the_picture_alone(chest, tmp_path):
     assert not torch.allclose(flipped[2], a[2], atol=1e-4)  # the side of a finding can be seen
 
 
-def test_checkpointing_and_freezing(chest):
+def test_checkpointing_and_freezing(mimic_cxr_flags):
     """Recomputed activations give the same gradients; frozen encoders have none; BERT's unused pooler is frozen."""
     import train_mimic_cxr as script
 
     grads = []
     for more in ([], ["--gradient_checkpointing"], ["--freeze_image", "--freeze_text"]):
-        args = script.parse_args([*chest, "--dropout", "0", *more])
+        args = script.parse_args([*mimic_cxr_flags, "--dropout", "0", *more])
         model, tokenizer = script.build_model(args, "no", CPU)
         tokens = tokenizer(["is there an effusion?"], return_tensors="pt")
         picture = torch.arange(64 * 64).view(1, 1, 64, 64).to(torch.uint8)
@@ -708,7 +728,7 @@ def test_encoders_that_take_a_ready_mask(kind, attention, ready):
             assert torch.equal(plain, given)
 
 
-def test_the_model_does_not_read_its_mask_back(chest, monkeypatch):
+def test_the_model_does_not_read_its_mask_back(mimic_cxr_flags, monkeypatch):
     """transformers asks `padding_mask.all()` of a plain mask: on a GPU one wait in each forward pass."""
     import transformers.masking_utils as masking
 
@@ -717,7 +737,7 @@ def test_the_model_does_not_read_its_mask_back(chest, monkeypatch):
     asked = []
     real = masking._ignore_bidirectional_mask_sdpa
     monkeypatch.setattr(masking, "_ignore_bidirectional_mask_sdpa", lambda *a, **k: asked.append(1) or real(*a, **k))
-    args = script.parse_args([*chest, "--dropout", "0"])
+    args = script.parse_args([*mimic_cxr_flags, "--dropout", "0"])
     model, tokenizer = script.build_model(args, "no", CPU)
     tokens = tokenizer(["is there an effusion?", "where?"], padding=True, return_tensors="pt")
     picture, asked[:] = torch.zeros(2, 1, 64, 64, dtype=torch.uint8), []
@@ -766,9 +786,9 @@ def test_precision_of_the_deepspeed_file():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["deepspeed_config", pytest.param("deepspeed_zero3", marks=pytest.mark.soak)])
-def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
+def test_our_own_deepspeed_files(mimic_cxr_flags, zygote, tmp_path, name):
     """As they are, in bf16: offload, checkpointing, a frozen encoder; then DDP goes on from there."""
-    words = [*chest, "--mixed_precision", "bf16", "--batch_size", "4", "--max_samples", "40", "--freeze_text"]
+    words = [*mimic_cxr_flags, "--mixed_precision", "bf16", "--batch_size", "4", "--max_samples", "40", "--freeze_text"]
     words += ["--output_dir", tmp_path / "run", "--quality_grade", "all", "--log_every", "1", "--auto_batch"]
     file = ROOT / "configs" / f"{name}.json"
     done = zygote(MIMIC, *words, "--max_steps", "2", "--deepspeed_config", file, ranks=2)
@@ -782,11 +802,17 @@ def test_our_own_deepspeed_files(chest, zygote, tmp_path, name):
 
 
 @pytest.mark.soak
-def test_banner_says_where_values_come_from(chest, zygote, tmp_path):
+def test_banner_says_where_values_come_from(mimic_cxr_flags, zygote, tmp_path):
     """file < hardware < command line."""
     config = tmp_path / "my.yaml"
     config.write_text("batch_size: 3\ngradient_accumulation_steps: 7\nlearning_rate: 2.0e-3\nepochs: 9\n")
-    flags = [*(word for word in chest if word != "--no_auto_optimize"), "--config", config, "--max_steps", "1"]
+    flags = [
+        *(word for word in mimic_cxr_flags if word != "--no_auto_optimize"),
+        "--config",
+        config,
+        "--max_steps",
+        "1",
+    ]
     flags = [word for word in flags if word not in ("--num_workers", "0")] + ["--max_samples", "20", "--epochs", "4"]
     done = zygote(MIMIC, *flags, "--output_dir", tmp_path / "a")
     assert done.code == 0, done.stderr
@@ -814,10 +840,10 @@ deepspeed:
 """
 
 
-def test_the_guides_own_yaml(chest, zygote, tmp_path):
+def test_the_guides_own_yaml(mimic_cxr_flags, zygote, tmp_path):
     """As the guide writes it: one line for each key that is named otherwise here; the command line wins."""
     (tmp_path / "config.yaml").write_text(GUIDE_YAML)
-    words = [*chest, "--config", tmp_path / "config.yaml", "--max_steps", "1", "--max_samples", "40"]
+    words = [*mimic_cxr_flags, "--config", tmp_path / "config.yaml", "--max_steps", "1", "--max_samples", "40"]
     done = zygote(MIMIC, *words, "--output_dir", tmp_path / "run", "--gradient_accumulation_steps", "1", ranks=2)
     assert done.code == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("config.yaml: ")]
@@ -839,11 +865,11 @@ def test_the_guides_own_yaml(chest, zygote, tmp_path):
     assert guide_keys(args.config) == []
 
 
-def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkeypatch, capsys):
+def test_the_guides_yaml_where_the_processes_are_counted(mimic_cxr_flags, tmp_path, monkeypatch, capsys):
     """12 workers for the 4 processes of a node are 3 each; fp16 is taken on a GPU; what has no meaning is said."""
     import train_mimic_cxr as script
 
-    flags = [word for word in chest if word not in ("--num_workers", "0")]
+    flags = [word for word in mimic_cxr_flags if word not in ("--num_workers", "0")]
     path = tmp_path / "config.yaml"
     path.write_text(GUIDE_YAML.replace("training:", "pin_memory: true\ntraining:"))
     args = script.parse_args([*flags, "--config", str(path)])
@@ -868,7 +894,7 @@ def test_the_guides_yaml_where_the_processes_are_counted(chest, tmp_path, monkey
 
 @pytest.mark.parametrize("section", ["", "training", "settings"])
 @pytest.mark.parametrize(("gpus", "memory"), [(4, 24), (4, 12), (4, 5), (1, 16), (2, None)])
-def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, section, gpus, memory):
+def test_the_settings_that_hardware_utils_prints(mimic_cxr_flags, tmp_path, capsys, section, gpus, memory):
     """`python -m hardware_utils --json`, its settings as a config, in a section or not."""
     import hardware_utils as hw
     import train_mimic_cxr as script
@@ -877,7 +903,7 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     settings = json.loads(capsys.readouterr().out)["settings"]
     path = tmp_path / "config.json"
     path.write_text(json.dumps({section: settings} if section else settings))
-    args = script.parse_args([*chest, "--config", str(path)])
+    args = script.parse_args([*mimic_cxr_flags, "--config", str(path)])
     lines = translate_guide_keys(args, on_gpu=False, processes_per_node=1)
     assert args.batch_size == settings["batch_size_per_gpu"]
     names = ("gradient_accumulation_steps", "prefetch_factor", "mixed_precision", "gradient_checkpointing")
@@ -907,7 +933,7 @@ def test_the_settings_that_hardware_utils_prints(chest, tmp_path, capsys, sectio
     ],
 )  # fmt: skip
 def test_recomputation_and_offload_follow_the_gpus_memory(
-    chest, tmp_path, monkeypatch, memory, words, checkpointing, offload, said
+    mimic_cxr_flags, tmp_path, monkeypatch, memory, words, checkpointing, offload, said
 ):
     """On 4 GPUs, whether DeepSpeed's file is ours, named by the user, or meant by the guide's `stage: 2`."""
     import train_mimic_cxr as script
@@ -915,7 +941,7 @@ def test_recomputation_and_offload_follow_the_gpus_memory(
     (tmp_path / "guide.yaml").write_text(GUIDE_YAML)
     card = SimpleNamespace(total_memory=memory * 2**30, major=8, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
-    flags = [word for word in chest if word != "--no_auto_optimize"]
+    flags = [word for word in mimic_cxr_flags if word != "--no_auto_optimize"]
     args = script.parse_args([*flags, *words.replace("GUIDE", str(tmp_path / "guide.yaml")).split()])
     ranks = Ranks(0, 0, 4, torch.device("cuda", 0), "torchrun")
     hardware = apply_hardware(args, ranks, processes=4)
@@ -942,11 +968,11 @@ def test_help_of_auto_optimize(capsys):
     assert "take them from the file and the defaults (--auto_optimize: True) --use_deepspeed" in text
 
 
-def test_outputs_of_a_run(chest, zygote, tmp_path):
+def test_outputs_of_a_run(mimic_cxr_flags, zygote, tmp_path):
     """--debug with W&B offline: figures, tables, summary, predictions; --eval_only repeats the summary's numbers."""
     out = tmp_path / "run"
     words = ["--debug", "--save_predictions", "--wandb", "--batch_size", "16"]
-    done = zygote(MIMIC, *chest, "--output_dir", out, *words, figures=True)
+    done = zygote(MIMIC, *mimic_cxr_flags, "--output_dir", out, *words, figures=True)
     assert done.code == 0, done.stderr
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 2
@@ -965,7 +991,7 @@ def test_outputs_of_a_run(chest, zygote, tmp_path):
     assert group | {"train/samples_per_s", "train/data_wait"} <= lines[0].keys()
     before = {name: value for name, value in summary.items() if name.startswith("test/")}
     more = ["--output_dir", out, "--eval_only", "--max_samples", "64", "--batch_size", "16"]
-    done = zygote(MIMIC, *chest, *more)
+    done = zygote(MIMIC, *mimic_cxr_flags, *more)
     assert done.code == 0, done.stderr
     evaluated = json.loads((out / "eval_test.json").read_text())
     assert {name: evaluated[name] for name in before} == before
@@ -975,13 +1001,13 @@ def overlaps(one, other) -> bool:
     return min(one.x1, other.x1) - max(one.x0, other.x0) > 1 and min(one.y1, other.y1) - max(one.y0, other.y0) > 1
 
 
-def test_figures_are_whole(chest, tmp_path, monkeypatch, recwarn):
+def test_figures_are_whole(mimic_cxr_flags, tmp_path, monkeypatch, recwarn):
     """Long questions with odd characters: every title lies inside the figure and over nothing, and none is cut."""
     import train_mimic_cxr as script
     from logging_utils import save_figure
 
-    args = script.parse_args([*chest, "--cache_gb", "0"])
-    index = mci.open_index(tmp_path, Path(chest[1]), Path(chest[3]))
+    args = script.parse_args([*mimic_cxr_flags, "--cache_gb", "0"])
+    index = mci.open_index(tmp_path, Path(mimic_cxr_flags[1]), Path(mimic_cxr_flags[3]))
     data = read_sets(index, args, None)["test"]
     question, row = "Is there 水 $\\frac{1 at the $left$ \U0001f600 costophrenic angle? " * 4 + "The end?", data.row
     monkeypatch.setattr(data, "row", lambda i: row(i) | {"question": question})
@@ -1011,9 +1037,9 @@ def test_figures_are_whole(chest, tmp_path, monkeypatch, recwarn):
     assert sum(binary) == (found["head"] == 0).sum()
 
 
-def test_out_of_memory(chest, zygote, tmp_path):
+def test_out_of_memory(mimic_cxr_flags, zygote, tmp_path):
     """Of a really limited memory: one message with the values to try."""
-    words = [*chest, "--image_size", "256", "--max_steps", "1", "--max_samples", "64"]
+    words = [*mimic_cxr_flags, "--image_size", "256", "--max_steps", "1", "--max_samples", "64"]
     words += ["--batch_size", "64", "--cache_gb", "0", "--output_dir"]
     done = zygote(MIMIC, *words, tmp_path / "a", address_space=600_000_000)
     assert done.code == 1
@@ -1041,9 +1067,16 @@ def test_picture_cache(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", ["deepspeed", "launcher"])
-def test_guide_commands(chest, launcher, tmp_path):
+def test_guide_commands(mimic_cxr_flags, launcher, tmp_path):
     """The guide's own lines, for real: deepspeed --num_gpus=2 ... --use_deepspeed, and the launcher by itself."""
-    words = [*chest, "--debug", "--output_dir", tmp_path / "run", "--config", ROOT / "configs" / "default_config.yaml"]
+    words = [
+        *mimic_cxr_flags,
+        "--debug",
+        "--output_dir",
+        tmp_path / "run",
+        "--config",
+        ROOT / "configs" / "default_config.yaml",
+    ]
     command = ["deepspeed", "--num_gpus=2", MIMIC, *words, "--use_deepspeed"]
     if launcher == "launcher":
         command = [ROOT / "launch_distributed_training.sh", "--num_gpus", "2", *words]

@@ -75,18 +75,23 @@ def small_run(request, tmp_path):
 
     def make(script: str) -> list:
         if script == "train_prs_med":
-            command = [PRS_MED, "--data_root", request.getfixturevalue("data"), "--checkpoint_dir", run_folder]
+            command = [PRS_MED, "--data_root", request.getfixturevalue("prs_med_data"), "--checkpoint_dir", run_folder]
             return [*command, "--batch_size", 2, "--cache_gb", 0]
         if script == "train_mimic_cxr":
-            command = [ROOT / "train_mimic_cxr.py", *request.getfixturevalue("chest"), "--output_dir", run_folder]
+            command = [
+                ROOT / "train_mimic_cxr.py",
+                *request.getfixturevalue("mimic_cxr_flags"),
+                "--output_dir",
+                run_folder,
+            ]
             return [*command, "--max_samples", 16, "--batch_size", 4]
         if script == "train_survival_distributed":
-            table = request.getfixturevalue("scans") / "dataset.csv"
+            table = request.getfixturevalue("survival_data") / "dataset.csv"
             command = [ROOT / "train_survival_distributed.py", "--csv_path", table, *TINY]
             return [*command, "--cache_dir", tmp_path / "cache", "--log_dir", run_folder]
         if script == "train_accelerate":
-            return [ROOT / "train_accelerate.py", *request.getfixturevalue("cascade")(run_folder)]
-        return [ROOT / "train.py", *request.getfixturevalue("in_context")(run_folder)]
+            return [ROOT / "train_accelerate.py", *request.getfixturevalue("cascade_flags")(run_folder)]
+        return [ROOT / "train.py", *request.getfixturevalue("compressed_ad_flags")(run_folder)]
 
     return make
 

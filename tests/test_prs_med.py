@@ -16,9 +16,9 @@ FLAGS = ["--batch_size", "4", "--max_steps", "2", "--max_new_tokens", "3", "--lo
 
 
 @pytest.fixture(scope="module")
-def trained(data, tmp_path_factory, zygote):
+def trained(prs_med_data, tmp_path_factory, zygote):
     out = tmp_path_factory.mktemp("prs") / "run"
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, *FLAGS, figures=True)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", out, *FLAGS, figures=True)
     assert done.code == 0, done.stderr
     return out
 
@@ -90,9 +90,9 @@ def test_figures_show_whole_sentences():
             assert text.get_window_extent().height <= axes.get_window_extent().height
 
 
-def test_rows_of_each_group_are_printed(data, trained, tmp_path, zygote):
+def test_rows_of_each_group_are_printed(prs_med_data, trained, tmp_path, zygote):
     flags = ["--eval_only", "--resume_from", trained, "--eval_split", "val", "--max_new_tokens", "2"]
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *flags)
     assert done.code == 0, done.stderr
     table = [line.split() for line in done.stdout.partition("\nval ")[2].splitlines()]
     assert table[0][0] == "n"
@@ -100,9 +100,9 @@ def test_rows_of_each_group_are_printed(data, trained, tmp_path, zygote):
     assert counts.pop("all") == sum(counts.values()) == 10
 
 
-def test_best_is_evaluated_once(data, tmp_path, zygote):
+def test_best_is_evaluated_once(prs_med_data, tmp_path, zygote):
     """One val line an epoch; the summary holds that of best.pt's epoch, also after a resume that chooses no other."""
-    flags = ["--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, "--num_epochs", "2", "--max_steps", "0"]
+    flags = ["--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *FLAGS, "--num_epochs", "2", "--max_steps", "0"]
     flags += ["--annotations", "lung_CT", "--save_every", "1", "--keep_last", "99"]
     # the second epoch spoils the weights: the first is the best
     flags += ["--learning_rate", "0.03", "--grad_clip", "0", "--seed", "1"]
@@ -125,42 +125,50 @@ def test_best_is_evaluated_once(data, tmp_path, zygote):
     assert results() == first
 
 
-def test_checkpoints_without_the_metrics_of_best_resume(data, trained, tmp_path, zygote):
+def test_checkpoints_without_the_metrics_of_best_resume(prs_med_data, trained, tmp_path, zygote):
     """As they were written before those were kept: best.pt is then evaluated again."""
     contents = torch.load(trained / "last.pt", weights_only=True)
     del contents["state"]["best_metrics"]
     torch.save(contents, tmp_path / "old.pt")
-    flags = ["--data_root", data, "--checkpoint_dir", tmp_path / "new", *FLAGS, "--resume_from", tmp_path / "old.pt"]
+    flags = [
+        "--data_root",
+        prs_med_data,
+        "--checkpoint_dir",
+        tmp_path / "new",
+        *FLAGS,
+        "--resume_from",
+        tmp_path / "old.pt",
+    ]
     done = zygote(PRS_MED, *flags)
     assert done.code == 0, done.stderr
     summary = json.loads((tmp_path / "new" / "summary.json").read_text())
     assert summary["val/loss"] == json.loads((trained / "summary.json").read_text())["val/loss"]
 
 
-def test_eval_only_of_any_split(data, trained, tmp_path, zygote):
+def test_eval_only_of_any_split(prs_med_data, trained, tmp_path, zygote):
     """Equal to what the run itself reported; the run's files stay as they are."""
     for split in ("val", "test"):
         flags = ["--eval_only", "--resume_from", trained / "best.pt", "--eval_split", split, "--max_new_tokens", "3"]
-        done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, "--batch_size", "4", *flags)
+        done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, "--batch_size", "4", *flags)
         assert done.code == 0, done.stderr
         result = json.loads((tmp_path / f"eval_{split}.json").read_text())
         summary = json.loads((trained / "summary.json").read_text())
         assert result[f"{split}/dice"] == summary[f"{split}/dice"]
 
 
-def test_shuffled_questions(data, trained, tmp_path, zygote):
+def test_shuffled_questions(prs_med_data, trained, tmp_path, zygote):
     flags = ["--eval_only", "--shuffle_questions", "--resume_from", trained, "--max_new_tokens", "3"]
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *flags)
     assert done.code == 0, done.stderr
     # copies of an image are known as one
     assert "10 of 10 rows ask another question about their image" in done.stdout
     assert json.loads((tmp_path / "eval_test_shuffled.json").read_text())["rows_with_another_question"] == 10
 
 
-def test_predict(data, trained, zygote):
-    picture = next(iter((data / "skin_rgbimage" / "test_images").iterdir()))
+def test_predict(prs_med_data, trained, zygote):
+    picture = next(iter((prs_med_data / "skin_rgbimage" / "test_images").iterdir()))
     flags = ["--predict", picture, "--question", "Where is the mole located in this image?", "--max_new_tokens", "3"]
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", trained, *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", trained, *flags)
     assert done.code == 0, done.stderr
     stem = trained / "predictions" / picture.stem
     mask = np.asarray(Image.open(f"{stem}_mask.png"))
@@ -170,14 +178,14 @@ def test_predict(data, trained, zygote):
     assert "Where is the mole" in (stem.parent / f"{stem.name}.txt").read_text()
 
 
-def test_predict_turns_an_image_as_its_exif_tag_says(data, trained, tmp_path, zygote):
+def test_predict_turns_an_image_as_its_exif_tag_says(prs_med_data, trained, tmp_path, zygote):
     """The mask and the overlay are of the upright image."""
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (40, 30), (90, 80, 70)).save(tmp_path / "turned.jpg", exif=exif)
     flags = ["--predict", tmp_path / "turned.jpg", "--question", "Where is it?", "--max_new_tokens", "2"]
     flags += ["--resume_from", trained / "best.pt", "--checkpoint_dir", tmp_path]
-    done = zygote(PRS_MED, "--data_root", data, *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, *flags)
     assert done.code == 0, done.stderr
     for name in ("mask", "overlay"):
         assert Image.open(tmp_path / "predictions" / f"turned_{name}.png").size == (30, 40)
@@ -194,9 +202,9 @@ def test_predict_turns_an_image_as_its_exif_tag_says(data, trained, tmp_path, zy
     ],
     ids=lambda flags: " ".join(flags),
 )
-def test_settings(data, tmp_path, zygote, flags):
+def test_settings(prs_med_data, tmp_path, zygote, flags):
     """Each runs to its end with finite losses; what they promise to change is looked at."""
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *FLAGS, *flags)
     assert done.code == 0, done.stderr
     assert np.isfinite(losses(tmp_path)).all()
     contents = torch.load(tmp_path / "last.pt", weights_only=True)
@@ -209,26 +217,26 @@ def test_settings(data, tmp_path, zygote, flags):
 
 
 @pytest.mark.soak
-def test_full_state_resumes(data, tmp_path, zygote):
-    flags = ["--data_root", data, "--checkpoint_dir", tmp_path, *FLAGS, "--save_full_state", "--lora_rank", "4"]
+def test_full_state_resumes(prs_med_data, tmp_path, zygote):
+    flags = ["--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *FLAGS, "--save_full_state", "--lora_rank", "4"]
     assert zygote(PRS_MED, *flags).code == 0
     done = zygote(PRS_MED, *flags, "--resume_from", "auto", "--max_steps", "3")
     assert done.code == 0, done.stderr
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
-def test_sam_vision_checkpoint(data, trained, tmp_path, zygote):
+def test_sam_vision_checkpoint(prs_med_data, trained, tmp_path, zygote):
     """A SamVisionModel checkpoint loads to the same encoder as the SamModel it was cut from."""
     from transformers import SamModel, SamVisionModel
 
-    sam = SamModel.from_pretrained(data / "sam_tiny")
+    sam = SamModel.from_pretrained(prs_med_data / "sam_tiny")
     vision = SamVisionModel(sam.config.vision_config)
     vision.vision_encoder.load_state_dict(sam.vision_encoder.state_dict())
     vision.save_pretrained(tmp_path / "vision")
-    settings = (data / "sam_tiny" / "preprocessor_config.json").read_text()
+    settings = (prs_med_data / "sam_tiny" / "preprocessor_config.json").read_text()
     (tmp_path / "vision" / "preprocessor_config.json").write_text(settings)
     flags = ["--sam_path", tmp_path / "vision", "--checkpoint_dir", tmp_path / "run", *FLAGS]
-    done = zygote(PRS_MED, "--data_root", data, *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, *flags)
     assert done.code == 0, done.stderr
     assert losses(tmp_path / "run") == losses(trained)
 
@@ -270,16 +278,16 @@ def test_position_of_a_box(box, position):
     assert position_of(np.zeros((10, 10), bool)) is None
 
 
-def test_sample_data(data):
+def test_sample_data(prs_med_data):
     """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
     from tasks.prs_med import data as prs
     from tasks.prs_med.metrics import position_in, position_of
 
-    rows = prs.read_annotations(data, None, False)
+    rows = prs.read_annotations(prs_med_data, None, False)
     assert len(rows) == 54
     assert len({row.modality for row in rows}) == 3
     assert all(position_of(prs.open_mask(row.mask)) == position_in(row.answer) for row in rows)
-    first = (data / "annotations" / "skin_rgbimage.csv").read_text().splitlines()[0]
+    first = (prs_med_data / "annotations" / "skin_rgbimage.csv").read_text().splitlines()[0]
     assert first == "image_path,image_name,split,description,position,question,answer"
     assert any(row.image.endswith(".jpg") and row.mask.endswith("_Segmentation.png") for row in rows)
     by_picture = {}
@@ -299,13 +307,13 @@ def test_help_and_mistakes_are_quick():
     assert " ".join(text.split("\n\n")[1].split()).endswith(" out.")
 
 
-def test_precedence_of_values(data, tmp_path, zygote):
+def test_precedence_of_values(prs_med_data, tmp_path, zygote):
     """defaults < file < command line, and args.yaml holds what came out."""
     import yaml
 
     (tmp_path / "c.yaml").write_text("batch_size: 5\nlearning_rate: 1e-3\nmax_steps: 1\nannotations: [lung_CT]\n")
     flags = ["--config", tmp_path / "c.yaml", "--batch_size", "3", "--max_new_tokens", "2"]
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", tmp_path / "run", *flags)
+    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path / "run", *flags)
     assert done.code == 0, done.stderr
     args = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text())
     assert (args["batch_size"], args["learning_rate"], args["num_epochs"]) == (3, 0.001, 20)

@@ -89,10 +89,10 @@ def test_shapes_that_fit(mask, image, message):
 
 
 @pytest.fixture
-def odd(data, tmp_path) -> Path:
+def odd(prs_med_data, tmp_path) -> Path:
     """The data with a few odd but possible files: turned by EXIF, empty, full, 1 to 3 beside 255, nearly square."""
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     rows = [row for row in prs_med_data.read_annotations(root, ["lung_CT"], False) if row.split == "train"]
     save_turned(rows[0].image, np.asarray(Image.open(rows[0].image)))
     size = Image.open(rows[1].mask).size
@@ -124,7 +124,7 @@ def test_findings_are_counted(odd, zygote, tmp_path):
     assert out[1] == out[2]
 
 
-def test_good_data_has_no_findings(data):
-    rows = prs_med_data.read_annotations(data, None, False)
+def test_good_data_has_no_findings(prs_med_data):
+    rows = prs_med_data.read_annotations(prs_med_data, None, False)
     files = data_check.inspect_files(rows, Ranks(0, 0, 1, torch.device("cpu"), "python"))
     assert data_check.check_pairs(rows, files) == {}

@@ -23,25 +23,25 @@ def test_sample_data_says_one_line(tmp_path, task, image_size):
     assert done.stdout.count("\n") == 1
 
 
-def odd_names(scans: Path, tmp_path: Path) -> list:
+def odd_names(survival_data: Path, tmp_path: Path) -> list:
     """Flags of a table whose patients have names that matplotlib's font lacks, or takes for a formula."""
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         header, *rows = csv.reader(file)
     odd_rows = [[f"\u60a3\u8005 $_{patient}$ {{", *values] for patient, *values in rows]
     with open(tmp_path / "odd.csv", "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *odd_rows])
-    return ["--csv_path", tmp_path / "odd.csv", "--data_dir", scans, "--cache_dir", tmp_path / "cache", *TINY]
+    return ["--csv_path", tmp_path / "odd.csv", "--data_dir", survival_data, "--cache_dir", tmp_path / "cache", *TINY]
 
 
 @pytest.mark.parametrize("script", ["train_survival_distributed", "train_accelerate", "train"])
 def test_a_clean_run_of_two_processes_has_no_warning(request, zygote, tmp_path, script):
     run_folder = tmp_path / "run"
     if script == "train_survival_distributed":
-        flags = [*odd_names(request.getfixturevalue("scans"), tmp_path), "--log_dir", run_folder]
+        flags = [*odd_names(request.getfixturevalue("survival_data"), tmp_path), "--log_dir", run_folder]
     elif script == "train_accelerate":
-        flags = request.getfixturevalue("cascade")(run_folder)
+        flags = request.getfixturevalue("cascade_flags")(run_folder)
     else:
-        flags = request.getfixturevalue("in_context")(run_folder)
+        flags = request.getfixturevalue("compressed_ad_flags")(run_folder)
 
     done = zygote(ROOT / f"{script}.py", *flags, "--max_steps", 2, ranks=2)
     assert done.code == 0, done.stderr[-2000:]

@@ -25,12 +25,12 @@ TINY += ["--batch_size", "6", "--epochs", "2", "--log_every", "1", "--num_worker
 
 
 @pytest.fixture(scope="session")
-def flags(scans, tmp_path_factory):
+def flags(survival_data, tmp_path_factory):
     """flags(out, *more): the arguments of a small run in fp32 that logs every step."""
     cache = tmp_path_factory.mktemp("cache")
 
     def make(out: Path, *more) -> list[str]:
-        words = ["--csv_path", scans / "dataset.csv", "--cache_dir", cache, *TINY, "--log_dir", out, *more]
+        words = ["--csv_path", survival_data / "dataset.csv", "--cache_dir", cache, *TINY, "--log_dir", out, *more]
         return [str(word) for word in words]
 
     return make
@@ -129,7 +129,7 @@ def test_guide_commands_end_in_the_same_curve(flags, zygote, tmp_path, name):
 # --- what a run leaves behind -----------------------------------------------------------------------------------------
 
 
-def test_metrics_at_1_2_3_processes_and_against_scikit_survival(flags, zygote, one, scans, tmp_path):
+def test_metrics_at_1_2_3_processes_and_against_scikit_survival(flags, zygote, one, survival_data, tmp_path):
     """10 validation cases: uneven, and with 3 ranks some have a batch less. The files are equal to the byte."""
     from sksurv.metrics import concordance_index_censored, cumulative_dynamic_auc
     from sksurv.util import Surv
@@ -157,7 +157,7 @@ def test_metrics_at_1_2_3_processes_and_against_scikit_survival(flags, zygote, o
     assert metrics["val/auc/3y"] == pytest.approx(auc[0], abs=1e-6)
     assert metrics["val/auc/9y"] is None
     assert all(row["S(9y)"] == "" and 0 < float(row["S(3y)"]) < float(row["S(1y)"]) <= 1 for row in rows)
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         table = {row["case_num"]: row for row in csv.DictReader(file)}
     assert all(table[row["case"]]["Fold_1"] == row["fold"] for row in rows)
     true = np.array([float(table[row["case"]]["true_log_hazard"]) for row in parts["val"]])
@@ -178,9 +178,9 @@ def test_files_of_a_run(one):
     assert all(not isinstance(value, dict | list) for value in summary.values())
 
 
-def test_predict_scores_new_patients(flags, zygote, one, scans, tmp_path):
+def test_predict_scores_new_patients(flags, zygote, one, survival_data, tmp_path):
     """Without outcomes in the table; the same numbers as in the run; a foreign baseline is not used."""
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         rows = list(csv.DictReader(file))[:7]
     with open(tmp_path / "new.csv", "w", newline="") as file:
         csv.writer(file).writerows([["patient_id", "path"], *([f"P{r['case_num']}", r["NIFTI Path"]] for r in rows)])
@@ -190,7 +190,7 @@ def test_predict_scores_new_patients(flags, zygote, one, scans, tmp_path):
         "--predict",
         tmp_path / "new.csv",
         "--data_dir",
-        scans,
+        survival_data,
         "--cache_dir",
         tmp_path / "cache",
         "--log_dir",
@@ -258,7 +258,7 @@ def pooled_c_index(folds: list[dict]) -> float:
     return concordance_index_censored(np.concatenate(events), np.concatenate(times), np.concatenate(risks))[0]
 
 
-def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, scans, tmp_path):
+def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, survival_data, tmp_path):
     """best.pt is chosen on the very fold that is scored; its score stands beside the last epoch's, and says so.
 
     Stopped in the second fold and resumed, all numbers are the same.
@@ -269,7 +269,9 @@ def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, scans, tmp_
     summary = json.loads((out / "summary.json").read_text())
     value = {}
     for name in ("last", "best"):
-        folds = [checkpoint_predictions(scans / "dataset.csv", out / f"fold_{k}" / f"{name}.pt") for k in (1, 2, 3)]
+        folds = [
+            checkpoint_predictions(survival_data / "dataset.csv", out / f"fold_{k}" / f"{name}.pt") for k in (1, 2, 3)
+        ]
         value[name] = pooled_c_index(folds)
         if name == "last":
             last = folds
@@ -358,9 +360,9 @@ def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     assert "fold 5 of 5: Fold_5" in done.stdout
 
 
-def test_a_fold_without_a_comparable_pair(flags, zygote, scans, tmp_path):
+def test_a_fold_without_a_comparable_pair(flags, zygote, survival_data, tmp_path):
     """One validation case, or the only event last: metrics are undefined, and the run ends well all the same."""
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         header, *rows = csv.reader(file)
     train, val = ([row for row in rows if row[4] == name] for name in ("train", "val"))
     alone = next(row for row in val if row[3] == "1")
@@ -370,13 +372,13 @@ def test_a_fold_without_a_comparable_pair(flags, zygote, scans, tmp_path):
         with open(table, "w", newline="") as file:
             csv.writer(file).writerows([header, *train, *few])
         out = tmp_path / name
-        go(zygote, flags(out, "--csv_path", table, "--data_dir", scans, "--epochs", "1"), 2)
+        go(zygote, flags(out, "--csv_path", table, "--data_dir", survival_data, "--epochs", "1"), 2)
         summary = json.loads((out / "summary.json").read_text())
         assert summary["val/c_index"] is None
         assert (out / "model.safetensors").exists()
 
 
-def test_eval_only_keeps_each_checkpoints_own_baseline(flags, zygote, one, scans, tmp_path):
+def test_eval_only_keeps_each_checkpoints_own_baseline(flags, zygote, one, survival_data, tmp_path):
     """Of another checkpoint: beside the best one's. On other training cases: none, and a warning."""
     run = tmp_path / "run"
     shutil.copytree(one, run)
@@ -385,12 +387,12 @@ def test_eval_only_keeps_each_checkpoints_own_baseline(flags, zygote, one, scans
     go(zygote, flags(run, *other))
     after = json.loads((run / "baseline.json").read_text())
     assert before.items() <= after.items()
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         header, *rows = csv.reader(file)
     table = tmp_path / "new.csv"
     with open(table, "w", newline="") as file:
         csv.writer(file).writerows([header, *([f"new {row[0]}", *row[1:]] for row in rows)])
-    done = go(zygote, flags(tmp_path / "else", *other, "--csv_path", table, "--data_dir", scans))
+    done = go(zygote, flags(tmp_path / "else", *other, "--csv_path", table, "--data_dir", survival_data))
     assert "was trained on other cases" in done.stdout
     assert json.loads((run / "baseline.json").read_text()) == after
     # without fold flags a fold's checkpoint is evaluated on its own fold

@@ -34,17 +34,17 @@ TINY += ["--max_steps", "1", "--num_workers", "0"]
 
 
 @pytest.fixture
-def small(scans, tmp_path) -> Path:
+def small(survival_data, tmp_path) -> Path:
     """A set of 16 patients that a test may spoil."""
     out = tmp_path / "set"
     (out / "scans").mkdir(parents=True)
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         lines = list(csv.reader(file))
     rows = sorted(lines[1:], key=lambda row: (row[4], row[3]))
     rows = rows[:6] + [row for row in rows if row[4] == "train"][-6:] + rows[-4:]
     save(out, [lines[0], *rows])
     for row in rows:
-        shutil.copy(scans / row[1], out / row[1])
+        shutil.copy(survival_data / row[1], out / row[1])
     return out
 
 

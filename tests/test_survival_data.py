@@ -34,9 +34,9 @@ CONFIGURATIONS = ["11,0.5,0.5,0,9", "11,0.5,0.25,2,9", "7,0.3,1,0,8", "12,1,0.5,
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak), 3])
-def test_every_case_is_seen_as_often_as_the_rates_imply(scans, zygote, ranks):
+def test_every_case_is_seen_as_often_as_the_rates_imply(survival_data, zygote, ranks):
     """Ranks are disjoint, each epoch goes once through what the window formula says, and all is seen in time."""
-    done = zygote(ROOT / "tests" / "smart_cache.py", scans / "dataset.csv", *CONFIGURATIONS, ranks=ranks)
+    done = zygote(ROOT / "tests" / "smart_cache.py", survival_data / "dataset.csv", *CONFIGURATIONS, ranks=ranks)
     assert done.code == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(lines) == len(CONFIGURATIONS)
@@ -64,11 +64,11 @@ def test_every_case_is_seen_as_often_as_the_rates_imply(scans, zygote, ranks):
         assert len(orders) < 4 or cached < 4 or len(set(orders)) == len(orders)  # shuffled anew each epoch
 
 
-def test_an_epoch_begun_elsewhere_sees_the_same(scans, zygote):
+def test_an_epoch_begun_elsewhere_sees_the_same(survival_data, zygote):
     """A resumed run's first epoch: the cache of that epoch, in the same order, as if it had been there from the
     start."""
     flags = ["23,0.5,0.4,0,7", "23,0.5,0.4,0,7,4"]
-    done = zygote(ROOT / "tests" / "smart_cache.py", scans / "dataset.csv", *flags, ranks=2)
+    done = zygote(ROOT / "tests" / "smart_cache.py", survival_data / "dataset.csv", *flags, ranks=2)
     whole, late = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     for a, b in zip(whole, late, strict=True):
         assert a["seen"][4:] == b["seen"]
@@ -81,36 +81,36 @@ def test_monai_replaces_as_many_as_we_count():
             assert math.ceil(cached * ((replaced - 0.5) / cached)) == replaced
 
 
-def test_a_part_cannot_be_evaluated_as_the_whole(scans):
-    dataset = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), image_size=(4, 4, 4), use_smart_cache=True)
+def test_a_part_cannot_be_evaluated_as_the_whole(survival_data):
+    dataset = sd.MultiGPUSurvivalDataset(str(survival_data / "dataset.csv"), image_size=(4, 4, 4), use_smart_cache=True)
     with pytest.raises(InputError, match="each rank's own part"):
         create_distributed_dataloader(dataset, batch_size=2, train=False)
 
 
-def test_persistent_workers_are_refused_and_the_reason_given(scans):
-    dataset = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), image_size=(4, 4, 4), use_smart_cache=True)
+def test_persistent_workers_are_refused_and_the_reason_given(survival_data):
+    dataset = sd.MultiGPUSurvivalDataset(str(survival_data / "dataset.csv"), image_size=(4, 4, 4), use_smart_cache=True)
     with pytest.raises(InputError, match=r"persistent_workers: would keep the first epoch's cache"):
         create_distributed_dataloader(dataset, batch_size=2, num_workers=1, persistent_workers=True)
-    plain = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), image_size=(4, 4, 4))
+    plain = sd.MultiGPUSurvivalDataset(str(survival_data / "dataset.csv"), image_size=(4, 4, 4))
     create_distributed_dataloader(plain, batch_size=2, num_workers=1, persistent_workers=True)
 
 
-def test_the_guides_own_loop_ends_without_shutdown(scans, tmp_path):
+def test_the_guides_own_loop_ends_without_shutdown(survival_data, tmp_path):
     """As a script, where the interpreter's end would meet a thread that still reads."""
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from distributed_utils import create_distributed_dataloader
 from tasks.survival.data import MultiGPUSurvivalDataset
-dataset = MultiGPUSurvivalDataset({str(scans / "dataset.csv")!r}, use_smart_cache=True, image_size=(96, 96, 64))
+dataset = MultiGPUSurvivalDataset({str(survival_data / "dataset.csv")!r}, use_smart_cache=True, image_size=(96, 96, 64))
 print(len([batch for batch in create_distributed_dataloader(dataset, batch_size=8)]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr[-1000:]
 
 
-def test_the_guides_own_loop(scans):
+def test_the_guides_own_loop(survival_data):
     """Guide 2's snippet as it stands: no start, no shutdown; also without set_position the cache is filled."""
-    dataset = sd.MultiGPUSurvivalDataset(str(scans / "dataset.csv"), use_smart_cache=True, image_size=(8, 6, 4))
+    dataset = sd.MultiGPUSurvivalDataset(str(survival_data / "dataset.csv"), use_smart_cache=True, image_size=(8, 6, 4))
     loader = create_distributed_dataloader(dataset, batch_size=8)
     batch = next(iter(loader))
     assert batch["image"].shape == (8, 1, 8, 6, 4)
@@ -118,9 +118,9 @@ def test_the_guides_own_loop(scans):
     dataset.shutdown()
 
 
-def test_an_unreadable_volume_does_not_hang_the_replacements(scans, tmp_path):
+def test_an_unreadable_volume_does_not_hang_the_replacements(survival_data, tmp_path):
     """MONAI's replacement thread would die of the error, and update_cache() wait for ever."""
-    shutil.copytree(scans, tmp_path / "set")
+    shutil.copytree(survival_data, tmp_path / "set")
     cohort = sd.read_cohort(str(tmp_path / "set" / "dataset.csv"))
     dataset = sd.MultiGPUSurvivalDataset(
         cohort, rows=np.arange(8), image_size=(4, 4, 4), use_smart_cache=True, raise_errors=False
@@ -193,10 +193,10 @@ def test_column_names_units_and_separators(tmp_path):
     assert (cohort.case, cohort.time.tolist()) == (["1"], [2.0])
 
 
-def test_xlsx_is_the_same_as_csv(scans, tmp_path):
+def test_xlsx_is_the_same_as_csv(survival_data, tmp_path):
     import openpyxl
 
-    with open(scans / "dataset.csv", newline="") as file:
+    with open(survival_data / "dataset.csv", newline="") as file:
         lines = list(csv.reader(file))
     book = openpyxl.Workbook()
     for i, line in enumerate(lines):
@@ -207,8 +207,8 @@ def test_xlsx_is_the_same_as_csv(scans, tmp_path):
             ]
         )
     book.save(tmp_path / "dataset.xlsx")
-    a = sd.read_cohort(str(scans / "dataset.csv"))
-    b = sd.read_cohort(str(tmp_path / "dataset.xlsx"), str(scans))
+    a = sd.read_cohort(str(survival_data / "dataset.csv"))
+    b = sd.read_cohort(str(tmp_path / "dataset.xlsx"), str(survival_data))
     assert a.path == b.path
     assert (a.time == b.time).all()
     assert (a.event == b.event).all()
@@ -219,8 +219,8 @@ def test_xlsx_is_the_same_as_csv(scans, tmp_path):
     assert {"Age", "AgatstonScore2D", "LAD_Agatston"} <= set(a.features)
 
 
-def test_made_folds_are_stratified_and_keep_patients_whole(scans):
-    cohort = sd.read_cohort(str(scans / "dataset.csv"))
+def test_made_folds_are_stratified_and_keep_patients_whole(survival_data):
+    cohort = sd.read_cohort(str(survival_data / "dataset.csv"))
     fold = make_folds(cohort, 5, seed=3)
     assert np.bincount(fold).tolist() == [9, 9, 9, 9, 8]
     events = [int(cohort.event[fold == k].sum()) for k in range(5)]
@@ -290,8 +290,8 @@ def test_augmentation_is_a_function_of_seed_epoch_and_case():
     assert augment(torch.rand(1, 1, 4, 5, 3), [0], 0, 0).shape == (1, 1, 4, 5, 3)
 
 
-def test_checked_volumes_are_remembered(scans, tmp_path):
-    cohort = sd.read_cohort(str(scans / "dataset.csv"))
+def test_checked_volumes_are_remembered(survival_data, tmp_path):
+    cohort = sd.read_cohort(str(survival_data / "dataset.csv"))
     rows = np.arange(4)
     check_volumes(cohort, rows, tmp_path, False, 2)
     known = json.loads((tmp_path / "checked.json").read_text())["good"]
@@ -310,9 +310,9 @@ def test_blanks_text_and_any_column_as_folds(tmp_path):
     assert cohort.folds["split"] == ["1", "2"]
 
 
-def test_labels_of_a_fold_column(scans):
+def test_labels_of_a_fold_column(survival_data):
     """One label against all others, but never trained on what is held out; Excel's 1.0 is 1."""
-    cohort = sd.read_cohort(str(scans / "dataset.csv"))
+    cohort = sd.read_cohort(str(survival_data / "dataset.csv"))
     cohort.folds["Fold_1"] = ["Test" if i % 11 == 0 else str(i % 3) for i in range(44)]
     options = {"count": 0, "train_label": "train", "seed": 0}
     one = choose_folds(cohort, fold_column="fold 1", val_label="2", every=False, **options)[0]

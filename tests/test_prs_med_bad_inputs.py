@@ -15,10 +15,10 @@ FLAGS = ["--batch_size", "4", "--max_steps", "1", "--max_new_tokens", "2"]
 
 
 @pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
+def trained(prs_med_data, tmp_path_factory):
     """A finished run whose files no bad input may touch."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    train(data, out, 1, *FLAGS)
+    train(prs_med_data, out, 1, *FLAGS)
     return out
 
 
@@ -247,10 +247,10 @@ def check(done, seconds: float, message: str, before: dict, trained: Path, root:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input(name, data, trained, tmp_path, zygote):
+def test_bad_input(name, prs_med_data, trained, tmp_path, zygote):
     change, flags, message = CASES[name]
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     change(root, trained)
     before = tree(trained)
     words = [flag.format(root=root, trained=trained) for flag in flags]
@@ -260,14 +260,14 @@ def test_bad_input(name, data, trained, tmp_path, zygote):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "launcher"), [("bad split", 2), ("picture is text", 3)])
-def test_bad_input_under_a_launcher(name, launcher, data, trained, tmp_path):
+def test_bad_input_under_a_launcher(name, launcher, prs_med_data, trained, tmp_path):
     """Rank 0 alone prints the line, also for a fault that another rank met; no worker prints a traceback.
 
     (In the quick suite: test_launch_utils.py under the launcher, test_contract.py on two ranks.)
     """
     change, flags, message = CASES[name]
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     change(root, trained)
     words = [flag.format(root=root, trained=trained) for flag in flags]
     command = [*torchrun(launcher), PRS_MED, "--data_root", str(root), *FLAGS, *words]
@@ -280,14 +280,14 @@ def test_bad_input_under_a_launcher(name, launcher, data, trained, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_in_a_process_of_its_own(name, data, trained, tmp_path):
+def test_bad_input_in_a_process_of_its_own(name, prs_med_data, trained, tmp_path):
     """The same by the plain command a user types, with its start-up time."""
     import time
     from types import SimpleNamespace
 
     change, flags, message = CASES[name]
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     change(root, trained)
     before, begun = tree(trained), time.time()
     words = [flag.format(root=root, trained=trained) for flag in flags]
@@ -297,21 +297,21 @@ def test_bad_input_in_a_process_of_its_own(name, data, trained, tmp_path):
     check(done, time.time() - begun, message, before, trained, root)
 
 
-def test_bad_rows_can_be_skipped(data, tmp_path, zygote):
+def test_bad_rows_can_be_skipped(prs_med_data, tmp_path, zygote):
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     set_field(3, "question", "")(root, None)
     done = zygote(PRS_MED, "--data_root", root, "--checkpoint_dir", tmp_path / "run", *FLAGS, "--skip_bad_rows")
     assert done.code == 0, done.stderr
     assert "1 rows with a missing field dropped" in done.stdout
 
 
-def test_odd_but_good_data(data, tmp_path, zygote):
+def test_odd_but_good_data(prs_med_data, tmp_path, zygote):
     """Backslashes, an extra images_and_masks level, JPEG-edged and 3-channel and 0/1 masks, a 16-bit picture, a BOM."""
     import numpy as np
 
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     path, rows = rows_of(root)
     for row in rows[1:]:
         row[0] = row[0].replace("/", "\\")

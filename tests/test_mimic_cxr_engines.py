@@ -29,7 +29,7 @@ SHARED = [*SIZES, "--max_steps", "6", "--max_samples", "45"]
 
 
 @pytest.fixture(scope="session")
-def flags(chest, tmp_path_factory):
+def flags(mimic_cxr_flags, tmp_path_factory):
     """flags(engine, run_folder, more): the arguments of a run with an engine."""
     folder = tmp_path_factory.mktemp("deepspeed")
     for name, config in CONFIGS.items():
@@ -39,7 +39,7 @@ def flags(chest, tmp_path_factory):
         chosen = ["--use_ddp"]
         if engine != "ddp":
             chosen = ["--use_deepspeed", "--deepspeed_config", folder / f"{engine}.json"]
-        return [str(word) for word in (*chest, *FIXED, *chosen, "--output_dir", run_folder, *more)]
+        return [str(word) for word in (*mimic_cxr_flags, *FIXED, *chosen, "--output_dir", run_folder, *more)]
 
     return make
 

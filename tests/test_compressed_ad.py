@@ -90,10 +90,10 @@ def go(zygote, words: list[str], ranks: int = 1, code: int = 0, **environment):
 
 
 @pytest.fixture(scope="module")
-def one(in_context, zygote, tmp_path_factory) -> Path:
+def one(compressed_ad_flags, zygote, tmp_path_factory) -> Path:
     """A whole run in one process, 12 segments a step."""
     out = tmp_path_factory.mktemp("one") / "run"
-    done = go(zygote, in_context(out), figures=True)
+    done = go(zygote, compressed_ad_flags(out), figures=True)
     assert (
         "Distributed training: NO\nNumber of processes: 1\nMixed precision: no\nProcess 0 using device: cpu"
         in done.stdout
@@ -118,10 +118,10 @@ def one(in_context, zygote, tmp_path_factory) -> Path:
     ],
     ids=["2x6", "3x4-mapped", "1x4x3-workers", "2x2x3"],
 )
-def test_same_curve(in_context, zygote, one, tmp_path, ranks, more):
+def test_same_curve(compressed_ad_flags, zygote, one, tmp_path, ranks, more):
     """Loss of every step, learning rate and evaluations of N processes are those of one with N times the batch."""
     out = tmp_path / "run"
-    done = go(zygote, in_context(out, *more), ranks)
+    done = go(zygote, compressed_ad_flags(out, *more), ranks)
     assert len(training(out)) == 8
     assert len(curve(one)) == 8 + 2 + 1
     assert off(curve(out), curve(one)) < 1e-5
@@ -136,11 +136,11 @@ def test_same_curve(in_context, zygote, one, tmp_path, ranks, more):
     assert done.stdout.count("using device: cpu") == ranks
 
 
-def test_plain_ad(in_context, zygote, tmp_path):
+def test_plain_ad(compressed_ad_flags, zygote, tmp_path):
     a = tmp_path / "one"
     b = tmp_path / "two"
-    go(zygote, in_context(a, latents=0))
-    go(zygote, in_context(b, "--train_batch_size", "6", latents=0), 2)
+    go(zygote, compressed_ad_flags(a, latents=0))
+    go(zygote, compressed_ad_flags(b, "--train_batch_size", "6", latents=0), 2)
     assert off(curve(b), curve(a)) < 1e-5
     names = load(a / "last.pt")["net"]
     assert not any("encoder" in name for name in names)
@@ -173,12 +173,12 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", ["none", *(pytest.param(name, marks=pytest.mark.soak) for name in LAUNCHERS)])
-def test_ranks_get_different_samples_of_the_same_global_batch(in_context, zygote, tmp_path, launcher):
+def test_ranks_get_different_samples_of_the_same_global_batch(compressed_ad_flags, zygote, tmp_path, launcher):
     """The original's ranks all trained on the same batches. (That accelerate's two do as these is shown below.)"""
     from distributed_utils import TrainBatchSampler
 
     script = tmp_path / "probe.py"
-    words = in_context(tmp_path, "--train_batch_size", "6")
+    words = compressed_ad_flags(tmp_path, "--train_batch_size", "6")
     text = PROBE.format(root=str(ROOT), words=words, out=str(tmp_path))
     script.write_text(text)
     if launcher == "none":
@@ -199,12 +199,12 @@ def test_ranks_get_different_samples_of_the_same_global_batch(in_context, zygote
     assert len(samples) == 240
 
 
-def test_accelerate_launch_with_the_config_file(in_context, zygote, tmp_path):
+def test_accelerate_launch_with_the_config_file(compressed_ad_flags, zygote, tmp_path):
     """The guide's first command for real: two processes, the curve of two that no launcher started, fp16 as fp32."""
     out, bare = tmp_path / "run", tmp_path / "bare"
-    go(zygote, in_context(bare, "--train_batch_size", "6"), 2)
+    go(zygote, compressed_ad_flags(bare, "--train_batch_size", "6"), 2)
     command = ["accelerate", "launch", "--config_file", "configs/accelerate_config.yaml", "train.py"]
-    words = in_context(out, "--train_batch_size", "6")
+    words = compressed_ad_flags(out, "--train_batch_size", "6")
     done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (
@@ -215,7 +215,7 @@ def test_accelerate_launch_with_the_config_file(in_context, zygote, tmp_path):
 
 
 @pytest.mark.soak
-def test_rates_follow_the_effective_batch_and_nothing_else(in_context, zygote, one, tmp_path):
+def test_rates_follow_the_effective_batch_and_nothing_else(compressed_ad_flags, zygote, one, tmp_path):
     """--lr_scaling sqrt: doubling the batch multiplies the rate by the square root of 2, however it is made up."""
     rates = {}
     for name, ranks, more in (
@@ -224,7 +224,9 @@ def test_rates_follow_the_effective_batch_and_nothing_else(in_context, zygote, o
         ("accumulated", 1, ["--train_batch_size", "12", "--gradient_accumulation_steps", "2"]),
         ("linear", 1, ["--batch_size", "24", "--lr_scaling", "linear"]),
     ):
-        words = in_context(tmp_path / name, "--lr_scaling", "sqrt", "--max_steps", "2", "--eval_seeds", "1", *more)
+        words = compressed_ad_flags(
+            tmp_path / name, "--lr_scaling", "sqrt", "--max_steps", "2", "--eval_seeds", "1", *more
+        )
         done = go(zygote, words, ranks)
         rates[name] = training(tmp_path / name)[1][2]["train/lr"]
         assert f"{rates[name]:g} (--lr_scaling" in done.stdout
@@ -234,13 +236,13 @@ def test_rates_follow_the_effective_batch_and_nothing_else(in_context, zygote, o
     assert training(one)[1][2]["train/lr"] == pytest.approx(1e-2)
 
 
-def test_gradient_is_that_of_all_actions_of_all_ranks(in_context, zygote, tmp_path):
+def test_gradient_is_that_of_all_actions_of_all_ranks(compressed_ad_flags, zygote, tmp_path):
     """Against one backward pass by hand over the whole global batch: the mean over its actions, not of ranks' means."""
     import train
 
     out = tmp_path / "run"
-    go(zygote, in_context(out, "--train_batch_size", "4", "--max_steps", "1", "--grad_clip", "0"), 3)
-    args = train.parse_args(in_context(out))
+    go(zygote, compressed_ad_flags(out, "--train_batch_size", "4", "--max_steps", "1", "--grad_clip", "0"), 3)
+    args = train.parse_args(compressed_ad_flags(out))
     data = train.read_data(args)
     model = train.build_model(args, torch.device("cpu"))
     sampler = TrainBatchSampler(len(data.segments), 12, 0, 1, seed=args.seed)
@@ -266,10 +268,10 @@ KILLED += ["--eval_interval", "20"]
 
 
 @pytest.fixture(scope="module")
-def whole(in_context, zygote, tmp_path_factory) -> Path:
+def whole(compressed_ad_flags, zygote, tmp_path_factory) -> Path:
     """The unbroken run of two processes."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    go(zygote, in_context(out, *KILLED), 2)
+    go(zygote, compressed_ad_flags(out, *KILLED), 2)
     assert len(training(out)) == 40
     return out
 
@@ -288,17 +290,17 @@ def same_end(out: Path, whole: Path) -> None:
     assert read_json(out / "eval_test.json") == read_json(whole / "eval_test.json")
 
 
-def test_kill_and_resume(in_context, zygote, whole, tmp_path):
+def test_kill_and_resume(compressed_ad_flags, zygote, whole, tmp_path):
     """A worker killed, then SIGTERM to both: the rest is the unbroken run's, bit for bit."""
     out = tmp_path / "run"
-    words = in_context(out, *KILLED)
+    words = compressed_ad_flags(out, *KILLED)
     kill_then_stop(zygote, [TRAIN, *words], out, 6, 12)
     go(zygote, words, 2)
     same_end(out, whole)
 
 
 @pytest.mark.soak
-def test_ten_kills(in_context, zygote, whole, tmp_path):
+def test_ten_kills(compressed_ad_flags, zygote, whole, tmp_path):
     """Ten runs, each killed at a random moment and gone on with; half of them around the evaluation."""
     chance = random.Random(6)
     for k in range(10):
@@ -306,29 +308,29 @@ def test_ten_kills(in_context, zygote, whole, tmp_path):
         step = chance.choice([18, 20]) if k % 2 else chance.randrange(36)
         who = chance.choice(["worker", "rank0", "all"])
         delay = chance.uniform(0, 0.4)
-        interrupt([TRAIN, *in_context(out, *KILLED)], out, who, step, delay)
+        interrupt([TRAIN, *compressed_ad_flags(out, *KILLED)], out, who, step, delay)
         print(f"kill {k}: {who}, {delay:.2f} s after step {step}: {sorted(p.name for p in out.glob('step*'))}")
-        go(zygote, in_context(out, *KILLED), 2)
+        go(zygote, compressed_ad_flags(out, *KILLED), 2)
         same_end(out, whole)
 
 
-def test_resume_at_another_world_size(in_context, zygote, one, tmp_path):
+def test_resume_at_another_world_size(compressed_ad_flags, zygote, one, tmp_path):
     """A single process's checkpoint goes on on 2 processes, on 3, and back on one."""
     out = tmp_path / "run"
     for ranks, until in ((1, 2), (2, 4), (3, 6), (1, 0)):
         words = ["--train_batch_size", 12 // ranks, "--max_steps", until, "--resume_from", "auto"]
-        go(zygote, in_context(out, *words), ranks)
+        go(zygote, compressed_ad_flags(out, *words), ranks)
     assert off(training(out), training(one)) < 1e-5
 
 
 @pytest.mark.soak
-def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path):
+def test_resumed_after_a_stop_the_best_is_the_same(compressed_ad_flags, zygote, tmp_path):
     """--max_steps ends with an evaluation that the unbroken run has not: it chooses nothing, and leaves no line."""
     out, whole = tmp_path / "run", tmp_path / "whole"
     words = ["--train_timesteps", "12", "--eval_interval", "2", "--seed", "2", "--eval_seeds", "1"]
-    go(zygote, in_context(whole, *words))
+    go(zygote, compressed_ad_flags(whole, *words))
     for until in (1, 3, 7, 0):
-        done = go(zygote, in_context(out, *words, "--max_steps", until, "--resume_from", "auto"))
+        done = go(zygote, compressed_ad_flags(out, *words, "--max_steps", until, "--resume_from", "auto"))
         assert "test, best.pt" in done.stdout
     trained = [row for row in curve(out) if "test/return_last" not in row[2]]
     assert trained == curve(whole)[:-1]
@@ -340,7 +342,7 @@ def test_resumed_after_a_stop_the_best_is_the_same(in_context, zygote, tmp_path)
     assert load(whole / "best.pt")["step"] == best
 
 
-def test_unseen_goals_choose_nothing(in_context, one):
+def test_unseen_goals_choose_nothing(compressed_ad_flags, one):
     """best.pt is chosen by the loss on training goals, the brief evaluations and the test are of the right goals."""
     import train as script
 
@@ -358,7 +360,7 @@ def test_unseen_goals_choose_nothing(in_context, one):
     random_policy = random_return(unseen).mean()
     assert records[-1]["test/return_random"] == pytest.approx(random_policy)
 
-    args = script.parse_args(in_context(one))
+    args = script.parse_args(compressed_ad_flags(one))
     model = script.build_model(args, torch.device("cpu"))
     model.load_state_dict(load(one / "best.pt")["net"])
     data = script.read_data(args)
@@ -376,11 +378,11 @@ def weight_decay(checkpoint: dict) -> float:
     return checkpoint["optimizer"]["param_groups"][0]["weight_decay"]
 
 
-def test_what_a_run_goes_on_with(in_context, zygote, rooms, tmp_path):
+def test_what_a_run_goes_on_with(compressed_ad_flags, zygote, darkroom_data, tmp_path):
     """Model, schedule and data are the checkpoint's where no flag says otherwise; what differs is said."""
     out = tmp_path / "run"
     words = ["--weight_decay", "0.5", "--lr_scaling", "sqrt", "--train_batch_size", "12", "--eval_seeds", "1"]
-    go(zygote, in_context(out, *words, "--max_steps", "2", latents=0))
+    go(zygote, compressed_ad_flags(out, *words, "--max_steps", "2", latents=0))
 
     # AD's own batch is 512
     rate = training(out)[1][2]["train/lr"]
@@ -400,15 +402,15 @@ def test_what_a_run_goes_on_with(in_context, zygote, rooms, tmp_path):
 
     # the file's name is not what counts
     other = tmp_path / "renamed.h5"
-    shutil.copy(next(rooms.glob("datasets/*.hdf5")), other)
+    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), other)
     assert "nothing left to train" in go(zygote, [*few, "--data", str(other)]).stdout
 
 
-def test_epochs_are_counted_as_they_begin(in_context, zygote, tmp_path):
+def test_epochs_are_counted_as_they_begin(compressed_ad_flags, zygote, tmp_path):
     """2190 samples in steps of 1095: two steps an epoch."""
     out = tmp_path / "run"
     words = ["--train_batch_size", "1095", "--train_timesteps", "3", "--log_every", "2", "--eval_interval", "2"]
-    go(zygote, in_context(out, *words, "--eval_seeds", "1", "--num_warmup_steps", "0"))
+    go(zygote, compressed_ad_flags(out, *words, "--eval_seeds", "1", "--num_warmup_steps", "0"))
     records = lines(out)
     assert [line["step"] for line in records] == [2, 2, 3, 3, 3]
     assert [line["epoch"] for line in records] == [1, 1, 2, 2, 2]
@@ -416,29 +418,29 @@ def test_epochs_are_counted_as_they_begin(in_context, zygote, tmp_path):
     assert read_json(out / "summary.json")["epochs"] == 2
 
 
-def test_uneven_last_step_and_a_resume_at_the_epoch_s_end(in_context, zygote, tmp_path):
+def test_uneven_last_step_and_a_resume_at_the_epoch_s_end(compressed_ad_flags, zygote, tmp_path):
     """2190 samples in steps of 400: the sixth of an epoch has 190. Stopped there, and in it, the rest is the same."""
     words = ["--train_timesteps", "8", "--eval_interval", "0", "--eval_seeds", "1", "--save_every", "1"]
-    go(zygote, in_context(tmp_path / "one", *words, "--train_batch_size", "400"))
-    go(zygote, in_context(tmp_path / "two", *words, "--train_batch_size", "200"), 2)
+    go(zygote, compressed_ad_flags(tmp_path / "one", *words, "--train_batch_size", "400"))
+    go(zygote, compressed_ad_flags(tmp_path / "two", *words, "--train_batch_size", "200"), 2)
     assert off(curve(tmp_path / "two"), curve(tmp_path / "one")) < 1e-5
     assert [row[1] for row in training(tmp_path / "one")] == [1] * 6 + [2] * 2
     out = tmp_path / "again"
     for until in (5, 6, 0):
         more = ["--train_batch_size", "200", "--max_steps", until, "--resume_from", "auto"]
-        go(zygote, in_context(out, *words, *more), 2)
+        go(zygote, compressed_ad_flags(out, *words, *more), 2)
     assert training(out) == training(tmp_path / "two")
 
 
-def test_nothing_to_compress_is_no_hang(in_context, zygote, tmp_path):
+def test_nothing_to_compress_is_no_hang(compressed_ad_flags, zygote, tmp_path):
     """--max_compression_depth 0 on two ranks: DDP has its gradients."""
     words = ["--max_compression_depth", "0", "--train_batch_size", "6", "--max_steps", "2", "--eval_seeds", "1"]
-    go(zygote, in_context(tmp_path / "run", *words), 2)
+    go(zygote, compressed_ad_flags(tmp_path / "run", *words), 2)
     assert len(training(tmp_path / "run")) == 2
 
 
 @pytest.mark.soak
-def test_full_disk(in_context, zygote, rooms, tmp_path):
+def test_full_disk(compressed_ad_flags, zygote, darkroom_data, tmp_path):
     """One line, and the checkpoint before is intact, on disks of several sizes; histories that do not fit, likewise."""
     for kilobytes in (300, 700, 1100):
         disk = tmp_path / f"{kilobytes}"
@@ -447,7 +449,7 @@ def test_full_disk(in_context, zygote, rooms, tmp_path):
             pytest.skip("mounting a tmpfs needs root")
         try:
             out = disk / "run"
-            words = in_context(out, "--save_every", "1", "--keep_last", "99", "--eval_interval", "0")
+            words = compressed_ad_flags(out, "--save_every", "1", "--keep_last", "99", "--eval_interval", "0")
             done = go(zygote, words, code=1)
             errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
             assert len(errors) == 1
@@ -488,29 +490,29 @@ def test_a_disk_that_fills_at_any_byte_is_an_os_error(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
 
 
-def test_signal_while_agents_act(in_context, zygote, one, tmp_path):
+def test_signal_while_agents_act(compressed_ad_flags, zygote, one, tmp_path):
     """SIGTERM in a long evaluation ends it at once; the run goes on with that evaluation, and ends as if unbroken."""
     out = tmp_path / "run"
-    words = in_context(out, "--resume_from", "auto", "--val_episodes", "5000")
+    words = compressed_ad_flags(out, "--resume_from", "auto", "--val_episodes", "5000")
     done = zygote(TRAIN, *words, interrupt=at_step(out, 4, "all", signal.SIGTERM, delay=0.3))
     assert done.code == 143
     # the evaluation as a whole takes minutes
     assert done.seconds < 40
     assert "signal: saved at step 4" in done.stdout
-    go(zygote, in_context(out, "--resume_from", "auto"))
+    go(zygote, compressed_ad_flags(out, "--resume_from", "auto"))
     assert curve(out) == curve(one)
 
 
-def test_a_net_that_diverges_is_stopped_together(in_context, zygote, tmp_path):
-    words = in_context(tmp_path / "run", "--lr", "1e30", "--max_bad_steps", "2", "--grad_clip", "0")
+def test_a_net_that_diverges_is_stopped_together(compressed_ad_flags, zygote, tmp_path):
+    words = compressed_ad_flags(tmp_path / "run", "--lr", "1e30", "--max_bad_steps", "2", "--grad_clip", "0")
     done = go(zygote, words, 2, code=1)
     assert "2 steps in a row had a non-finite loss or gradient" in done.stderr
     assert done.stderr.count("error:") == 1
 
 
-def test_out_of_memory_names_the_flags_to_change(in_context, zygote, tmp_path):
+def test_out_of_memory_names_the_flags_to_change(compressed_ad_flags, zygote, tmp_path):
     little = ROOT / "tests" / "little_memory.py"
-    words = in_context(tmp_path / "run", "--test_batch_size", "6")
+    words = compressed_ad_flags(tmp_path / "run", "--test_batch_size", "6")
     done = zygote(str(little), "6", TRAIN, *words)
     assert done.code == 1
     assert "error: out of memory at --train_batch_size 12; try --train_batch_size 6 --gradient_acc" in done.stderr
@@ -519,12 +521,12 @@ def test_out_of_memory_names_the_flags_to_change(in_context, zygote, tmp_path):
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_is_exact_at_any_world_size(in_context, zygote, one, tmp_path):
+def test_evaluation_is_exact_at_any_world_size(compressed_ad_flags, zygote, one, tmp_path):
     """Every return of every agent is the same, whoever computes it and beside whom."""
     found = []
     for ranks, batch in ((1, 256), (1, 3), (2, 5), (3, 256)):
         out = tmp_path / f"{ranks}x{batch}"
-        words = in_context(out, "--eval_only", "--resume_from", one / "best.pt", "--test_batch_size", batch)
+        words = compressed_ad_flags(out, "--eval_only", "--resume_from", one / "best.pt", "--test_batch_size", batch)
         done = go(zygote, [*words, "--eval_episodes", "12"], ranks)
         found.append(read_json(out / "eval_test.json"))
         figures = {path.name for path in (out / "figures").iterdir()}
@@ -539,10 +541,10 @@ def test_evaluation_is_exact_at_any_world_size(in_context, zygote, one, tmp_path
     assert first["goals"] == [list(divmod(goal, 9)) for goal in unseen]
 
 
-def test_eval_only_writes_where_it_belongs(in_context, zygote, tmp_path):
+def test_eval_only_writes_where_it_belongs(compressed_ad_flags, zygote, tmp_path):
     """Beside the checkpoint, whatever model it is of; what is not best.pt does not replace the run's own test."""
     ad = tmp_path / "ad"
-    go(zygote, in_context(ad, "--max_steps", "2", latents=0))
+    go(zygote, compressed_ad_flags(ad, "--max_steps", "2", latents=0))
     before = (ad / "eval_test.json").read_text()
     few = ["--eval_episodes", "2", "--eval_seeds", "1"]
     go(zygote, ["--eval_only", "--resume_from", str(ad / "last.pt"), *few])
@@ -557,13 +559,13 @@ def test_eval_only_writes_where_it_belongs(in_context, zygote, tmp_path):
 
     # those of a run that is overwritten go
     diverging = ["--overwrite", "--lr", "1e30", "--max_bad_steps", "1", "--grad_clip", "0"]
-    go(zygote, in_context(ad, *diverging, latents=0), code=1)
+    go(zygote, compressed_ad_flags(ad, *diverging, latents=0), code=1)
     assert not list(ad.glob("eval_*.json"))
 
 
-def test_eval_only_repeats_the_test(in_context, zygote, one, tmp_path):
+def test_eval_only_repeats_the_test(compressed_ad_flags, zygote, one, tmp_path):
     summary = read_json(one / "summary.json")
-    go(zygote, in_context(tmp_path / "run", "--eval_only", "--resume_from", one / "best.pt"), 2)
+    go(zygote, compressed_ad_flags(tmp_path / "run", "--eval_only", "--resume_from", one / "best.pt"), 2)
     found = read_json(tmp_path / "run" / "eval_test.json")
     names = [name for name in found if name.startswith("test/")]
     assert len(names) == 10
@@ -604,11 +606,11 @@ def logits_after(net, past: list[tuple], cell: int) -> torch.Tensor:
     return net(batch)[0, length]
 
 
-def test_returns_against_a_simulation_step_by_step(in_context, one, rooms):
+def test_returns_against_a_simulation_step_by_step(compressed_ad_flags, one, darkroom_data):
     """One agent after the other, through the training path, in an environment written out anew."""
     import train
 
-    args = train.parse_args(in_context(one))
+    args = train.parse_args(compressed_ad_flags(one))
     net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(load(one / "best.pt")["net"])
     returns, paths = train.act_in_context(net, [38, 45], 2, 4, args.seed, 256)
@@ -656,11 +658,11 @@ def test_numbers_of_the_table():
     assert report.interval(np.full((8, 3), 2.0)) == (2.0, 2.0, 2.0)
 
 
-def test_action_accuracy_against_a_loop(in_context, one):
+def test_action_accuracy_against_a_loop(compressed_ad_flags, one):
     """Accuracy and loss on unseen goals' histories, and by place, one segment at a time."""
     import train
 
-    args = train.parse_args(in_context(one))
+    args = train.parse_args(compressed_ad_flags(one))
     net = train.build_model(args, torch.device("cpu"))
     net.load_state_dict(load(one / "best.pt")["net"])
     data = train.read_data(args)
@@ -694,11 +696,11 @@ def test_action_accuracy_against_a_loop(in_context, one):
     assert np.allclose(by_place, expected, equal_nan=True)
 
 
-def test_beside_a_baseline(in_context, zygote, tmp_path):
+def test_beside_a_baseline(compressed_ad_flags, zygote, tmp_path):
     ad = tmp_path / "ad"
     out = tmp_path / "run"
-    go(zygote, in_context(ad, "--max_steps", "2", latents=0))
-    done = go(zygote, in_context(out, "--max_steps", "2", "--ad_run", ad))
+    go(zygote, compressed_ad_flags(ad, "--max_steps", "2", latents=0))
+    done = go(zygote, compressed_ad_flags(out, "--max_steps", "2", "--ad_run", ad))
     assert re.search(r"test, best.pt: episode +return +low +high +AD +source +random +optimum", done.stdout)
     summary = read_json(out / "summary.json")
     assert summary["test/return_ad_last"] == read_json(ad / "summary.json")["test/return_last"]
@@ -729,7 +731,7 @@ def test_run_folder(one):
     assert "returns" in logged.Tags()["images"]
 
 
-def test_defaults_are_those_of_the_config(in_context):
+def test_defaults_are_those_of_the_config(compressed_ad_flags):
     import yaml
 
     import train
@@ -756,11 +758,11 @@ def test_defaults_are_those_of_the_config(in_context):
 
 
 @pytest.mark.soak
-def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
+def test_config_keys_have_an_effect(zygote, darkroom_data, one, tmp_path):
     """Each of the facts' keys arrives, by its own name: in the net, in the data, in the run."""
     import train
 
-    keys = {"data": str(rooms), "tf_n_embd": 16, "tf_n_layer": 2, "tf_n_head": 2, "encoder_n_layer": 1}
+    keys = {"data": str(darkroom_data), "tf_n_embd": 16, "tf_n_layer": 2, "tf_n_head": 2, "encoder_n_layer": 1}
     keys |= {"tf_dim_feedforward": 32, "n_transit": 20, "n_latent": 4, "train_batch_size": 12, "lr": 1e-2}
     keys |= {"train_timesteps": 8, "num_warmup_steps": 2, "summary_interval": 1, "eval_interval": 4, "ckpt_interval": 2}
     keys |= {"grad_clip_norm": 1.0, "val_episodes": 2, "eval_episodes": 2, "eval_seeds": 1, "max_compression_depth": 3}
@@ -807,9 +809,9 @@ def test_config_keys_have_an_effect(zygote, rooms, one, tmp_path):
 
 
 @pytest.mark.soak
-def test_compiled(in_context, one, tmp_path):
+def test_compiled(compressed_ad_flags, one, tmp_path):
     out = tmp_path / "run"
-    words = in_context(out, "--compile")
+    words = compressed_ad_flags(out, "--compile")
     done = subprocess.run(["python", TRAIN, *words], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert off(training(out), training(one)) < 1e-4

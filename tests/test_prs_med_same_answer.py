@@ -16,10 +16,10 @@ FLAGS = [*SAME, "--gradient_accumulation_steps", "2", "--num_epochs", "2", "--sa
 
 
 @pytest.fixture(scope="module")
-def runs(data, zygote, tmp_path_factory):
+def runs(prs_med_data, zygote, tmp_path_factory):
     folder = tmp_path_factory.mktemp("same")
     for processes, batch in BATCHES.items():
-        forked(zygote, data, folder / str(processes), processes, *FLAGS, "--batch_size", batch)
+        forked(zygote, prs_med_data, folder / str(processes), processes, *FLAGS, "--batch_size", batch)
     return folder
 
 
@@ -126,17 +126,17 @@ def test_losses_and_gradients(runs):
     )  # two epochs of three steps, each with a validation; the test of the best
 
 
-def test_short_window_is_divided_by_its_true_size(runs, data):
+def test_short_window_is_divided_by_its_true_size(runs, prs_med_data):
     """Step 3 sees 10 samples instead of 12; its loss equals one computed apart, the text part by Hugging Face's own."""
     import train_prs_med as prs
     from hardware_utils import choose_precision
 
-    args = prs.parse_args(["--data_root", str(data), *FLAGS])
+    args = prs.parse_args(["--data_root", str(prs_med_data), *FLAGS])
     device = torch.device("cpu")
     precision, _ = choose_precision("auto", device)
     model = prs.build_model(args, precision, device)
     prs.load_weights(model, load(runs / "1" / "step_00000002.pt"))
-    rows = [row for row in prs.read_annotations(data, None, False) if row.split == "train"]
+    rows = [row for row in prs.read_annotations(prs_med_data, None, False) if row.split == "train"]
     dataset = prs.PositionData(rows, model.reader, True)
     batch = model.reader.collate([dataset[int(i)] for i in permute(np.arange(24, 34), 34, 0, 0)])
     model.eval()
@@ -158,13 +158,13 @@ def test_short_window_is_divided_by_its_true_size(runs, data):
     assert logged == pytest.approx(expected, rel=1e-5)
 
 
-def test_answer_does_not_reach_the_mask(runs, data):
+def test_answer_does_not_reach_the_mask(runs, prs_med_data):
     """Another answer behind the same prompt changes the text loss and not one bit of the mask."""
     import train_prs_med as prs
 
-    args = prs.parse_args(["--data_root", str(data), "--mixed_precision", "no"])
+    args = prs.parse_args(["--data_root", str(prs_med_data), "--mixed_precision", "no"])
     model = prs.build_model(args, "no", torch.device("cpu")).eval()
-    row = prs.read_annotations(data, None, False)[0]
+    row = prs.read_annotations(prs_med_data, None, False)[0]
     longest = "A longer answer that sets the length which both batches are padded to."
     rows = [row._replace(answer=text) for text in ("Top left.", "Center, mid.", longest)]
     first, second, padding = (prs.PositionData([row], model.reader, False)[0] for row in rows)
@@ -174,10 +174,10 @@ def test_answer_does_not_reach_the_mask(runs, data):
     assert text_a[0] != text_b[0]
 
 
-def test_fewer_rows_than_processes(runs, data, zygote, tmp_path):
+def test_fewer_rows_than_processes(runs, prs_med_data, zygote, tmp_path):
     """2 training rows on 3 processes: the one without a row takes part all the same, and losses equal one process's."""
     root = tmp_path / "data"
-    shutil.copytree(data, root)
+    shutil.copytree(prs_med_data, root)
     for table in (root / "annotations").glob("*.csv"):
         lines = table.read_text().splitlines(keepends=True)
         keep = 2 if table.stem == "lung_CT" else 0
@@ -195,10 +195,10 @@ def test_fewer_rows_than_processes(runs, data, zygote, tmp_path):
     assert worst < 1e-5
 
 
-def test_resume_at_another_world_size(runs, data, zygote, tmp_path):
+def test_resume_at_another_world_size(runs, prs_med_data, zygote, tmp_path):
     """A 2-process run goes on as one process from step 2: the remaining losses agree to 1e-5."""
     flags = [*FLAGS, "--batch_size", "6", "--resume_from", runs / "2" / "step_00000002.pt"]
-    forked(zygote, data, tmp_path / "run", 1, *flags)
+    forked(zygote, prs_med_data, tmp_path / "run", 1, *flags)
     whole = {row[0]: row[1] for row in losses(runs / "2") if row[1] > 1.2}
     rest = [row for row in losses(tmp_path / "run") if row[1] > 1.2]
     worst = max(abs(row[1] / whole[row[0]] - 1) for row in rest)
@@ -207,12 +207,12 @@ def test_resume_at_another_world_size(runs, data, zygote, tmp_path):
     assert worst < 1e-5
 
 
-def test_sets_of_one_to_ten_samples(runs, data, zygote):
+def test_sets_of_one_to_ten_samples(runs, prs_med_data, zygote):
     """The same weights at 1, 2 and 3 processes, empty shards included: no hang, metrics equal to 1e-6 and to
     MONAI's."""
     results = {}
     for processes in (1, 2, 3):
-        done = zygote("tests/small_sets.py", data, runs / "1" / "last.pt", ranks=processes)
+        done = zygote("tests/small_sets.py", prs_med_data, runs / "1" / "last.pt", ranks=processes)
         assert done.code == 0, done.stderr[-3000:]
         results[processes] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         assert len(results[processes]) == 10

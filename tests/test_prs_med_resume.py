@@ -55,17 +55,17 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(data, run_script, tmp_path_factory) -> Path:
+def uninterrupted(prs_med_data, run_script, tmp_path_factory) -> Path:
     """The folder of an uninterrupted run of two processes."""
     run_folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    ended_well(run_script(command(data, run_folder), ranks=2))
+    ended_well(run_script(command(prs_med_data, run_folder), ranks=2))
     return run_folder
 
 
-def test_kill_and_resume(data, run_script, uninterrupted, tmp_path):
+def test_kill_and_resume(prs_med_data, run_script, uninterrupted, tmp_path):
     """One run: a worker killed, SIGTERM (which loses no step), the newest checkpoint damaged."""
     run_folder = tmp_path / "run"
-    words = command(data, run_folder)
+    words = command(prs_med_data, run_folder)
 
     # a worker is killed
     killed = run_script(words, ranks=2, interrupt=at_step(run_folder, 4, "worker", delay=0.05))
@@ -94,10 +94,10 @@ def test_kill_and_resume(data, run_script, uninterrupted, tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-def test_killed_while_a_checkpoint_is_written(data, run_script, uninterrupted, tmp_path):
+def test_killed_while_a_checkpoint_is_written(prs_med_data, run_script, uninterrupted, tmp_path):
     """The rank that writes dies in the middle of it, after another step of both; resumed, losses to the bit."""
     run_folder = tmp_path / "run"
-    words = command(data, run_folder)
+    words = command(prs_med_data, run_folder)
     assert run_script([ROOT / "tests" / "kill_in_save.py", 4, *words], ranks=2).code < 0
     assert (run_folder / ".step_00000004.pt.tmp").exists()
 
@@ -107,11 +107,11 @@ def test_killed_while_a_checkpoint_is_written(data, run_script, uninterrupted, t
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_exit_code_and_no_lost_step_in_one_process(data, tmp_path, run_script, number, code):
+def test_exit_code_and_no_lost_step_in_one_process(prs_med_data, tmp_path, run_script, number, code):
     """SIGTERM: 143; SIGINT: 130; the checkpoint is of the very step reached."""
     run_folder = tmp_path / str(code)
     flags = ["--save_every", "1", "--num_epochs", "200", "--log_every", "1"]
-    stopped = run_script([*command(data, run_folder), *flags], interrupt=at_step(run_folder, 2, "all", number))
+    stopped = run_script([*command(prs_med_data, run_folder), *flags], interrupt=at_step(run_folder, 2, "all", number))
     assert stopped.code == code
     last = torch.load(run_folder / "last.pt", weights_only=True)
     assert last["step"] == read_metrics(run_folder)[-1]["step"]
@@ -136,7 +136,7 @@ def test_checkpoints_of_a_run(uninterrupted):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("number", "kills"), [(signal.SIGKILL, 20), (signal.SIGTERM, 6)], ids=["kill-9", "SIGTERM"])
-def test_twenty_kills(data, uninterrupted, tmp_path, number, kills):
+def test_twenty_kills(prs_med_data, uninterrupted, tmp_path, number, kills):
     """Kills at random moments of 2-process runs: of one worker, of all, of the launcher; each resumed to the end."""
     chance = random.Random(int(number))
     for kill in range(kills):
@@ -146,9 +146,9 @@ def test_twenty_kills(data, uninterrupted, tmp_path, number, kills):
         step = chance.randrange(0, STEPS)
         delay = chance.uniform(0, 0.6)
 
-        interrupt(command(data, run_folder), run_folder, who, step, delay + (5 if step == 0 else 0), number)
+        interrupt(command(prs_med_data, run_folder), run_folder, who, step, delay + (5 if step == 0 else 0), number)
         reached = sorted(run_folder.glob("step_*.pt"))
-        train(data, run_folder, 2, *FLAGS)
+        train(prs_med_data, run_folder, 2, *FLAGS)
 
         same = losses(run_folder) == losses(uninterrupted)
         newest = reached[-1].name if reached else "no checkpoint"

@@ -12,9 +12,9 @@ from tasks.cascade.report import SLICES, Row, draw_rows
 
 
 @pytest.fixture(scope="module")
-def patient(torsos):
+def patient(cascade_data):
     """(HU in RAS+ order, its affine, spacing) of one patient."""
-    hu, affine = read_ct(torsos / "patient_0001" / "patient_0001.nii.gz")
+    hu, affine = read_ct(cascade_data / "patient_0001" / "patient_0001.nii.gz")
     return hu, affine, np.sqrt((affine[:3, :3] ** 2).sum(0))
 
 
@@ -82,16 +82,16 @@ def test_patient_lies_as_a_radiograph_shows_him():
 
 
 @pytest.mark.parametrize("turn", ["LPS", "SAR", "IPL", "ASR"])
-def test_file_orientation_makes_no_difference(torsos, tmp_path, turn):
+def test_file_orientation_makes_no_difference(cascade_data, tmp_path, turn):
     """The same patient in another order and direction of axes: the same volume, the same pictures."""
-    image = nibabel.load(torsos / "patient_0002" / "patient_0002.nii.gz")
+    image = nibabel.load(cascade_data / "patient_0002" / "patient_0002.nii.gz")
     start = nibabel.orientations.io_orientation(image.affine)
     wanted = nibabel.orientations.axcodes2ornt(tuple(turn))
     turned = image.as_reoriented(nibabel.orientations.ornt_transform(start, wanted))
     nibabel.save(turned, tmp_path / "turned.nii.gz")
     assert nibabel.aff2axcodes(turned.affine) == tuple(turn)
     hu, affine = read_ct(tmp_path / "turned.nii.gz")
-    expected, affine_before = read_ct(torsos / "patient_0002" / "patient_0002.nii.gz")
+    expected, affine_before = read_ct(cascade_data / "patient_0002" / "patient_0002.nii.gz")
     assert np.array_equal(hu, expected)
     assert np.allclose(affine, affine_before)
 

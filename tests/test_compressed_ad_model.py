@@ -329,12 +329,12 @@ def test_returns_of_the_random_and_the_best_policy():
 
 
 @pytest.fixture(scope="module")
-def histories(rooms) -> Histories:
-    return Histories(next(rooms.glob("datasets/*.hdf5")))
+def histories(darkroom_data) -> Histories:
+    return Histories(next(darkroom_data.glob("datasets/*.hdf5")))
 
 
-def test_mapped_and_cached_are_the_same(rooms, histories):
-    mapped = Histories(next(rooms.glob("datasets/*.hdf5")), in_memory=False)
+def test_mapped_and_cached_are_the_same(darkroom_data, histories):
+    mapped = Histories(next(darkroom_data.glob("datasets/*.hdf5")), in_memory=False)
     assert mapped.steps == 200
     assert mapped.streams == 3
     assert mapped.digest == histories.digest
@@ -348,7 +348,7 @@ def test_mapped_and_cached_are_the_same(rooms, histories):
     assert np.array_equal(curve, mapped.learning_curve([5, 6]))
 
 
-def test_segments_are_pieces_of_the_histories(rooms, histories):
+def test_segments_are_pieces_of_the_histories(darkroom_data, histories):
     """Against the file itself: blocks and context are consecutive, end anywhere, and the rest is zero."""
     data = SegmentDataset(histories, [3, 70, 11], 20, 3, 0)
     data.epoch = 5
@@ -356,7 +356,7 @@ def test_segments_are_pieces_of_the_histories(rooms, histories):
     history, depth, end = data.draw(np.arange(len(data)))
     assert batch["depth"].tolist() == sorted(depth.tolist(), reverse=True)
     assert batch["compressed"] == [int((depth > k).sum()) for k in range(3)]
-    with h5py.File(next(rooms.glob("datasets/*.hdf5"))) as file:
+    with h5py.File(next(darkroom_data.glob("datasets/*.hdf5"))) as file:
         for k, sample in enumerate(batch["sample"].tolist()):
             goal, stream = divmod(history[sample], 3)
             group = file[("3", "70", "11")[goal]]

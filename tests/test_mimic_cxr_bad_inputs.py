@@ -27,15 +27,15 @@ MADE = ("args.yaml", "metrics.jsonl", "last.pt", "best.pt", "manifest.sha256", "
 
 
 @pytest.fixture(scope="module")
-def chest_root(chest) -> Path:
-    return Path(chest[chest.index("--mimic_cxr_path") + 1]).parent
+def chest_root(mimic_cxr_flags) -> Path:
+    return Path(mimic_cxr_flags[mimic_cxr_flags.index("--mimic_cxr_path") + 1]).parent
 
 
 @pytest.fixture(scope="module")
-def run(chest, zygote, tmp_path_factory) -> Path:
+def run(mimic_cxr_flags, zygote, tmp_path_factory) -> Path:
     """A finished run whose files no bad input may touch."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    done = zygote(MIMIC, *chest, *SMALL, "--output_dir", out)
+    done = zygote(MIMIC, *mimic_cxr_flags, *SMALL, "--output_dir", out)
     assert done.code == 0, done.stderr
     return out
 
@@ -620,7 +620,7 @@ def check(done, message: str, tmp: Path) -> None:
     assert done.seconds < 20
 
 
-def prepare(name: str, chest: list[str], root: Path, tmp: Path, run: Path) -> tuple[list[str], str]:
+def prepare(name: str, mimic_cxr_flags: list[str], root: Path, tmp: Path, run: Path) -> tuple[list[str], str]:
     """Break what the case breaks; (flags, message)."""
     if name in DATA:
         change, flags, message = DATA[name]
@@ -628,12 +628,12 @@ def prepare(name: str, chest: list[str], root: Path, tmp: Path, run: Path) -> tu
         for source in (path for path in root.iterdir() if path.name != "index"):
             shutil.copytree(source, copy / source.name, copy_function=os.link)
         change(copy)
-        words = [word.replace(str(root), str(copy)) for word in chest]
+        words = [word.replace(str(root), str(copy)) for word in mimic_cxr_flags]
         return [*words, *SMALL, "--output_dir", str(tmp / "new"), *flags], message
     change, flags, message = SETTINGS[name]
     change(tmp, run, root)
     places = {"tmp": tmp, "run": run, "root": root, "cxr": root / "mimic-cxr-jpg"}
-    return [*chest, *SMALL, *(word.format(**places) for word in flags)], message
+    return [*mimic_cxr_flags, *SMALL, *(word.format(**places) for word in flags)], message
 
 
 def test_there_are_enough():
@@ -641,8 +641,8 @@ def test_there_are_enough():
 
 
 @pytest.mark.parametrize("name", [*DATA, *SETTINGS])
-def test_bad_input(name, chest, chest_root, run, before, tmp_path, zygote):
-    words, message = prepare(name, chest, chest_root, tmp_path, run)
+def test_bad_input(name, mimic_cxr_flags, chest_root, run, before, tmp_path, zygote):
+    words, message = prepare(name, mimic_cxr_flags, chest_root, tmp_path, run)
     done = zygote(MIMIC, *words)
     check(done, message, tmp_path)
     if any(str(run) in word for word in words):
@@ -653,20 +653,20 @@ TOGETHER = ("label 7", "JSON truncated", "JPG truncated", "encoder weights cut",
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_all_ranks_end_together(name, chest, chest_root, run, before, tmp_path, zygote):
-    words, message = prepare(name, chest, chest_root, tmp_path, run)
+def test_all_ranks_end_together(name, mimic_cxr_flags, chest_root, run, before, tmp_path, zygote):
+    words, message = prepare(name, mimic_cxr_flags, chest_root, tmp_path, run)
     done = zygote(MIMIC, *words, ranks=2)
     check(done, message, tmp_path)
     assert tree(run) == before
 
 
-def test_an_index_that_can_be_mended_is(chest, chest_root, run, tmp_path, zygote):
+def test_an_index_that_can_be_mended_is(mimic_cxr_flags, chest_root, run, tmp_path, zygote):
     """A half-written index.json is made anew; where no pictures can be kept, it goes on without."""
     index(lambda folder: (folder / "index.json").write_text("{}"))(tmp_path, run, chest_root)
     next((tmp_path / "index").iterdir()).joinpath("pictures_64.u8").mkdir()
     shutil.copytree(run, tmp_path / "run")
     words = ["--output_dir", tmp_path / "run", "--eval_only", "--index_dir", tmp_path / "index"]
-    done = zygote(MIMIC, *chest, *SMALL, *words)
+    done = zygote(MIMIC, *mimic_cxr_flags, *SMALL, *words)
     assert done.code == 0, done.stderr
     assert "building the index" in done.stdout
 
@@ -693,11 +693,13 @@ def disk(tmp_path):
     [("1m", ["nr_inodes=1"], "No space left on device", 1), ("1m", ["ro"], "Read-only file system", 2)],
     ids=["full", "read-only"],
 )
-def test_an_evaluation_that_cannot_be_written_is_printed(chest, run, disk, zygote, size, options, reason, ranks):
+def test_an_evaluation_that_cannot_be_written_is_printed(
+    mimic_cxr_flags, run, disk, zygote, size, options, reason, ranks
+):
     """A warning for each file and exit code 0: the metrics are what was asked for."""
     out = disk(size, *options)
     words = ["--output_dir", out, "--eval_only", "--resume_from", run / "best.pt", "--save_predictions"]
-    done = zygote(MIMIC, *chest, *SMALL, *words, ranks=ranks)
+    done = zygote(MIMIC, *mimic_cxr_flags, *SMALL, *words, ranks=ranks)
     assert done.code == 0, done.stderr
     for name in ("figures/test_answers.png", "figures/test_curves.png", "eval_test.json", "predictions_test.parquet"):
         assert f"warning: {out}/{name}: not written ({reason})\n" in done.stderr
@@ -716,12 +718,12 @@ UNREADABLE = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("split", "how", "ranks"), [*UNREADABLE, ("test", "deleted", 2)])
-def test_images_that_become_unreadable(chest, chest_root, run, tmp_path, zygote, split, how, ranks):
+def test_images_that_become_unreadable(mimic_cxr_flags, chest_root, run, tmp_path, zygote, split, how, ranks):
     """After the index was built, in training, validation and --eval_only: one line on all ranks, exit code 2."""
     copy = tmp_path / "data"
     for source in (path for path in chest_root.iterdir() if path.name != "index"):
         shutil.copytree(source, copy / source.name, copy_function=os.link)
-    words = [word.replace(str(chest_root), str(copy)) for word in chest]
+    words = [word.replace(str(chest_root), str(copy)) for word in mimic_cxr_flags]
     mci.open_index(copy / "index", copy / "mimic-cxr-jpg", copy / QA)
     with gzip.open(copy / "mimic-cxr-jpg" / "mimic-cxr-2.0.0-split.csv.gz", "rt") as file:
         names = sorted(row["dicom_id"] for row in csv.DictReader(file) if row["split"] == split)
@@ -740,7 +742,7 @@ def test_images_that_become_unreadable(chest, chest_root, run, tmp_path, zygote,
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_an_index_that_is_lost_while_training(chest, tmp_path, zygote):
+def test_an_index_that_is_lost_while_training(mimic_cxr_flags, tmp_path, zygote):
     """Before rank 1 of 2 reads its first question: one line on both."""
     lose = [
         "import os, runpy, sys",
@@ -756,7 +758,7 @@ def test_an_index_that_is_lost_while_training(chest, tmp_path, zygote):
         "runpy.run_path(sys.argv[0], run_name='__main__')",
     ]
     (tmp_path / "lose.py").write_text("\n".join(lose))
-    words = [*chest, *SMALL, "--index_dir", tmp_path / "index", "--output_dir", tmp_path / "new"]
+    words = [*mimic_cxr_flags, *SMALL, "--index_dir", tmp_path / "index", "--output_dir", tmp_path / "new"]
     done = zygote(tmp_path / "lose.py", MIMIC, *words, ranks=2, PYTHONPATH=str(ROOT))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert (done.code, len(errors)) == (2, 1), done.stderr
@@ -764,11 +766,13 @@ def test_an_index_that_is_lost_while_training(chest, tmp_path, zygote):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_the_weights_a_config_names_do_not_hinder_a_resume(chest, run, tmp_path, zygote):
+def test_the_weights_a_config_names_do_not_hinder_a_resume(mimic_cxr_flags, run, tmp_path, zygote):
     """--config of a fine-tuning also evaluates, and goes on with, the run that it began."""
     (tmp_path / "c.yaml").write_text("pretrained_weights: no_longer_there.safetensors")
     shutil.copytree(run, tmp_path / "run")
     for more in ("--eval_only", "--resume_from=auto"):
-        done = zygote(MIMIC, *chest, *SMALL, "--output_dir", tmp_path / "run", "--config", tmp_path / "c.yaml", more)
+        done = zygote(
+            MIMIC, *mimic_cxr_flags, *SMALL, "--output_dir", tmp_path / "run", "--config", tmp_path / "c.yaml", more
+        )
         assert done.code == 0, done.stderr
         assert "(step 1)" in done.stdout

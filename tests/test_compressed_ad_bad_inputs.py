@@ -201,63 +201,74 @@ HISTORIES = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), HISTORIES, ids=[spoil.__name__ for spoil, _ in HISTORIES])
-def test_bad_histories(in_context, rooms, zygote, tmp_path, spoil, message):
+def test_bad_histories(compressed_ad_flags, darkroom_data, zygote, tmp_path, spoil, message):
     path = tmp_path / "history.hdf5"
-    shutil.copy(next(rooms.glob("datasets/*.hdf5")), path)
+    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), path)
     with h5py.File(path, "r+") as file:
         spoil(file)
     ranks = 2 if spoil in (beyond_the_grid, without_a_group) else 1
-    fails(zygote, in_context(tmp_path / "run", "--data", path), tmp_path, f"history.hdf5: {message}", ranks)
+    fails(zygote, compressed_ad_flags(tmp_path / "run", "--data", path), tmp_path, f"history.hdf5: {message}", ranks)
 
 
-def test_bad_files(in_context, rooms, zygote, tmp_path):
+def test_bad_files(compressed_ad_flags, darkroom_data, zygote, tmp_path):
     out, path = tmp_path / "run", tmp_path / "history.hdf5"
-    whole = next(rooms.glob("datasets/*.hdf5")).read_bytes()
+    whole = next(darkroom_data.glob("datasets/*.hdf5")).read_bytes()
     (tmp_path / "empty").mkdir()
     path.write_bytes(whole[: len(whole) // 2])
     fails(
         zygote,
-        in_context(out, "--data", path),
+        compressed_ad_flags(out, "--data", path),
         tmp_path,
         r"history.hdf5: truncated HDF5 file of \d+ bytes; get or make",
     )
     path.write_text("states,actions\n")
     fails(
-        zygote, in_context(out, "--data", path), tmp_path, r"history.hdf5: not a readable HDF5 file of 15 bytes; get or"
+        zygote,
+        compressed_ad_flags(out, "--data", path),
+        tmp_path,
+        r"history.hdf5: not a readable HDF5 file of 15 bytes; get or",
     )
     fails(
         zygote,
-        in_context(out, "--data", tmp_path / "none.hdf5"),
+        compressed_ad_flags(out, "--data", tmp_path / "none.hdf5"),
         tmp_path,
         r"none.hdf5: no such file; beside it lies h",
     )
     other = tmp_path / "empty" / "x.hdf5"
     fails(
-        zygote, in_context(out, "--data", other), tmp_path, r"x.hdf5: no such file; make histories with `python sample"
+        zygote,
+        compressed_ad_flags(out, "--data", other),
+        tmp_path,
+        r"x.hdf5: no such file; make histories with `python sample",
     )
     fails(
         zygote,
-        in_context(out, "--data", tmp_path / "empty"),
+        compressed_ad_flags(out, "--data", tmp_path / "empty"),
         tmp_path,
         r"empty: holds no .hdf5 or .h5 file, also not in",
     )
     shutil.copy(path, tmp_path / "second.hdf5")
-    fails(zygote, in_context(out, "--data", tmp_path), tmp_path, r"holds 2 HDF5 files, .*name the file with --data")
-    with h5py.File(next(rooms.glob("datasets/*.hdf5"))) as file, h5py.File(path, "w") as packed:
+    fails(
+        zygote,
+        compressed_ad_flags(out, "--data", tmp_path),
+        tmp_path,
+        r"holds 2 HDF5 files, .*name the file with --data",
+    )
+    with h5py.File(next(darkroom_data.glob("datasets/*.hdf5"))) as file, h5py.File(path, "w") as packed:
         for goal in file:
             for name, values in file[goal].items():
                 packed.create_dataset(f"{goal}/{name}", data=values, compression="gzip")
     message = r"group '0': \w+ is compressed or chunked and cannot be mapped; leave out --no-cache_in_memory"
-    fails(zygote, in_context(out, "--data", path, "--no-cache_in_memory"), tmp_path, message)
-    done = zygote(TRAIN, *in_context(out, "--data", path, "--max_steps", "1"))
+    fails(zygote, compressed_ad_flags(out, "--data", path, "--no-cache_in_memory"), tmp_path, message)
+    done = zygote(TRAIN, *compressed_ad_flags(out, "--data", path, "--max_steps", "1"))
     assert done.code == 0, done.stderr[-2000:]
 
 
-def test_histories_as_others_write_them(in_context, rooms, zygote, tmp_path):
+def test_histories_as_others_write_them(compressed_ad_flags, darkroom_data, zygote, tmp_path):
     """int64, float rewards, more streams and steps in some goals, the next episode's start as an episode's last state:
     the same run."""
     path = tmp_path / "history.hdf5"
-    shutil.copy(next(rooms.glob("datasets/*.hdf5")), path)
+    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), path)
     with h5py.File(path, "r+") as file:
         for goal in file:
             for name in list(file[goal]):
@@ -272,8 +283,8 @@ def test_histories_as_others_write_them(in_context, rooms, zygote, tmp_path):
                 del file[goal][name]
                 file[goal][name] = values
     losses = []
-    for k, data in enumerate((rooms, path)):
-        done = zygote(TRAIN, *in_context(tmp_path / f"{k}", "--data", data, "--max_steps", "3"))
+    for k, data in enumerate((darkroom_data, path)):
+        done = zygote(TRAIN, *compressed_ad_flags(tmp_path / f"{k}", "--data", data, "--max_steps", "3"))
         assert done.code == 0, done.stderr[-2000:]
         lines = (tmp_path / f"{k}" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["train/loss"] for line in lines[:3]])
@@ -307,8 +318,8 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
-def test_bad_flags(in_context, zygote, tmp_path, flags, message):
-    fails(zygote, in_context(tmp_path / "run", *flags), tmp_path, message)
+def test_bad_flags(compressed_ad_flags, zygote, tmp_path, flags, message):
+    fails(zygote, compressed_ad_flags(tmp_path / "run", *flags), tmp_path, message)
 
 
 CONFIGS = [
@@ -329,11 +340,11 @@ def test_bad_configs(zygote, tmp_path, config, message):
     fails(zygote, ["--config", str(tmp_path / "c.yaml")], tmp_path, message)
 
 
-def test_checkpoint_of_another_run(in_context, rooms, zygote, tmp_path):
+def test_checkpoint_of_another_run(compressed_ad_flags, darkroom_data, zygote, tmp_path):
     run = tmp_path / "one"
-    done = zygote(TRAIN, *in_context(run, "--max_steps", "2"))
+    done = zygote(TRAIN, *compressed_ad_flags(run, "--max_steps", "2"))
     assert done.code == 0, done.stderr[-2000:]
-    again = in_context(tmp_path / "run", "--resume_from", run / "last.pt")
+    again = compressed_ad_flags(tmp_path / "run", "--resume_from", run / "last.pt")
     for flags, message in (
         (["--train_batch_size", "3"], r"a run with effective batch size 12, now 3; keep the product of"),
         (["--seed", "5"], r"a run with seed 0, now 5; give the same again"),
@@ -344,7 +355,7 @@ def test_checkpoint_of_another_run(in_context, rooms, zygote, tmp_path):
     ):
         fails(zygote, [*again, *flags], tmp_path, message)
     other = tmp_path / "other.hdf5"
-    shutil.copy(next(rooms.glob("datasets/*.hdf5")), other)
+    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), other)
     with h5py.File(other, "r+") as file:
         for name in ("states", "next_states", "actions", "rewards", "dones"):
             write(file, 7, name, file["7"][name][()][:, [0, 2, 1]])
@@ -355,56 +366,61 @@ def test_checkpoint_of_another_run(in_context, rooms, zygote, tmp_path):
     fails(
         zygote, [*again, "--resume_from", tmp_path / "foreign.pt"], tmp_path, r"checkpoint of cascade/1, not of compr"
     )
-    fails(zygote, in_context(run), tmp_path, r"holds a run already; go on with --resume_from auto")
+    fails(zygote, compressed_ad_flags(run), tmp_path, r"holds a run already; go on with --resume_from auto")
     found = r"eval_test.json: of --model compressed_ad; give --ad_run a run of --model ad"
-    fails(zygote, in_context(tmp_path / "run", "--ad_run", run), tmp_path, found)
+    fails(zygote, compressed_ad_flags(tmp_path / "run", "--ad_run", run), tmp_path, found)
     text = json.loads((run / "eval_test.json").read_text())
     (run / "eval_test.json").write_text(json.dumps(text | {"model": "ad", "goals": [[0, 0]]}))
-    fails(zygote, in_context(tmp_path / "run", "--ad_run", run), tmp_path, r"of other goals; give a run with the same")
+    fails(
+        zygote,
+        compressed_ad_flags(tmp_path / "run", "--ad_run", run),
+        tmp_path,
+        r"of other goals; give a run with the same",
+    )
     text |= {"model": "ad", "return_by_episode": {"mean": [0.0]}}
     (run / "eval_test.json").write_text(json.dumps(text))
     fails(
         zygote,
-        in_context(tmp_path / "run", "--ad_run", run),
+        compressed_ad_flags(tmp_path / "run", "--ad_run", run),
         tmp_path,
         r"of 1 episodes, this run has --eval_episodes 3",
     )
     (run / "eval_test.json").write_text("[1]")
     fails(
         zygote,
-        in_context(tmp_path / "run", "--ad_run", run),
+        compressed_ad_flags(tmp_path / "run", "--ad_run", run),
         tmp_path,
         r"not an evaluation of train.py; --ad_run wants",
     )
 
 
-def test_one_short_goal(in_context, rooms, zygote, tmp_path):
+def test_one_short_goal(compressed_ad_flags, darkroom_data, zygote, tmp_path):
     """What it cuts from the others is said; and what the source reached is the same from the file and from memory."""
     path = tmp_path / "history.hdf5"
-    shutil.copy(next(rooms.glob("datasets/*.hdf5")), path)
+    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), path)
     with h5py.File(path, "r+") as file:
         for name in ("states", "next_states", "actions", "rewards", "dones"):
             write(file, 7, name, file["7"][name][:100])
             write(file, 38, name, np.concatenate([file["38"][name][()], file["38"][name][:, :1]], 1))
     found = []
     for k, more in enumerate(([], ["--no-cache_in_memory"])):
-        done = zygote(TRAIN, *in_context(tmp_path / f"{k}", "--data", path, "--max_steps", "1", *more))
+        done = zygote(TRAIN, *compressed_ad_flags(tmp_path / f"{k}", "--data", path, "--max_steps", "1", *more))
         assert done.code == 0, done.stderr[-2000:]
         assert "100 steps of each history are used, as goal 7 has no more; others have up to 200" in done.stdout
         found.append(json.loads((tmp_path / f"{k}" / "eval_test.json").read_text()))
     assert found[0] == found[1]
 
 
-def test_accelerate_config_of_another_kind(in_context, zygote, tmp_path):
+def test_accelerate_config_of_another_kind(compressed_ad_flags, zygote, tmp_path):
     message = r"accelerate config: DEEPSPEED is not supported here; choose multi-GPU"
-    fails(zygote, in_context(tmp_path / "run"), tmp_path, message, ACCELERATE_USE_DEEPSPEED="true")
+    fails(zygote, compressed_ad_flags(tmp_path / "run"), tmp_path, message, ACCELERATE_USE_DEEPSPEED="true")
     message = r"accelerate launch --gradient_accumulation_steps 4: not read; give --gradient_accumulation_steps 4 to"
-    fails(zygote, in_context(tmp_path / "run"), tmp_path, message, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    fails(zygote, compressed_ad_flags(tmp_path / "run"), tmp_path, message, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
 
 
-def test_sample_data_overwrites_nothing(rooms, zygote):
-    before = tree(rooms)
-    done = zygote(str(ROOT / "sample_data.py"), "compressed_ad", rooms)
+def test_sample_data_overwrites_nothing(darkroom_data, zygote):
+    before = tree(darkroom_data)
+    done = zygote(str(ROOT / "sample_data.py"), "compressed_ad", darkroom_data)
     assert done.code == 2
     assert re.search(r"error: .*history_darkroom_TD_alg-seed42.hdf5: is there already; choose another", done.stderr)
-    assert tree(rooms) == before
+    assert tree(darkroom_data) == before
