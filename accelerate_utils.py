@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+from functools import partial
 
 import hardware_utils
 from cli_utils import InputError
 from distributed_utils import Ranks, keep_buckets, print_main
+from loop_utils import agree_on_precision
 
 
 def make_accelerator(precision: str, accumulation: int, ranks: Ranks):
@@ -56,8 +58,14 @@ def _check_launch(accumulation: int) -> None:
         raise InputError(f"accelerate launch --gradient_accumulation_steps {launched}: not read; {advice}")
 
 
+def agree_on_launched_precision(wanted: str, source: str, ranks: Ranks) -> tuple[str, str]:
+    """All ranks: (precision, reason) of --mixed_precision and its source, the same everywhere. Raises InputError."""
+    choose = partial(choose_launched_precision, wanted, source, ranks)
+    return agree_on_precision(choose)
+
+
 def choose_launched_precision(wanted: str, source: str, ranks: Ranks) -> tuple[str, str]:
-    """(precision, why), of --mixed_precision and its source.
+    """(precision, reason) of this rank, of --mixed_precision and its source.
 
     The command line wins over `accelerate launch --mixed_precision`, that over the config, that over auto. fp16 for a
     machine without a GPU, unless asked for by flag, becomes fp32.
@@ -68,21 +76,22 @@ def choose_launched_precision(wanted: str, source: str, ranks: Ranks) -> tuple[s
         source = "accelerate launch"
     if wanted == "fp16" and ranks.device.type == "cpu" and source != "command line":
         return "no", f"fp32: the fp16 of {source} needs a GPU"
-    precision, why = hardware_utils.choose_precision(wanted, ranks.device)
-    return precision, source if why == "as asked" else why
+    precision, reason = hardware_utils.choose_precision(wanted, ranks.device)
+    return precision, source if reason == "as asked" else reason
 
 
-def keep_precision(precision: str, why: str, begun_in: str, source: str, ranks: Ranks) -> tuple[str, str]:
-    """(precision, why) of a resumed run: that it was begun in, unless another one is asked for.
+def keep_precision(precision: str, reason: str, checkpoint: dict | None, source: str, ranks: Ranks) -> tuple[str, str]:
+    """(precision, reason) of a run: that it was begun in, unless another one is asked for.
 
-    source: where --mixed_precision comes from.
+    checkpoint: of the run to be resumed, if any. source: where --mixed_precision comes from.
     """
+    begun_in = checkpoint["settings"]["mixed_precision"] if checkpoint else precision
     if begun_in == precision:
-        return precision, why
-    if source == "default" and not why.endswith("accelerate launch"):
+        return precision, reason
+    if source == "default" and not reason.endswith("accelerate launch"):
         # unless this device cannot do it
         with contextlib.suppress(InputError):
             precision, _ = hardware_utils.choose_precision(begun_in, ranks.device)
             return precision, "as the run was begun"
     print_main(f"warning: begun in {begun_in}, going on in {precision}: the numbers will not be quite the same")
-    return precision, why
+    return precision, reason

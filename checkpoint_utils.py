@@ -333,6 +333,14 @@ def find_newest(run_folder: Path) -> Path | None:
     return None
 
 
+def checkpoint_to_use(resume_from: str | None, run_folder: Path) -> Path:
+    """The checkpoint that an evaluation is of: the one that is named, or best.pt of the named or of this run folder."""
+    path = run_folder if resume_from in (None, "auto") else Path(resume_from)
+    if path.is_dir() or path == run_folder:
+        return path / "best.pt"
+    return path
+
+
 def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resume: bool = False) -> Checkpoint | None:
     """All ranks: the checkpoint that `--resume_from` means, on the CPU; None without flag or anything to resume.
 

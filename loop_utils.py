@@ -34,6 +34,7 @@ from distributed_utils import (
     gather_objects,
     leave_alone,
     print_main,
+    reduce_max,
     reduce_sum,
     world,
 )
@@ -339,6 +340,12 @@ def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> 
     print_banner(title, first | rows | last | rows | training.log.speed_facts())
 
 
+def stopped_in_evaluation(training: TrainingRun) -> int:
+    """All ranks: the exit code of a signal during an evaluation; what the resumed run needs is saved already."""
+    say_saved(training.progress.step)
+    return int(reduce_max([training.stop.code])[0])
+
+
 def finish_run(training: TrainingRun, begun: float, more: dict) -> None:
     """All ranks: summary.json and the curves. begun: time.time() at the start. more: further values of the summary."""
     progress = training.progress
@@ -358,14 +365,14 @@ def say_where(run_folder: Path) -> None:
 
 
 def agree_on_precision(choose: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """All ranks: (precision, why) as `choose` says, which must be the same everywhere. Raises InputError."""
+    """All ranks: (precision, reason) as `choose` says, which must be the same everywhere. Raises InputError."""
     precision = ""
-    why = ""
+    reason = ""
     with agree_on_errors():
-        precision, why = choose()
+        precision, reason = choose()
     if len(set(gather_objects(precision))) > 1:
         raise InputError("--mixed_precision auto: the GPUs differ; choose fp16 or no")
-    return precision, why
+    return precision, reason
 
 
 @contextlib.contextmanager

@@ -21,17 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments
+from cli_utils import Parser, add_common_arguments, number, parse_arguments
 from cli_utils import run_main, seed_number, value_sources, whole
-from tasks.compressed_ad.settings import FIXED, GUIDE_NAMES, KEPT, MODELS, adopt_settings, fill_in, find_conflict
+from tasks.compressed_ad.settings import FIXED, GUIDE_NAMES, KEPT, MODELS
+from tasks.compressed_ad.settings import adopt_settings, check_warmup, fill_in, find_conflict
 
 FORMAT = "compressed_ad/1"
 LOSSES = ["loss", "accuracy", "grad_norm", "skipped"]
 
-# Agents per goal in the evaluations during training.
+# agents per goal in the evaluations during training
 VAL_SEEDS = 5
-
-# Histories of each unseen goal on which the action accuracy is taken.
+# histories of each unseen goal on which the action accuracy is taken
 EVAL_STREAMS = 20
 
 
@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     """The flags, with what --model stands for filled in; args.source tells where each value comes from."""
     parser = Parser(__doc__)
     yes_no = argparse.BooleanOptionalAction
-
+    positive = whole(1)
     add = parser.add_argument_group("data").add_argument
     histories = "datasets/history_darkroom_PPO_alg-seed42.hdf5"
     add("--data", default=histories, metavar="FILE", help="HDF5 file of histories, or a folder with one in datasets/")
@@ -54,17 +54,17 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add("--model", choices=tuple(MODELS), default="compressed_ad", help="ad: no compression; sets what is left out")
     by_model("tf_n_embd", whole(8), "width of the transformer; lower it on OOM")
-    by_model("tf_n_layer", whole(1), "layers of the decoder")
-    by_model("tf_n_head", whole(1), "attention heads, must divide --tf_n_embd")
+    by_model("tf_n_layer", positive, "layers of the decoder")
+    by_model("tf_n_head", positive, "attention heads, must divide --tf_n_embd")
     by_model("tf_dim_feedforward", whole(8), "width inside the layers")
-    add("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
+    add("--encoder_n_layer", type=positive, default=3, help="layers of the encoder that compresses")
     by_model("n_latent", whole(0), "latent tokens of compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
     add("--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit")
 
     add = parser.add_argument_group("optimisation").add_argument
-    by_model("train_batch_size", whole(1), "segments per step and GPU; halve it on OOM", "--batch_size")
-    by_model("train_timesteps", whole(1), "optimizer steps, and end of the cosine")
+    by_model("train_batch_size", positive, "segments per step and GPU; halve it on OOM", "--batch_size")
+    by_model("train_timesteps", positive, "optimizer steps, and end of the cosine")
     by_model("lr", number(0, above=True), "learning rate at its height")
     scalings = ("none", "sqrt", "linear")
     add("--lr_scaling", choices=scalings, default="none", help="how --lr grows with the batch, from 128 (ad: 512) on")
@@ -76,8 +76,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--eval_interval", type=whole(0), default=1000, help="optimizer steps between evaluations; 0: at the end alone")
     add("--eval_episodes", type=whole(2), default=500, help="episodes of each agent in the test")
     add("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
-    add("--eval_seeds", type=whole(1), default=20, help="agents on each unseen goal in the test")
-    add("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
+    add("--eval_seeds", type=positive, default=20, help="agents on each unseen goal in the test")
+    add("--test_batch_size", type=positive, default=256, help="agents or segments evaluated at once; lower it on OOM")
     add("--ad_run", metavar="DIR", help="run folder of a finished --model ad on the same goals, shown in the test")
 
     add_common_arguments(parser, GUIDE_NAMES)
@@ -85,8 +85,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
     fill_in(vars(args), args.source)
-    conflict = find_conflict(vars(args), args.source)
-    if conflict:
+    if conflict := find_conflict(vars(args), args.source):
         parser.error(conflict)
     return args
 
@@ -100,26 +99,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
-from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
-from checkpoint_utils import prepare_checkpoint, trained_state
-from distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, launch_workers
-from distributed_utils import print_main, reduce_max, reduce_sum, scale_learning_rate, schedule
-from distributed_utils import setup_distributed, to_device, world
+# several processes, and the device and precision of each
+from accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
+from distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, choose_workers, launch_workers
+from distributed_utils import print_main, reduce_sum, scale_learning_rate, schedule, setup_distributed, to_device, world
 from hardware_utils import autocast, set_numerics
+
+# the run: its steps, its checkpoints and its log
+from checkpoint_utils import checkpoint_to_use, export_weights, load_checkpoint
+from checkpoint_utils import load_trained, lock_run_folder, prepare_checkpoint, trained_state
 from logging_utils import RunLog
-from loop_utils import LossScaler, Progress, Step, TrainingRun, agree_on_precision, clip_and_step, end_step
-from loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start, restore_training
-from loop_utils import resume, say_if_finished, say_saved, say_where, sync_gradients
-from memory_utils import BatchSize, fits_by_itself
-from tasks.compressed_ad.acting import act_in_context
+from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_step
+from loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start
+from loop_utils import restore_training, resume, say_if_finished, say_saved, say_where
+from loop_utils import stopped_in_evaluation, sync_gradients
+from memory_utils import BatchSize
+
+# the task
+from tasks.compressed_ad.acting import ActedEpisodes, act_in_context
 from tasks.compressed_ad.data import DarkroomData, evaluation_batches, make_loader, read_darkroom
-from tasks.compressed_ad.memory import SMALLER_MODEL, fit_segments_to_memory, flags_of_smaller_batch, largest_batch
-from tasks.compressed_ad.memory import out_of_memory_advice
+from tasks.compressed_ad.memory import RehearsedParts, fit_segments_to_memory, out_of_memory_advice
+from tasks.compressed_ad.memory import rehearse_segments
 from tasks.compressed_ad.model import InContextNet
-from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_evaluation, describe_run, draw_inputs
-from tasks.compressed_ad.report import draw_test, print_processes, read_baseline, report_test, return_metrics
-from tasks.compressed_ad.report import save_figures, warn_of_histories
+from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_evaluation
+from tasks.compressed_ad.report import describe_run, draw_inputs, draw_test, print_processes
+from tasks.compressed_ad.report import read_baseline, report_test, return_metrics, save_figures, warn_of_histories
 
 # --- data, model, loss ------------------------------------------------------------------------------------------------
 
@@ -146,12 +150,6 @@ def read_data(args: Namespace) -> DarkroomData:
     )
 
 
-def choose_workers(args: Namespace, device: torch.device) -> int:
-    """Loading processes; without the flag none on a CPU, whose cores the training needs."""
-    by_default = args.source["num_workers"] == "default"
-    return 0 if by_default and device.type == "cpu" else args.num_workers
-
-
 def build_model(args: Namespace, device: torch.device) -> InContextNet:
     """The model with the same random weights on every rank."""
     torch.manual_seed(args.seed)
@@ -171,14 +169,25 @@ def action_losses(model: nn.Module, batch: dict) -> tuple[Tensor, Tensor]:
     """(cross-entropy, whether the most likely action is right), both (B, n_transit) fp32, zero on padding."""
     logits = model(batch).float()
     target = batch["action"]
-    losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none", ignore_index=-100)
-    return losses, (logits.argmax(-1) == target).float()
+    losses = F.cross_entropy(
+        logits.transpose(1, 2),
+        target,
+        reduction="none",
+        ignore_index=-100,
+    )
+    right = logits.argmax(-1) == target
+    return losses, right.float()
 
 
 def make_optimizer(model: InContextNet, args: Namespace) -> torch.optim.AdamW:
     """Fused AdamW with the guide's betas."""
-    parameters = model.parameters()
-    return torch.optim.AdamW(parameters, args.lr, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=args.lr,
+        betas=(0.9, 0.99),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
 
 
 def scale_lr(effective_batch_size: int, args: Namespace) -> float:
@@ -187,17 +196,31 @@ def scale_lr(effective_batch_size: int, args: Namespace) -> float:
     return scale_learning_rate(args.lr, effective_batch_size / published, args.lr_scaling)
 
 
+def describe_lr(effective_batch_size: int, args: Namespace) -> str:
+    """The banner's row of the learning rate."""
+    lr = scale_lr(effective_batch_size, args)
+    scaling = f"--lr_scaling {args.lr_scaling}, published batch {MODELS[args.model]['train_batch_size']}"
+    return f"{args.lr:g} -> {lr:g} ({scaling}), {args.num_warmup_steps} warm-up steps, then cosine"
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 def count_actions(step: Step) -> list[float]:
     """Actions to predict in this rank's share of a step."""
-    lengths = [int(batch["length"].sum()) for batch in step.batches]
-    return [float(sum(lengths))]
+    actions = 0.0
+    for batch in step.batches:
+        actions += float(batch["length"].sum())
+    return [actions]
 
 
 def train_one_epoch(
-    model: nn.Module, loader, optimizer, scaler: LossScaler, training: TrainingRun, args: Namespace
+    model: nn.Module,
+    loader,
+    optimizer,
+    scaler: LossScaler,
+    training: TrainingRun,
+    args: Namespace,
 ) -> None:
     """Train from the run's position to the end of the epoch, to `training.last_step`, or to a stop signal.
 
@@ -223,9 +246,10 @@ def train_one_epoch(
                 with autocast(device, scaler.precision):
                     action_loss, right = action_losses(model, batch)
                 loss = action_loss.sum() * share
+                accuracy = right.sum() * share
                 # DDP averages over the ranks; these are shares of a sum, so undo the division
                 scaler.scale(loss * world_size).backward()
-            losses += torch.stack([loss.detach(), right.sum() * share])
+            losses += torch.stack([loss.detach(), accuracy])
 
         # update the weights; a non-finite gradient skips the step on all ranks together
         grad_norm = clip_and_step(optimizer, scaler, args.grad_clip, lr)
@@ -236,9 +260,15 @@ def train_one_epoch(
 
 
 @torch.no_grad()
-def action_accuracy(split: str, goals: list[int], experiment: Experiment) -> tuple[dict[str, float], np.ndarray]:
+def action_accuracy(
+    split: str,
+    goals: list[int],
+    experiment: Experiment,
+) -> tuple[dict[str, float], np.ndarray]:
     """Loss and accuracy of the next action on some goals' histories; the accuracy (depth + 1, n_transit) by place."""
-    model, data, precision, args, _ = experiment
+    model = experiment.model
+    data = experiment.data
+    args = experiment.args
     model.eval()
     device = model.positions.device
 
@@ -247,13 +277,26 @@ def action_accuracy(split: str, goals: list[int], experiment: Experiment) -> tup
     table = torch.zeros(depths, 3, args.n_transit, dtype=torch.float64)
     for batch in evaluation_batches(data, goals, EVAL_STREAMS, args.test_batch_size):
         batch = to_device(batch, device)
-        with autocast(device, precision):
+        with autocast(device, experiment.precision):
             losses, right = action_losses(model, batch)
-        there = batch["action"] >= 0
-        numbers = torch.stack([losses, right, there.float()], 1)
-        table.index_add_(0, batch["depth"].cpu(), numbers.double().cpu())
+        there = (batch["action"] >= 0).float()
+        numbers = torch.stack([losses, right, there], 1)
+        depth = batch["depth"].cpu()
+        table.index_add_(0, depth, numbers.double().cpu())
 
     return accuracy_metrics(split, reduce_sum(table))
+
+
+def act(
+    experiment: Experiment,
+    goals: list[int],
+    agents: int,
+    episodes: int,
+    stop: StopSignal | None,
+) -> ActedEpisodes | None:
+    """All ranks: so many agents on each goal, for so many episodes; None after a signal to any rank."""
+    args = experiment.args
+    return act_in_context(experiment.model, goals, agents, episodes, args.seed, args.test_batch_size, stop)
 
 
 def evaluate_briefly(experiment: Experiment, stop: StopSignal) -> dict[str, float] | None:
@@ -265,16 +308,15 @@ def evaluate_briefly(experiment: Experiment, stop: StopSignal) -> dict[str, floa
     unseen = experiment.data.unseen_goals
     watched = experiment.data.train_goals[: len(unseen)]
     agents = min(VAL_SEEDS, args.eval_seeds)
-    acted = act_in_context(
-        experiment.model, watched + unseen, agents, args.val_episodes, args.seed, args.test_batch_size, stop
-    )
+    acted = act(experiment, watched + unseen, agents, args.val_episodes, stop)
     if acted is None:
         return None
     metrics, _ = action_accuracy("val", watched, experiment)
     unseen_metrics, _ = action_accuracy("unseen", unseen, experiment)
     metrics |= unseen_metrics
-    metrics |= return_metrics("val", acted.returns[: len(watched)], watched)
-    metrics |= return_metrics("unseen", acted.returns[len(watched) :], unseen)
+    watched_returns, unseen_returns = np.split(acted.returns, [len(watched)])
+    metrics |= return_metrics("val", watched_returns, watched)
+    metrics |= return_metrics("unseen", unseen_returns, unseen)
     return metrics
 
 
@@ -285,47 +327,26 @@ def final_test(experiment: Experiment, step: int, stop: StopSignal | None = None
     """
     data = experiment.data
     args = experiment.args
-    goals = data.unseen_goals
-    acted = act_in_context(
-        experiment.model, goals, args.eval_seeds, args.eval_episodes, args.seed, args.test_batch_size, stop
-    )
+    acted = act(experiment, data.unseen_goals, args.eval_seeds, args.eval_episodes, stop)
     if acted is None:
         return None
-    metrics, accuracy = action_accuracy("test", goals, experiment)
+    metrics, accuracy = action_accuracy("test", data.unseen_goals, experiment)
     return FinalTest(args.model, step, data, metrics, acted, accuracy, experiment.baseline)
 
 
-def evaluate_only(precision: str, args: Namespace, ranks: Ranks) -> None:
-    """--eval_only: the test of a checkpoint."""
-    path = Path(args.output_dir) / "best.pt"
-    if args.resume_from not in (None, "auto"):
-        path = Path(args.resume_from)
-    if path.is_dir():
-        path = path / "best.pt"
-    checkpoint = load_checkpoint(str(path), Path(args.output_dir), FORMAT)
-    adopt_settings(vars(args), args.source, checkpoint, str(path))
-    if args.source["output_dir"] == "default":
-        # beside the checkpoint, not in another model's run
-        args.output_dir = str(path.parent)
-
-    set_numerics(ranks.device, precision, "", args.deterministic)
-    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
-    baseline = read_baseline(args.ad_run, args.split_seed, args.eval_episodes)
-    print_processes(accelerator.distributed_type.value, precision, ranks)
-    data = read_data(args)
-    model = build_model(args, ranks.device)
-    experiment = Experiment(model, data, precision, args, baseline)
+def evaluate_only(experiment: Experiment, checkpoint: dict, path: Path) -> None:
+    """--eval_only: the test of a checkpoint. path: its file."""
+    args = experiment.args
     with agree_on_errors():
-        load_trained(model, checkpoint["net"])
-
-    # of another checkpoint than the best: beside the run's own test, not in its place
-    name = "test" if path.stem == "best" else path.stem
+        load_trained(experiment.model, checkpoint["net"])
     test = final_test(experiment, checkpoint["step"])
-    if ranks.is_main:
-        run_folder = Path(args.output_dir)
+    if world()[0] == 0:
+        # beside the checkpoint, not in another model's run
+        run_folder = path.parent if args.source["output_dir"] == "default" else Path(args.output_dir)
+        # of another checkpoint than the best: beside the run's own test, not in its place
+        name = "test" if path.stem == "best" else path.stem
         report_test(test, run_folder, name)
         save_figures(test, run_folder, name)
-    accelerator.free_memory()
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -336,26 +357,7 @@ def trial_step(model: InContextNet, precision: str, batch: dict) -> None:
     device = model.positions.device
     with autocast(device, precision):
         losses, _ = action_losses(model, to_device(batch, device))
-    loss = losses.sum() / losses.numel()
-    loss.backward()
-
-
-def choose_batch_size(experiment: Experiment, checkpoint: dict | None) -> BatchSize:
-    """The batch of the flags, or what a step of the deepest segments leaves room for."""
-    model, data, precision, args, _ = experiment
-    wanted = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
-    if not fits_by_itself(args.auto_batch, model.positions.device):
-        return wanted
-    try_batch = partial(trial_step, model, precision)
-    return fit_segments_to_memory(try_batch, model, wanted, data.segments.max_depth, checkpoint)
-
-
-def describe_lr(effective_batch_size: int, args: Namespace) -> str:
-    """The banner's row of the learning rate."""
-    lr = scale_lr(effective_batch_size, args)
-    published = MODELS[args.model]["train_batch_size"]
-    scaling = f"--lr_scaling {args.lr_scaling}, published batch {published}"
-    return f"{args.lr:g} -> {lr:g} ({scaling}), {args.num_warmup_steps} warm-up steps, then cosine"
+    losses.mean().backward()
 
 
 def checkpoint_contents(
@@ -376,46 +378,58 @@ def checkpoint_contents(
 
 def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
-    begun = time.time()
     asked_by = args.source["mixed_precision"]
-    choose = partial(choose_launched_precision, args.mixed_precision, asked_by, ranks)
-    precision, reason = agree_on_precision(choose)
-    if args.eval_only:
-        evaluate_only(precision, args, ranks)
-        return 0
+    precision, reason = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
 
-    # the run folder is ours from here on
+    # what is tested, or resumed; a training has the run folder to itself from here on
     run_folder = Path(args.output_dir)
-    lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
-    checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
-    if checkpoint:
-        for change in adopt_settings(vars(args), args.source, checkpoint, args.resume_from):
+    used = args.resume_from
+    lock = None
+    if args.eval_only:
+        used = str(checkpoint_to_use(used, run_folder))
+    else:
+        lock = lock_run_folder(run_folder, bool(used) or args.overwrite, overwrite=args.overwrite)
+    checkpoint = load_checkpoint(used, run_folder, FORMAT, resume=not args.eval_only)
+    changes = adopt_settings(vars(args), args.source, checkpoint, used) if checkpoint else []
+    if not args.eval_only:
+        for change in changes:
             print_main(f"warning: {change}")
-        begun_in = checkpoint["settings"]["mixed_precision"]
-        precision, reason = keep_precision(precision, reason, begun_in, asked_by, ranks)
-    if args.num_warmup_steps >= args.train_timesteps:
-        warmup = f"--num_warmup_steps {args.num_warmup_steps} ({args.source['num_warmup_steps']})"
-        raise InputError(f"{warmup}: must be below --train_timesteps {args.train_timesteps}")
+        precision, reason = keep_precision(precision, reason, checkpoint, asked_by, ranks)
+        check_warmup(vars(args), args.source)
     reason = set_numerics(ranks.device, precision, reason, args.deterministic)
 
-    code = fit(checkpoint, precision, reason, begun, args, ranks)
+    # the test, or the training
+    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
+    baseline = read_baseline(args.ad_run, args.split_seed, args.eval_episodes)
+    print_processes(accelerator.distributed_type.value, precision, ranks)
+    data = read_data(args)
+    experiment = Experiment(build_model(args, ranks.device), data, precision, args, baseline)
+    code = 0
+    if args.eval_only:
+        evaluate_only(experiment, checkpoint, Path(used))
+    else:
+        code = fit(experiment, checkpoint, reason, accelerator.prepare_model, ranks)
+    accelerator.free_memory()
     del lock
     return code
 
 
-def fit(checkpoint: dict | None, precision: str, reason: str, begun: float, args: Namespace, ranks: Ranks) -> int:
-    """Load the histories, train, and test the best checkpoint; returns the exit code. reason: for the precision."""
+def fit(experiment: Experiment, checkpoint: dict | None, reason: str, wrap: Callable, ranks: Ranks) -> int:
+    """Train, and test the best checkpoint; returns the exit code.
+
+    reason: for the precision. wrap: of a model, for several processes.
+    """
+    begun = time.time()
+    model, data, precision, args, _ = experiment
     run_folder = Path(args.output_dir)
-    baseline = read_baseline(args.ad_run, args.split_seed, args.eval_episodes)
-    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
-    data = read_data(args)
-    model = build_model(args, ranks.device)
-    experiment = Experiment(model, data, precision, args, baseline)
-    batch = choose_batch_size(experiment, checkpoint)
-    loader = make_loader(data.segments, batch, args.seed, choose_workers(args, ranks.device))
+    batch = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
+    try_batch = partial(trial_step, model, precision)
+    batch = fit_segments_to_memory(try_batch, model, batch, data.segments.max_depth, args.auto_batch, checkpoint)
+    workers = choose_workers(args.num_workers, args.source["num_workers"], ranks.device)
+    loader = make_loader(data.segments, batch, args.seed, workers)
     effective_batch_size = loader.batch_sampler.effective_batch_size
 
-    # begin, or go on where the checkpoint stands
+    # begin, or resume where the checkpoint stands
     optimizer = make_optimizer(model, args)
     scaler = LossScaler(ranks.device, precision)
     progress = Progress()
@@ -440,6 +454,7 @@ def fit(checkpoint: dict | None, precision: str, reason: str, begun: float, args
         precision=precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, this_run, batch, args),
+        # how often a checkpoint is written, how many are kept, when a diverged run ends
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
@@ -447,22 +462,18 @@ def fit(checkpoint: dict | None, precision: str, reason: str, begun: float, args
 
     # say what will be done
     prepare_checkpoint(model)
-    print_processes(accelerator.distributed_type.value, precision, ranks)
     title = "COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION"
-    lr = describe_lr(effective_batch_size, args)
-    print_start(title, ranks, training, describe_run(data, model, batch, loader, lr, reason))
+    rows = describe_run(data, model, batch, loader, describe_lr(effective_batch_size, args), reason)
+    print_start(title, ranks, training, rows)
     warn_of_histories(data, args.data)
     if args.compile:
         model.compile_layers()
 
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with explain_out_of_memory(advice), training.stop, contextlib.closing(log):
-        wrapped = accelerator.prepare_model(model)
-        train_epoch = partial(train_one_epoch, wrapped, loader, optimizer, scaler)
+        train_epoch = partial(train_one_epoch, wrap(model), loader, optimizer, scaler)
         code = train(experiment, train_epoch, loader.batch_sampler.used, training)
-        code = code or test_best(experiment, training, begun)
-    accelerator.free_memory()
-    return code
+        return code or test_best(experiment, training, begun)
 
 
 def train(experiment: Experiment, train_epoch: Callable, epoch_samples: int, training: TrainingRun) -> int:
@@ -478,18 +489,15 @@ def train(experiment: Experiment, train_epoch: Callable, epoch_samples: int, tra
     while True:
         # also after a resume from here, as the evaluation may have been cut short
         is_end = progress.step >= training.last_step
-        if progress.step and (is_end or is_planned(progress.step, training, args)):
-            code = evaluate_and_keep(experiment, training)
-            if code:
-                return code
-        if is_end:
-            return 0
+        due = is_end or is_planned(progress.step, training, args)
+        code = evaluate_and_keep(experiment, training) if due and progress.step else 0
+        if code or is_end:
+            return code
 
         # to the next evaluation, through as many epochs as that takes
-        until = training.last_step
-        if args.eval_interval:
-            evaluations = progress.step // args.eval_interval
-            until = min(until, (evaluations + 1) * args.eval_interval)
+        interval = args.eval_interval or training.last_step
+        evaluations = progress.step // interval
+        until = min(training.last_step, (evaluations + 1) * interval)
         stretch = replace(training, last_step=until)
         while progress.step < until:
             train_epoch(stretch, args)
@@ -523,8 +531,7 @@ def evaluate_and_keep(experiment: Experiment, training: TrainingRun) -> int:
 
     # no rank decides by itself
     loss = broadcast_object(metrics["val/loss"])
-    planned = is_planned(step, training, experiment.args)
-    keep_best(training, loss, planned, lower=True)
+    keep_best(training, loss, is_planned(step, training, experiment.args), lower=True)
     return 0
 
 
@@ -554,39 +561,24 @@ def test_best(experiment: Experiment, training: TrainingRun, begun: float) -> in
 
 def epochs_begun(progress: Progress) -> int:
     """Epochs that were begun; at the end of one the position is the start of the next."""
-    return max(1, progress.epoch + (progress.samples > 0))
-
-
-def stopped_in_evaluation(training: TrainingRun) -> int:
-    """The exit code of a signal during an evaluation, agreed by all ranks; what it needs is saved."""
-    say_saved(training.progress.step)
-    return int(reduce_max([training.stop.code])[0])
+    within = int(progress.samples > 0)
+    return max(1, progress.epoch + within)
 
 
 def rehearse(args: Namespace) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step of segments of the greatest depth."""
-    import rehearsal_utils as rehearsal
+    """--rehearse: memory and FLOPs of one optimizer step of segments of the greatest depth; ends the process."""
 
-    processes = rehearsal.processes_to_plan_for(args.world_size)
-    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
-    size = args.train_batch_size
-    accumulation = args.gradient_accumulation_steps
-    depth = args.max_compression_depth if args.n_latent else 0
-    trace = rehearsal.Trace()
-    with rehearsal.imaginary_gpu(trace) as ranks:
+    def parts(ranks: Ranks) -> RehearsedParts:
         asked_by = args.source["mixed_precision"]
-        precision, _ = choose_launched_precision(args.mixed_precision, asked_by, ranks)
+        precision, _ = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
         set_numerics(ranks.device, precision, "", args.deterministic)
         with ranks.device:
             model = build_model(args, ranks.device)
-        batch = largest_batch(size, depth, args.n_transit)
-        trial = partial(trial_step, model, precision, batch)
-        step = rehearsal.rehearse_step(trace, model, make_optimizer(model, args), trial, accumulation, processes)
+        return RehearsedParts(model, make_optimizer(model, args), partial(trial_step, model, precision), precision)
 
-    flags = partial(flags_of_smaller_batch, size, accumulation)
-    title = f"{args.model}, {size} segments per GPU x {accumulation} accumulation, {precision}"
-    rehearsal.report_rehearsal(title, step, size, memory, flags, SMALLER_MODEL)
-    rehearsal.end_rehearsal()
+    depth = args.max_compression_depth if args.n_latent else 0
+    batch = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, source="")
+    rehearse_segments(parts, depth, batch, args.world_size, args.gpu_memory)
 
 
 def main(args: Namespace) -> int:

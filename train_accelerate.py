@@ -99,14 +99,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from accelerate_utils import choose_launched_precision, keep_precision, make_accelerator
+from accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
 from checkpoint_utils import at_end_of_step, export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
 from distributed_utils import Ranks, StopSignal, agree_on_errors, any_rank, create_distributed_dataloader
 from distributed_utils import launch_workers, print_main, reduce_max, reduce_sum, schedule, setup_distributed, world
 from hardware_utils import autocast, choose_precision, set_numerics
 from logging_utils import RunLog
-from loop_utils import LossScaler, TrainingRun, agree_on_precision, clip_and_step, end_epoch, end_step
+from loop_utils import LossScaler, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_saved, say_where, sync_gradients
 from tasks.cascade.alignment import GreyFit
@@ -634,9 +634,8 @@ def fit(precision: str, reason: str, args: argparse.Namespace, ranks: Ranks) -> 
     checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
     if checkpoint:
         vars(args).update(adopted_settings(vars(args), args.source, checkpoint, args.resume_from))
-        begun_in = checkpoint["settings"]["mixed_precision"]
         asked_by = args.source["mixed_precision"]
-        precision, reason = keep_precision(precision, reason, begun_in, asked_by, ranks)
+        precision, reason = keep_precision(precision, reason, checkpoint, asked_by, ranks)
     reason = set_numerics(ranks.device, precision, reason, args.deterministic)
     accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
 
@@ -712,8 +711,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
         print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
         return 0
     asked_by = args.source["mixed_precision"]
-    choose = partial(choose_launched_precision, args.mixed_precision, asked_by, ranks)
-    precision, reason = agree_on_precision(choose)
+    precision, reason = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
     if args.eval_only or args.sample:
         use_checkpoint(precision, reason, args, ranks)
         return 0

@@ -44,7 +44,7 @@ class Setting:
         data = str(folder / "data")
         run_folder = str(folder / "run")
         self.args = train.parse_args(["--data", data, "--output_dir", run_folder, *words])
-        self.args.mixed_precision, _ = train.choose_launched_precision("auto", "default", ranks)
+        self.args.mixed_precision, _ = train.agree_on_launched_precision("auto", "default", ranks)
         self.ranks = ranks
         self.device = ranks.device
         self.data = train.read_data(self.args)

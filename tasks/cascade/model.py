@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn, randn
 from torch.nn import GELU, Conv2d, Conv3d, ConvTranspose3d, LayerNorm, Linear, ModuleList, Parameter, Sequential, SiLU
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fixed_order_utils import adaptive_avg_pool2d
@@ -101,7 +101,7 @@ def attention(
 ) -> Tensor:
     """(B, N, dim) x (B, M, dim) -> (B, N, dim)."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v)
+    out = F.scaled_dot_product_attention(q, k, v)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -139,7 +139,7 @@ class Block(nn.Module):
         xray_tokens: Tensor,
         condition: Tensor,
     ) -> Tensor:
-        modulation = self.modulation(silu(condition))[:, None].chunk(9, -1)
+        modulation = self.modulation(F.silu(condition))[:, None].chunk(9, -1)
         shifts = modulation[0::3]
         scales = modulation[1::3]
         gates = modulation[2::3]
@@ -177,11 +177,11 @@ class ConvBlock(nn.Module):
         x: Tensor,
         condition: Tensor,
     ) -> Tensor:
-        modulation = self.modulation(silu(condition))[:, :, None, None, None]
+        modulation = self.modulation(F.silu(condition))[:, :, None, None, None]
         shift, scale = modulation.chunk(2, 1)
-        hidden = self.conv1(silu(self.norm1(x)))
+        hidden = self.conv1(F.silu(self.norm1(x)))
         hidden = self.norm2(hidden) * (1 + scale) + shift
-        return x + self.conv2(silu(hidden))
+        return x + self.conv2(F.silu(hidden))
 
 
 class StageNet(nn.Module):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy import ndarray
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
 from distributed_utils import agree_on_errors, create_distributed_dataloader, reduce_sum, world
@@ -263,7 +263,7 @@ def as_it_is(batch: dict) -> dict:
     return batch
 
 
-def make_loader(segments: SegmentDataset, batch: BatchSize, seed: int, num_workers: int):
+def make_loader(segments: SegmentDataset, batch: BatchSize, seed: int, num_workers: int) -> DataLoader:
     """This rank's segments, in micro-batches."""
     return create_distributed_dataloader(
         segments,

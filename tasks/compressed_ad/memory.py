@@ -2,15 +2,19 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from distributed_utils import Ranks
 from hardware_utils import smaller_batch, split_batch
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from tasks.compressed_ad.model import InContextNet
 
+# what else takes less memory
+SMALLER = "a smaller --n_transit or --tf_n_embd"
 FLAG = "--train_batch_size"
-SMALLER_MODEL = "a smaller --n_transit or --tf_n_embd"
 
 
 def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
@@ -32,9 +36,15 @@ def fit_segments_to_memory(
     model: InContextNet,
     wanted: BatchSize,
     depth: int,
+    auto_batch: bool | None,
     checkpoint: dict | None,
 ) -> BatchSize:
-    """fit_batch_to_memory for segments of this depth. try_batch: forward and backward pass of a batch of them."""
+    """The batch that is wanted, or what a step of segments of this depth leaves room for.
+
+    try_batch: forward and backward pass of a batch. auto_batch: the flag.
+    """
+    if not fits_by_itself(auto_batch, model.positions.device):
+        return wanted
 
     def try_once(size: int) -> None:
         try_batch(largest_batch(size, depth, model.n_transit))
@@ -44,7 +54,7 @@ def fit_segments_to_memory(
         model,
         wanted,
         words=partial(batch_flags, flag=FLAG),
-        advice=f"pass {SMALLER_MODEL}",
+        advice=f"pass {SMALLER}",
         checkpoint=checkpoint,
     )
 
@@ -61,3 +71,47 @@ def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, 
     flags = batch_flags(smaller, more, flag=FLAG)
     otherwise = "a smaller --test_batch_size if it was evaluating" + auto_batch_advice(auto_batch, device)
     return f"{FLAG} {size}; try {flags} (the same result), {otherwise}"
+
+
+class RehearsedParts(NamedTuple):
+    """What a step is rehearsed with. try_batch: forward and backward pass of a batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    try_batch: Callable[[dict], None]
+    precision: str
+
+
+def rehearse_segments(
+    make: Callable[[Ranks], RehearsedParts],
+    depth: int,
+    batch: BatchSize,
+    world_size: int | None,
+    gpu_memory: float | None,
+) -> None:
+    """What a step of segments of this depth takes on a GPU that is not there; the process ends.
+
+    world_size, gpu_memory: the flags.
+    """
+    import rehearsal_utils as rehearsal
+
+    processes = rehearsal.processes_to_plan_for(world_size)
+    memory = rehearsal.memory_to_plan_for(gpu_memory)
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks:
+        parts = make(ranks)
+        trial = partial(parts.try_batch, largest_batch(batch.size, depth, parts.model.n_transit))
+        step = rehearsal.rehearse_step(
+            trace,
+            parts.model,
+            parts.optimizer,
+            trial,
+            batch.accumulation,
+            processes,
+        )
+
+    name = "compressed_ad" if parts.model.n_latent else "ad"
+    title = f"{name}, {batch.size} segments per GPU x {batch.accumulation} accumulation, {parts.precision}"
+    words = partial(flags_of_smaller_batch, batch.size, batch.accumulation)
+    rehearsal.report_rehearsal(title, step, batch.size, memory, words, SMALLER)
+    rehearsal.end_rehearsal()

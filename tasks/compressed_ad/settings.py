@@ -76,6 +76,13 @@ def find_conflict(flags: dict, source: dict[str, str]) -> str:
     return ""
 
 
+def check_warmup(flags: dict, source: dict[str, str]) -> None:
+    """Raises InputError for a warm-up that does not end before the training."""
+    if flags["num_warmup_steps"] >= flags["train_timesteps"]:
+        warmup = f"--num_warmup_steps {flags['num_warmup_steps']} ({source['num_warmup_steps']})"
+        raise InputError(f"{warmup}: must be below --train_timesteps {flags['train_timesteps']}")
+
+
 def adopt_settings(flags: dict, source: dict[str, str], checkpoint: dict, path: str) -> list[str]:
     """Take what a checkpoint prescribes; returns what the flags change all the same.
 
