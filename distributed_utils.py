@@ -145,6 +145,8 @@ def _join_group(ranks: Ranks, backend: str, timeout: float) -> dist.Store | None
         return None
     if ranks.launcher != "srun":
         die_with_parent()
+
+    # all meet at one store first, where what is wrong with one machine is told to all
     limit = timedelta(seconds=timeout)
     store = meet(ranks.rank, ranks.world_size, limit)
     agree_to_start(store, ranks.rank, ranks.world_size, ranks.device, backend)

@@ -16,28 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from checkpoint_utils import (
-    best_sha256,
-    check_same_run,
-    mark_best,
-    restore_optimizer,
-    restore_rng,
-    restore_scaler,
-    save_checkpoint,
-    settle_checkpoint,
-)
+from checkpoint_utils import best_sha256, check_same_run, mark_best, restore_optimizer, restore_rng
+from checkpoint_utils import restore_scaler, save_checkpoint, settle_checkpoint
 from cli_utils import InputError
-from distributed_utils import (
-    Ranks,
-    StopSignal,
-    agree_on_errors,
-    gather_objects,
-    leave_alone,
-    print_main,
-    reduce_max,
-    reduce_sum,
-    world,
-)
+from distributed_utils import Ranks, StopSignal, agree_on_errors, gather_objects, leave_alone, print_main
+from distributed_utils import reduce_max, reduce_sum, world
 from hardware_utils import out_of_memory
 from logging_utils import RunLog, print_banner
 

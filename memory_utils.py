@@ -204,7 +204,7 @@ def fit_batch_to_memory(
         if agreed.fits:
             break
 
-        # first smaller micro-batches, then recomputation; a step that only lacks its margin is made after all
+        # first smaller micro-batches, then recomputation
         if size > 1:
             size, accumulation = split_batch(size, accumulation)
             source = f"fitted: {wanted.size} did not fit into {agreed.room_text}"
@@ -215,6 +215,7 @@ def fit_batch_to_memory(
             size, accumulation = asked
             source = wanted.source
             print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
+        # nothing is left to lower; a step that only lacks its margin is made after all
         elif agreed.ran_out:
             reason = trial.error or "on another process"
             raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")

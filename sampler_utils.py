@@ -98,7 +98,8 @@ class TrainBatchSampler:
 
     def __len__(self) -> int:
         full_steps, rest = divmod(self.used - self.start, self.effective_batch_size)
-        batches_per_step = self.effective_batch_size // (self.batch_size * self.world_size)
+        batch_of_all_ranks = self.batch_size * self.world_size
+        batches_per_step = self.effective_batch_size // batch_of_all_ranks
         last = 0
         if rest:
             _, local = self.window(self.used - rest)
@@ -132,7 +133,13 @@ class EvalBatchSampler:
     have work.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, rank: int, world_size: int):
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+    ):
         self.num_samples = num_samples
         self.batch_size = max(1, min(batch_size, num_samples // 8))
         begin = rank * self.batch_size
