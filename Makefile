@@ -87,5 +87,6 @@ gpu: $(if $(GIVEN),,setup)
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/check_style.py
 	$(BIN)/shellcheck $(SHELL_FILES)
 	$(BIN)/shfmt -d -i 2 -ci $(SHELL_FILES)

@@ -181,14 +181,13 @@ def fit_batch_to_memory(
 
     try_once(size): forward and backward pass of the largest batch there can be, without talking to other ranks.
     words(size, accumulation): how a user asks for them. copies: see copies_held; recompute: None where the model
-    cannot, or a flag decided. checkpoint: a resumed run starts at the split that it was begun with: another one adds up
-    in another order, and has other dropout. Raises RunError with the advice.
+    cannot, or a flag decided. checkpoint: a resumed run starts at the split that it was begun with, as another one adds
+    up in another order. Raises RunError with the advice.
     """
     asked = (wanted.size, wanted.accumulation)
     size, accumulation = asked
-    recomputed = False
     source = wanted.source
-
+    recomputed = False
     # a resumed run splits its steps as it was begun
     if before := begun_with(checkpoint, asked):
         size, accumulation = before["used"]
@@ -197,7 +196,7 @@ def fit_batch_to_memory(
             recompute()
             recomputed = True
 
-    # try, and ask for less until all ranks have room
+    # try, and ask for less until all ranks have room; a step that only lacks its margin is made after all
     while True:
         trial = try_step(partial(try_once, size), model, copies_held() if copies is None else copies)
         agreed = agree_on_trial(trial)
@@ -215,7 +214,7 @@ def fit_batch_to_memory(
             size, accumulation = asked
             source = wanted.source
             print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
-        # nothing is left to lower; a step that only lacks its margin is made after all
+        # nothing is left to lower
         elif agreed.ran_out:
             reason = trial.error or "on another process"
             raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
