@@ -139,7 +139,6 @@ def test_the_demos_flags_stand_in_its_config(task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.skipif(not (ROOT / "tasks/mimic_cxr/report.py").exists(), reason="not yet split")
 def test_each_task_has_its_doors_and_imports_no_other_task(task):
     folder = ROOT / "tasks" / task
     assert not [door for door in DOORS if not (folder / door).is_file()]
