@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 240
+SECONDS = 480
 
 
 class Mutation(NamedTuple):
