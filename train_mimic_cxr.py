@@ -20,10 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments, run_main, take_from_run
-from cli_utils import value_sources, whole
-from tasks.mimic_cxr.flags import DEBUG, OF_THE_RUN, SECTIONS, add_guide_keys, check_flags, is_given, set_flags
-from tasks.mimic_cxr.flags import take_guide_keys
+from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
+from tasks.mimic_cxr.flags import add_engine_flags, is_given, read_arguments
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
@@ -67,14 +65,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
 
-    add = parser.add_argument_group("engine").add_argument
-    add("--auto_optimize", action="store_true", default=True, help="batch, workers and checkpointing from the hardware")
-    by_hand = "take them from the file and the defaults (--auto_optimize: %(default)s)"
-    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help=by_hand)
-    add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; --auto_optimize's choice for 2 or more processes")
-    add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
-    add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON, used as it is; left out: one of configs/")
-    add("--prefetch_factor", type=whole(1), default=2, help="batches each worker prepares; lower it when RAM is short")
+    add_engine_flags(parser)
 
     add = parser.add_argument_group("output and evaluation").add_argument
     add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
@@ -82,53 +73,45 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
     add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
     add_common_arguments(parser, {"learning_rate": "lr"})
-    add_guide_keys(parser)
-
-    # a value's source decides whether something else may replace it
-    args = parse_arguments(parser, argv, SECTIONS)
-    args.source = value_sources(parser, args, argv, SECTIONS)
-    take_guide_keys(args)
-    if args.eval_only:
-        take_from_run(parser, args, args.output_dir, OF_THE_RUN)
-    check_flags(parser, args)
-    if args.debug:
-        set_flags(args, DEBUG, "--debug")
-        os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
-    return args
+    return read_arguments(parser, argv)
 
 
 if __name__ == "__main__":
-    ARGS = parse_args()  # before the heavy imports: --help and a mistyped flag answer at once
+    # before the heavy imports: --help and a mistyped flag answer at once
+    ARGS = parse_args()
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+# processes, the loop, and what becomes of it on disk
 import deepspeed_utils
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
-from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, launch_workers, print_main
+from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
-from hardware_utils import choose_precision, set_numerics
 from logging_utils import RunLog
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
 from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
 from loop_utils import seed_ranks
 from memory_utils import BatchSize
+
+# questions and answers
 from tasks.mimic_cxr.answers import HEADS
+from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, open_sets
+from tasks.mimic_cxr.index import open_index
+from tasks.mimic_cxr.metrics import Metrics, Predictions, answer_metrics, batch_predictions, chexpert_metrics
+from tasks.mimic_cxr.metrics import gather_predictions, group_sizes, split_losses
+from tasks.mimic_cxr.report import draw_inputs, draw_split, make_results_folder, print_index, print_metrics
+from tasks.mimic_cxr.report import write_evaluation, write_predictions
+
+# the model, its engine and its settings
 from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
-from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, open_sets
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
 from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, most_passes, prepare_deepspeed
-from tasks.mimic_cxr.hardware import settings_of_plan
-from tasks.mimic_cxr.index import open_index
-from tasks.mimic_cxr.metrics import Metrics, Predictions, answer_metrics, chexpert_metrics, gather_predictions
-from tasks.mimic_cxr.metrics import group_sizes, split_losses
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
-from tasks.mimic_cxr.report import draw_inputs, draw_split, make_results_folder, print_index, print_metrics
-from tasks.mimic_cxr.report import print_rehearsal, write_evaluation, write_predictions
-from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run, out_of_memory_advice
+from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run
+from tasks.mimic_cxr.settings import out_of_memory_advice, rehearse_model
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 
@@ -161,7 +144,8 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
     for place, logits in enumerate(answers):
         asked = batch["head"] == place
         target = torch.where(asked, batch["target"], 0)
-        entropy = entropy + asked * F.cross_entropy(logits, target, reduction="none")
+        losses = F.cross_entropy(logits, target, reduction="none")
+        entropy = entropy + asked * losses
     bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
     return entropy, bce * batch["known"]
 
@@ -170,11 +154,18 @@ def count_targets(step: Step) -> list[float]:
     """[questions of each head..., known CheXpert labels] of this rank's share of a step, on the host."""
     heads = torch.cat([batch["head"] for batch in step.batches])
     counts = torch.bincount(heads, minlength=len(HEADS)).tolist()
-    known = sum(int(batch["known"].sum()) for batch in step.batches)
+    known = 0
+    for batch in step.batches:
+        known += int(batch["known"].sum())
     return [*counts, known]
 
 
-def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> Tensor:
+def batch_loss(
+    model: nn.Module,
+    batch: dict,
+    counts: list[float],
+    chexpert_weight: float,
+) -> Tensor:
     """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
 
     counts: as count_targets gives them, of all ranks. Each head's cross-entropy is a mean over ITS questions in the
@@ -186,8 +177,10 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
     vqa = chexpert.new_zeros(())
     for place, head in enumerate(HEADS):
         asked = batch["head"] == place
-        vqa = vqa + HEAD_WEIGHT[head] * (entropy * asked).sum() / max(1.0, counts[place])
-    labels = bce.sum() / max(1.0, counts[-1])
+        weighted = HEAD_WEIGHT[head] * (entropy * asked).sum()
+        vqa = vqa + weighted / max(1.0, counts[place])
+    known = max(1.0, counts[-1])
+    labels = bce.sum() / known
     loss = vqa + chexpert_weight * labels
 
     # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
@@ -198,18 +191,6 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def make_loader(data: QuestionData, batch_size: int, args: Namespace, **options) -> DataLoader:
-    """This rank's share of some questions; options: see create_distributed_dataloader."""
-    return create_distributed_dataloader(
-        data,
-        batch_size,
-        num_workers=args.num_workers,
-        collate_fn=data.collate,
-        prefetch_factor=args.prefetch_factor if args.num_workers else None,
-        **options,
-    )
-
-
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
     """A fused AdamW over what is trained."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -218,30 +199,53 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
 
 def make_engine(model: ChestModel, setup: Setup, batch: BatchSize, args: Namespace) -> Engine:
     """The optimizer, and the engine around the model: torch's, or DeepSpeed's where there is a config for it."""
+    device = model.mean.device
     if setup.config is None:
         # not for DeepSpeed, which sends weights as flat bytes: they must be in order
         if model.mean.is_cuda:
             model.image.to(memory_format=torch.channels_last)
-        return TorchEngine(model, make_optimizer(model, args), model.mean.device, setup.precision, args.grad_clip)
+        optimizer = make_optimizer(model, args)
+        return TorchEngine(model, optimizer, device, setup.precision, args.grad_clip)
     config = fill_batch(setup.config, setup.config_path, batch, args.grad_clip, setup.precision)
-    return DeepSpeedEngine(model, make_optimizer(model, args), config)
+    optimizer = make_optimizer(model, args)
+    return DeepSpeedEngine(model, optimizer, config)
 
 
-def train_one_epoch(engine: Engine, loader: DataLoader, training: TrainingRun, args: Namespace) -> None:
+def training_loader(data: QuestionData, batch: BatchSize, args: Namespace) -> DataLoader:
+    """This rank's share of the training questions; the last step of an epoch takes what is left."""
+    return make_loader(
+        data,
+        batch.size,
+        args.num_workers,
+        args.prefetch_factor,
+        seed=args.seed,
+        accumulation=batch.accumulation,
+        drop_last=False,
+    )
+
+
+def train_one_epoch(
+    engine: Engine,
+    loader: DataLoader,
+    training: TrainingRun,
+    args: Namespace,
+) -> None:
     """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
     Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
     """
     engine.model.train()
-    world_size = world()[1]
+    _, world_size = world()
+    progress = training.progress
+    batch_size = loader.batch_sampler.batch_size
     for step in optimizer_steps(loader, training, count=count_targets):
-        factor = schedule(training.progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
+        factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
         lr = args.learning_rate * factor
 
         # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
-        passes = most_passes(step.samples, loader.batch_sampler.batch_size)
-        spare = passes - len(step.batches)
-        weights = [step.weight] * len(step.batches) + [0.0] * spare
+        fetched = len(step.batches)
+        spare = most_passes(step.samples, batch_size) - fetched
+        weights = [step.weight] * fetched + [0.0] * spare
         step.batches += step.batches[-1:] * spare
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
@@ -249,7 +253,8 @@ def train_one_epoch(engine: Engine, loader: DataLoader, training: TrainingRun, a
         for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
             batch = to_device(batch, engine.device)
             with training.log.count_flops(step.samples), engine.micro_batch(last):
-                parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight) * weight
+                parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight)
+                parts = parts * weight
                 # both engines average over the ranks; these are shares of a sum, so undo the division
                 engine.backward(parts[0] * world_size)
             losses += parts.detach()
@@ -271,16 +276,22 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: QuestionData, batch_size: int, args: Namespace) -> Evaluation:
+def evaluate(
+    model: nn.Module,
+    data: QuestionData,
+    batch_size: int,
+    args: Namespace,
+) -> Evaluation:
     """All ranks: answer every question of a split once, and judge the answers. Raises InputError on all ranks."""
     model.eval()
-    loader = make_loader(data, batch_size, args, train=False)
+    loader = make_loader(data, batch_size, args.num_workers, args.prefetch_factor, train=False)
 
     # ZeRO-3 gathers weights in each pass, so every rank makes equally many
+    passes = most_passes(len(data), loader.batch_sampler.batch_size)
     batches = iter(loader)
     local = []
     error = ""
-    for _ in range(most_passes(len(data), loader.batch_sampler.batch_size)):
+    for _ in range(passes):
         batch = next(batches, None)
         has_share = batch is not None
         if not has_share:
@@ -290,57 +301,46 @@ def evaluate(model: nn.Module, data: QuestionData, batch_size: int, args: Namesp
         batch = to_device(batch, model.mean.device)
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
         if has_share:
-            local.append(batch_predictions(answers, chexpert, batch))
+            entropy, bce = question_losses(answers, chexpert, batch)
+            local.append(batch_predictions(batch, answers, chexpert, entropy, bce))
     with agree_on_errors():
         if error:
             raise InputError(error)
 
     # every rank judges all answers
     predictions = gather_predictions(local)
+    index = data.index
     metrics = split_losses(data.split, predictions, HEAD_WEIGHT, args.chexpert_weight)
-    metrics |= answer_metrics(data.split, predictions, data.index.facts["classes"])
-    metrics |= chexpert_metrics(data.split, predictions, data.index.studies)
-    return Evaluation(metrics, group_sizes(predictions, data.index.studies), predictions)
-
-
-def batch_predictions(answers: list[Tensor], chexpert: Tensor, batch: dict) -> Predictions:
-    """A row for each question of a batch: its class, its study's probabilities, and its part of the losses."""
-    classes = torch.stack([logits.argmax(1) for logits in answers], 1)
-    predicted = classes.gather(1, batch["head"][:, None])[:, 0]
-    entropy, bce = question_losses(answers, chexpert, batch)
-
-    rows = {
-        "index": batch["index"],
-        "head": batch["head"],
-        "target": batch["target"],
-        "study": batch["study"],
-        "predicted": predicted,
-        "chexpert": chexpert.sigmoid(),
-        "entropy": entropy.double(),
-        "bce": bce.sum(1).double(),
-        "known": batch["known"].sum(1).double(),
-    }
-    predictions = {name: values.cpu().numpy() for name, values in rows.items()}
-    predictions["type"] = np.array(batch["type"], dtype="U48")
-    return predictions
+    metrics |= answer_metrics(data.split, predictions, index.facts["classes"])
+    metrics |= chexpert_metrics(data.split, predictions, index.studies)
+    sizes = group_sizes(predictions, index.studies)
+    return Evaluation(metrics, sizes, predictions)
 
 
 def log_evaluation(data: QuestionData, result: Evaluation, training: TrainingRun) -> None:
     """An evaluation in the log; its figures, too, but not those of every short epoch."""
+    log = training.log
     progress = training.progress
-    training.log.write(progress.step, progress.epoch + 1, result.metrics)
+    log.write(progress.step, progress.epoch + 1, result.metrics)
+    draw = partial(draw_split, data, result.predictions)
     seconds_apart = 0 if data.split == "test" else 60
-    training.log.figures(lambda: draw_split(data, result.predictions), progress.step, seconds_apart)
+    log.figures(draw, progress.step, seconds_apart)
 
 
 def keep_predictions(data: QuestionData, result: Evaluation, args: Namespace) -> bool:
     """--save_predictions: rank 0 writes them; False where the disk does not take them."""
-    if not args.save_predictions or world()[0] > 0:
+    rank, _ = world()
+    if not args.save_predictions or rank > 0:
         return True
     return write_predictions(Path(args.output_dir), data, result.predictions)
 
 
-def evaluate_only(model: ChestModel, data: QuestionData, step: int, args: Namespace) -> None:
+def evaluate_only(
+    model: ChestModel,
+    data: QuestionData,
+    step: int,
+    args: Namespace,
+) -> None:
     """--eval_only: the metrics of one split, printed and written where the disk takes them."""
     run_folder = Path(args.output_dir)
     with agree_on_errors():
@@ -349,7 +349,8 @@ def evaluate_only(model: ChestModel, data: QuestionData, step: int, args: Namesp
     if world()[0] > 0:
         return
     print_metrics(f"{data.split}, step {step}", result.metrics, result.sizes)
-    written = write_evaluation(run_folder, result.metrics | {"step": step}, data, result.predictions)
+    metrics = result.metrics | {"step": step}
+    written = write_evaluation(run_folder, metrics, data, result.predictions)
     if keep_predictions(data, result, args) and written:
         report = run_folder / f"eval_{data.split}.json"
         print(f"{len(data):,} questions; written: {report}, {run_folder}/figures", flush=True)
@@ -363,7 +364,8 @@ def trial_step(model: ChestModel, size: int, args: Namespace) -> None:
     batch = largest_batch(size, args.image_size, args.max_question_length)
     batch = to_device(batch, model.mean.device)
     counts = [size] * (len(HEADS) + 1)
-    batch_loss(model.train(), batch, counts, args.chexpert_weight)[0].backward()
+    losses = batch_loss(model.train(), batch, counts, args.chexpert_weight)
+    losses[0].backward()
 
 
 def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict) -> dict:
@@ -444,16 +446,18 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.output_dir)
-    batch = choose_batch_size(partial(trial_step, model, args=args), model, setup.config, checkpoint, args)
-    data = sets["train"]
-    loader = make_loader(data, batch.size, args, seed=args.seed, accumulation=batch.accumulation, drop_last=False)
-    effective_batch_size = loader.batch_sampler.effective_batch_size
-    planned_steps = args.epochs * loader.batch_sampler.steps_per_epoch()
+    trial = partial(trial_step, model, args=args)
+    batch = choose_batch_size(trial, model, setup.config, checkpoint, args)
+    loader = training_loader(sets["train"], batch, args)
+    sampler = loader.batch_sampler
+    effective_batch_size = sampler.effective_batch_size
+    planned_steps = args.epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
 
     # begin, or go on where the checkpoint stands
     progress = ValidatedProgress()
-    this_run = {"training_questions": len(data), "effective_batch_size": effective_batch_size, "seed": args.seed}
+    questions = len(sets["train"])
+    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)
@@ -482,20 +486,29 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
 
     # train, and test what was best
     prepare_checkpoint(model)
-    print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
+    rows = describe_run(model, sets, batch, setup, training, args)
+    print_start("MIMIC-CXR", ranks, training, rows)
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with training.stop, closing(log), closing(engine), explain_out_of_memory(advice):
         code, sizes = train(engine, loader, training, sets, args)
         if code:
             return code
         best_step = test_best(model, sets, training, sizes, batch.size, args)
-        finish_run(training, begun, {"best_step": best_step} | (progress.best_metrics or {}))
-        export_run(run_folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
+        best = progress.best_metrics or {}
+        finish_run(training, begun, {"best_step": best_step} | best)
+        chosen = "best.pt" if len(sets["val"]) else "last.pt"
+        export_run(run_folder, chosen, FORMAT)
         say_where(run_folder)
     return 0
 
 
-def train(engine: Engine, loader: DataLoader, training: TrainingRun, sets: dict, args: Namespace) -> tuple[int, dict]:
+def train(
+    engine: Engine,
+    loader: DataLoader,
+    training: TrainingRun,
+    sets: dict[str, QuestionData],
+    args: Namespace,
+) -> tuple[int, dict[str, int]]:
     """All epochs, each with its validation; (exit code of a stop signal or 0, group_sizes of the validation)."""
     progress = training.progress
     sizes: dict[str, int] = {}
@@ -525,7 +538,14 @@ def train(engine: Engine, loader: DataLoader, training: TrainingRun, sets: dict,
             return 0, sizes
 
 
-def test_best(model: nn.Module, sets: dict, training: TrainingRun, sizes: dict, batch_size: int, args) -> int:
+def test_best(
+    model: nn.Module,
+    sets: dict[str, QuestionData],
+    training: TrainingRun,
+    sizes: dict[str, int],
+    batch_size: int,
+    args: Namespace,
+) -> int:
     """Load best.pt and print its metrics of the validation (of these sizes) and of the test; returns its step."""
     best_step = training.progress.step
     name = "the last weights (there are no validation questions)"
@@ -552,35 +572,9 @@ def test_best(model: nn.Module, sets: dict, training: TrainingRun, sizes: dict, 
     return best_step
 
 
-def rehearse(args: Namespace) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step of the longest questions, by DDP or one process."""
-    import rehearsal_utils as rehearsal
-
-    processes = rehearsal.processes_to_plan_for(args.world_size)
-    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
-    if args.auto_optimize:
-        plan = settings_of_plan(processes, memory, args.batch_size if is_given(args, "batch_size") else None)
-        set_flags(args, plan.flags, "hardware")
-    trace = rehearsal.Trace()
-    size = args.batch_size
-    accumulation = args.gradient_accumulation_steps
-    with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
-        precision, _ = choose_precision(args.mixed_precision, ranks.device)
-        set_numerics(ranks.device, precision, "", args.deterministic)
-        with ranks.device:
-            model, _ = build_model(args, precision, ranks.device)
-        engine = make_engine(model, Setup(precision), BatchSize(size, accumulation, ""), args)
-        trial = partial(trial_step, model, size, args)
-        step = rehearsal.rehearse_step(trace, model, engine.optimizer, trial, accumulation, processes)
-
-    title = f"MIMIC-CXR by DDP, {size} per GPU x {accumulation} accumulation, {precision}"
-    print_rehearsal(title, step, size, accumulation, bool(args.gradient_checkpointing), memory)
-    rehearsal.end_rehearsal()
-
-
 def main(args: Namespace) -> int:
     if args.rehearse:
-        rehearse(args)
+        rehearse_model(build_model, make_engine, trial_step, args)
     launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with setup_distributed(timeout=args.dist_timeout) as ranks:

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, add_common_arguments, number, parse_arguments
-from cli_utils import run_main, take_from_run, value_sources, whole
+from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
+from tasks.prs_med.flags import read_arguments
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -69,30 +69,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--question", help="the question for --predict")
     add_common_arguments(parser, {"learning_rate": "lr"})
 
-    args = parse_arguments(parser, argv)
-    args.source = value_sources(parser, args, argv)
-    check_args(parser, args)
-    return args
-
-
-def check_args(parser: Parser, args: Namespace) -> None:
-    """Fill in the paths of the run to apply, and end with one line where flags exclude each other."""
-    if args.eval_only or args.predict:
-        take_from_run(parser, args, args.checkpoint_dir, ("data_root", "vlm_path", "sam_path"))
-    if args.rehearse and args.data_root is None and args.vlm_path and args.sam_path:
-        # config.json of both models is enough
-        args.data_root = "."
-    if args.data_root is None:
-        less = ", or --vlm_path and --sam_path, of which config.json and tokenizer are enough" if args.rehearse else ""
-        parser.error(f"--data_root: name the folder with the data{less}")
-    if bool(args.predict) != bool(args.question):
-        parser.error("--predict IMAGE and --question TEXT need each other")
-    if args.overwrite and (args.resume_from or args.eval_only or args.predict):
-        parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
-    if args.shuffle_questions and not args.eval_only:
-        parser.error("--shuffle_questions tests a trained model and needs --eval_only")
-    if not Path(args.data_root).is_dir():
-        parser.error(f"{args.data_root}: no such folder; check --data_root")
+    return read_arguments(parser, argv)
 
 
 if __name__ == "__main__":
@@ -104,33 +81,45 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
-from checkpoint_utils import prepare_checkpoint, trained_state
+# processes, precision and memory
 from distributed_utils import Ranks, agree_on_errors, gather_objects, launch_workers, print_main
 from distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
 from hardware_utils import choose_precision, set_numerics
+from memory_utils import BatchSize
+
+# the loop, its log and its checkpoints
+from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
+from checkpoint_utils import prepare_checkpoint, trained_state
 from logging_utils import RunLog
 from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
-from memory_utils import BatchSize
+
+# images, questions and results
 from tasks.prs_med.data import PositionData, evaluation_loader, make_datasets, read_annotations, swap_questions
 from tasks.prs_med.data import training_loader
 from tasks.prs_med.data_check import read_rows
+from tasks.prs_med.metrics import add_up_rows, mean_metrics, score_batch
+from tasks.prs_med.prediction import predict_image
+from tasks.prs_med.report import Example, describe_run, draw_inputs, draw_predictions
+from tasks.prs_med.report import print_metrics, spread, write_evaluation
+
+# the model, and what a step of it takes
 from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse_model
 from tasks.prs_med.memory import fold_relative_positions, recompute_activations, recompute_lora_dropout, use_fixed_order
-from tasks.prs_med.metrics import RowSums, mean_metrics, score_batch
 from tasks.prs_med.model import PRSMed
-from tasks.prs_med.prediction import predict_image
 from tasks.prs_med.pretrained import Architecture, add_lora, check_base, check_same_base, choose_architecture, find_sam
 from tasks.prs_med.pretrained import find_vlm, fingerprint, load_reader, load_sam, load_vlm, wrap_model
-from tasks.prs_med.report import Example, describe_batch, describe_parameters, describe_recomputation, describe_source
-from tasks.prs_med.report import draw_inputs, draw_predictions, print_metrics, spread, write_evaluation
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def build_model(args: Namespace, precision: str, device: torch.device, checkpoint: dict | None = None) -> PRSMed:
+def build_model(
+    args: Namespace,
+    precision: str,
+    device: torch.device,
+    checkpoint: dict | None = None,
+) -> PRSMed:
     """Load both encoders, add LoRA to the language model, freeze the rest of the VLM. Raises InputError.
 
     The flags that were left out take the values that are found, for args.yaml and the banner.
@@ -141,8 +130,9 @@ def build_model(args: Namespace, precision: str, device: torch.device, checkpoin
     architecture = choose_architecture(asked, base)
     vlm_source = find_vlm(root, args.vlm_path)
     sam_source = find_sam(root, args.sam_path)
-    found = {"vlm_path": vlm_source.path, "sam_path": sam_source.path}
-    vars(args).update(architecture._asdict() | found)
+    args.vlm_path = vlm_source.path
+    args.sam_path = sam_source.path
+    vars(args).update(architecture._asdict())
 
     # the pretrained parts
     vlm = load_vlm(vlm_source, precision, device)
@@ -188,18 +178,26 @@ def mask_loss(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     probability = logits.sigmoid()
     bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
     bce = bce.mean((1, 2))
-    overlap = (probability * target).sum((1, 2))
+    overlap = probability * target
+    overlap = overlap.sum((1, 2))
     areas = probability.sum((1, 2)) + target.sum((1, 2))
     return bce + 1 - (2 * overlap + 1) / (areas + 1)
 
 
-def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> torch.Tensor:
+def batch_loss(
+    model: nn.Module,
+    batch: dict,
+    samples: int,
+    tokens: float,
+    args: Namespace,
+) -> torch.Tensor:
     """(loss, mask part, text part): a micro-batch's share of the means over the global batch.
 
     samples, tokens: images and answer tokens of the global batch.
     """
     logits, text_loss = model(batch)
-    seg = mask_loss(logits, batch["mask"]).sum() / samples
+    seg = mask_loss(logits, batch["mask"])
+    seg = seg.sum() / samples
     txt = text_loss.sum() / tokens
     loss = args.lambda_seg * seg + args.lambda_txt * txt
 
@@ -226,7 +224,14 @@ def count_answer_tokens(step: Step) -> list[float]:
     return [float(tokens)]
 
 
-def train_one_epoch(model: nn.Module, loader, optimizer, scaler: LossScaler, training: TrainingRun, args) -> None:
+def train_one_epoch(
+    model: nn.Module,
+    loader: DataLoader,
+    optimizer: torch.optim.AdamW,
+    scaler: LossScaler,
+    training: TrainingRun,
+    args: Namespace,
+) -> None:
     """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
     model: PRSMed, or DDP around it. Between log lines nothing is read back from the GPU. Raises InputError on all ranks
@@ -236,8 +241,9 @@ def train_one_epoch(model: nn.Module, loader, optimizer, scaler: LossScaler, tra
     device = next(model.parameters()).device
     _, world_size = world()
     base_lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
+    progress = training.progress
     for step in optimizer_steps(loader, training, count=count_answer_tokens):
-        factor = schedule(training.progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
+        factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
         lr = base_lr * factor
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
@@ -245,7 +251,8 @@ def train_one_epoch(model: nn.Module, loader, optimizer, scaler: LossScaler, tra
         for batch, last in step.micro_batches():
             batch = to_device(batch, device)
             with training.log.count_flops(step.samples), sync_gradients(model, now=last):
-                parts = batch_loss(model, batch, step.samples, step.totals[0], args) * step.weight
+                parts = batch_loss(model, batch, step.samples, step.totals[0], args)
+                parts = parts * step.weight
                 # DDP averages over the ranks; these are shares of a sum, so undo the division
                 scaler.scale(parts[0] * world_size).backward()
             losses += parts.detach()
@@ -288,18 +295,7 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
         # what is added up over pixels and tokens comes to the host in one transfer
         target = batch["mask"]
         predicted = logits > 0
-        intersection = predicted & target
-        union = predicted | target
-        tokens = batch["answer"] >= 0
-        columns = RowSums(
-            intersection=intersection.sum((1, 2)),
-            union=union.sum((1, 2)),
-            mask_loss=mask_loss(logits, target),
-            text_loss=text_loss,
-            tokens=tokens.sum(1),
-        )
-        table = torch.stack(columns, dim=1).double().cpu()
-        sums = [RowSums._make(row) for row in table.tolist()]
+        sums = add_up_rows(predicted, batch, mask_loss(logits, target), text_loss)
 
         masks = predicted.cpu().numpy()
         batch_scores = score_batch(batch, sums, masks, answers)
@@ -324,13 +320,20 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
     return Results(metrics, ordered)
 
 
-def evaluate_and_log(model: PRSMed, loader: DataLoader, split: str, training: TrainingRun, args: Namespace) -> Results:
+def evaluate_and_log(
+    model: PRSMed,
+    loader: DataLoader,
+    split: str,
+    training: TrainingRun,
+    args: Namespace,
+) -> Results:
     """What evaluate gives, in the log; its figure, too, but not that of every short epoch."""
     results = evaluate(model, loader, split, args)
+    log = training.log
     step = training.progress.step
-    training.log.write(step, training.progress.epoch + 1, results.metrics)
+    log.write(step, training.progress.epoch + 1, results.metrics)
     seconds_apart = 0 if split == "test" else 60
-    training.log.figures(lambda: {f"{split}_predictions": draw_predictions(results.examples)}, step, seconds_apart)
+    log.figures(lambda: {f"{split}_predictions": draw_predictions(results.examples)}, step, seconds_apart)
     return results
 
 
@@ -350,7 +353,12 @@ def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespa
         print_metrics("test, best.pt", results.metrics, loaders["test"].dataset.rows)
 
 
-def evaluate_only(model: PRSMed, data: PositionData, step: int, args: Namespace) -> None:
+def evaluate_only(
+    model: PRSMed,
+    data: PositionData,
+    step: int,
+    args: Namespace,
+) -> None:
     """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, nothing else."""
     name = args.eval_split
     facts = {"step": step}
@@ -450,28 +458,6 @@ def run(args: Namespace, ranks: Ranks) -> int:
     return code
 
 
-def describe_run(model: PRSMed, sets: dict, batch: BatchSize, reason: str, args: Namespace) -> dict[str, str]:
-    """The banner's rows of this script; reason: of the precision."""
-    _, world_size = world()
-    lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
-    source = args.source
-    vlm = describe_source(args.vlm_path, source["vlm_path"])
-    sam = describe_source(args.sam_path, source["sam_path"])
-    flag = args.gradient_checkpointing
-    keep = sets["train"].keep
-
-    return {
-        "batch": describe_batch(batch, world_size),
-        "recomputation": describe_recomputation(batch.recomputed, flag, source["gradient_checkpointing"]),
-        "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
-        "precision": reason,
-        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
-        "models": f"{vlm}, {sam}",
-        "loading": "images kept in memory" if keep else f"{args.num_workers} workers per GPU",
-        "trained": describe_parameters(model),
-    }
-
-
 def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: Namespace, ranks: Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
@@ -534,7 +520,14 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     return 0
 
 
-def checkpoint_contents(model: PRSMed, optimizer, scaler, batch: BatchSize, this_run: dict, args: Namespace) -> dict:
+def checkpoint_contents(
+    model: PRSMed,
+    optimizer: torch.optim.AdamW,
+    scaler: LossScaler,
+    batch: BatchSize,
+    this_run: dict,
+    args: Namespace,
+) -> dict:
     """What a checkpoint holds beside the run's position; this_run: what a resumed run must share."""
     return {
         "format": FORMAT,
@@ -548,7 +541,15 @@ def checkpoint_contents(model: PRSMed, optimizer, scaler, batch: BatchSize, this
     }
 
 
-def train(model: PRSMed, wrapped: nn.Module, loaders: dict, optimizer, scaler, training: TrainingRun, args) -> int:
+def train(
+    model: PRSMed,
+    wrapped: nn.Module,
+    loaders: dict[str, DataLoader],
+    optimizer: torch.optim.AdamW,
+    scaler: LossScaler,
+    training: TrainingRun,
+    args: Namespace,
+) -> int:
     """All epochs, each with its validation, then the test of best.pt; returns a stop signal's exit code, else 0."""
     progress = training.progress
     log = training.log

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
+from distributed_utils import create_distributed_dataloader
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.index import Index
 from tasks.mimic_cxr.releases import image_name
@@ -257,3 +258,21 @@ def largest_batch(batch_size: int, image_size: int, max_question_length: int) ->
         "label": torch.zeros(batch_size, len(CHEXPERT)),
         "known": torch.ones(batch_size, len(CHEXPERT), dtype=torch.bool),
     }
+
+
+def make_loader(
+    data: QuestionData,
+    batch_size: int,
+    num_workers: int,
+    prefetch_factor: int,
+    **options,
+) -> DataLoader:
+    """This rank's share of some questions; options: see create_distributed_dataloader."""
+    return create_distributed_dataloader(
+        data,
+        batch_size,
+        num_workers=num_workers,
+        collate_fn=data.collate,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        **options,
+    )

@@ -6,9 +6,11 @@ a help text, which are taken out again before the run. Arguments are parsed befo
 
 import argparse
 import json
+import os
 from pathlib import Path
 
-from cli_utils import InputError, Parser, end_with, read_config, whole
+from cli_utils import InputError, Parser, end_with, parse_arguments, read_config
+from cli_utils import take_from_run, value_sources, whole
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
@@ -70,6 +72,36 @@ OF_THE_RUN = (
 DEBUG = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
 # Where a value is from that nothing else may replace.
 FLAG_SOURCES = ("command line", "--debug")
+
+
+def add_engine_flags(parser: Parser) -> None:
+    """The flags that say which engine trains, and whether the hardware decides the settings."""
+    add = parser.add_argument_group("engine").add_argument
+    add("--auto_optimize", action="store_true", default=True, help="batch, workers and checkpointing from the hardware")
+    by_hand = "take them from the file and the defaults (--auto_optimize: %(default)s)"
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help=by_hand)
+    add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; --auto_optimize's choice for 2 or more processes")
+    add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
+    add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON, used as it is; left out: one of configs/")
+    add("--prefetch_factor", type=whole(1), default=2, help="batches each worker prepares; lower it when RAM is short")
+
+
+def read_arguments(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
+    """The command line and --config, with the guide's keys; what cannot be ends the process with one line.
+
+    `source` of what comes back tells where each value is from, which decides whether something else may replace it.
+    """
+    add_guide_keys(parser)
+    args = parse_arguments(parser, argv, SECTIONS)
+    args.source = value_sources(parser, args, argv, SECTIONS)
+    take_guide_keys(args)
+    if args.eval_only:
+        take_from_run(parser, args, args.output_dir, OF_THE_RUN)
+    check_flags(parser, args)
+    if args.debug:
+        set_flags(args, DEBUG, "--debug")
+        os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    return args
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:

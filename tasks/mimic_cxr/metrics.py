@@ -177,6 +177,35 @@ def chexpert_truth(
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
+def batch_predictions(
+    batch: dict,
+    answers: list[torch.Tensor],
+    chexpert: torch.Tensor,
+    entropy: torch.Tensor,
+    bce: torch.Tensor,
+) -> Predictions:
+    """A row for each question of a batch: its class, its study's probabilities, and its part of the losses.
+
+    answers, chexpert: logits of each head and of the labels. entropy, bce: the losses of each question and label.
+    """
+    classes = torch.stack([logits.argmax(1) for logits in answers], 1)
+    predicted = classes.gather(1, batch["head"][:, None])
+    rows = {
+        "index": batch["index"],
+        "head": batch["head"],
+        "target": batch["target"],
+        "study": batch["study"],
+        "predicted": predicted[:, 0],
+        "chexpert": chexpert.sigmoid(),
+        "entropy": entropy.double(),
+        "bce": bce.sum(1).double(),
+        "known": batch["known"].sum(1).double(),
+    }
+    predictions = {name: values.cpu().numpy() for name, values in rows.items()}
+    predictions["type"] = np.array(batch["type"], dtype="U48")
+    return predictions
+
+
 def group_sizes(
     predictions: Predictions,
     studies: pa.RecordBatch,

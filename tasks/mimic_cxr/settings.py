@@ -13,15 +13,15 @@ import torch
 import deepspeed_utils
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, print_main, world
-from hardware_utils import set_numerics, split_batch
+from hardware_utils import choose_precision, set_numerics, split_batch
 from loop_utils import TrainingRun, agree_on_precision
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.engines import choose_engine, choose_precision_with, config_file, engine_copies
 from tasks.mimic_cxr.flags import is_given, set_flags, translate_guide_keys
-from tasks.mimic_cxr.hardware import HardwareSettings, processes_per_node, settings_of_job
+from tasks.mimic_cxr.hardware import HardwareSettings, processes_per_node, settings_of_job, settings_of_plan
 from tasks.mimic_cxr.model import ChestModel, encoder_layers, recompute_activations
-from tasks.mimic_cxr.report import describe_memory, describe_trained
+from tasks.mimic_cxr.report import describe_memory, describe_trained, print_rehearsal
 
 
 class Setup(NamedTuple):
@@ -131,6 +131,44 @@ def choose_batch_size(
         recompute=turn_on,
         checkpoint=checkpoint,
     )
+
+
+def rehearse_model(
+    build_model: Callable,
+    make_engine: Callable,
+    trial_step: Callable,
+    args: argparse.Namespace,
+) -> None:
+    """--rehearse: memory and FLOPs of one optimizer step of the longest questions, by DDP or one process.
+
+    The first three are the script's functions. Ends the process.
+    """
+    import rehearsal_utils as rehearsal
+
+    # the flags of the job that is planned
+    processes = rehearsal.processes_to_plan_for(args.world_size)
+    memory = rehearsal.memory_to_plan_for(args.gpu_memory)
+    if args.auto_optimize:
+        asked = args.batch_size if is_given(args, "batch_size") else None
+        plan = settings_of_plan(processes, memory, asked)
+        set_flags(args, plan.flags, "hardware")
+    batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, "")
+
+    # a step of it on a GPU that is not there
+    trace = rehearsal.Trace()
+    with rehearsal.imaginary_gpu(trace) as ranks, rehearsal.random_weights(ranks.device):
+        precision, _ = choose_precision(args.mixed_precision, ranks.device)
+        set_numerics(ranks.device, precision, "", args.deterministic)
+        with ranks.device:
+            model, _ = build_model(args, precision, ranks.device)
+        engine = make_engine(model, Setup(precision), batch, args)
+        trial = partial(trial_step, model, batch.size, args)
+        step = rehearsal.rehearse_step(trace, model, engine.optimizer, trial, batch.accumulation, processes)
+
+    title = f"MIMIC-CXR by DDP, {batch.size} per GPU x {batch.accumulation} accumulation, {precision}"
+    recomputed = bool(args.gradient_checkpointing)
+    print_rehearsal(title, step, batch.size, batch.accumulation, recomputed, memory)
+    rehearsal.end_rehearsal()
 
 
 def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, device: torch.device) -> str:

@@ -2,13 +2,14 @@
 
 import json
 import textwrap
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from torch import nn
 
-from distributed_utils import world
+from distributed_utils import scale_learning_rate, world
 from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
@@ -75,6 +76,34 @@ def describe_parameters(model: nn.Module) -> str:
         if parameter.requires_grad:
             trained += parameter.numel()
     return f"{trained:,} of {everything:,} parameters"
+
+
+def describe_run(
+    model: nn.Module,
+    sets: dict[str, PositionData],
+    batch: BatchSize,
+    reason: str,
+    args: Namespace,
+) -> dict[str, str]:
+    """The banner's rows of this script; reason: of the precision."""
+    _, world_size = world()
+    lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
+    source = args.source
+    vlm = describe_source(args.vlm_path, source["vlm_path"])
+    sam = describe_source(args.sam_path, source["sam_path"])
+    flag = args.gradient_checkpointing
+    keep = sets["train"].keep
+
+    return {
+        "batch": describe_batch(batch, world_size),
+        "recomputation": describe_recomputation(batch.recomputed, flag, source["gradient_checkpointing"]),
+        "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "precision": reason,
+        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
+        "models": f"{vlm}, {sam}",
+        "loading": "images kept in memory" if keep else f"{args.num_workers} workers per GPU",
+        "trained": describe_parameters(model),
+    }
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
