@@ -62,15 +62,18 @@ HEAD_OF_CODE = {
 }
 # The codes of the names.
 CODE_OF_NAME = {
+    # of the whole image
     "indication": "A",
     "describe_subcat": "B08",
     "describe_abnormal_subcat": "B09",
     "describe_device": "B12",
     "has_devices": "B13",
+    # of a region
     "describe_region": "C01",
     "describe_abnormal_region": "C02",
     "describe_region_device": "C07",
     "has_region_device": "C08",
+    # of one finding or device
     "describe_finding": "D01",
     "has_finding": "D02",
     "where_is_finding": "D03",

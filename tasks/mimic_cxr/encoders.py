@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,9 +147,8 @@ def layers_of(encoder: nn.Module, path: str) -> nn.ModuleList:
     return found
 
 
-def recompute(forward: Callable, *args, **kwargs):
-    """What a layer gives; its activations are computed again in the backward pass."""
-    return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+# What a layer gives for its arguments; its activations are computed again in the backward pass.
+recompute = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
 
 def recomputed(forward: Callable) -> Callable:

@@ -116,7 +116,10 @@ def build(folder: Path, source: Source) -> None:
                 file.unlink()
 
 
-def thin_out(studies: pa.Table, limit: int) -> pa.Table:
+def thin_out(
+    studies: pa.Table,
+    limit: int,
+) -> pa.Table:
     """Up to `limit` studies of each split, evenly spaced."""
     split_of = studies["split"].to_numpy()
     chosen = [np.zeros(0, int)]
@@ -156,7 +159,11 @@ def build_parts(
 # --- the questions of the wanted grade --------------------------------------------------------------------------------
 
 
-def sort_grades(folder: Path, source: Source, turn: str) -> Counter:
+def sort_grades(
+    folder: Path,
+    source: Source,
+    turn: str,
+) -> Counter:
     """Write grades-<row group>.arrow: the questions of the wanted grade or better, sorted by study in each batch.
 
     Returns how often each rating occurs in the row groups that this rank read.
@@ -188,7 +195,8 @@ def good_questions(
     rating = pc.dictionary_encode(batch[RATING].cast(pa.string()))
     values = [*rating.dictionary.to_pylist(), None]
     codes = rating.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
-    rank_of_code = np.array([grade_rank(value) for value in values])
+    ranks = [grade_rank(value) for value in values]
+    rank_of_code = np.array(ranks)
     counts = np.bincount(codes, minlength=len(values))
     for rank, count in zip(rank_of_code, counts, strict=True):
         if count:
@@ -322,6 +330,8 @@ def write_part(folder: Path, number: int, part: Part) -> None:
             path = part_path(folder, number, split)
             files[path.name] = write_table(path, pa.table(columns | {"type": types}, schema=ROW))
         rows[split] = len(columns["study"])
+
+    # the part is finished when this is there
     facts = {
         "rows": rows,
         "left_out": dict(part.left_out),
@@ -353,8 +363,12 @@ def join_parts(folder: Path, parts: int, source: Source) -> dict:
         facts["files"] |= part["files"]
         for kind, counts in part["classes"].items():
             before = facts["classes"].get(kind, [0] * len(counts))
-            facts["classes"][kind] = [a + b for a, b in zip(before, counts, strict=True)]
-    if not any(sum(rows.values()) for rows in facts["rows"]):
+            pairs = zip(before, counts, strict=True)
+            facts["classes"][kind] = [sum(pair) for pair in pairs]
+
+    # a table of no questions is no index
+    kept = [sum(rows.values()) for rows in facts["rows"]]
+    if not any(kept):
         raise nothing_left(facts, source)
     facts["left_out"] = dict(facts["left_out"])
     facts["missing"].sort()

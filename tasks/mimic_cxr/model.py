@@ -126,6 +126,8 @@ class ChestModel(nn.Module):
         self.precision = precision
         self.recomputed = False
         self.ready_mask = takes_ready_mask(encoders.text)
+
+        # the image's features become as wide as the text's
         dim = self.text.config.hidden_size
         widths = getattr(self.image.config, "hidden_sizes", None)
         width = widths[-1] if widths else self.image.config.hidden_size
@@ -139,6 +141,8 @@ class ChestModel(nn.Module):
         for name, classes in HEADS.items():
             self.heads[name] = make_head(dim, HEAD_WIDTH[name], len(classes), dropout)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), dropout)
+
+        # what pixels are normalised by
         mean = torch.tensor(encoders.mean).view(-1, 1, 1)
         std = torch.tensor(encoders.std).view(-1, 1, 1)
         self.register_buffer("mean", mean, persistent=False)

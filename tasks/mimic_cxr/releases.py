@@ -286,6 +286,7 @@ class QuestionFiles:
         except FileNotFoundError:
             return None
         except UNREADABLE as error:
+            # the message may be long, or empty
             message = " ".join(str(error).split())
             reason = message[:150] or type(error).__name__
             if isinstance(error, KeyError):

@@ -121,6 +121,8 @@ def choose_batch_size(
             encoder_layers(model, args.image_encoder, args.text_encoder)
             turn_on = partial(recompute_activations, model, args.image_encoder, args.text_encoder)
             advice = "pass a smaller --image_size"
+
+    # as large as memory allows, the effective batch staying what it is
     return fit_batch_to_memory(
         try_once,
         model,

@@ -22,8 +22,9 @@ from fixed_order_utils import interpolate
 
 def recompute_activations(model: nn.Module) -> None:
     """--gradient_checkpointing: both encoders' activations are computed again in the backward pass."""
+    options = {"use_reentrant": False}
     for encoder in (model.vlm, model.sam):
-        encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 # --- SAM's attention --------------------------------------------------------------------------------------------------
@@ -36,7 +37,10 @@ def fold_relative_positions(encoder: nn.Module) -> None:
             layer.attn.forward = partial(folded_attention, layer.attn)
 
 
-def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+def folded_attention(
+    attention: nn.Module,
+    hidden_states: torch.Tensor,
+) -> tuple[torch.Tensor, None]:
     """SamVisionSdpaAttention.forward: (B, H, W, C) -> ((B, H, W, C), no attention weights)."""
     batch, height, width, _ = hidden_states.shape
     heads = attention.num_attention_heads
@@ -68,6 +72,7 @@ def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple
     key = widened(key, wide)
     value = widened(value, wide)
 
+    # back to the channels of the values, the heads side by side
     out = F.scaled_dot_product_attention(query, key, value, scale=1.0)
     out = out[..., :channels]
     out = out.transpose(1, 2)
@@ -75,7 +80,10 @@ def folded_attention(attention: nn.Module, hidden_states: torch.Tensor) -> tuple
     return attention.proj(out), None
 
 
-def widened(vectors: torch.Tensor, width: int) -> torch.Tensor:
+def widened(
+    vectors: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
     """The vectors with zeros behind them, up to a width."""
     padding = width - vectors.shape[-1]
     return F.pad(vectors, (0, padding))
@@ -113,7 +121,11 @@ def use_fixed_order(encoder: nn.Module) -> None:
     The gradient of an index is added up by several CPU threads in varying order.
     """
 
-    def look_up(queries: int, _: int, positions: torch.Tensor) -> torch.Tensor:
+    def look_up(
+        queries: int,
+        _: int,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
         table = distance_table(positions, queries)
         return table.transpose(1, 2)
 
@@ -121,7 +133,11 @@ def use_fixed_order(encoder: nn.Module) -> None:
         layer.attn.get_rel_pos = look_up
 
 
-def grid_places(height: int, width: int, like: torch.Tensor) -> torch.Tensor:
+def grid_places(
+    height: int,
+    width: int,
+    like: torch.Tensor,
+) -> torch.Tensor:
     """(H W, H + W): row and column of each place of a grid, one-hot, of the dtype and on the device of `like`."""
     kind = {"dtype": like.dtype, "device": like.device}
     rows = torch.eye(height, **kind)
@@ -151,7 +167,11 @@ def recompute_lora_dropout(model: nn.Module) -> None:
                 layer.lora_dropout[name] = nn.Identity()
 
 
-def dropped_linear(linear: nn.Linear, probability: float, inputs: torch.Tensor) -> torch.Tensor:
+def dropped_linear(
+    linear: nn.Linear,
+    probability: float,
+    inputs: torch.Tensor,
+) -> torch.Tensor:
     """linear(dropout(inputs)), with the same random numbers when it is computed again; (..., in) -> (..., rank)."""
 
     def compute(inputs: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,12 @@ class MaskDecoder(nn.Module):
             last,
         )
 
-    def forward(self, features: torch.Tensor, words: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        features: torch.Tensor,
+        words: torch.Tensor,
+        padding: torch.Tensor,
+    ) -> torch.Tensor:
         """(B, dim, h, w) features and (B, Q, D) words -> (B, 1, 4h, 4w) logits; padding (B, Q): True without a word."""
         tokens = features.flatten(2).transpose(1, 2)
         text = self.text(words)

@@ -57,9 +57,15 @@ class Reader:
 
     def pixels(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole image for each encoder: uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size)."""
-        return resized(image, self.image_size), resized(image, self.vlm_size)
+        for_sam = resized(image, self.image_size)
+        for_vlm = resized(image, self.vlm_size)
+        return for_sam, for_vlm
 
-    def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+    def tokens(
+        self,
+        question: str,
+        answer: str,
+    ) -> tuple[list[int], list[int]]:
         """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
         key = (question, answer)
         if key not in self.known:
