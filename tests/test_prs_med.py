@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,56 @@ from PIL import Image
 FLAGS = ["--batch_size", "4", "--max_steps", "2", "--max_new_tokens", "3", "--log_every", "1"]
 
 
+# what summary.json holds
+SUMMARY = {
+    "test/dice",
+    "test/iou",
+    "test/position_accuracy",
+    "test/dice/lung_CT",
+    "test/position_accuracy_mask",
+    "val/dice",
+    # of the last step
+    "train/loss",
+    "train/lr",
+    "train/grad_norm",
+    "train/samples_per_s",
+    "train/data_wait",
+    "train/peak_memory_gb",
+    "train/tflops",
+    "train/mfu",
+    # of the run
+    "steps",
+    "epochs",
+    "world_size",
+    "seconds",
+    "effective_batch_size",
+    "precision",
+}
+
+
 @pytest.fixture(scope="module")
-def trained(prs_med_data, tmp_path_factory, zygote):
+def run_prs_med(zygote):
+    """run_prs_med(data, run_folder, flags, ranks=..., ...): what the script ends with."""
+
+    def run(data: Path, run_folder: Path, flags: list, **options) -> SimpleNamespace:
+        return zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", run_folder, *flags, **options)
+
+    return run
+
+
+def summary_of(run_folder: Path) -> dict:
+    return json.loads((run_folder / "summary.json").read_text())
+
+
+def of_splits(values: dict) -> dict:
+    """The metrics of evaluations."""
+    return {name: value for name, value in values.items() if name.startswith(("val/", "test/"))}
+
+
+@pytest.fixture(scope="module")
+def trained(prs_med_data, tmp_path_factory, run_prs_med):
     out = tmp_path_factory.mktemp("prs") / "run"
-    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", out, *FLAGS, figures=True)
+    done = run_prs_med(prs_med_data, out, FLAGS, figures=True)
     assert done.code == 0, done.stderr
     return out
 
@@ -28,37 +75,21 @@ def test_run_folder(trained):
         assert (trained / name).is_file()
     assert list((trained / "logs").glob("events.*"))
     for name in ("inputs", "val_predictions", "test_predictions", "curves"):
-        assert np.asarray(Image.open(trained / "figures" / f"{name}.png")).std() > 10
-    summary = json.loads((trained / "summary.json").read_text())
-    wanted = {
-        "test/dice",
-        "test/iou",
-        "test/position_accuracy",
-        "val/dice",
-        "train/loss",
-        "train/lr",
-        "train/grad_norm",
-    }
-    wanted |= {
-        "train/samples_per_s",
-        "train/data_wait",
-        "train/peak_memory_gb",
-        "train/tflops",
-        "train/mfu",
-        "steps",
-        "epochs",
-        "world_size",
-        "seconds",
-    }
-    wanted |= {"effective_batch_size", "precision", "test/dice/lung_CT", "test/position_accuracy_mask"}
-    assert wanted <= summary.keys()
-    assert (summary["steps"], summary["world_size"], summary["precision"]) == (2, 1, "no")
+        image = Image.open(trained / "figures" / f"{name}.png")
+        assert np.asarray(image).std() > 10
+
+    summary = summary_of(trained)
+    assert summary.keys() >= SUMMARY
+    assert summary["steps"] == 2
+    assert summary["world_size"] == 1
+    assert summary["precision"] == "no"
     assert all(isinstance(value, int | float | str) for value in summary.values())
+    for name in ("loss", "loss_seg", "loss_txt"):
+        assert f"val/{name}" in summary
+        assert f"test/{name}" in summary
+
     # two steps, the validation of best.pt once, and the test
     assert [record["step"] for record in records(trained)] == [1, 2, 2, 2]
-    assert {
-        f"{split}/{name}" for split in ("val", "test") for name in ("loss", "loss_seg", "loss_txt")
-    } <= summary.keys()
 
 
 def test_figures_show_whole_sentences():
@@ -73,15 +104,20 @@ def test_figures_show_whole_sentences():
     rng = np.random.default_rng(0)
     masks = np.zeros((3, 16, 16), bool)
     masks[1, 4:9, 3:8] = masks[2] = True
-    rows = [Row("lung_CT", "", "", "test", text, sentence, "lung_CT.csv:2") for text in (sentence, "$x_1^{", "肺?")]
-    shown = [
-        prs_med_report.Example(row, rng.integers(0, 255, (3, 16, 16), dtype=np.uint8), mask, mask, answer, 0.5)
-        for row, mask, answer in zip(rows, masks, (sentence, "", "word " * 300 + ending), strict=True)
-    ]
+
+    # an empty mask, a small one and a full one, under long, odd and foreign words
+    questions = (sentence, "$x_1^{", "肺?")
+    answers = (sentence, "", "word " * 300 + ending)
+    examples = []
+    for question, mask, answer in zip(questions, masks, answers, strict=True):
+        row = Row("lung_CT", "", "", "test", question, sentence, "lung_CT.csv:2")
+        image = rng.integers(0, 255, (3, 16, 16), dtype=np.uint8)
+        examples.append(prs_med_report.Example(row, image, mask, mask, answer, 0.5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure = prs_med_report.draw_predictions(shown)
+        figure = prs_med_report.draw_predictions(examples)
         figure.canvas.draw()
+
     texts = [" ".join(text.get_text().split()) for axes in figure.axes for text in axes.texts]
     assert texts[0].count(ending) == 3
     assert texts[2].count("top left of the image.") == 2
@@ -90,102 +126,92 @@ def test_figures_show_whole_sentences():
             assert text.get_window_extent().height <= axes.get_window_extent().height
 
 
-def test_rows_of_each_group_are_printed(prs_med_data, trained, tmp_path, zygote):
+def test_rows_of_each_group_are_printed(prs_med_data, trained, tmp_path, run_prs_med):
     flags = ["--eval_only", "--resume_from", trained, "--eval_split", "val", "--max_new_tokens", "2"]
-    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *flags)
+    done = run_prs_med(prs_med_data, tmp_path, flags)
     assert done.code == 0, done.stderr
-    table = [line.split() for line in done.stdout.partition("\nval ")[2].splitlines()]
+    _, _, below = done.stdout.partition("\nval ")
+    table = [line.split() for line in below.splitlines()]
     assert table[0][0] == "n"
     counts = {cells[0]: int(cells[1]) for cells in table[1:5]}
     assert counts.pop("all") == sum(counts.values()) == 10
 
 
-def test_best_is_evaluated_once(prs_med_data, tmp_path, zygote):
+def test_best_is_evaluated_once(prs_med_data, tmp_path, run_prs_med):
     """One val line an epoch; the summary holds that of best.pt's epoch, also after a resume that chooses no other."""
-    flags = ["--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *FLAGS, "--num_epochs", "2", "--max_steps", "0"]
-    flags += ["--annotations", "lung_CT", "--save_every", "1", "--keep_last", "99"]
+    flags = [*FLAGS, "--num_epochs", "2", "--max_steps", "0", "--annotations", "lung_CT"]
+    flags += ["--save_every", "1", "--keep_last", "99"]
     # the second epoch spoils the weights: the first is the best
     flags += ["--learning_rate", "0.03", "--grad_clip", "0", "--seed", "1"]
-
-    def results() -> dict:
-        summary = json.loads((tmp_path / "summary.json").read_text())
-        return {name: value for name, value in summary.items() if name.startswith(("val/", "test/"))}
-
-    done = zygote(PRS_MED, *flags)
+    done = run_prs_med(prs_med_data, tmp_path, flags)
     assert done.code == 0, done.stderr
+
     lines = [record for record in records(tmp_path) if "val/loss" in record]
     assert [record["epoch"] for record in lines] == [1, 2]
     assert lines[0]["val/dice"] > lines[1]["val/dice"]
-    first = results()
-    assert {name: first[name] for name in lines[0] if name.startswith("val/")} == {
-        name: value for name, value in lines[0].items() if name.startswith("val/")
-    }
-    done = zygote(PRS_MED, *flags, "--resume_from", tmp_path / f"step_{lines[1]['step'] - 1:08d}.pt")
+    first = of_splits(summary_of(tmp_path))
+    logged = of_splits(lines[0])
+    assert {name: first[name] for name in logged} == logged
+
+    # once more from the step before the last
+    before = lines[1]["step"] - 1
+    done = run_prs_med(prs_med_data, tmp_path, [*flags, "--resume_from", tmp_path / f"step_{before:08d}.pt"])
     assert done.code == 0, done.stderr
-    assert results() == first
+    assert of_splits(summary_of(tmp_path)) == first
 
 
-def test_checkpoints_without_the_metrics_of_best_resume(prs_med_data, trained, tmp_path, zygote):
+def test_checkpoints_without_the_metrics_of_best_resume(prs_med_data, trained, tmp_path, run_prs_med):
     """As they were written before those were kept: best.pt is then evaluated again."""
     contents = torch.load(trained / "last.pt", weights_only=True)
     del contents["state"]["best_metrics"]
     torch.save(contents, tmp_path / "old.pt")
-    flags = [
-        "--data_root",
-        prs_med_data,
-        "--checkpoint_dir",
-        tmp_path / "new",
-        *FLAGS,
-        "--resume_from",
-        tmp_path / "old.pt",
-    ]
-    done = zygote(PRS_MED, *flags)
+    done = run_prs_med(prs_med_data, tmp_path / "new", [*FLAGS, "--resume_from", tmp_path / "old.pt"])
     assert done.code == 0, done.stderr
-    summary = json.loads((tmp_path / "new" / "summary.json").read_text())
-    assert summary["val/loss"] == json.loads((trained / "summary.json").read_text())["val/loss"]
+    assert summary_of(tmp_path / "new")["val/loss"] == summary_of(trained)["val/loss"]
 
 
-def test_eval_only_of_any_split(prs_med_data, trained, tmp_path, zygote):
+def test_eval_only_of_any_split(prs_med_data, trained, tmp_path, run_prs_med):
     """Equal to what the run itself reported; the run's files stay as they are."""
+    summary = summary_of(trained)
+    flags = ["--eval_only", "--resume_from", trained / "best.pt", "--max_new_tokens", "3", "--batch_size", "4"]
     for split in ("val", "test"):
-        flags = ["--eval_only", "--resume_from", trained / "best.pt", "--eval_split", split, "--max_new_tokens", "3"]
-        done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, "--batch_size", "4", *flags)
+        done = run_prs_med(prs_med_data, tmp_path, [*flags, "--eval_split", split])
         assert done.code == 0, done.stderr
         result = json.loads((tmp_path / f"eval_{split}.json").read_text())
-        summary = json.loads((trained / "summary.json").read_text())
         assert result[f"{split}/dice"] == summary[f"{split}/dice"]
 
 
-def test_shuffled_questions(prs_med_data, trained, tmp_path, zygote):
+def test_shuffled_questions(prs_med_data, trained, tmp_path, run_prs_med):
     flags = ["--eval_only", "--shuffle_questions", "--resume_from", trained, "--max_new_tokens", "3"]
-    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *flags)
+    done = run_prs_med(prs_med_data, tmp_path, flags)
     assert done.code == 0, done.stderr
     # copies of an image are known as one
     assert "10 of 10 rows ask another question about their image" in done.stdout
-    assert json.loads((tmp_path / "eval_test_shuffled.json").read_text())["rows_with_another_question"] == 10
+    results = json.loads((tmp_path / "eval_test_shuffled.json").read_text())
+    assert results["rows_with_another_question"] == 10
 
 
-def test_predict(prs_med_data, trained, zygote):
-    picture = next(iter((prs_med_data / "skin_rgbimage" / "test_images").iterdir()))
-    flags = ["--predict", picture, "--question", "Where is the mole located in this image?", "--max_new_tokens", "3"]
-    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", trained, *flags)
+def test_predict(prs_med_data, trained, run_prs_med):
+    image = next(iter((prs_med_data / "skin_rgbimage" / "test_images").iterdir()))
+    flags = ["--predict", image, "--question", "Where is the mole located in this image?", "--max_new_tokens", "3"]
+    done = run_prs_med(prs_med_data, trained, flags)
     assert done.code == 0, done.stderr
-    stem = trained / "predictions" / picture.stem
-    mask = np.asarray(Image.open(f"{stem}_mask.png"))
+
+    predictions = trained / "predictions"
+    mask = np.asarray(Image.open(predictions / f"{image.stem}_mask.png"))
     assert mask.shape == (32, 32)
     assert set(np.unique(mask)) <= {0, 255}
-    assert Image.open(f"{stem}_overlay.png").size == (32, 32)
-    assert "Where is the mole" in (stem.parent / f"{stem.name}.txt").read_text()
+    assert Image.open(predictions / f"{image.stem}_overlay.png").size == (32, 32)
+    assert "Where is the mole" in (predictions / f"{image.stem}.txt").read_text()
 
 
-def test_predict_turns_an_image_as_its_exif_tag_says(prs_med_data, trained, tmp_path, zygote):
+def test_predict_turns_an_image_as_its_exif_tag_says(prs_med_data, trained, tmp_path, run_prs_med):
     """The mask and the overlay are of the upright image."""
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (40, 30), (90, 80, 70)).save(tmp_path / "turned.jpg", exif=exif)
     flags = ["--predict", tmp_path / "turned.jpg", "--question", "Where is it?", "--max_new_tokens", "2"]
-    flags += ["--resume_from", trained / "best.pt", "--checkpoint_dir", tmp_path]
-    done = zygote(PRS_MED, "--data_root", prs_med_data, *flags)
+    done = run_prs_med(prs_med_data, tmp_path, [*flags, "--resume_from", trained / "best.pt"])
     assert done.code == 0, done.stderr
     for name in ("mask", "overlay"):
         assert Image.open(tmp_path / "predictions" / f"turned_{name}.png").size == (30, 40)
@@ -202,14 +228,14 @@ def test_predict_turns_an_image_as_its_exif_tag_says(prs_med_data, trained, tmp_
     ],
     ids=lambda flags: " ".join(flags),
 )
-def test_settings(prs_med_data, tmp_path, zygote, flags):
+def test_settings(prs_med_data, tmp_path, run_prs_med, flags):
     """Each runs to its end with finite losses; what they promise to change is looked at."""
-    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *FLAGS, *flags)
+    done = run_prs_med(prs_med_data, tmp_path, [*FLAGS, *flags])
     assert done.code == 0, done.stderr
     assert np.isfinite(losses(tmp_path)).all()
-    contents = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert any("vlm.model.vision_tower" in name for name in contents["model"]) == ("--save_full_state" in flags)
-    assert not any(name.startswith("module.") or "_orig_mod" in name for name in contents["model"])
+    names = list(torch.load(tmp_path / "last.pt", weights_only=True)["model"])
+    assert any("vlm.model.vision_tower" in name for name in names) == ("--save_full_state" in flags)
+    assert not any(name.startswith("module.") or "_orig_mod" in name for name in names)
     if "--num_workers" in flags:
         assert "2 workers per GPU" in done.stdout
     if "--wandb" in flags:
@@ -217,15 +243,15 @@ def test_settings(prs_med_data, tmp_path, zygote, flags):
 
 
 @pytest.mark.soak
-def test_full_state_resumes(prs_med_data, tmp_path, zygote):
-    flags = ["--data_root", prs_med_data, "--checkpoint_dir", tmp_path, *FLAGS, "--save_full_state", "--lora_rank", "4"]
-    assert zygote(PRS_MED, *flags).code == 0
-    done = zygote(PRS_MED, *flags, "--resume_from", "auto", "--max_steps", "3")
+def test_full_state_resumes(prs_med_data, tmp_path, run_prs_med):
+    flags = [*FLAGS, "--save_full_state", "--lora_rank", "4"]
+    assert run_prs_med(prs_med_data, tmp_path, flags).code == 0
+    done = run_prs_med(prs_med_data, tmp_path, [*flags, "--resume_from", "auto", "--max_steps", "3"])
     assert done.code == 0, done.stderr
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+    assert summary_of(tmp_path)["steps"] == 3
 
 
-def test_sam_vision_checkpoint(prs_med_data, trained, tmp_path, zygote):
+def test_sam_vision_checkpoint(prs_med_data, trained, tmp_path, run_prs_med):
     """A SamVisionModel checkpoint loads to the same encoder as the SamModel it was cut from."""
     from transformers import SamModel, SamVisionModel
 
@@ -235,8 +261,8 @@ def test_sam_vision_checkpoint(prs_med_data, trained, tmp_path, zygote):
     vision.save_pretrained(tmp_path / "vision")
     settings = (prs_med_data / "sam_tiny" / "preprocessor_config.json").read_text()
     (tmp_path / "vision" / "preprocessor_config.json").write_text(settings)
-    flags = ["--sam_path", tmp_path / "vision", "--checkpoint_dir", tmp_path / "run", *FLAGS]
-    done = zygote(PRS_MED, "--data_root", prs_med_data, *flags)
+
+    done = run_prs_med(prs_med_data, tmp_path / "run", [*FLAGS, "--sam_path", tmp_path / "vision"])
     assert done.code == 0, done.stderr
     assert losses(tmp_path / "run") == losses(trained)
 
@@ -263,7 +289,8 @@ def test_position_in_a_sentence(text, position):
     [
         ((0, 4, 0, 4), "top left"),
         ((0, 4, 6, 9), "top right"),
-        ((6, 9, 1, 8), "bottom left"),  # spans the middle column only; its centre is left of it
+        # spans the middle column only; its centre is left of it
+        ((6, 9, 1, 8), "bottom left"),
         ((4, 6, 4, 6), "center"),
         ((5, 9, 5, 9), "bottom right"),
         ((4, 9, 4, 9), "center"),
@@ -272,14 +299,15 @@ def test_position_in_a_sentence(text, position):
 def test_position_of_a_box(box, position):
     from tasks.prs_med.metrics import position_of
 
+    top, bottom, left, right = box
     mask = np.zeros((10, 10), bool)
-    mask[box[0] : box[1], box[2] : box[3]] = True
+    mask[top:bottom, left:right] = True
     assert position_of(mask) == position
     assert position_of(np.zeros((10, 10), bool)) is None
 
 
 def test_sample_data(prs_med_data):
-    """Columns, positions that follow the rule, two masks for each picture that do not overlap."""
+    """Columns, positions that follow the rule, two masks for each image that do not overlap."""
     from tasks.prs_med import data as prs
     from tasks.prs_med.metrics import position_in, position_of
 
@@ -290,10 +318,15 @@ def test_sample_data(prs_med_data):
     first = (prs_med_data / "annotations" / "skin_rgbimage.csv").read_text().splitlines()[0]
     assert first == "image_path,image_name,split,description,position,question,answer"
     assert any(row.image.endswith(".jpg") and row.mask.endswith("_Segmentation.png") for row in rows)
-    by_picture = {}
+
+    # copies of an image are known by their bytes
+    masks_of = {}
     for row in rows:
-        by_picture.setdefault(Path(row.image).read_bytes(), []).append(prs.open_mask(row.mask))
-    assert all(len(masks) == 2 and not (masks[0] & masks[1]).any() for masks in by_picture.values())
+        content = Path(row.image).read_bytes()
+        masks_of.setdefault(content, []).append(prs.open_mask(row.mask))
+    for masks in masks_of.values():
+        assert len(masks) == 2
+        assert not (masks[0] & masks[1]).any()
 
 
 def test_help_and_mistakes_are_quick():
@@ -307,13 +340,13 @@ def test_help_and_mistakes_are_quick():
     assert " ".join(text.split("\n\n")[1].split()).endswith(" out.")
 
 
-def test_precedence_of_values(prs_med_data, tmp_path, zygote):
+def test_precedence_of_values(prs_med_data, tmp_path, run_prs_med):
     """defaults < file < command line, and args.yaml holds what came out."""
     import yaml
 
     (tmp_path / "c.yaml").write_text("batch_size: 5\nlearning_rate: 1e-3\nmax_steps: 1\nannotations: [lung_CT]\n")
     flags = ["--config", tmp_path / "c.yaml", "--batch_size", "3", "--max_new_tokens", "2"]
-    done = zygote(PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", tmp_path / "run", *flags)
+    done = run_prs_med(prs_med_data, tmp_path / "run", flags)
     assert done.code == 0, done.stderr
     args = yaml.safe_load((tmp_path / "run" / "args.yaml").read_text())
     assert (args["batch_size"], args["learning_rate"], args["num_epochs"]) == (3, 0.001, 20)

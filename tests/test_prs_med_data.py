@@ -10,11 +10,12 @@ from conftest import PRS_MED
 from PIL import Image, ImageDraw
 
 from distributed_utils import Ranks
-from tasks.prs_med import data as prs_med_data
 from tasks.prs_med import data_check
+from tasks.prs_med.data import misfit, open_mask, open_upright, read_annotations
 
 FLAGS = ["--batch_size", "4", "--max_steps", "1", "--max_new_tokens", "2", "--log_every", "1"]
-TURNED = 6  # EXIF: the camera was held a quarter turn to the left
+# EXIF: the camera was held a quarter turn to the left
+TURNED = 6
 
 
 def save_turned(path: Path, values: np.ndarray) -> None:
@@ -27,28 +28,40 @@ def save_turned(path: Path, values: np.ndarray) -> None:
 def shape(size: int = 64, values: tuple[int, ...] = (255,)) -> Image.Image:
     """An ellipse for each value, from left to right."""
     image = Image.new("L", (size, size), 0)
+    draw = ImageDraw.Draw(image)
     width = size // len(values)
     for k, value in enumerate(values):
-        ImageDraw.Draw(image).ellipse([k * width + 2, size // 4, (k + 1) * width - 3, 3 * size // 4], fill=value)
+        left = k * width + 2
+        right = (k + 1) * width - 3
+        draw.ellipse([left, size // 4, right, 3 * size // 4], fill=value)
     return image
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "I;16"])
 def test_exif_orientation_is_applied(tmp_path, mode):
-    values = np.arange(30 * 20, dtype=np.uint16).reshape(30, 20) * 100 if mode == "I;16" else np.asarray(shape(40))
-    values = np.repeat(values[..., None], 3, 2) if mode == "RGB" else values
-    Image.fromarray(values).save(tmp_path / "plain.png")
-    save_turned(tmp_path / "turned.png", values)
-    plain, turned = (prs_med_data.open_upright(str(tmp_path / f"{name}.png")) for name in ("plain", "turned"))
-    assert np.array_equal(np.asarray(plain[0]), np.asarray(turned[0]))
-    assert (plain[1], turned[1]) == (False, True)
-    mask = prs_med_data.open_mask(str(tmp_path / "turned.png"))
-    assert np.array_equal(mask, prs_med_data.open_mask(str(tmp_path / "plain.png")))
+    values = np.asarray(shape(40))
+    if mode == "RGB":
+        values = np.repeat(values[..., None], 3, 2)
+    if mode == "I;16":
+        values = np.arange(30 * 20, dtype=np.uint16).reshape(30, 20) * 100
+    plain = tmp_path / "plain.png"
+    turned = tmp_path / "turned.png"
+    Image.fromarray(values).save(plain)
+    save_turned(turned, values)
+
+    # the same image, of which one was turned, and the same mask
+    image, was_turned = open_upright(str(plain))
+    other, other_was_turned = open_upright(str(turned))
+    assert np.array_equal(np.asarray(image), np.asarray(other))
+    assert was_turned is False
+    assert other_was_turned is True
+    assert np.array_equal(open_mask(str(turned)), open_mask(str(plain)))
 
 
 def test_a_damaged_exif_block_turns_nothing(tmp_path):
     shape().save(tmp_path / "a.jpg", exif=b"Exif\0\0garbage")
-    assert prs_med_data.open_upright(str(tmp_path / "a.jpg"))[1] is False
+    _, was_turned = open_upright(str(tmp_path / "a.jpg"))
+    assert was_turned is False
 
 
 @pytest.mark.parametrize(
@@ -63,15 +76,16 @@ def test_label_maps_and_the_127_rule(values, lost):
 @pytest.mark.parametrize("size", [32, 96])
 def test_smeared_masks_are_no_label_maps(tmp_path, size):
     """JPEG of any quality, scaled up and down; a label map that went through JPEG is still found."""
+    path = tmp_path / "a.jpg"
     for quality in (10, 25, 50, 75, 90, 100):
-        shape(size).save(tmp_path / "a.jpg", quality=quality)
-        smeared = Image.open(tmp_path / "a.jpg")
+        shape(size).save(path, quality=quality)
+        smeared = Image.open(path)
         for side in (size, size // 2, size * 2 + 5):
             for method in (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC):
                 values = np.asarray(smeared.resize((side, side), method))
                 assert data_check.lost_levels(values) == []
-    shape(256, (255, 85)).save(tmp_path / "a.jpg", quality=75)
-    assert 85 in data_check.lost_levels(np.asarray(Image.open(tmp_path / "a.jpg")))
+    shape(256, (255, 85)).save(path, quality=75)
+    assert 85 in data_check.lost_levels(np.asarray(Image.open(path)))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +98,8 @@ def test_smeared_masks_are_no_label_maps(tmp_path, size):
     ],
 )
 def test_shapes_that_fit(mask, image, message):
-    assert message in prs_med_data.misfit(mask, image)
-    assert bool(message) == bool(prs_med_data.misfit(mask, image))
+    assert message in misfit(mask, image)
+    assert bool(message) == bool(misfit(mask, image))
 
 
 @pytest.fixture
@@ -93,27 +107,33 @@ def odd(prs_med_data, tmp_path) -> Path:
     """The data with a few odd but possible files: turned by EXIF, empty, full, 1 to 3 beside 255, nearly square."""
     root = tmp_path / "data"
     shutil.copytree(prs_med_data, root)
-    rows = [row for row in prs_med_data.read_annotations(root, ["lung_CT"], False) if row.split == "train"]
-    save_turned(rows[0].image, np.asarray(Image.open(rows[0].image)))
-    size = Image.open(rows[1].mask).size
-    Image.new("L", size, 0).save(rows[1].mask)
-    Image.new("L", size, 255).save(rows[2].mask)
-    shape(size[0], (255, 2)).save(rows[3].mask)
-    Image.open(rows[4].image).resize((150, 151)).save(rows[4].image)
-    Image.open(rows[4].mask).resize((151, 150)).save(rows[4].mask)
+    rows = [row for row in read_annotations(root, ["lung_CT"], False) if row.split == "train"]
+    turned, empty, full, labelled, swapped = rows[:5]
+    save_turned(turned.image, np.asarray(Image.open(turned.image)))
+    size = Image.open(empty.mask).size
+    Image.new("L", size, 0).save(empty.mask)
+    Image.new("L", size, 255).save(full.mask)
+    shape(size[0], (255, 2)).save(labelled.mask)
+    Image.open(swapped.image).resize((150, 151)).save(swapped.image)
+    Image.open(swapped.mask).resize((151, 150)).save(swapped.mask)
     return root
 
 
 def test_findings_are_counted(odd, zygote, tmp_path):
     """In a table ahead of the first step, each with its number of rows and the first of them; the same on two ranks."""
-    out = {}
+    tables = {}
     for ranks in (1, 2):
         flags = ["--data_root", odd, "--checkpoint_dir", tmp_path / f"run{ranks}", "--annotations", "lung_CT", *FLAGS]
         done = zygote(PRS_MED, *flags, ranks=ranks)
         assert done.code == 0, done.stderr
-        table = done.stdout.partition("data check")[2].partition("== PRS-Med")[0]
-        out[ranks] = [line.rsplit(maxsplit=2) for line in table.splitlines()[1:]]
-    rows = {name.strip(): (int(count), Path(first).name) for name, count, first in out[1]}
+        _, _, below = done.stdout.partition("data check")
+        table, _, _ = below.partition("== PRS-Med")
+        tables[ranks] = [line.rsplit(maxsplit=2) for line in table.splitlines()[1:]]
+
+    # by finding
+    rows = {}
+    for name, count, first in tables[1]:
+        rows[name.strip()] = (int(count), Path(first).name)
     assert rows == {
         "turned as EXIF says": (1, "lung_CT.csv:2"),
         "mask empty": (1, "lung_CT.csv:3"),
@@ -121,10 +141,11 @@ def test_findings_are_counted(odd, zygote, tmp_path):
         "mask values below 32 left out": (1, "lung_CT.csv:5"),
         "mask's width and height swapped": (1, "lung_CT.csv:6"),
     }
-    assert out[1] == out[2]
+    assert tables[1] == tables[2]
 
 
 def test_good_data_has_no_findings(prs_med_data):
-    rows = prs_med_data.read_annotations(prs_med_data, None, False)
-    files = data_check.inspect_files(rows, Ranks(0, 0, 1, torch.device("cpu"), "python"))
+    rows = read_annotations(prs_med_data, None, False)
+    ranks = Ranks(0, 0, 1, torch.device("cpu"), "python")
+    files = data_check.inspect_files(rows, ranks)
     assert data_check.check_pairs(rows, files) == {}
