@@ -14,22 +14,55 @@ from conftest import ROOT, tree
 TRAIN = str(ROOT / "train.py")
 
 
-def fails(zygote, words: list, folder: Path, expect: str, ranks: int = 1, **environment) -> None:
-    """Runs, and checks code, the one line, and that no file appears or changes."""
-    before = tree(folder)
-    done = zygote(TRAIN, *words, ranks=ranks, **environment)
-    assert done.code == 2, (done.code, done.stdout[-500:], done.stderr[-1500:])
-    errors = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(errors) == 1, done.stderr[-1500:]
-    assert errors[0].startswith("error: ")
-    assert re.search(expect, errors[0]), errors[0]
-    assert tree(folder) == before
+ARRAYS = ("states", "next_states", "actions", "rewards", "dones")
+
+
+def run_train(zygote, flags: list, ranks: int = 1, **environment):
+    return zygote(TRAIN, *flags, ranks=ranks, **environment)
+
+
+def run_to_end(zygote, flags: list):
+    done = run_train(zygote, flags)
+    assert done.code == 0, done.stderr[-2000:]
+    return done
+
+
+@pytest.fixture
+def fails(zygote, tmp_path):
+    """fails(flags, message): runs, and checks code, the one line, and that no file appears or changes."""
+
+    def run(flags: list, message: str, ranks: int = 1, **environment) -> None:
+        before = tree(tmp_path)
+        done = run_train(zygote, flags, ranks, **environment)
+        assert done.code == 2, (done.code, done.stdout[-500:], done.stderr[-1500:])
+
+        errors = [line for line in done.stderr.splitlines() if line.strip()]
+        assert len(errors) == 1, done.stderr[-1500:]
+        assert errors[0].startswith("error: ")
+        assert re.search(message, errors[0]), errors[0]
+        assert tree(tmp_path) == before
+
+    return run
+
+
+@pytest.fixture
+def histories(darkroom_data) -> Path:
+    """The good HDF5 file."""
+    return next(darkroom_data.glob("datasets/*.hdf5"))
+
+
+@pytest.fixture
+def copied(histories, tmp_path) -> Path:
+    """A copy of it to spoil."""
+    path = tmp_path / "history.hdf5"
+    shutil.copy(histories, path)
+    return path
 
 
 # --- histories --------------------------------------------------------------------------------------------------------
 
 
-def write(file, goal: int, name: str, values) -> None:
+def write(file, goal: int | str, name: str, values) -> None:
     del file[str(goal)][name]
     file[str(goal)][name] = values
 
@@ -76,7 +109,7 @@ def another_reward(file):
 
 
 def rewards_of_another_goal(file):
-    for name in ("states", "next_states", "actions", "rewards", "dones"):
+    for name in ARRAYS:
         write(file, 7, name, file["70"][name][()])
 
 
@@ -91,14 +124,16 @@ def walks_through_walls(file):
 
 
 def jumps(file):
-    values = file["7"]["states"]
-    values[6, 2], file["7"]["actions"][6, 2] = values[8, 2], 4
-    file["7"]["next_states"][6, 2] = values[8, 2]
-    file["7"]["rewards"][6, 2] = float(values[8, 2] @ (9, 1) == 7)
+    group = file["7"]
+    other_cell = group["states"][8, 2]
+    group["states"][6, 2] = other_cell
+    group["actions"][6, 2] = 4
+    group["next_states"][6, 2] = other_cell
+    group["rewards"][6, 2] = float(other_cell @ (9, 1) == 7)
 
 
 def too_short(file):
-    for name in ("states", "next_states", "actions", "rewards", "dones"):
+    for name in ARRAYS:
         write(file, 7, name, file["7"][name][:10])
 
 
@@ -171,12 +206,14 @@ def terabytes_of_nothing(file):
 
 
 HISTORIES = [
+    # What lies in another file, or leads nowhere.
     (linked_to_another_file, r"group '7': is a link into another file, which is not followed"),
     (linked_through_another_file, r"group '7': actions is a link into another file, which is not followed"),
     (stored_in_another_file, r"group '7': actions keeps its values in another file, which is not read"),
     (virtual_of_another_file, r"group '7': actions keeps its values in another file, which is not read"),
     (a_link_in_a_circle, r"group '7': is a link that leads in a circle"),
     (a_link_to_nothing, r"group '7': has no 'dones'"),
+    # What is missing, or not an array of numbers.
     (a_group_for_actions, r"group '7': actions is a group, not a data set"),
     (a_data_set_for_a_goal, r"group '7': is a data set, not a group"),
     (a_null_data_set, r"group '7': actions is an empty \(null\) data set"),
@@ -187,6 +224,7 @@ HISTORIES = [
     (of_another_shape, r"group '7': states has shape \(200, 3\); expected \(T, streams, 2\)"),
     (fewer_actions, r"group '7': rewards has shape \(199, 3\); expected \(T, streams\)"),
     (words_for_actions, r"group '7': actions holds \|S2, not numbers"),
+    # Numbers that are not Darkroom's.
     (beyond_the_grid, r"group '7': states\[5, 2\] is 9; expected a whole number of 0 to 8"),
     (half_a_cell, r"group '7': states\[0, 0\] is 4.5; expected a whole number of 0 to 8"),
     (a_sixth_action, r"group '7': actions\[3, 1\] is 5; expected a whole number of 0 to 4"),
@@ -201,75 +239,49 @@ HISTORIES = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), HISTORIES, ids=[spoil.__name__ for spoil, _ in HISTORIES])
-def test_bad_histories(compressed_ad_flags, darkroom_data, zygote, tmp_path, spoil, message):
-    path = tmp_path / "history.hdf5"
-    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), path)
-    with h5py.File(path, "r+") as file:
+def test_bad_histories(compressed_ad_flags, fails, copied, tmp_path, spoil, message):
+    with h5py.File(copied, "r+") as file:
         spoil(file)
     ranks = 2 if spoil in (beyond_the_grid, without_a_group) else 1
-    fails(zygote, compressed_ad_flags(tmp_path / "run", "--data", path), tmp_path, f"history.hdf5: {message}", ranks)
+    fails(compressed_ad_flags(tmp_path / "run", "--data", copied), f"history.hdf5: {message}", ranks)
 
 
-def test_bad_files(compressed_ad_flags, darkroom_data, zygote, tmp_path):
-    out, path = tmp_path / "run", tmp_path / "history.hdf5"
-    whole = next(darkroom_data.glob("datasets/*.hdf5")).read_bytes()
+def test_bad_files(compressed_ad_flags, fails, histories, zygote, tmp_path):
+    out = tmp_path / "run"
+    path = tmp_path / "history.hdf5"
     (tmp_path / "empty").mkdir()
+
+    def refused(data: Path, message: str, *more) -> None:
+        fails(compressed_ad_flags(out, "--data", data, *more), message)
+
+    # half a file, and a text file
+    whole = histories.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    fails(
-        zygote,
-        compressed_ad_flags(out, "--data", path),
-        tmp_path,
-        r"history.hdf5: truncated HDF5 file of \d+ bytes; get or make",
-    )
+    refused(path, r"history.hdf5: truncated HDF5 file of \d+ bytes; get or make")
     path.write_text("states,actions\n")
-    fails(
-        zygote,
-        compressed_ad_flags(out, "--data", path),
-        tmp_path,
-        r"history.hdf5: not a readable HDF5 file of 15 bytes; get or",
-    )
-    fails(
-        zygote,
-        compressed_ad_flags(out, "--data", tmp_path / "none.hdf5"),
-        tmp_path,
-        r"none.hdf5: no such file; beside it lies h",
-    )
-    other = tmp_path / "empty" / "x.hdf5"
-    fails(
-        zygote,
-        compressed_ad_flags(out, "--data", other),
-        tmp_path,
-        r"x.hdf5: no such file; make histories with `python sample",
-    )
-    fails(
-        zygote,
-        compressed_ad_flags(out, "--data", tmp_path / "empty"),
-        tmp_path,
-        r"empty: holds no .hdf5 or .h5 file, also not in",
-    )
+    refused(path, r"history.hdf5: not a readable HDF5 file of 15 bytes; get or")
+
+    # no file, and more than one
+    refused(tmp_path / "none.hdf5", r"none.hdf5: no such file; beside it lies h")
+    refused(tmp_path / "empty" / "x.hdf5", r"x.hdf5: no such file; make histories with `python sample")
+    refused(tmp_path / "empty", r"empty: holds no .hdf5 or .h5 file, also not in")
     shutil.copy(path, tmp_path / "second.hdf5")
-    fails(
-        zygote,
-        compressed_ad_flags(out, "--data", tmp_path),
-        tmp_path,
-        r"holds 2 HDF5 files, .*name the file with --data",
-    )
-    with h5py.File(next(darkroom_data.glob("datasets/*.hdf5"))) as file, h5py.File(path, "w") as packed:
+    refused(tmp_path, r"holds 2 HDF5 files, .*name the file with --data")
+
+    # a compressed file cannot be mapped, but it can be read
+    with h5py.File(histories) as file, h5py.File(path, "w") as packed:
         for goal in file:
             for name, values in file[goal].items():
                 packed.create_dataset(f"{goal}/{name}", data=values, compression="gzip")
     message = r"group '0': \w+ is compressed or chunked and cannot be mapped; leave out --no-cache_in_memory"
-    fails(zygote, compressed_ad_flags(out, "--data", path, "--no-cache_in_memory"), tmp_path, message)
-    done = zygote(TRAIN, *compressed_ad_flags(out, "--data", path, "--max_steps", "1"))
-    assert done.code == 0, done.stderr[-2000:]
+    refused(path, message, "--no-cache_in_memory")
+    run_to_end(zygote, compressed_ad_flags(out, "--data", path, "--max_steps", "1"))
 
 
-def test_histories_as_others_write_them(compressed_ad_flags, darkroom_data, zygote, tmp_path):
+def test_histories_as_others_write_them(compressed_ad_flags, darkroom_data, copied, zygote, tmp_path):
     """int64, float rewards, more streams and steps in some goals, the next episode's start as an episode's last state:
     the same run."""
-    path = tmp_path / "history.hdf5"
-    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), path)
-    with h5py.File(path, "r+") as file:
+    with h5py.File(copied, "r+") as file:
         for goal in file:
             for name in list(file[goal]):
                 values = file[goal][name][()]
@@ -280,13 +292,13 @@ def test_histories_as_others_write_them(compressed_ad_flags, darkroom_data, zygo
                 if goal in ("5", "60"):
                     values = np.concatenate([values, values[:, :2]], 1)
                     values = np.concatenate([values, values[:20]], 0)
-                del file[goal][name]
-                file[goal][name] = values
+                write(file, goal, name, values)
+
     losses = []
-    for k, data in enumerate((darkroom_data, path)):
-        done = zygote(TRAIN, *compressed_ad_flags(tmp_path / f"{k}", "--data", data, "--max_steps", "3"))
-        assert done.code == 0, done.stderr[-2000:]
-        lines = (tmp_path / f"{k}" / "metrics.jsonl").read_text().splitlines()
+    for name, data in (("ours", darkroom_data), ("theirs", copied)):
+        run_folder = tmp_path / name
+        done = run_to_end(zygote, compressed_ad_flags(run_folder, "--data", data, "--max_steps", "3"))
+        lines = (run_folder / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["train/loss"] for line in lines[:3]])
     assert losses[0] == losses[1]
     repaired = int(re.search(r"histories: (\d+) steps end an episode with the next one's start", done.stdout)[1])
@@ -296,30 +308,33 @@ def test_histories_as_others_write_them(compressed_ad_flags, darkroom_data, zygo
 # --- flags and config -------------------------------------------------------------------------------------------------
 
 FLAGS = [
+    # The model.
     (["--tf_n_head", "3"], r"--tf_n_head 3: must divide --tf_n_embd 16"),
     (["--n_latent", "0"], r"--n_latent 0: compression needs at least 1; give --model ad to go without"),
     (["--model", "ad"], r"--n_latent: --model ad does not compress; leave it out"),
     (["--model", "dt"], r"argument --model: invalid choice: '?dt'?"),
+    (["--n_transit", "1"], r"--n_transit: must be a whole number of at least 2"),
+    (["--n_transit", "201"], r"--n_transit 201: more than the 200 steps of the histories"),
+    # The training.
     (["--num_warmup_steps", "8"], r"--num_warmup_steps 8 \(command line\): must be below --train_timesteps 8"),
     (["--train_batch_size", "0"], r"--train_batch_size: must be a whole number of at least 1, not '0'"),
-    (["--n_transit", "1"], r"--n_transit: must be a whole number of at least 2"),
     (["--lr", "-1"], r"argument --lr: must be a number above 0, not '-1'"),
     (["--lr_scaling", "cube"], r"argument --lr_scaling: invalid choice"),
     (["--train_batch_sise", "1"], r"unknown argument '--train_batch_sise', nearest is --train_batch_size"),
     (["--mixed_precision", "fp16"], r"--mixed_precision fp16: needs a GPU"),
+    # What is resumed, evaluated or read.
     (["--resume_from", "none.pt"], r"none.pt: no such checkpoint"),
     (["--eval_only"], r"run/best.pt: no such checkpoint"),
-    (["--ad_run", "somewhere", "--model", "ad", "--n_latent", "0"], r"--ad_run: stands beside a run of --model compr"),
     (["--overwrite", "--resume_from", "auto"], r"--overwrite starts afresh and excludes --resume_from"),
+    (["--ad_run", "somewhere", "--model", "ad", "--n_latent", "0"], r"--ad_run: stands beside a run of --model compr"),
     (["--ad_run", "nowhere"], r"nowhere/eval_test.json: not read \(No such file or directory\); --ad_run wants"),
     (["--config", "none.yaml"], r"none.yaml: cannot read the config"),
-    (["--n_transit", "201"], r"--n_transit 201: more than the 200 steps of the histories"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "message"), FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
-def test_bad_flags(compressed_ad_flags, zygote, tmp_path, flags, message):
-    fails(zygote, compressed_ad_flags(tmp_path / "run", *flags), tmp_path, message)
+def test_bad_flags(compressed_ad_flags, fails, tmp_path, flags, message):
+    fails([*compressed_ad_flags(tmp_path / "run"), *flags], message)
 
 
 CONFIGS = [
@@ -335,87 +350,84 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("config", "message"), CONFIGS, ids=[config for config, _ in CONFIGS])
-def test_bad_configs(zygote, tmp_path, config, message):
-    (tmp_path / "c.yaml").write_text(config + "\n")
-    fails(zygote, ["--config", str(tmp_path / "c.yaml")], tmp_path, message)
+def test_bad_configs(fails, tmp_path, config, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(config + "\n")
+    fails(["--config", path], message)
 
 
-def test_checkpoint_of_another_run(compressed_ad_flags, darkroom_data, zygote, tmp_path):
-    run = tmp_path / "one"
-    done = zygote(TRAIN, *compressed_ad_flags(run, "--max_steps", "2"))
-    assert done.code == 0, done.stderr[-2000:]
-    again = compressed_ad_flags(tmp_path / "run", "--resume_from", run / "last.pt")
-    for flags, message in (
-        (["--train_batch_size", "3"], r"a run with effective batch size 12, now 3; keep the product of"),
-        (["--seed", "5"], r"a run with seed 0, now 5; give the same again"),
-        (["--tf_n_layer", "3"], r"last.pt: a run with --tf_n_layer 2, now 3; leave it out"),
-        (["--n_latent", "6"], r"last.pt: a run with --n_latent 4, now 6; leave it out"),
-        (["--max_compression_depth", "1"], r"a run with --max_compression_depth 3, now 1; leave it out"),
-        (["--split_seed", "1"], r"a run with --split_seed 0, now 1; leave it out"),
-    ):
-        fails(zygote, [*again, *flags], tmp_path, message)
+OTHER_RUNS = [
+    (["--train_batch_size", "3"], r"a run with effective batch size 12, now 3; keep the product of"),
+    (["--seed", "5"], r"a run with seed 0, now 5; give the same again"),
+    (["--tf_n_layer", "3"], r"last.pt: a run with --tf_n_layer 2, now 3; leave it out"),
+    (["--n_latent", "6"], r"last.pt: a run with --n_latent 4, now 6; leave it out"),
+    (["--max_compression_depth", "1"], r"a run with --max_compression_depth 3, now 1; leave it out"),
+    (["--split_seed", "1"], r"a run with --split_seed 0, now 1; leave it out"),
+]
+
+
+def test_checkpoint_of_another_run(compressed_ad_flags, fails, histories, zygote, tmp_path):
+    begun = tmp_path / "begun"
+    run_to_end(zygote, compressed_ad_flags(begun, "--max_steps", "2"))
+    again = compressed_ad_flags(tmp_path / "run", "--resume_from", begun / "last.pt")
+    for flags, message in OTHER_RUNS:
+        fails([*again, *flags], message)
+
+    # the same histories but for two streams of a goal that changed places
     other = tmp_path / "other.hdf5"
-    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), other)
+    shutil.copy(histories, other)
     with h5py.File(other, "r+") as file:
-        for name in ("states", "next_states", "actions", "rewards", "dones"):
+        for name in ARRAYS:
             write(file, 7, name, file["7"][name][()][:, [0, 2, 1]])
-    fails(zygote, [*again, "--data", other], tmp_path, r"a run with training data \w+, now \w+; give the same again")
-    (tmp_path / "no.pt").write_bytes(b"x")
-    fails(zygote, [*again, "--resume_from", tmp_path / "no.pt"], tmp_path, r"no.pt: not a readable checkpoint")
-    torch.save({"format": "cascade/1", "step": 1, "rng": []}, tmp_path / "foreign.pt")
-    fails(
-        zygote, [*again, "--resume_from", tmp_path / "foreign.pt"], tmp_path, r"checkpoint of cascade/1, not of compr"
-    )
-    fails(zygote, compressed_ad_flags(run), tmp_path, r"holds a run already; go on with --resume_from auto")
-    found = r"eval_test.json: of --model compressed_ad; give --ad_run a run of --model ad"
-    fails(zygote, compressed_ad_flags(tmp_path / "run", "--ad_run", run), tmp_path, found)
-    text = json.loads((run / "eval_test.json").read_text())
-    (run / "eval_test.json").write_text(json.dumps(text | {"model": "ad", "goals": [[0, 0]]}))
-    fails(
-        zygote,
-        compressed_ad_flags(tmp_path / "run", "--ad_run", run),
-        tmp_path,
-        r"of other goals; give a run with the same",
-    )
-    text |= {"model": "ad", "return_by_episode": {"mean": [0.0]}}
-    (run / "eval_test.json").write_text(json.dumps(text))
-    fails(
-        zygote,
-        compressed_ad_flags(tmp_path / "run", "--ad_run", run),
-        tmp_path,
-        r"of 1 episodes, this run has --eval_episodes 3",
-    )
-    (run / "eval_test.json").write_text("[1]")
-    fails(
-        zygote,
-        compressed_ad_flags(tmp_path / "run", "--ad_run", run),
-        tmp_path,
-        r"not an evaluation of train.py; --ad_run wants",
-    )
+    fails([*again, "--data", other], r"a run with training data \w+, now \w+; give the same again")
+
+    # files that are no checkpoint of this script, and a run folder that is taken
+    unreadable = tmp_path / "no.pt"
+    unreadable.write_bytes(b"x")
+    fails([*again, "--resume_from", unreadable], r"no.pt: not a readable checkpoint")
+    foreign = tmp_path / "foreign.pt"
+    torch.save({"format": "cascade/1", "step": 1, "rng": []}, foreign)
+    fails([*again, "--resume_from", foreign], r"checkpoint of cascade/1, not of compr")
+    fails(compressed_ad_flags(begun), r"holds a run already; go on with --resume_from auto")
+
+    # evaluations that this run cannot stand beside
+    beside = compressed_ad_flags(tmp_path / "run", "--ad_run", begun)
+    fails(beside, r"eval_test.json: of --model compressed_ad; give --ad_run a run of --model ad")
+    evaluation = begun / "eval_test.json"
+    of_ad = json.loads(evaluation.read_text()) | {"model": "ad"}
+    evaluation.write_text(json.dumps(of_ad | {"goals": [[0, 0]]}))
+    fails(beside, r"of other goals; give a run with the same")
+    evaluation.write_text(json.dumps(of_ad | {"return_by_episode": {"mean": [0.0]}}))
+    fails(beside, r"of 1 episodes, this run has --eval_episodes 3")
+    evaluation.write_text("[1]")
+    fails(beside, r"not an evaluation of train.py; --ad_run wants")
 
 
-def test_one_short_goal(compressed_ad_flags, darkroom_data, zygote, tmp_path):
+def test_one_short_goal(compressed_ad_flags, copied, zygote, tmp_path):
     """What it cuts from the others is said; and what the source reached is the same from the file and from memory."""
-    path = tmp_path / "history.hdf5"
-    shutil.copy(next(darkroom_data.glob("datasets/*.hdf5")), path)
-    with h5py.File(path, "r+") as file:
-        for name in ("states", "next_states", "actions", "rewards", "dones"):
+    with h5py.File(copied, "r+") as file:
+        for name in ARRAYS:
             write(file, 7, name, file["7"][name][:100])
-            write(file, 38, name, np.concatenate([file["38"][name][()], file["38"][name][:, :1]], 1))
-    found = []
-    for k, more in enumerate(([], ["--no-cache_in_memory"])):
-        done = zygote(TRAIN, *compressed_ad_flags(tmp_path / f"{k}", "--data", path, "--max_steps", "1", *more))
-        assert done.code == 0, done.stderr[-2000:]
+
+            # one stream more of another goal
+            streams = file["38"][name][()]
+            write(file, 38, name, np.concatenate([streams, streams[:, :1]], 1))
+
+    evaluations = []
+    for name, more in (("cached", []), ("mapped", ["--no-cache_in_memory"])):
+        flags = compressed_ad_flags(tmp_path / name, "--data", copied, "--max_steps", "1")
+        done = run_to_end(zygote, [*flags, *more])
         assert "100 steps of each history are used, as goal 7 has no more; others have up to 200" in done.stdout
-        found.append(json.loads((tmp_path / f"{k}" / "eval_test.json").read_text()))
-    assert found[0] == found[1]
+        evaluations.append(json.loads((tmp_path / name / "eval_test.json").read_text()))
+    assert evaluations[0] == evaluations[1]
 
 
-def test_accelerate_config_of_another_kind(compressed_ad_flags, zygote, tmp_path):
+def test_accelerate_config_of_another_kind(compressed_ad_flags, fails, tmp_path):
+    flags = compressed_ad_flags(tmp_path / "run")
     message = r"accelerate config: DEEPSPEED is not supported here; choose multi-GPU"
-    fails(zygote, compressed_ad_flags(tmp_path / "run"), tmp_path, message, ACCELERATE_USE_DEEPSPEED="true")
+    fails(flags, message, ACCELERATE_USE_DEEPSPEED="true")
     message = r"accelerate launch --gradient_accumulation_steps 4: not read; give --gradient_accumulation_steps 4 to"
-    fails(zygote, compressed_ad_flags(tmp_path / "run"), tmp_path, message, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
+    fails(flags, message, ACCELERATE_GRADIENT_ACCUMULATION_STEPS="4")
 
 
 def test_sample_data_overwrites_nothing(darkroom_data, zygote):
