@@ -74,6 +74,8 @@ def note(parser, *rest):
     print(json.dumps(actions))
     sys.exit(0)
 argparse.ArgumentParser.parse_known_args = note
+
+# the script as a module that is not __main__
 spec = importlib.util.spec_from_file_location("script", sys.argv[1])
 script = importlib.util.module_from_spec(spec)
 sys.modules["script"] = script
@@ -86,14 +88,19 @@ def task_flags(task: str, data: Path, processes: int) -> list[str]:
     """The flags of a tiny run; its global batch is the same for any number of processes."""
     folder = data / task
     flags = {
+        # 2 epochs of 34 rows
         "prs_med": f"--data_root {folder} --batch_size {4 // processes} --num_epochs 2 --max_new_tokens 3",
+        # one epoch of 200 questions
         "mimic_cxr": f"--mimic_cxr_path {folder}/mimic-cxr-jpg --mimic_qa_path {folder}/mimic-ext-cxr-qba "
         f"--image_encoder {folder}/convnext_tiny --text_encoder {folder}/bert_tiny --image_size 64 "
         f"--index_dir {folder}/index --no_auto_optimize --batch_size {16 // processes} --epochs 1 --max_samples 200",
+        # 2 epochs; the batch is that of all processes
         "survival": f"--csv_path {folder}/dataset.csv --cache_dir {folder}/cache --resnet resnet10 --base_channels 8 "
         "--image_size 16 16 8 --batch_size 8 --epochs 2",
+        # 2 stages of 2 epochs
         "cascade": f"--dataset_path {folder} --cache_dir {data}/cache --img_size 32 --encoder_dim 16 "
         f"--batch_size {4 // processes} --num_timesteps 20 --ddim_steps 2 --num_epochs_per_stage 2",
+        # 8 steps, 2 evaluations
         "compressed_ad": f"--data {folder} --tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --encoder_n_layer 1 "
         f"--tf_dim_feedforward 32 --n_transit 20 --n_latent 4 --batch_size {8 // processes} --num_warmup_steps 2 "
         "--train_timesteps 8 --eval_interval 4 --eval_episodes 2 --val_episodes 2 --eval_seeds 1",
@@ -112,6 +119,12 @@ def run_script(tree: Path, task: str, words: list[str], fails: bool = False) -> 
     if done.returncode and not fails:
         raise RuntimeError(f"{tree}: {' '.join(command)}\n{done.stderr[-2000:]}")
     return done
+
+
+def print_flags(tree: Path, task: str) -> str:
+    """What FLAGS prints for a tree's script."""
+    command = [sys.executable, "-c", FLAGS, SCRIPTS[task]]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout
 
 
 def without_times(record: dict) -> dict:
@@ -152,9 +165,8 @@ def differing(task: str, old_tree: Path, data: Path, out: Path) -> list[str]:
         wrong += [f"{name} by {processes}" for name in folders[0] if folders[0][name] != folders[1][name]]
 
     # flags with their defaults and choices, and the line of a wrong value
-    flags = [subprocess.run([sys.executable, "-c", FLAGS, SCRIPTS[task]], cwd=tree, capture_output=True, text=True)
-             for tree in (old_tree, ROOT)]  # fmt: skip
-    if flags[0].stdout != flags[1].stdout or not flags[0].stdout:
+    old_flags = print_flags(old_tree, task)
+    if old_flags != print_flags(ROOT, task) or not old_flags:
         wrong.append("flags")
     words = [*task_flags(task, data, 1), *WRONG[task].split(), RUN_FOLDER_FLAGS[task], str(out / "none")]
     errors = [run_script(tree, task, words, fails=True) for tree in (old_tree, ROOT)]
@@ -184,6 +196,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         out = Path(folder) / "out"
+
+        # the same runs by both trees
         for task in TASKS:
             command = [sys.executable, "sample_data.py", task, str(data / task), *SAMPLE_SIZES[task].split()]
             subprocess.run(command, cwd=old_tree, check=True, stdout=subprocess.DEVNULL)
@@ -191,6 +205,8 @@ def main() -> None:
             print(f"{task}: {'equal' if not wrong else 'DIFFERS in ' + ', '.join(wrong)}", flush=True)
             failed += bool(wrong)
             shutil.rmtree(out)
+
+        # begun by one and resumed by the other
         for task, more, stop_at in (("prs_med", [], 4), ("mimic_cxr", ["--use_deepspeed"], 4), ("cascade", [], 8)):
             wrong = resumed_differs(task, more, stop_at, old_tree, data, out)
             print(f"{task} begun there and resumed here: {'DIFFERS' if wrong else 'equal'}", flush=True)
