@@ -145,7 +145,7 @@ def act_in_context(
         goal = torch.tensor([goals[place] for place, _ in chosen])
         goal = goal.to(device)
         agents = Agents(actor, len(numbers), forget)
-        for episode in tqdm(range(episodes), desc="in context", unit="episode", disable=quiet, leave=False):
+        for episode in with_progress_bar(range(episodes), quiet):
             if stop and stop.code:
                 break
             if rank == 0 and quiet and episode and episode % 100 == 0:
@@ -169,9 +169,21 @@ def act_in_context(
     )
 
 
+def with_progress_bar(episodes: range, quiet: bool) -> tqdm:
+    """The episodes, with a progress bar that is gone at the end."""
+    return tqdm(
+        episodes,
+        desc="in context",
+        unit="episode",
+        disable=quiet,
+        leave=False,
+    )
+
+
 def agent_generator(seed: int, goal: int, agent: int) -> np.random.Generator:
     """The random numbers of one agent on a goal."""
-    return np.random.default_rng([seed % 2**63, ACTING, goal, agent])
+    entropy = [seed % 2**63, ACTING, goal, agent]
+    return np.random.default_rng(entropy)
 
 
 def gumbel_noise(generators: list[np.random.Generator], device: torch.device) -> Tensor:

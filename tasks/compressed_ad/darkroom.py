@@ -32,12 +32,15 @@ def to_cells(places: np.ndarray) -> np.ndarray:
 
 def to_places(cells: np.ndarray) -> np.ndarray:
     """Places (..., 2) of cells (...)."""
-    return np.stack([cells // GRID, cells % GRID], -1)
+    rows = cells // GRID
+    columns = cells % GRID
+    return np.stack([rows, columns], -1)
 
 
 # The place (i, j) of each cell, and the cell (81, 5) to which each action leads; walls hold.
 PLACES = to_places(np.arange(CELLS))
-NEXT = to_cells(np.clip(PLACES[:, None] + MOVES, 0, GRID - 1))
+PLACES_AFTER = np.clip(PLACES[:, None] + MOVES, 0, GRID - 1)
+NEXT = to_cells(PLACES_AFTER)
 
 
 def split_goals(seed: int = 0, num_test: int = 8) -> tuple[list[int], list[int]]:

@@ -143,7 +143,8 @@ def hashed(seed: int, epoch: int, samples: ndarray, draw: int) -> ndarray:
     """A number in [0, 1) for each sample, a function of (seed, epoch, sample, draw) alone (splitmix64)."""
     sequence = np.random.SeedSequence([seed % 2**63, epoch, draw])
     key = sequence.generate_state(1, np.uint64)
-    x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = samples.astype(np.uint64)
+    x = x * np.uint64(0x9E3779B97F4A7C15)
     x = x + key
 
     x = x ^ (x >> np.uint64(30))
@@ -295,7 +296,12 @@ class DarkroomData(NamedTuple):
 
 
 def read_darkroom(
-    path: str, in_memory: bool, split_seed: int, n_transit: int, max_depth: int, seed: int
+    path: str,
+    in_memory: bool,
+    split_seed: int,
+    n_transit: int,
+    max_depth: int,
+    seed: int,
 ) -> DarkroomData:
     """All ranks: the histories that --data names, split into goals. Raises InputError.
 

@@ -42,8 +42,10 @@ class Layer(nn.Module):
             source = torch.cat([memory, normed], 1)
 
         # attention, also to the keys and values of the past
-        queries = self._split_heads(self.query(normed))
-        keys, values = self.key_value(source).chunk(2, -1)
+        queries = self.query(normed)
+        queries = self._split_heads(queries)
+        keys_values = self.key_value(source)
+        keys, values = keys_values.chunk(2, -1)
         keys = self._split_heads(keys)
         values = self._split_heads(values)
         own = torch.stack([keys, values])
@@ -144,7 +146,12 @@ class InContextNet(nn.Module):
             x, _ = layer(x, memory=memory)
         return self.encoder_norm(x)
 
-    def decode(self, x: Tensor, mask: Tensor | None, past: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+    def decode(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        past: list[Tensor] | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
         """(B, N, D) through the decoder -> the same, and each layer's keys and values of x.
 
         past: each layer's keys and values of what came before x.
@@ -235,7 +242,8 @@ def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: i
     row = column[:, None]
     for_context = is_context[:, None] & (column <= row)
     for_query = is_query[:, None] & (column < row)
-    seen = is_latent | (is_context & (for_context | for_query))
+    of_context = is_context & (for_context | for_query)
+    seen = is_latent | of_context
 
     # what a sample has, (B, 1, N)
     real = is_context & (column < length[:, None, None])
