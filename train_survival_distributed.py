@@ -12,19 +12,20 @@
 Data: a table (CSV or xlsx) with a path, a time, an event (1) or censoring (0) and a fold for each case, and CT volumes.
 """
 
-import argparse
 import contextlib
 import gc
 import time
 import warnings
+from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments, run_main
-from cli_utils import take_from_run, value_sources, whole
-from tasks.survival.flags import COLUMNS, FIXED, adopt_settings, check_modes, check_settings, check_values
+from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments
+from cli_utils import run_main, take_from_run, value_sources, whole
+from tasks.survival.flags import COLUMNS, FIXED, add_cache_arguments, add_table_arguments
+from tasks.survival.flags import adopt_settings, check_modes, check_settings, check_values
 
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
@@ -33,49 +34,28 @@ TITLE = {"survival": "SURVIVAL", "pretrain": "SURVIVAL: PRE-TRAINING"}
 HEADLINE = {"survival": "c_index", "pretrain": "r2"}
 CURVES = {"survival": ("loss", "c_index", "c_index_uno", "auc"), "pretrain": ("loss", "r2")}
 RESNETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-# after a checkpoint's name: its score is optimistic
-CHOSEN = "(chosen on this fold)"
 # cases per forward pass of an evaluation: the same at any world size, so that results are too
 EVAL_BATCH = 4
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument_group("data").add_argument
-    add("--csv_path", metavar="FILE", help="table of cases, CSV or xlsx; not needed with --eval_only, --predict")
-    add("--data_dir", metavar="DIR", help="folder that the paths are relative to; default: the table's own")
-    add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
-    add("--path_column", metavar="NAME", help="its name, if not NIFTI Path, image_path or path")
-    add("--time_column", metavar="NAME", help="its name, if not time or survival_time")
-    add("--event_column", metavar="NAME", help="its name, if not event")
-    add("--id_column", metavar="NAME", help="the patient's, if not case_num, patient_id, case_id or case")
+    positive = number(0, above=True)
 
-    # what is trained on, and what is validated on
-    add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
-    add("--train_fold", default="train", help="its value for training rows; other rows are left out")
-    add("--val_fold", help="its value for validation rows, default val; with --folds: which fold, default 1")
-    add("--folds", type=whole(0), default=0, help="make so many folds, events spread evenly; 0: --fold_column")
-    add("--cross_validate", action="store_true", help="each fold in turn; the predictions are pooled")
+    add = parser.add_argument_group("data").add_argument
+    add_table_arguments(add)
 
     # what becomes of a volume
-    size = {"type": whole(8), "nargs": 3, "metavar": ("X", "Y", "Z")}
-    window = {"type": number(-1e5), "nargs": 2, "metavar": ("LOW", "HIGH")}
-    spacing = {"type": number(0, above=True), "nargs": 3, "metavar": ("X", "Y", "Z")}
-    add("--image_size", **size, default=[256, 256, 64], help="voxels of the input; lower them on OOM")
-    add("--hu_window", **window, default=[-1000.0, 1000.0], help="HU that become 0 and 1; the rest is cut off")
-    add("--spacing", **spacing, help="resample to voxels of so many mm first; default: as in the file")
+    size = {"nargs": 3, "metavar": ("X", "Y", "Z")}
+    add("--image_size", type=whole(8), **size, default=[256, 256, 64], help="voxels of the input; lower them on OOM")
+    window = {"metavar": ("LOW", "HIGH"), "default": [-1000.0, 1000.0]}
+    add("--hu_window", type=number(-1e5), nargs=2, **window, help="HU that become 0 and 1; the rest is cut off")
+    add("--spacing", type=positive, **size, help="resample to voxels of so many mm first; default: as in the file")
     add("--orientation", metavar="CODES", help="turn the axes first: RAS, LPS ...; default: as in the file")
-    add("--augment", action=argparse.BooleanOptionalAction, default=True, help="random flips and quarter turns")
+    add("--augment", action=BooleanOptionalAction, default=True, help="random flips and quarter turns")
     add("--skip_data_check", action="store_true", help="do not read every volume once before training")
 
-    add = parser.add_argument_group("cache").add_argument
-    rate = number(0, 1, above=True)
-    add("--cache", choices=("persistent", "none"), default="persistent", help="keep resized volumes on disk, or not")
-    add("--cache_dir", default="runs/cache/survival", help="where; shared by all ranks and runs, may be deleted")
-    add("--use_smart_cache", action="store_true", help="train from a part in memory that changes each epoch (MONAI)")
-    add("--cache_rate", type=rate, default=0.5, help="share of a rank's cases in memory; lower it when RAM is short")
-    add("--replace_rate", type=rate, default=0.5, help="share of the cached cases replaced after each epoch")
-    add("--pin_memory", action="store_true", help="page-locked input buffers; on by itself with a GPU")
+    add_cache_arguments(parser)
 
     add = parser.add_argument_group("model").add_argument
     add("--task", choices=("survival", "pretrain"), default="survival", help="Cox, or features by squared error")
@@ -91,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "cases per step over ALL GPUs, a multiple of their number (default: the nearest to 24)"
     add("--batch_size", type=whole(1), default=24, help=text + "; lower it on OOM")
     add("--epochs", type=whole(1), default=50, help="passes over the training fold, or over what is cached of it")
-    add("--lr", type=number(0, above=True), default=1e-4, help="peak learning rate; not scaled with the GPUs")
+    add("--lr", type=positive, default=1e-4, help="peak learning rate; not scaled with the GPUs")
     add("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="sgd with momentum 0.9")
     add("--weight_decay", type=number(0), default=1e-5, help="weight decay")
     add("--scheduler", choices=("cosine", "constant"), default="cosine", help="learning rate after the warm-up")
@@ -106,9 +86,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--event_balanced", action="store_true", help="put events into every step, as evenly as can be")
 
     add = parser.add_argument_group("output and evaluation").add_argument
-    years = {"type": number(0, above=True), "nargs": "+", "default": [1.0, 2.0, 3.0, 4.0, 5.0]}
     add("--log_dir", "--output", default="runs/survival", help="run folder: checkpoints, logs, figures, predictions")
-    add("--eval_years", **years, help="horizons, years")
+    years = [1.0, 2.0, 3.0, 4.0, 5.0]
+    add("--eval_years", type=positive, nargs="+", default=years, help="horizons, years")
     add("--predict", metavar="FILE", help="score the cases of this table by --resume_from, default best.pt")
     add("--amp", action="store_true", help="mixed precision, the same as the default --mixed_precision auto")
     add("--backend", choices=("nccl", "gloo"), help="nccl for GPUs, gloo for CPUs; default: what fits")
@@ -134,34 +114,42 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint
-from checkpoint_utils import trained_state
-from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader, launch_workers
-from distributed_utils import print_main, reduce_max, reduce_sum, schedule, setup_distributed, world, wrap_in_ddp
+# the processes, the checkpoints and the memory
+from checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint, trained_state
+from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader
+from distributed_utils import launch_workers, print_main, reduce_max, reduce_sum, schedule
+from distributed_utils import setup_distributed, world, wrap_in_ddp
 from hardware_utils import autocast
-from logging_utils import RunLog, save_figure
-from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
-from loop_utils import explain_out_of_memory, finish_run, first_error, keep_best, next_epoch, optimizer_steps
-from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 from memory_utils import BatchSize
-from tasks.survival.batch import cases_per_process, largest_batch, trial_step
+
+# the loop and its log
+from logging_utils import RunLog
+from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
+from loop_utils import explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
+from loop_utils import print_start, restore_training, resume, say_if_finished, seed_ranks, sync_gradients
+
+# the cases, and what is told of them
+from tasks.survival.batch import largest_batch, rows_of_step, trial_step
 from tasks.survival.cohort import Cohort
-from tasks.survival.cross_validation import FoldResult, cross_validate
+from tasks.survival.cross_validation import cross_validate
 from tasks.survival.data import MultiGPUSurvivalDataset
-from tasks.survival.figures import draw_inputs, draw_results
-from tasks.survival.folds import Fold, check_not_trained_on
-from tasks.survival.metrics import Predictions, score_fold
-from tasks.survival.report import add_baseline, print_epoch, print_metrics, print_warnings, write_json
-from tasks.survival.report import write_new_predictions, write_results
-from tasks.survival.resnet import make_backbone
-from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, describe_run, make_dataset
-from tasks.survival.settings import make_loader, open_checkpoint, out_of_memory_at, read_cases, rehearse, with_features
-from tasks.survival.targets import CoxMemory
-from tasks.survival.volumes import augment
-from tasks.survival.weights import read_weights, use_weights
+from tasks.survival.figures import draw_inputs
+from tasks.survival.folds import Fold, check_evaluated
+from tasks.survival.metrics import Evaluation, score_fold
+from tasks.survival.report import FoldResult, end_fold, print_epoch, print_warnings
+from tasks.survival.report import write_evaluation, write_new_predictions
+from tasks.survival.volumes import load_images
+
+# the model's parts, and what follows from the flags
+from tasks.survival.resnet import make_backbone, shortcut_type
+from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, describe_run
+from tasks.survival.settings import make_dataset, make_loader, open_checkpoint, out_of_memory_at
+from tasks.survival.settings import prepare_fold, read_cases, rehearse
+from tasks.survival.targets import CoxMemory, feature_loss
+from tasks.survival.weights import Weights, first_weights, use_weights
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -169,52 +157,57 @@ from tasks.survival.weights import read_weights, use_weights
 class RiskNet(nn.Module):
     """MONAI's 3D ResNet and a linear head: (B, 1, X, Y, Z) in 0..1 -> (B, outputs) fp32; one output: the log-hazard."""
 
-    def __init__(self, args: argparse.Namespace, precision: str, outputs: int, shortcut: str = "B"):
+    def __init__(self, args: Namespace, precision: str, outputs: int, shortcut: str = "B"):
         super().__init__()
         self.precision = precision
         self.backbone = make_backbone(args.resnet, args.base_channels, args.norm, shortcut)
 
         # the head begins near zero, so that all cases begin with about the same risk
-        width = 8 * args.base_channels * (4 if args.resnet in RESNETS[3:] else 1)
-        self.head = nn.Linear(width, outputs)
+        self.head = nn.Linear(self.backbone.in_planes, outputs)
         nn.init.normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    def forward(self, images: Tensor) -> Tensor:
         # the head's fp32, whatever autocast does between
         dtype = self.head.weight.dtype
         with autocast(images.device, self.precision):
-            images = images.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+            images = images.to(dtype)
+            images = images.contiguous(memory_format=torch.channels_last_3d)
             return self.head(self.backbone(images)).to(dtype)
 
 
-def build_model(args: argparse.Namespace, precision: str, outputs: int, names, ranks: Ranks) -> RiskNet:
-    """The model with the same random weights on every rank.
+def build_model(args: Namespace, precision: str, outputs: int, start: Weights | None, ranks: Ranks) -> RiskNet:
+    """The model with the same weights on every rank: random ones, or those to start from.
 
-    names: those of the weights that will be loaded, if any; without a `downsample` among them the shortcuts are
-    MedicalNet's type A. Raises InputError for --norm batch on several CPU processes.
+    Raises InputError for weights that do not fit, and for --norm batch on several CPU processes.
     """
     torch.manual_seed(args.seed)
-    has_projections = any("downsample" in name for name in names or [])
-    shortcut = "A" if names and not has_projections and args.resnet in RESNETS[:3] else "B"
-    model = RiskNet(args, precision, outputs, shortcut)
+    model = RiskNet(args, precision, outputs, shortcut_type(args.resnet, start))
     if args.norm == "batch" and ranks.world_size > 1:
         if ranks.device.type == "cpu":
             raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model.to(ranks.device, memory_format=torch.channels_last_3d)
+    model = model.to(ranks.device, memory_format=torch.channels_last_3d)
+    if start:
+        use_weights(model, start)
+    return model
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
 def cox_loss(
-    log_hazard: torch.Tensor,
-    time: torch.Tensor,
-    event: torch.Tensor,
+    log_hazard: Tensor,
+    time: Tensor,
+    event: Tensor,
     ties: str = "efron",
-    extra: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    extra: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Negative Cox partial log-likelihood per event: Efron (1977) or Breslow (1974) for tied event times.
 
     log_hazard (n,) on any device; time (n,) and event (n,) bool on the CPU, so that nothing waits for the GPU; extra:
@@ -232,12 +225,15 @@ def cox_loss(
     at_risk = log_hazard
     all_times = time
     if extra is not None:
-        at_risk = torch.cat([log_hazard, extra[0].to(log_hazard)])
-        all_times = torch.cat([time, extra[1]])
+        more, more_times = extra
+        at_risk = torch.cat([log_hazard, more.to(log_hazard)])
+        all_times = torch.cat([time, more_times])
     event_times = time[rows]
-    outside = (all_times < event_times[:, None]).to(device, non_blocking=True)
+    outside = all_times < event_times[:, None]
+    outside = outside.to(device, non_blocking=True)
+    hazards = at_risk.expand(len(rows), -1)
+    total = hazards.masked_fill(outside, -torch.inf).logsumexp(1)
     own = log_hazard[rows.to(device, non_blocking=True)]
-    total = at_risk.expand(len(rows), -1).masked_fill(outside, -torch.inf).logsumexp(1)
 
     # of d tied events the l-th (from 0) sees only 1 - l/d of their hazard
     if ties == "efron":
@@ -245,26 +241,19 @@ def cox_loss(
         before = tied.tril(-1).sum(1).double() / tied.sum(1)
         before = before.to(total.dtype).to(device, non_blocking=True)
         untied = (~tied).to(device, non_blocking=True)
-        together = own.expand(len(rows), -1).masked_fill(untied, -torch.inf).logsumexp(1)
+        hazards = own.expand(len(rows), -1)
+        together = hazards.masked_fill(untied, -torch.inf).logsumexp(1)
         total = total + torch.log1p(-before * (together - total).exp())
     return (total - own).sum() / len(rows)
 
 
-def step_loss(
-    outputs: torch.Tensor, rows: np.ndarray, fold: Fold, args: argparse.Namespace, extra=None
-) -> torch.Tensor:
-    """Loss of (n, outputs) for these rows of the cohort: Cox, or the features' squared error."""
-    if args.task == "survival":
-        time = torch.from_numpy(fold.cohort.time[rows])
-        event = torch.from_numpy(fold.cohort.event[rows])
-        return cox_loss(outputs[:, 0], time, event, args.ties, extra)
-
-    # --task pretrain: the mean square over the features that are known
-    scores = fold.features.scores[rows]
-    known = scores.isfinite()
-    weight = (known / max(1, int(known.sum()))).to(outputs.device, non_blocking=True)
-    scores = scores.nan_to_num(0).to(outputs.device, non_blocking=True)
-    return ((outputs - scores).square() * weight).sum()
+def step_loss(outputs: Tensor, rows: np.ndarray, fold: Fold, ties: str, extra=None) -> Tensor:
+    """Loss of (n, outputs) for these rows of the cohort: Cox, or with --task pretrain the features' squared error."""
+    if fold.features:
+        return feature_loss(outputs, fold.features.scores[rows])
+    time = torch.from_numpy(fold.cohort.time[rows])
+    event = torch.from_numpy(fold.cohort.event[rows])
+    return cox_loss(outputs[:, 0], time, event, ties, extra)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -280,7 +269,7 @@ class Learner(NamedTuple):
     wrapped: nn.Module | None = None
 
 
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     """The fused form of --optimizer over all parameters, those that are frozen at first included."""
     parameters = list(model.parameters())
     options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
@@ -301,46 +290,19 @@ def wrap_model(model: RiskNet, frozen: bool) -> nn.Module:
     model.backbone.requires_grad_(not frozen)
     if world()[1] == 1:
         return model
-    return wrap_in_ddp(model, model.head.weight.device)
-
-
-def rows_of_step(step: Step) -> list[float]:
-    """This rank's part of the list of a step's cases: their rows in the cohort, and zero in the others' places."""
-    local = [row for batch in step.batches for row in batch["index"].tolist()][: step.local]
-    rows = [0.0] * step.samples
-    rows[step.first : step.first + len(local)] = local
-    return rows
-
-
-def lr_of_step(step: int, planned_steps: int, args: argparse.Namespace) -> float:
-    """Learning rate of an optimizer step (from 0): warm-up from zero, then from --lr towards --eta_min."""
-    factor = schedule(step, planned_steps, args.warmup_steps, args.scheduler)
-    lowest = args.eta_min if step >= args.warmup_steps else 0.0
-    return lowest + (args.lr - lowest) * factor
-
-
-def images_of(batch: dict, device: torch.device, epoch: int, args: argparse.Namespace) -> torch.Tensor:
-    """A micro-batch's images on the device, augmented as in this epoch."""
-    images = batch["image"].to(device, non_blocking=True)
-    if not args.augment:
-        return images
-    return augment(images, batch["index"].tolist(), args.seed, epoch)
+    return wrap_in_ddp(model, model.device)
 
 
 def train_step(
-    learner: Learner,
-    step: Step,
-    load: Callable[[dict], torch.Tensor],
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    learner: Learner, step: Step, images: list[Tensor], loss_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Gradients of one optimizer step, the same at any number of ranks and micro-batches; returns (loss, outputs).
 
     The Cox loss has no parts that add up: each case's risk set is the whole batch. So the outputs of all ranks are put
     together, every rank takes the loss of them all, and sends its own cases' part of the gradient back through its
     model. Micro-batches are first passed forward without memory, then again one by one. A rank without a share passes
-    one case of no weight. load: a micro-batch's images. loss_of: the loss of all cases' outputs.
+    one case of no weight. images: of each micro-batch. loss_of: the loss of all cases' outputs.
     """
-    images = [load(batch) for batch in step.batches]
     if len(images) == 1:
         passed = [learner.wrapped(images[0])]
     else:
@@ -348,31 +310,31 @@ def train_step(
             passed = [learner.model(batch) for batch in images]
 
     # the outputs of all ranks, and the loss of them all
+    share = slice(step.first, step.first + step.local)
     local = torch.cat([output.detach() for output in passed])
     outputs = local.new_zeros(step.samples, local.shape[1])
-    outputs[step.first : step.first + step.local] = local[: step.local]
+    outputs[share] = local[: step.local]
     outputs = reduce_sum(outputs).requires_grad_()
     loss = loss_of(outputs)
     loss.backward()
 
     # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
-    grad = outputs.grad * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+    finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
     # DDP averages over the ranks; these are parts of a sum, so undo the division
-    grad = learner.scaler.scale(grad * world()[1])
-    grad = grad[step.first : step.first + step.local] if step.local else grad[:1] * 0
+    grad = learner.scaler.scale(outputs.grad * finite * world()[1])
+    grad = grad[share] if step.local else grad[:1] * 0
 
     # this rank's part of the gradient, back through its model
     for k, batch in enumerate(images, start=1):
-        with sync_gradients(learner.wrapped, now=k == len(images)):
+        is_last = k == len(images)
+        with sync_gradients(learner.wrapped, now=is_last):
             output = passed[0] if len(images) == 1 else learner.wrapped(batch)
             output.backward(grad[: len(output)])
         grad = grad[len(output) :]
     return loss.detach(), outputs.detach()
 
 
-def train_one_epoch(
-    learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: argparse.Namespace
-) -> None:
+def train_one_epoch(learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: Namespace) -> None:
     """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
     Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unreadable volume of any.
@@ -384,25 +346,27 @@ def train_one_epoch(
     model.train()
     if progress.epoch < args.freeze_epochs:
         model.backbone.eval()
-    load = partial(images_of, device=model.head.weight.device, epoch=progress.epoch, args=args)
-
+    augmentation = args.seed if args.augment else None
     for step in optimizer_steps(loader, training, count=rows_of_step):
         rows = np.array(step.totals, np.int64)
-        lr = lr_of_step(progress.step, training.planned_steps, args)
+        images = [load_images(batch, model.device, augmentation, progress.epoch) for batch in step.batches]
+        factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.scheduler)
+        lowest = args.eta_min if progress.step >= args.warmup_steps else 0.0
+        lr = lowest + (args.lr - lowest) * factor
 
         # forward and backward: the risk set of each event is the global batch, with what --cox_memory keeps
         extra = learner.memory.others(rows, fold.cohort.time)
-        loss_of = partial(step_loss, rows=rows, fold=fold, args=args, extra=extra)
+        loss_of = partial(step_loss, rows=rows, fold=fold, ties=args.ties, extra=extra)
         with training.log.count_flops(step.samples):
-            loss, outputs = train_step(learner, step, load, loss_of)
+            loss, outputs = train_step(learner, step, images, loss_of)
         learner.memory.add(rows, outputs[:, 0])
 
         # update the weights; a non-finite gradient skips the step on all ranks together
         grad_norm = clip_and_step(learner.optimizer, learner.scaler, args.grad_clip, lr)
 
         # loss and events are the same on all ranks, so that rank 0 alone enters them into the sum
-        events = fold.cohort.event[rows].sum() if args.task == "survival" else 0.0
-        losses = torch.stack([loss, torch.full_like(loss, float(events))])
+        events = 0.0 if fold.features else float(fold.cohort.event[rows].sum())
+        losses = torch.stack([loss, torch.full_like(loss, events)])
         if world()[0] > 0:
             losses = torch.zeros_like(losses)
         end_step(training, step, losses, grad_norm, lr)
@@ -412,18 +376,19 @@ def train_one_epoch(
 
 
 @torch.no_grad()
-def compute_outputs(model: RiskNet, data: MultiGPUSurvivalDataset, workers: int) -> np.ndarray:
+def compute_outputs(model: RiskNet, cases: MultiGPUSurvivalDataset, workers: int) -> np.ndarray:
     """(n, outputs) float64 of every case, in order and the same on all ranks.
 
     Raises InputError on all ranks for an unreadable volume, RunError when an output is not finite.
     """
     model.eval()
-    loader = create_distributed_dataloader(data, EVAL_BATCH, train=False, num_workers=workers)
-    outputs = torch.zeros(len(data), model.head.out_features, dtype=torch.float64)
+    loader = create_distributed_dataloader(cases, EVAL_BATCH, train=False, num_workers=workers)
+    shape = (len(cases), model.head.out_features)
+    outputs = torch.zeros(shape, dtype=torch.float64)
     error = ""
     for places, batch in zip(loader.batch_sampler, loader, strict=True):
         error = error or first_error([batch])
-        images = batch["image"].to(model.head.weight.device, non_blocking=True)
+        images = batch["image"].to(model.device, non_blocking=True)
         outputs[places] = model(images).double().cpu()
 
     with agree_on_errors():
@@ -436,66 +401,44 @@ def compute_outputs(model: RiskNet, data: MultiGPUSurvivalDataset, workers: int)
     return outputs
 
 
-def evaluate(model: RiskNet, fold: Fold, args: argparse.Namespace, final: bool = False) -> tuple[dict, Predictions]:
-    """Metrics and predictions of the validation fold, the same on all ranks.
+def evaluate(model: RiskNet, fold: Fold, args: Namespace, final: bool = False) -> Evaluation:
+    """Metrics and outputs of the validation fold, the same on all ranks.
 
     final: also the training fold, whose baseline hazard gives survival probabilities, and the bootstrap interval.
     """
     # no fork beside SmartCache's thread
     workers = args.num_workers if final or not args.use_smart_cache else 0
-    val = compute_outputs(model, make_dataset(fold.cohort, fold.val, args), workers)
+    val = compute_outputs(model, fold.val_set, workers)
     train = None
-    if final and args.task == "survival":
-        train = compute_outputs(model, make_dataset(fold.cohort, fold.train, args), workers)
+    if final and fold.features is None:
+        train = compute_outputs(model, fold.train_set, workers)
 
     # rank 0 computes and tells the others, so that all take the same decisions
     scores = None
     if world()[0] == 0:
-        loss = float(step_loss(torch.from_numpy(val), fold.val, fold, args))
-        scores = score_fold(fold, val, train, loss, args.eval_years)
+        loss = step_loss(torch.from_numpy(val), fold.val, fold, args.ties)
+        scores = score_fold(fold, val, train, float(loss), args.eval_years)
     metrics, baseline = broadcast_object(scores)
-    return metrics, Predictions(val, train, baseline)
+    return Evaluation(metrics, val, train, baseline)
 
 
-def try_cases(model: RiskNet, cases: int, waiting: int, args: argparse.Namespace) -> None:
+def try_cases(model: RiskNet, cases: int, waiting: int, args: Namespace) -> None:
     """A trial step of so many cases, while others of the same step wait."""
+    batch = largest_batch(cases, args.image_size)
+    images = load_images(batch, model.device, args.seed if args.augment else None, epoch=0)
 
-    def loss_of(outputs: torch.Tensor, batch: dict) -> torch.Tensor:
-        if args.task == "survival":
-            return cox_loss(outputs[:, 0], batch["time"], batch["event"], args.ties)
-        return outputs.square().mean()
+    def loss_of(outputs: Tensor) -> Tensor:
+        return cox_loss(outputs[:, 0], batch["time"], batch["event"], args.ties)
 
-    load = partial(images_of, device=model.head.weight.device, epoch=0, args=args)
-    trial_step(model, largest_batch(cases, args.image_size), load, loss_of, waiting)
+    trial_step(model, images, loss_of, waiting)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def begin_fold(
-    fold: Fold, checkpoint: dict | None, setup: Setup, args: argparse.Namespace
-) -> tuple[Fold, RiskNet, MultiGPUSurvivalDataset]:
-    """All ranks: the fold with its features, the model to begin or resume with, and the training cases."""
-    with agree_on_errors():
-        fold = with_features(fold, args)
-        data = make_dataset(fold.cohort, fold.train, args, train=True)
-        weights = None
-        if checkpoint:
-            weights = checkpoint["model"]
-        elif args.init == "pretrained":
-            weights = read_weights(args.pretrained_path)
-        model = build_model(args, setup.precision, fold.outputs, weights, setup.ranks)
-        if checkpoint:
-            load_trained(model, weights)
-        elif weights is not None:
-            use_weights(model, weights, args.pretrained_path)
-    return fold, model, data
-
-
-def checkpoint_contents(
-    learner: Learner, fold: Fold, batch: BatchSize, this_run: dict, args: argparse.Namespace
-) -> dict:
+def checkpoint_contents(learner: Learner, fold: Fold, batch: BatchSize, this_run: dict, args: Namespace) -> dict:
     """What a checkpoint holds beside the position and the log."""
+    settings = {name: getattr(args, name) for name in FIXED}
     return {
         "format": FORMAT,
         "model": trained_state(learner.model, everything=True),
@@ -504,13 +447,13 @@ def checkpoint_contents(
         "memory": learner.memory.state(),
         "run": this_run,
         "split": batch.record(),
-        "settings": {name: getattr(args, name) for name in FIXED} | fold.flags,
-        "trained_cases": sorted({fold.cohort.case[i] for i in fold.train}),
+        "settings": settings | fold.flags,
+        "trained_cases": fold.cohort.cases_of(fold.train),
     }
 
 
 def fit(
-    fold: Fold, run_folder: Path, checkpoint: dict | None, setup: Setup, args: argparse.Namespace
+    fold: Fold, run_folder: Path, checkpoint: dict | None, setup: Setup, args: Namespace
 ) -> tuple[int, FoldResult | None]:
     """Train on one fold, validate each epoch, keep checkpoints, evaluate the best; returns (exit code, results).
 
@@ -518,22 +461,29 @@ def fit(
     """
     begun = time.time()
     ranks = setup.ranks
-    fold, model, data = begin_fold(fold, checkpoint, setup, args)
+    with agree_on_errors():
+        fold = prepare_fold(fold, args)
+        start = first_weights(checkpoint, args.pretrained_path)
+        model = build_model(args, setup.precision, fold.outputs, start, ranks)
     batch = choose_batch_size(try_cases, model, checkpoint, setup.batch, args)
-    loader = make_loader(data, batch, args)
+    loader = make_loader(fold, batch, args)
     sampler = loader.batch_sampler
     planned_steps = args.epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
 
     # begin, or resume where the checkpoint stands
-    memory = CoxMemory(args.cox_memory, ranks.device)
-    learner = Learner(model, make_optimizer(model, args), LossScaler(ranks.device, setup.precision), memory)
+    learner = Learner(
+        model,
+        make_optimizer(model, args),
+        LossScaler(ranks.device, setup.precision),
+        CoxMemory(args.cox_memory, ranks.device),
+    )
     progress = Progress()
     this_run = describe_data(fold, sampler.effective_batch_size, args)
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)
-        memory.restore(checkpoint["memory"])
+        learner.memory.restore(checkpoint["memory"])
         restore_training(checkpoint, learner.optimizer, learner.scaler, args.weight_decay)
 
     # the scores of every epoch are drawn as curves; those of the end alone would be single points
@@ -556,16 +506,16 @@ def fit(
         max_bad_steps=args.max_bad_steps,
     )
     prepare_checkpoint(model)
-
-    print_start(TITLE[args.task], ranks, training, describe_run(fold, data, model, batch, training, setup, args))
-    print_warnings(fold, data, sampler.steps_per_epoch(), args.eval_years)
+    rows = describe_run(fold, loader, model, batch, training, setup, args)
+    print_start(TITLE[args.task], ranks, training, rows)
+    print_warnings(fold, loader, args.eval_years)
     if args.compile:
         model.compile()
 
     # SmartCache's thread ends with the training; the evaluations after it read all cases
-    advice = partial(out_of_memory_at, batch.size, batch.accumulation, args, ranks)
+    advice = partial(out_of_memory_at, batch, args, ranks)
     with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
-        with contextlib.closing(data):
+        with contextlib.closing(loader.dataset):
             code, last_score = train(learner, fold, loader, training, args)
         if code:
             return code, None
@@ -573,25 +523,26 @@ def fit(
 
 
 def train(
-    learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: argparse.Namespace
+    learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: Namespace
 ) -> tuple[int, float | None]:
     """All epochs, each with its validation; (exit code of a stop signal or 0, headline score of the last epoch)."""
     progress = training.progress
+    headline = HEADLINE[args.task]
     # the evaluations of a run with SmartCache have no loading processes: read the fold once, in parallel
     if args.use_smart_cache:
-        make_dataset(fold.cohort, fold.val, args).read_ahead()
+        fold.val_set.read_ahead()
     say_if_finished(training, "--epochs")
     if progress.step == 0:
-        cases = make_dataset(fold.cohort, fold.train, args)
         seed = args.seed if args.augment else None
-        training.log.figures(lambda: {"train_inputs": draw_inputs(cases, seed)}, 0)
+        training.log.figures(lambda: {"train_inputs": draw_inputs(fold.train_set, seed)}, 0)
 
     while True:
         # the backbone is trained from --freeze_epochs on: another DDP, one at a time on these parameters
         if learner.wrapped is None or progress.epoch == args.freeze_epochs:
             learner = learner._replace(wrapped=None)
             gc.collect()
-            learner = learner._replace(wrapped=wrap_model(learner.model, progress.epoch < args.freeze_epochs))
+            wrapped = wrap_model(learner.model, progress.epoch < args.freeze_epochs)
+            learner = learner._replace(wrapped=wrapped)
             training.log.forget_flops()
 
         # a stop signal ends the run here, before the validation
@@ -599,117 +550,72 @@ def train(
         if code := end_epoch(training):
             return code, None
 
-        metrics, _ = evaluate(learner.model, fold, args)
+        # best.pt is the checkpoint of the highest score, where it is undefined of the lowest loss
+        metrics = evaluate(learner.model, fold, args).metrics
         training.log.write(progress.step, progress.epoch + 1, metrics)
-        print_epoch(progress.epoch, HEADLINE[args.task], metrics)
-        value = metrics[f"val/{HEADLINE[args.task]}"]
+        print_epoch(progress.epoch, headline, metrics)
+        score = metrics[f"val/{headline}"]
+        value = -metrics["val/loss"] if score is None else score
         epoch_complete = progress.samples >= loader.batch_sampler.used
-        keep_best(training, -metrics["val/loss"] if value is None else value, epoch_complete)
+        keep_best(training, value, epoch_complete)
         if not next_epoch(training):
-            return 0, value
+            return 0, score
 
 
 def finish_fold(
-    model: RiskNet, fold: Fold, training: TrainingRun, last_score: float | None, begun: float, args: argparse.Namespace
-) -> FoldResult | None:
+    model: RiskNet, fold: Fold, training: TrainingRun, last_score: float | None, begun: float, args: Namespace
+) -> FoldResult:
     """Score and export the weights of best.pt, in a cross-validation those of the last epoch; the end of the log.
 
     last_score: headline score of the last epoch. begun: time.time() at the start.
     """
     run_folder = training.run_folder
-    progress = training.progress
-    headline = f"val/{HEADLINE[args.task]}"
+    last = None
     if args.cross_validate:
-        metrics, last = evaluate(model, fold, args, final=True)
+        last = evaluate(model, fold, args, final=True)
         export_weights(trained_state(model, everything=True), run_folder / "model.safetensors")
 
     # best.pt was chosen on the fold that is scored, so that a cross-validation may not be scored by it
     checkpoint = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
     load_trained(model, checkpoint["model"])
-    best_metrics, best = evaluate(model, fold, args, final=True)
-
-    if args.cross_validate:
-        metrics[f"{headline}_best"] = best_metrics[headline]
-        scored = last
-        used = run_folder / "last.pt"
-        title = "val, last epoch"
-    else:
-        metrics = best_metrics | {f"{headline}_last": last_score}
-        scored = best
-        used = run_folder / "best.pt"
-        title = f"val, best.pt {CHOSEN}"
+    best = evaluate(model, fold, args, final=True)
+    if not args.cross_validate:
         export_weights(checkpoint["model"], run_folder / "model.safetensors")
 
-    training.log.write(progress.step, progress.epoch + 1, metrics | {"best_step": checkpoint["step"]})
-    finish_run(training, begun, {})
-    is_main = world()[0] == 0
-    if is_main:
-        print_metrics(title, metrics, args.eval_years)
-    if is_main and args.task == "survival":
-        if args.cross_validate:
-            add_baseline(run_folder / "best.pt", best.baseline)
-        write_results(fold, scored, checkpoint["run"]["training_data"], used, run_folder, args.eval_years)
-        volumes = make_dataset(fold.cohort, fold.val, args).volumes
-        training.log.figures(lambda: draw_results(fold, scored, volumes, args.eval_years), progress.step)
-    say_where(run_folder)
-
-    # a cross-validation pools what is left of each fold
-    if not args.cross_validate:
-        return None
+    headline = f"val/{HEADLINE[args.task]}"
     signal = int(reduce_max([training.stop.code])[0])
-    return FoldResult(fold, progress.step, signal, last, best, metrics["val/c_index"], metrics["val/c_index_best"])
+    result = FoldResult(fold, training.progress.step, signal, last, best)
+    end_fold(result, training, checkpoint, headline, last_score, begun, args.eval_years)
+    return result
 
 
-def load_model(checkpoint: dict, setup: Setup, args: argparse.Namespace) -> RiskNet:
-    """All ranks: the model of a checkpoint, for evaluation."""
-    weights = checkpoint["model"]
+def evaluate_only(fold: Fold, checkpoint: dict, used: str, setup: Setup, args: Namespace) -> None:
+    """--eval_only: the metrics of the validation fold in eval_val.json, with all that a run ends with."""
+    weights = first_weights(checkpoint)
     with agree_on_errors():
-        model = build_model(args, setup.precision, len(weights["head.bias"]), weights, setup.ranks)
-        load_trained(model, weights)
-    return model
+        fold = prepare_fold(fold, args)
+        model = build_model(args, setup.precision, weights.outputs, weights, setup.ranks)
+    check_evaluated(fold, weights.outputs, checkpoint["trained_cases"], used)
+    result = evaluate(model, fold, args, final=True)
+    if setup.ranks.is_main:
+        write_evaluation(fold, result, checkpoint, Path(used), Path(args.log_dir), args.eval_years)
 
 
-def predict_new(cohort: Cohort, checkpoint: dict, used: str, setup: Setup, args: argparse.Namespace) -> None:
+def predict_new(cohort: Cohort, checkpoint: dict, used: str, setup: Setup, args: Namespace) -> None:
     """--predict: log-hazards of new cases; S(t) where the run's baseline hazard belongs to this checkpoint."""
     if args.task != "survival":
         raise InputError(f"{used}: a pre-trained net has no log-hazard; give a checkpoint of --task survival")
-    model = load_model(checkpoint, setup, args)
-    outputs = compute_outputs(model, make_dataset(cohort, np.arange(len(cohort)), args), args.num_workers)
+    with agree_on_errors():
+        model = build_model(args, setup.precision, 1, first_weights(checkpoint), setup.ranks)
+    cases = make_dataset(cohort, np.arange(len(cohort)), args)
+    outputs = compute_outputs(model, cases, args.num_workers)
     path = Path(args.log_dir) / f"predictions_{Path(args.predict).stem}.csv"
     with agree_on_errors():
         if setup.ranks.is_main:
             write_new_predictions(cohort, outputs[:, 0], used, path, args.eval_years)
 
 
-def evaluate_only(fold: Fold, checkpoint: dict, used: str, setup: Setup, args: argparse.Namespace) -> None:
-    """--eval_only: the metrics of the validation fold in eval_val.json, with all that a run ends with."""
-    run_folder = Path(args.log_dir)
-    with agree_on_errors():
-        fold = with_features(fold, args)
-    model = load_model(checkpoint, setup, args)
-    check_not_trained_on(fold, checkpoint["trained_cases"], used)
-    if fold.outputs != model.head.out_features:
-        raise InputError(f"{used}: a net of {model.head.out_features} outputs, the table asks {fold.outputs}")
-
-    metrics, predictions = evaluate(model, fold, args, final=True)
-    if not setup.ranks.is_main:
-        return
-
-    # of the fold that best.pt was chosen on, the score is optimistic
-    same_fold = fold.flags.items() <= checkpoint["settings"].items()
-    chosen = f" {CHOSEN}" if same_fold and Path(used).name == "best.pt" else ""
-    print_metrics(f"val, {Path(used).name}{chosen}", metrics, args.eval_years)
-    write_json(run_folder / "eval_val.json", metrics | {"step": checkpoint["step"]})
-    if args.task == "survival":
-        trained_on = checkpoint["run"]["training_data"]
-        write_results(fold, predictions, trained_on, Path(used), run_folder, args.eval_years)
-        volumes = make_dataset(fold.cohort, fold.val, args).volumes
-        for name, figure in draw_results(fold, predictions, volumes, args.eval_years).items():
-            save_figure(run_folder / "figures" / f"{name}.png", figure)
-    print(f"{len(fold.val)} cases; written: {run_folder}/eval_val.json, {run_folder}/figures", flush=True)
-
-
-def run(args: argparse.Namespace, ranks: Ranks) -> int:
+def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.log_dir)
@@ -735,17 +641,15 @@ def run(args: argparse.Namespace, ranks: Ranks) -> int:
     return code
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: Namespace) -> int:
     if args.rehearse:
         rehearse(build_model, make_optimizer, try_cases, args)
     launch_workers(args.world_size or torch.cuda.device_count() or 1)
     # NCCL has no host tensors: gloo stays beside it
     backend = "gloo" if args.backend == "gloo" else None
-    with setup_distributed(backend, timeout=args.dist_timeout) as ranks:
-        size = cases_per_process(args.batch_size, ranks.world_size, args.source["batch_size"])
-        advice = partial(out_of_memory_at, size, args.gradient_accumulation_steps, args, ranks)
-        with explain_out_of_memory(advice):
-            return run(args, ranks)
+    joined = setup_distributed(backend, timeout=args.dist_timeout)
+    with joined as ranks, explain_out_of_memory(partial(out_of_memory_at, None, args, ranks)):
+        return run(args, ranks)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ def gradients(args, ranks: Ranks, volumes: torch.Tensor, fold: Fold, size: int) 
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     learner = tsd.Learner(model, None, scaler, None, wrapped=tsd.wrap_model(model, frozen=False))
     step = share_of_step(volumes, size, int(sys.argv[2]), ranks)
-    loss_of = partial(tsd.step_loss, rows=np.arange(size), fold=fold, args=args)
-    loss, _ = tsd.train_step(learner, step, lambda batch: batch["image"], loss_of)
+    loss_of = partial(tsd.step_loss, rows=np.arange(size), fold=fold, ties=args.ties)
+    images = [batch["image"] for batch in step.batches]
+    loss, _ = tsd.train_step(learner, step, images, loss_of)
     return loss, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from cli_utils import InputError
 from distributed_utils import gather_objects
 from hardware_utils import split_batch, usable_cores
+from loop_utils import Step
 from memory_utils import BatchSize, batch_flags
 
 
@@ -42,6 +43,14 @@ def largest_batch(batch_size: int, image_size: list[int]) -> dict:
     }
 
 
+def rows_of_step(step: Step) -> list[float]:
+    """This rank's part of the list of a step's cases: their rows in the cohort, and zero in the others' places."""
+    local = torch.cat([batch["index"] for batch in step.batches])[: step.local]
+    rows = [0.0] * step.samples
+    rows[step.first : step.first + step.local] = local.tolist()
+    return rows
+
+
 def describe_batch(batch: BatchSize, processes: int) -> str:
     """A row of the banner."""
     source = batch.source.replace(" did", " per process did")
@@ -69,18 +78,15 @@ def cores_per_process() -> int:
 
 def trial_step(
     model: nn.Module,
-    batch: dict,
-    load: Callable[[dict], torch.Tensor],
-    loss_of: Callable[[torch.Tensor, dict], torch.Tensor],
+    images: torch.Tensor,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
     waiting: int = 0,
 ) -> None:
     """Forward and backward pass of one micro-batch, as the training step makes it; the gradients stay in the model.
 
-    load: a batch's images on the device. loss_of: the loss of outputs and batch. waiting: cases of the step's other
-    micro-batches, whose images are on the device meanwhile.
+    loss_of: the loss of the outputs. waiting: cases of the step's other micro-batches, whose images are on the device
+    meanwhile.
     """
-    images = load(batch)
-
     # with micro-batches, all images are on the device and all outputs are computed before the gradients
     others = images.new_empty(waiting, *images.shape[1:])
     model.train()
@@ -90,6 +96,6 @@ def trial_step(
 
     output = model(images)
     values = output.detach().requires_grad_()
-    loss_of(values, batch).backward()
+    loss_of(values).backward()
     output.backward(values.grad)
     del others

@@ -62,6 +62,14 @@ class Cohort:
         """Events and times of some rows."""
         return Outcome(self.event[rows], self.time[rows])
 
+    def cases_of(self, rows: np.ndarray) -> list[str]:
+        """Whose the rows are, each once and in order."""
+        return sorted({self.case[i] for i in rows})
+
+    def find_fold_column(self, wanted: str) -> str | None:
+        """The name of a column as it stands in the table; None without it."""
+        return next((name for name in self.folds if plain(name) == plain(wanted)), None)
+
     def digest(self, rows: np.ndarray) -> str:
         """Names a set of cases with their outcomes, in whatever order."""
         cases = sorted((self.case[i], float(self.time[i]), bool(self.event[i])) for i in rows)

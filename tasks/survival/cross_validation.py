@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,25 +16,11 @@ from tasks.survival.cohort import Outcome
 from tasks.survival.figures import draw_survival
 from tasks.survival.flags import adopt_settings
 from tasks.survival.folds import Fold
-from tasks.survival.metrics import Predictions, concordance, log_cumulative_hazard, repeat_curve, score
+from tasks.survival.metrics import Evaluation, concordance, log_cumulative_hazard, repeat_curve, score
 from tasks.survival.metrics import score_true_risk, survival_at
-from tasks.survival.report import PredictedCases, or_undefined, predictions_table, print_metrics, write_json
+from tasks.survival.report import FoldResult, PredictedCases, or_undefined, predictions_table
+from tasks.survival.report import print_metrics, write_json
 from tasks.survival.settings import Setup
-
-
-class FoldResult(NamedTuple):
-    """What a cross-validation needs of a fold: predictions and scores of its last weights, and those of best.pt.
-
-    signal: exit code of a stop signal that came too late for the fold to heed it, else 0.
-    """
-
-    fold: Fold
-    steps: int
-    signal: int
-    last: Predictions
-    best: Predictions
-    c_index: float | None
-    c_index_best: float | None
 
 
 def begin_cross_validation(
@@ -64,7 +49,7 @@ def begin_cross_validation(
 
 
 def cross_validate(
-    fit: Callable[..., tuple[int, "FoldResult | None"]],
+    fit: Callable[..., tuple[int, FoldResult | None]],
     folds: list[Fold],
     run_folder: Path,
     format: str,
@@ -125,14 +110,14 @@ def common_follow_up(results: list[FoldResult]) -> float:
     return min(result.last.baseline["until"] for result in results)
 
 
-def pooled_risk(predictions: list[Predictions], until: float) -> np.ndarray:
+def pooled_risk(results: list[Evaluation], until: float) -> np.ndarray:
     """The risks of all folds' validation cases on one scale.
 
     The models of different folds have log-hazards with different constants. Each fold's baseline hazard makes them
     comparable: taken is the log of the cumulative hazard at `until`, the last time that all folds know.
     """
     return np.concatenate(
-        [log_cumulative_hazard(fold.baseline, fold.log_hazard, [until])[:, 0] for fold in predictions]
+        [log_cumulative_hazard(result.baseline, result.log_hazard, [until])[:, 0] for result in results]
     )
 
 

@@ -23,7 +23,6 @@ from cli_utils import InputError
 from distributed_utils import limit_workers, world
 from sampler_utils import TrainBatchSampler
 from tasks.survival.cohort import Cohort, first_line, read_cohort
-from tasks.survival.folds import find_fold_column
 from tasks.survival.samplers import EventBalancedSampler, PartitionSampler
 from tasks.survival.smart_cache import SmartCache
 from tasks.survival.volumes import Volumes
@@ -78,7 +77,7 @@ class MultiGPUSurvivalDataset(Dataset):
     def _rows_with(self, label: str, fold_column: str) -> np.ndarray:
         """The rows with this label. Raises InputError."""
         cohort = self.cohort
-        column = find_fold_column(cohort, fold_column)
+        column = cohort.find_fold_column(fold_column)
         if column is None:
             raise InputError(f"{cohort.source}: no fold column {fold_column!r}; pass fold_column or rows")
         rows = np.flatnonzero(np.array(cohort.folds[column]) == label)

@@ -9,7 +9,7 @@ from figure_utils import figure_text
 from tasks.survival.cohort import Outcome
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.folds import Fold
-from tasks.survival.metrics import Predictions, concordance, easiest_and_hardest, kaplan_meier, logrank_p
+from tasks.survival.metrics import Evaluation, concordance, easiest_and_hardest, kaplan_meier, logrank_p
 from tasks.survival.metrics import pairs_in_order, score, survival_at
 from tasks.survival.volumes import Volumes, augment
 
@@ -221,15 +221,15 @@ def draw_cases(fold: Fold, log_hazard: np.ndarray, volumes: Volumes):
     return draw_volumes(images, titles, heading)
 
 
-def draw_results(fold: Fold, predictions: Predictions, volumes: Volumes, years: list[float]) -> dict:
+def draw_results(fold: Fold, result: Evaluation, years: list[float]) -> dict:
     """{name: matplotlib figure} of the validation fold."""
-    log_hazard = predictions.log_hazard
+    log_hazard = result.log_hazard
     outcome = fold.val_outcome
-    survival = partial(survival_at, predictions.baseline, log_hazard)
+    survival = partial(survival_at, result.baseline, log_hazard)
     heading = f"validation on {figure_text(fold.name)}"
     figures = {"val_survival": draw_survival(log_hazard, outcome, fold.train_outcome, years, survival, heading)}
 
     # no case is right or wrong without a pair to compare
     if concordance(log_hazard, outcome.event, outcome.time) is not None:
-        figures["val_cases"] = draw_cases(fold, log_hazard, volumes)
+        figures["val_cases"] = draw_cases(fold, log_hazard, fold.val_set.volumes)
     return figures

@@ -1,13 +1,56 @@
-"""Which flags of survival go together, and what a checkpoint prescribes. Light: read before torch is imported."""
+"""Flags of survival that tell how its table is read, which flags go together, and what a checkpoint prescribes.
+
+Light: read before torch is imported.
+"""
 
 import argparse
+from collections.abc import Callable
 
-from cli_utils import InputError, Parser
+from cli_utils import InputError, Parser, number, whole
 
 # what a checkpoint prescribes to a run that is resumed from it or uses it
 FIXED = ("task", "resnet", "base_channels", "norm", "image_size", "hu_window", "spacing", "orientation")
 COLUMNS = ("path_column", "time_column", "event_column", "id_column")
 SPLIT = ("fold_column", "train_fold", "val_fold", "folds")
+
+
+def add_table_arguments(add: Callable) -> None:
+    """The flags of the table of cases, by a group's add_argument: its columns, and which rows are trained on."""
+    add("--csv_path", metavar="FILE", help="table of cases, CSV or xlsx; not needed with --eval_only, --predict")
+    add("--data_dir", metavar="DIR", help="folder that the paths are relative to; default: the table's own")
+    units = ("days", "months", "years")
+    add("--time_unit", choices=units, default="days", help="unit of the time column")
+    add("--path_column", metavar="NAME", help="its name, if not NIFTI Path, image_path or path")
+    add("--time_column", metavar="NAME", help="its name, if not time or survival_time")
+    add("--event_column", metavar="NAME", help="its name, if not event")
+    add("--id_column", metavar="NAME", help="the patient's, if not case_num, patient_id, case_id or case")
+
+    # what is trained on, and what is validated on
+    add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
+    add("--train_fold", default="train", help="its value for training rows; other rows are left out")
+    add("--val_fold", help="its value for validation rows, default val; with --folds: which fold, default 1")
+    add("--folds", type=whole(0), default=0, help="make so many folds, events spread evenly; 0: --fold_column")
+    add("--cross_validate", action="store_true", help="each fold in turn; the predictions are pooled")
+
+
+def add_cache_arguments(parser: Parser) -> None:
+    """The flags of what is kept of the volumes, on disk and in memory."""
+    add = parser.add_argument_group("cache").add_argument
+    places = ("persistent", "none")
+    add("--cache", choices=places, default="persistent", help="keep resized volumes on disk, or not")
+    add("--cache_dir", default="runs/cache/survival", help="where; shared by all ranks and runs, may be deleted")
+    add("--use_smart_cache", action="store_true", help="train from a part in memory that changes each epoch (MONAI)")
+
+    # of the smart cache
+    rate = number(0, 1, above=True)
+    text = "share of a rank's cases in memory; lower it when RAM is short"
+    add("--cache_rate", type=rate, default=0.5, help=text)
+    text = "share of the cached cases replaced after each epoch"
+    add("--replace_rate", type=rate, default=0.5, help=text)
+    add("--pin_memory", action="store_true", help="page-locked input buffers; on by itself with a GPU")
+
+
+# --- what goes together -----------------------------------------------------------------------------------------------
 
 
 def check_modes(parser: Parser, args: argparse.Namespace) -> None:

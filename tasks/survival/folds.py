@@ -6,7 +6,8 @@ import numpy as np
 
 from cli_utils import InputError
 from sampler_utils import permute
-from tasks.survival.cohort import Cohort, Outcome, plain
+from tasks.survival.cohort import Cohort, Outcome
+from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.targets import Features
 
 # labels of a fold column that are neither trained nor validated on
@@ -17,6 +18,7 @@ class Fold(NamedTuple):
     """A split of the cohort, and what is learned on it.
 
     train, val: rows of the cohort. flags: those that ask for just this split. features: with --task pretrain.
+    train_set, val_set: the cases of both sides in order, for evaluations; see settings.prepare_fold.
     """
 
     cohort: Cohort
@@ -25,6 +27,8 @@ class Fold(NamedTuple):
     val: np.ndarray
     flags: dict
     features: Features | None = None
+    train_set: MultiGPUSurvivalDataset | None = None
+    val_set: MultiGPUSurvivalDataset | None = None
 
     @property
     def train_outcome(self) -> Outcome:
@@ -113,7 +117,7 @@ def make_folds(cohort: Cohort, count: int, seed: int) -> np.ndarray:
 
 def labelled_folds(cohort: Cohort, fold_column: str, train_label: str, val_label: str, every: bool) -> list[Fold]:
     """The folds of a column's labels. Raises InputError."""
-    column = find_fold_column(cohort, fold_column)
+    column = cohort.find_fold_column(fold_column)
     if column is None:
         advice = "name it with --fold_column, or make folds with --folds 5"
         raise InputError(f"{cohort.source}: no fold column {fold_column!r}; {advice}")
@@ -130,11 +134,6 @@ def labelled_folds(cohort: Cohort, fold_column: str, train_label: str, val_label
     elif every:
         chosen = [label for label in labels if label and label.lower() not in HELD_OUT]
     return [labelled_fold(cohort, name, train_label, label) for name in columns for label in chosen]
-
-
-def find_fold_column(cohort: Cohort, wanted: str) -> str | None:
-    """The name of a column as it stands in the table; None without it."""
-    return next((name for name in cohort.folds if plain(name) == plain(wanted)), None)
 
 
 def labelled_fold(cohort: Cohort, column: str, train_label: str, val_label: str) -> Fold:
@@ -180,8 +179,8 @@ def check_fold(fold: Fold) -> None:
                 raise InputError(f"{cohort.where(i)}: {reason}; remove one of them")
 
 
-def check_not_trained_on(fold: Fold, trained_cases: list[str], checkpoint: str) -> None:
-    """InputError where a checkpoint was trained on a case of the validation fold."""
+def check_evaluated(fold: Fold, outputs: int, trained_cases: list[str], checkpoint: str) -> None:
+    """InputError where a checkpoint was trained on a case of the validation fold, or has another number of outputs."""
     cohort = fold.cohort
     trained = set(trained_cases)
     seen = [i for i in fold.val if cohort.case[i] in trained]
@@ -189,3 +188,5 @@ def check_not_trained_on(fold: Fold, trained_cases: list[str], checkpoint: str) 
         case = f"case {cohort.case[seen[0]]} and {len(seen) - 1} more of {fold.name}"
         advice = "evaluate on the fold it was validated on, or on new cases"
         raise InputError(f"{cohort.where(seen[0])}: {case} were trained on by {checkpoint}; {advice}")
+    if fold.outputs != outputs:
+        raise InputError(f"{checkpoint}: a net of {outputs} outputs, the table asks {fold.outputs}")

@@ -21,13 +21,15 @@ RESAMPLES = 1000
 GRID = 100
 
 
-class Predictions(NamedTuple):
-    """What a model predicts for a fold.
+class Evaluation(NamedTuple):
+    """What an evaluation of a fold gives, the same on all ranks.
 
-    val, train: (cases, outputs) float64; train is None where it was not asked for. baseline: see breslow_baseline, of
-    the training cases; None where no survival probabilities were asked for.
+    metrics: of the validation cases. val, train: outputs (cases, outputs) in float64; train is None where it was not
+    asked for. baseline: see breslow_baseline, of the training cases; None where no survival probabilities were asked
+    for.
     """
 
+    metrics: dict[str, float | None]
     val: np.ndarray
     train: np.ndarray | None
     baseline: dict | None
@@ -302,7 +304,7 @@ def brier_scores(estimate: Callable, times: np.ndarray, outcome: Outcome, train:
 def score_fold(
     fold: Fold, val: np.ndarray, train: np.ndarray | None, loss: float, years: list[float]
 ) -> tuple[dict[str, float | None], dict | None]:
-    """(metrics, baseline hazard) of a model's outputs; train: see Predictions. loss: of the validation cases."""
+    """(metrics, baseline hazard) of a model's outputs; train: see Evaluation. loss: of the validation cases."""
     metrics = {"val/loss": loss}
     if fold.features:
         return metrics | score_features(fold, val), None

@@ -9,16 +9,22 @@ from typing import NamedTuple
 
 import numpy as np
 from torch import nn
+from torch.utils.data import DataLoader
 
 from cli_utils import InputError
-from distributed_utils import print_main
+from distributed_utils import print_main, world
 from hardware_utils import available_ram_gb
-from logging_utils import print_table, write_result
+from logging_utils import print_table, save_figure, write_result
+from loop_utils import TrainingRun, finish_run, say_where
 from manifest_utils import file_sha256, write_atomically
 from tasks.survival.cohort import Cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
+from tasks.survival.figures import draw_results
 from tasks.survival.folds import Fold
-from tasks.survival.metrics import Predictions, survival_at
+from tasks.survival.metrics import Evaluation, survival_at
+
+# after a checkpoint's name: its score is optimistic
+CHOSEN = "(chosen on this fold)"
 
 # --- the banner -------------------------------------------------------------------------------------------------------
 
@@ -65,8 +71,10 @@ def describe_cache(data: MultiGPUSurvivalDataset, cases: int) -> str:
     return f"100% on disk in {folder}, {cases * gib:.2f} GB, no memory; filled in the first epoch, which sees all"
 
 
-def print_warnings(fold: Fold, data: MultiGPUSurvivalDataset, steps: int, years: list[float]) -> None:
-    """Rank 0: what will probably go wrong, or was not meant so. steps: of an epoch. years: the horizons."""
+def print_warnings(fold: Fold, loader: DataLoader, years: list[float]) -> None:
+    """Rank 0: what will probably go wrong, or was not meant so. loader: of the training. years: the horizons."""
+    data = loader.dataset
+    steps = loader.batch_sampler.steps_per_epoch()
     if data.smart_cache:
         needed = data.smart_cache.cached * data.volumes.bytes() / 2**30
         available = available_ram_gb()
@@ -173,21 +181,20 @@ def add_baseline(path: Path, baseline: dict) -> None:
 
 
 def write_results(
-    fold: Fold, predictions: Predictions, trained_on: str, checkpoint: Path, run_folder: Path, years: list[float]
+    fold: Fold, result: Evaluation, trained_on: str, checkpoint: Path, run_folder: Path, years: list[float]
 ) -> None:
     """Rank 0: predictions.csv of both sides of the fold, and the baseline hazard of the checkpoint.
 
     trained_on: digest of the cases that the checkpoint was trained on.
     """
     cohort = fold.cohort
-    baseline = predictions.baseline
     if trained_on == cohort.digest(fold.train):
-        add_baseline(checkpoint, baseline)
+        add_baseline(checkpoint, result.baseline)
     else:
         doubt = "some may be among those evaluated"
         print(f"warning: {checkpoint} was trained on other cases than {cohort.source} has; {doubt}")
-    val = PredictedCases("val", fold.val, predictions.log_hazard, baseline)
-    train = PredictedCases("train", fold.train, predictions.train[:, 0], baseline)
+    val = PredictedCases("val", fold.val, result.log_hazard, result.baseline)
+    train = PredictedCases("train", fold.train, result.train[:, 0], result.baseline)
     write_result(run_folder / "predictions.csv", predictions_table(cohort, [val, train], years))
 
 
@@ -209,3 +216,91 @@ def write_new_predictions(
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose another --log_dir") from None
     print(f"{len(cohort)} cases: {path}", flush=True)
+
+
+# --- the end of a fold ------------------------------------------------------------------------------------------------
+
+
+class FoldResult(NamedTuple):
+    """What is left of a fold that was trained: what its best.pt reaches and, in a cross-validation, its last weights.
+
+    signal: exit code of a stop signal that came too late for the fold to heed it, else 0.
+    """
+
+    fold: Fold
+    steps: int
+    signal: int
+    last: Evaluation | None
+    best: Evaluation
+
+    @property
+    def c_index(self) -> float | None:
+        """Of the last weights."""
+        return self.last.metrics["val/c_index"]
+
+    @property
+    def c_index_best(self) -> float | None:
+        """Of best.pt."""
+        return self.best.metrics["val/c_index"]
+
+
+def end_fold(
+    result: FoldResult,
+    training: TrainingRun,
+    checkpoint: dict,
+    headline: str,
+    last_score: float | None,
+    begun: float,
+    years: list[float],
+) -> None:
+    """All ranks: the end of the log, the summary, tables, predictions and figures of a fold that was trained.
+
+    A cross-validation is scored by the weights of the last epoch, another run by best.pt. checkpoint: what best.pt
+    holds. headline: the score's name. last_score: of the last epoch. begun: time.time() at the start.
+    """
+    fold = result.fold
+    run_folder = training.run_folder
+    if result.last:
+        scored = result.last
+        used = run_folder / "last.pt"
+        title = "val, last epoch"
+        metrics = scored.metrics | {f"{headline}_best": result.best.metrics[headline]}
+    else:
+        scored = result.best
+        used = run_folder / "best.pt"
+        title = f"val, best.pt {CHOSEN}"
+        metrics = scored.metrics | {f"{headline}_last": last_score}
+
+    # the log and the summary
+    epoch = training.progress.epoch + 1
+    training.log.write(result.steps, epoch, metrics | {"best_step": checkpoint["step"]})
+    finish_run(training, begun, {})
+    is_main = world()[0] == 0
+    if is_main:
+        print_metrics(title, metrics, years)
+
+    # a pre-trained model has no log-hazards
+    if is_main and not fold.features:
+        if result.last:
+            add_baseline(run_folder / "best.pt", result.best.baseline)
+        write_results(fold, scored, checkpoint["run"]["training_data"], used, run_folder, years)
+        training.log.figures(lambda: draw_results(fold, scored, years), result.steps)
+    say_where(run_folder)
+
+
+def write_evaluation(
+    fold: Fold, result: Evaluation, checkpoint: dict, used: Path, run_folder: Path, years: list[float]
+) -> None:
+    """Rank 0, --eval_only: eval_val.json, and what else a run ends with. used: the checkpoint's file."""
+    # of the fold that best.pt was chosen on, the score is optimistic
+    same_fold = fold.flags.items() <= checkpoint["settings"].items()
+    chosen = f" {CHOSEN}" if same_fold and used.name == "best.pt" else ""
+    print_metrics(f"val, {used.name}{chosen}", result.metrics, years)
+    write_json(run_folder / "eval_val.json", result.metrics | {"step": checkpoint["step"]})
+
+    # a pre-trained model has no log-hazards
+    if not fold.features:
+        write_results(fold, result, checkpoint["run"]["training_data"], used, run_folder, years)
+        for name, figure in draw_results(fold, result, years).items():
+            save_figure(run_folder / "figures" / f"{name}.png", figure)
+    print(f"{len(fold.val)} cases; written: {run_folder}/eval_val.json, {run_folder}/figures", flush=True)

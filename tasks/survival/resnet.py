@@ -5,6 +5,10 @@ from torch import nn
 
 from fixed_order_utils import MaxPool3d
 from hardware_utils import GroupNorm
+from tasks.survival.weights import Weights
+
+# of MedicalNet's models, those with shortcuts of type A
+TYPE_A = ("resnet10", "resnet18", "resnet34")
 
 
 class PaddedShortcut(nn.Module):
@@ -18,6 +22,13 @@ class PaddedShortcut(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[..., :: self.stride, :: self.stride, :: self.stride]
         return nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, self.planes - x.shape[1]))
+
+
+def shortcut_type(name: str, start: Weights | None) -> str:
+    """The shortcuts that weights to start from need: MedicalNet's type A has no `downsample` among its names."""
+    if start is None or name not in TYPE_A:
+        return "B"
+    return "B" if any("downsample" in weight for weight in start.tensors) else "A"
 
 
 def make_backbone(name: str, base_channels: int, norm: str, shortcut: str) -> nn.Module:

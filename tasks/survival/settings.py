@@ -18,7 +18,8 @@ from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloa
 from hardware_utils import choose_precision, set_numerics, smaller_batch
 from loop_utils import TrainingRun, agree_on_precision
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
-from tasks.survival.batch import cores_per_process, describe_batch, out_of_memory_advice, wanted_batch
+from tasks.survival.batch import cases_per_process, cores_per_process, describe_batch
+from tasks.survival.batch import out_of_memory_advice, wanted_batch
 from tasks.survival.cohort import Cohort, read_cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.flags import COLUMNS
@@ -63,8 +64,13 @@ def choose_workers(args: argparse.Namespace, device: torch.device) -> int:
     return cores
 
 
-def out_of_memory_at(size: int, accumulation: int, args: argparse.Namespace, ranks: Ranks) -> str:
-    """What a user is told where this batch of one process does not fit."""
+def out_of_memory_at(batch: BatchSize | None, args: argparse.Namespace, ranks: Ranks) -> str:
+    """What a user is told where this batch of one process does not fit; None: the one of the flags."""
+    size = cases_per_process(args.batch_size, ranks.world_size, args.source["batch_size"])
+    accumulation = args.gradient_accumulation_steps
+    if batch:
+        size = batch.size
+        accumulation = batch.accumulation
     otherwise = auto_batch_advice(args.auto_batch, ranks.device)
     return out_of_memory_advice(size, accumulation, ranks.world_size, otherwise)
 
@@ -78,7 +84,7 @@ def choose_batch_size(
 ) -> BatchSize:
     """The batch of the flags, or what a step leaves room for. try_cases(model, cases, waiting, args): a trial step."""
     # the statistics of --norm batch depend on how the batch is split
-    if args.norm == "batch" or not fits_by_itself(args.auto_batch, model.head.weight.device):
+    if args.norm == "batch" or not fits_by_itself(args.auto_batch, model.device):
         return wanted
     cases = wanted.size * wanted.accumulation
 
@@ -220,12 +226,15 @@ def make_dataset(cohort: Cohort, rows: np.ndarray, args: argparse.Namespace, tra
     )
 
 
-def make_loader(data: MultiGPUSurvivalDataset, batch: BatchSize, args: argparse.Namespace) -> DataLoader:
+def make_loader(fold: Fold, batch: BatchSize, args: argparse.Namespace) -> DataLoader:
     """The training cases of this rank. Raises InputError for a batch larger than an epoch."""
-    workers = 0 if args.use_smart_cache else args.num_workers
-    drop_last = args.norm == "batch"
     loader = create_distributed_dataloader(
-        data, batch.size, True, args.seed, workers, batch.accumulation, drop_last=drop_last
+        make_dataset(fold.cohort, fold.train, args, train=True),
+        batch.size,
+        seed=args.seed,
+        num_workers=0 if args.use_smart_cache else args.num_workers,
+        accumulation=batch.accumulation,
+        drop_last=args.norm == "batch",
     )
     sampler = loader.batch_sampler
     if not sampler.steps_per_epoch():
@@ -234,11 +243,16 @@ def make_loader(data: MultiGPUSurvivalDataset, batch: BatchSize, args: argparse.
     return loader
 
 
-def with_features(fold: Fold, args: argparse.Namespace) -> Fold:
-    """The fold with what --task pretrain learns."""
-    if args.task == "survival":
-        return fold
-    return fold._replace(features=standardize_features(fold.cohort, fold.train, args.feature_columns))
+def prepare_fold(fold: Fold, args: argparse.Namespace) -> Fold:
+    """The fold with what --task pretrain learns, and with its cases for evaluations."""
+    features = None
+    if args.task == "pretrain":
+        features = standardize_features(fold.cohort, fold.train, args.feature_columns)
+    return fold._replace(
+        features=features,
+        train_set=make_dataset(fold.cohort, fold.train, args),
+        val_set=make_dataset(fold.cohort, fold.val, args),
+    )
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ def describe_data(fold: Fold, effective_batch_size: int, args: argparse.Namespac
 
 def describe_run(
     fold: Fold,
-    data: MultiGPUSurvivalDataset,
+    loader: DataLoader,
     model: nn.Module,
     batch: BatchSize,
     training: TrainingRun,
@@ -276,7 +290,7 @@ def describe_run(
         "learning rate": f"{args.lr:g} ({origin['lr']}), {args.scheduler}, not scaled",
         "precision": setup.precision_reason,
         "loading": f"{args.num_workers} {kind} per process ({origin['num_workers']})",
-        "cache": describe_cache(data, len(fold.train) + len(fold.val)),
+        "cache": describe_cache(loader.dataset, len(fold.train) + len(fold.val)),
     }
     rows |= describe_cases(fold) | describe_model(fold, model, name, args.image_size, args.ties)
     return rows | {"epochs": f"{args.epochs} ({origin['epochs']}) of {training.planned_steps // args.epochs} steps"}

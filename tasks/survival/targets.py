@@ -46,6 +46,15 @@ def standardize_features(cohort: Cohort, train: np.ndarray, chosen: list[str] | 
     return Features(varying, torch.from_numpy(np.stack(scores, axis=1)).float())
 
 
+def feature_loss(outputs: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The mean square over the features that are known of some cases; both (cases, features)."""
+    known = scores.isfinite()
+    weight = known / max(1, int(known.sum()))
+    weight = weight.to(outputs.device, non_blocking=True)
+    scores = scores.nan_to_num(0).to(outputs.device, non_blocking=True)
+    return ((outputs - scores).square() * weight).sum()
+
+
 class CoxMemory:
     """--cox_memory: the last N log-hazards (detached) and whose they are; a function of the steps, not of the ranks."""
 

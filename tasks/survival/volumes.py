@@ -180,6 +180,15 @@ def case_noise(seed: int, epoch: int, indices: list[int]) -> Iterator[np.random.
         yield np.random.default_rng([seed % 2**63, epoch, int(index)])
 
 
+def load_images(batch: dict, device: torch.device, seed: int | None, epoch: int) -> torch.Tensor:
+    """A micro-batch's images on the device, augmented as in this epoch. seed: of the augmentation, None without."""
+    images = batch["image"].to(device, non_blocking=True)
+    if seed is None:
+        return images
+    cases = batch["index"].tolist()
+    return augment(images, cases, seed, epoch)
+
+
 def augment(images: torch.Tensor, indices: list[int], seed: int, epoch: int) -> torch.Tensor:
     """(B, 1, X, Y, Z) -> the same: each case flipped along each axis, and turned by quarters where X equals Y.
 

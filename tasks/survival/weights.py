@@ -1,15 +1,38 @@
 """Weights to start from: model.safetensors or a checkpoint of a run here, or one of MedicalNet's files."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from checkpoint_utils import load_trained
 from cli_utils import InputError
 from distributed_utils import print_main
 from tasks.survival.cohort import first_line
 
 HEAD = ("head.weight", "head.bias")
+
+
+class Weights(NamedTuple):
+    """What a model starts from: {name as in RiskNet: tensor}. path: of --pretrained_path, None for a checkpoint."""
+
+    tensors: dict[str, torch.Tensor]
+    path: str | None = None
+
+    @property
+    def outputs(self) -> int:
+        """How many the model of a checkpoint has."""
+        return len(self.tensors["head.bias"])
+
+
+def first_weights(checkpoint: dict | None, pretrained_path: str | None = None) -> Weights | None:
+    """Those of a checkpoint, else of --pretrained_path; None without both. Raises InputError."""
+    if checkpoint:
+        return Weights(checkpoint["model"])
+    if pretrained_path:
+        return Weights(read_weights(pretrained_path), pretrained_path)
+    return None
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
@@ -52,8 +75,15 @@ def read_tensors(path: str) -> dict:
         raise InputError(f"{path}: not a file of tensors ({type(error).__name__}); check --pretrained_path") from None
 
 
-def use_weights(model: nn.Module, weights: dict[str, torch.Tensor], path: str) -> None:
-    """Load the backbone, and the head where its shape fits. Raises InputError when a part of the backbone does not."""
+def use_weights(model: nn.Module, start: Weights) -> None:
+    """Load all of a checkpoint; of other weights the backbone, and the head where its shape fits.
+
+    Raises InputError when a part of the backbone does not fit.
+    """
+    weights, path = start
+    if path is None:
+        load_trained(model, weights)
+        return
     own = model.state_dict()
     if {"backbone.fc.weight", "backbone.fc.bias"} <= weights.keys():
         weights["head.weight"] = weights["backbone.fc.weight"]
