@@ -22,17 +22,20 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, RunError, add_common_arguments, number, parse_arguments
+from cli_utils import InputError, Parser, number, parse_arguments
 from cli_utils import run_main, take_from_run, value_sources, whole
-from tasks.survival.flags import COLUMNS, FIXED, add_cache_arguments, add_table_arguments
-from tasks.survival.flags import adopt_settings, check_modes, check_settings, check_values
+from tasks.survival.flags import COLUMNS, FIXED, add_cache_arguments, add_output_arguments
+from tasks.survival.flags import add_table_arguments, adopt_settings, check_modes, check_settings, check_values
 
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
 TITLE = {"survival": "SURVIVAL", "pretrain": "SURVIVAL: PRE-TRAINING"}
 # the score that best.pt is chosen by, and what is drawn of each epoch
 HEADLINE = {"survival": "c_index", "pretrain": "r2"}
-CURVES = {"survival": ("loss", "c_index", "c_index_uno", "auc"), "pretrain": ("loss", "r2")}
+CURVES = {
+    "survival": ["val/loss", "val/c_index", "val/c_index_uno", "val/auc"],
+    "pretrain": ["val/loss", "val/r2"],
+}
 RESNETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 # cases per forward pass of an evaluation: the same at any world size, so that results are too
 EVAL_BATCH = 4
@@ -85,19 +88,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--cox_memory", type=whole(0), default=0, metavar="N", help=text)
     add("--event_balanced", action="store_true", help="put events into every step, as evenly as can be")
 
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--log_dir", "--output", default="runs/survival", help="run folder: checkpoints, logs, figures, predictions")
-    years = [1.0, 2.0, 3.0, 4.0, 5.0]
-    add("--eval_years", type=positive, nargs="+", default=years, help="horizons, years")
-    add("--predict", metavar="FILE", help="score the cases of this table by --resume_from, default best.pt")
-    add("--amp", action="store_true", help="mixed precision, the same as the default --mixed_precision auto")
-    add("--backend", choices=("nccl", "gloo"), help="nccl for GPUs, gloo for CPUs; default: what fits")
-
-    # in place of the common help and default
-    add_common_arguments(parser, {"lr": "learning_rate"})
-    workers = next(action for action in parser._actions if action.dest == "num_workers")
-    workers.help = "loading processes PER GPU (SmartCache: threads); default: up to 4, on CPU 0%(default).0s"
-
+    add_output_arguments(parser)
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
     if args.eval_only or args.predict:
@@ -129,7 +120,7 @@ from memory_utils import BatchSize
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
-from loop_utils import print_start, restore_training, resume, say_if_finished, seed_ranks, sync_gradients
+from loop_utils import restore_training, resume, say_if_finished, seed_ranks, sync_gradients
 
 # the cases, and what is told of them
 from tasks.survival.batch import largest_batch, rows_of_step, trial_step
@@ -138,14 +129,13 @@ from tasks.survival.cross_validation import cross_validate
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.figures import draw_inputs
 from tasks.survival.folds import Fold, check_evaluated
-from tasks.survival.metrics import Evaluation, score_fold
-from tasks.survival.report import FoldResult, end_fold, print_epoch, print_warnings
-from tasks.survival.report import write_evaluation, write_new_predictions
+from tasks.survival.metrics import Evaluation, check_finite, score_fold
+from tasks.survival.report import FoldResult, end_fold, print_epoch, write_evaluation, write_new_predictions
 from tasks.survival.volumes import load_images
 
 # the model's parts, and what follows from the flags
 from tasks.survival.resnet import make_backbone, shortcut_type
-from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, describe_run
+from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, print_run
 from tasks.survival.settings import make_dataset, make_loader, open_checkpoint, out_of_memory_at
 from tasks.survival.settings import prepare_fold, read_cases, rehearse
 from tasks.survival.targets import CoxMemory, feature_loss
@@ -395,9 +385,7 @@ def compute_outputs(model: RiskNet, cases: MultiGPUSurvivalDataset, workers: int
         if error:
             raise InputError(error)
     outputs = reduce_sum(outputs).numpy()
-    finite = np.isfinite(outputs).all(axis=1)
-    if not finite.all():
-        raise RunError(f"{int((~finite).sum())} predictions are not finite; lower --lr")
+    check_finite(outputs)
     return outputs
 
 
@@ -455,10 +443,7 @@ def checkpoint_contents(learner: Learner, fold: Fold, batch: BatchSize, this_run
 def fit(
     fold: Fold, run_folder: Path, checkpoint: dict | None, setup: Setup, args: Namespace
 ) -> tuple[int, FoldResult | None]:
-    """Train on one fold, validate each epoch, keep checkpoints, evaluate the best; returns (exit code, results).
-
-    The results are those that a cross-validation needs; None without one, and after a stop signal.
-    """
+    """Train on one fold, validate each epoch, evaluate the best; (exit code, results, None after a stop signal)."""
     begun = time.time()
     ranks = setup.ranks
     with agree_on_errors():
@@ -471,30 +456,18 @@ def fit(
     planned_steps = args.epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
 
-    # begin, or resume where the checkpoint stands
-    learner = Learner(
-        model,
-        make_optimizer(model, args),
-        LossScaler(ranks.device, setup.precision),
-        CoxMemory(args.cox_memory, ranks.device),
-    )
-    progress = Progress()
-    this_run = describe_data(fold, sampler.effective_batch_size, args)
-    seed_ranks(args.seed)
-    if checkpoint:
-        resume(progress, checkpoint, this_run, run_folder)
-        learner.memory.restore(checkpoint["memory"])
-        restore_training(checkpoint, learner.optimizer, learner.scaler, args.weight_decay)
-
-    # the scores of every epoch are drawn as curves; those of the end alone would be single points
+    # what is trained and what is logged; the scores of every epoch are drawn as curves
+    scaler = LossScaler(ranks.device, setup.precision)
+    memory = CoxMemory(args.cox_memory, ranks.device)
+    learner = Learner(model, make_optimizer(model, args), scaler, memory)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
-    log.open(args, checkpoint)
-    log.curves = [f"val/{name}" for name in CURVES[args.task]]
+    log.curves = CURVES[args.task]
+    this_run = describe_data(fold, sampler.effective_batch_size, args)
 
     # where the run stands and ends, and what a checkpoint of it holds
     training = TrainingRun(
         run_folder=run_folder,
-        progress=progress,
+        progress=Progress(),
         last_step=last_step,
         planned_steps=planned_steps,
         effective_batch_size=sampler.effective_batch_size,
@@ -505,10 +478,16 @@ def fit(
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
     )
+
+    # begin, or resume where the checkpoint stands
+    seed_ranks(args.seed)
+    if checkpoint:
+        resume(training.progress, checkpoint, this_run, run_folder)
+        memory.restore(checkpoint["memory"])
+        restore_training(checkpoint, learner.optimizer, scaler, args.weight_decay)
+    log.open(args, checkpoint)
     prepare_checkpoint(model)
-    rows = describe_run(fold, loader, model, batch, training, setup, args)
-    print_start(TITLE[args.task], ranks, training, rows)
-    print_warnings(fold, loader, args.eval_years)
+    print_run(TITLE[args.task], fold, loader, model, batch, training, setup, args)
     if args.compile:
         model.compile()
 
@@ -589,30 +568,35 @@ def finish_fold(
     return result
 
 
-def evaluate_only(fold: Fold, checkpoint: dict, used: str, setup: Setup, args: Namespace) -> None:
-    """--eval_only: the metrics of the validation fold in eval_val.json, with all that a run ends with."""
-    weights = first_weights(checkpoint)
+def use_checkpoint(
+    cohort: Cohort,
+    folds: list[Fold],
+    checkpoint: dict,
+    used: str,
+    setup: Setup,
+    args: Namespace,
+) -> None:
+    """--predict: log-hazards of new cases. --eval_only: all that a run ends with, metrics in eval_val.json."""
+    run_folder = Path(args.log_dir)
+    start = first_weights(checkpoint)
     with agree_on_errors():
-        fold = prepare_fold(fold, args)
-        model = build_model(args, setup.precision, weights.outputs, weights, setup.ranks)
-    check_evaluated(fold, weights.outputs, checkpoint["trained_cases"], used)
+        model = build_model(args, setup.precision, start.outputs, start, setup.ranks)
+    if args.predict:
+        cases = make_dataset(cohort, np.arange(len(cohort)), args)
+        outputs = compute_outputs(model, cases, args.num_workers)
+        path = run_folder / f"predictions_{Path(args.predict).stem}.csv"
+        with agree_on_errors():
+            if setup.ranks.is_main:
+                write_new_predictions(cohort, outputs[:, 0], used, path, args.eval_years)
+        return
+
+    # the cases of the validation fold, none of which was trained on
+    with agree_on_errors():
+        fold = prepare_fold(folds[0], args)
+    check_evaluated(fold, start.outputs, checkpoint["trained_cases"], used)
     result = evaluate(model, fold, args, final=True)
     if setup.ranks.is_main:
-        write_evaluation(fold, result, checkpoint, Path(used), Path(args.log_dir), args.eval_years)
-
-
-def predict_new(cohort: Cohort, checkpoint: dict, used: str, setup: Setup, args: Namespace) -> None:
-    """--predict: log-hazards of new cases; S(t) where the run's baseline hazard belongs to this checkpoint."""
-    if args.task != "survival":
-        raise InputError(f"{used}: a pre-trained net has no log-hazard; give a checkpoint of --task survival")
-    with agree_on_errors():
-        model = build_model(args, setup.precision, 1, first_weights(checkpoint), setup.ranks)
-    cases = make_dataset(cohort, np.arange(len(cohort)), args)
-    outputs = compute_outputs(model, cases, args.num_workers)
-    path = Path(args.log_dir) / f"predictions_{Path(args.predict).stem}.csv"
-    with agree_on_errors():
-        if setup.ranks.is_main:
-            write_new_predictions(cohort, outputs[:, 0], used, path, args.eval_years)
+        write_evaluation(fold, result, checkpoint, used, run_folder, args.eval_years)
 
 
 def run(args: Namespace, ranks: Ranks) -> int:
@@ -626,11 +610,8 @@ def run(args: Namespace, ranks: Ranks) -> int:
     check_settings(args)
 
     cohort, folds = read_cases(args, setup.cores)
-    if args.predict:
-        predict_new(cohort, checkpoint, used, setup, args)
-        return 0
-    if args.eval_only:
-        evaluate_only(folds[0], checkpoint, used, setup, args)
+    if args.predict or args.eval_only:
+        use_checkpoint(cohort, folds, checkpoint, used, setup, args)
         return 0
     if args.cross_validate:
         code = cross_validate(fit, folds, run_folder, FORMAT, setup, args)

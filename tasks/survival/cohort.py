@@ -151,7 +151,12 @@ def read_xlsx(path: str) -> list[Row]:
     return rows
 
 
-def find_column(header: list[str], kind: str, given: str | None, source: str) -> int | None:
+def find_column(
+    header: list[str],
+    kind: str,
+    given: str | None,
+    source: str,
+) -> int | None:
     """Place of the column that `kind` (or the name given by flag) means; None without one. Raises InputError."""
     wanted = [given] if given else COLUMNS[kind]
     for name in wanted:
@@ -195,13 +200,14 @@ def read_cohort(
             reason = f"no column for {kind} ({' or '.join(COLUMNS[kind])}); there are {', '.join(header)}"
             raise InputError(f"{source}: {reason}; name it with --{kind}_column")
 
-    # row by row, so that the first wrong one is told
     names = {kind: header[place] for kind, place in places.items() if place is not None}
     data_root = os.path.abspath(data_dir or Path(source).parent)
     cases = []
     paths = []
     times = []
     events = []
+
+    # row by row, so that the first wrong one is told
     for row in rows:
         where = f"{source}:{row.number}"
         cell = {kind: row.cells[places[kind]] for kind in names}
@@ -252,7 +258,12 @@ def as_number(text: str) -> float:
         return math.nan
 
 
-def read_time(cell: str, column: str, unit: str, where: str) -> float:
+def read_time(
+    cell: str,
+    column: str,
+    unit: str,
+    where: str,
+) -> float:
     """Years. Raises InputError."""
     years = as_number(cell) * YEARS[unit]
     if not 0 <= years < math.inf:
@@ -273,7 +284,9 @@ def read_event(cell: str, column: str, where: str) -> bool:
 
 
 def read_other_columns(
-    header: list[str], rows: list[Row], taken: set[int | None]
+    header: list[str],
+    rows: list[Row],
+    taken: set[int | None],
 ) -> tuple[dict[str, list[str]], dict[str, np.ndarray], np.ndarray | None]:
     """(labels of any column, numeric columns, true risk): see Cohort. taken: places of columns with a meaning."""
     folds = {}

@@ -177,7 +177,12 @@ def score_folds(results: list[FoldResult], years: list[float]) -> dict[str, floa
     return metrics
 
 
-def report_folds(results: list[FoldResult], facts: dict, run_folder: Path, years: list[float]) -> None:
+def report_folds(
+    results: list[FoldResult],
+    facts: dict,
+    run_folder: Path,
+    years: list[float],
+) -> None:
     """Rank 0: the table, predictions.csv, the figure and summary.json of all folds. facts: what the summary adds."""
     metrics = score_folds(results, years)
     print_folds(metrics, results, years)
@@ -191,7 +196,11 @@ def report_folds(results: list[FoldResult], facts: dict, run_folder: Path, years
     write_json(run_folder / "summary.json", metrics | facts)
 
 
-def print_folds(metrics: dict[str, float | None], results: list[FoldResult], years: list[float]) -> None:
+def print_folds(
+    metrics: dict[str, float | None],
+    results: list[FoldResult],
+    years: list[float],
+) -> None:
     """Rank 0: the pooled metrics, and the scores of each fold."""
     print_metrics(f"{len(results)} folds pooled, last epoch", metrics, years)
     rows = {}

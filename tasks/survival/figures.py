@@ -83,7 +83,12 @@ def draw_tertiles(axes, log_hazard: np.ndarray, outcome: Outcome) -> None:
     axes.legend(fontsize=8)
 
 
-def draw_auc(axes, log_hazard: np.ndarray, outcome: Outcome, train: Outcome) -> None:
+def draw_auc(
+    axes,
+    log_hazard: np.ndarray,
+    outcome: Outcome,
+    train: Outcome,
+) -> None:
     """AUC at up to 15 times, spread as the events are."""
     event, time = outcome
     points = []
@@ -114,7 +119,14 @@ def draw_calibration(axes, outcome: Outcome, year: float, survival: Callable) ->
     axes.set_title(f"risk within {year:g} y")
     axes.set_xlabel("predicted, mean of a fifth")
     if year >= time.max():
-        axes.text(0.5, 0.5, "beyond\nfollow-up", ha="center", va="center", transform=axes.transAxes)
+        axes.text(
+            0.5,
+            0.5,
+            "beyond\nfollow-up",
+            ha="center",
+            va="center",
+            transform=axes.transAxes,
+        )
         return
 
     # fifths of the cases, from the lowest predicted risk on
@@ -132,7 +144,11 @@ def draw_calibration(axes, outcome: Outcome, year: float, survival: Callable) ->
 # --- volumes ----------------------------------------------------------------------------------------------------------
 
 
-def draw_volumes(volumes: list[np.ndarray], titles: list[str], heading: str):
+def draw_volumes(
+    volumes: list[np.ndarray],
+    titles: list[str],
+    heading: str,
+):
     """A matplotlib figure: three orthogonal slices of each (X, Y, Z) volume, one column a volume."""
     from matplotlib.figure import Figure
 
@@ -154,7 +170,7 @@ def draw_volumes(volumes: list[np.ndarray], titles: list[str], heading: str):
     fontsize = 10 if len(volumes) > 3 else 8
     figure.suptitle(heading, fontsize=fontsize, y=1 - 0.12 / height)
 
-    # one row for each plane
+    # a column for each volume, a row for each plane
     axes = figure.subplots(3, len(volumes), squeeze=False)
     for column, (volume, title) in enumerate(zip(volumes, titles, strict=True)):
         x, y, z = (size // 2 for size in volume.shape)
@@ -164,9 +180,18 @@ def draw_volumes(volumes: list[np.ndarray], titles: list[str], heading: str):
             "Y-Z": volume[x, :, :],
         }
         axes[0, column].set_title(title, fontsize=8)
+
+        # values from 0 to 1, the first axis to the right
         for row, (plane, values) in enumerate(slices.items()):
             place = axes[row, column]
-            place.imshow(values.T, cmap="gray", vmin=0, vmax=1, origin="lower", aspect="auto")
+            place.imshow(
+                values.T,
+                cmap="gray",
+                vmin=0,
+                vmax=1,
+                origin="lower",
+                aspect="auto",
+            )
             place.set(xticks=[], yticks=[])
             if column == 0:
                 place.set_ylabel(f"{plane} plane, middle", fontsize=8)

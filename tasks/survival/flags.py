@@ -3,13 +3,14 @@
 Light: read before torch is imported.
 """
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 
-from cli_utils import InputError, Parser, number, whole
+from cli_utils import InputError, Parser, add_common_arguments, number, whole
 
 # what a checkpoint prescribes to a run that is resumed from it or uses it
-FIXED = ("task", "resnet", "base_channels", "norm", "image_size", "hu_window", "spacing", "orientation")
+FIXED = ("task", "resnet", "base_channels", "norm")
+FIXED += ("image_size", "hu_window", "spacing", "orientation")
 COLUMNS = ("path_column", "time_column", "event_column", "id_column")
 SPLIT = ("fold_column", "train_fold", "val_fold", "folds")
 
@@ -20,6 +21,8 @@ def add_table_arguments(add: Callable) -> None:
     add("--data_dir", metavar="DIR", help="folder that the paths are relative to; default: the table's own")
     units = ("days", "months", "years")
     add("--time_unit", choices=units, default="days", help="unit of the time column")
+
+    # its columns
     add("--path_column", metavar="NAME", help="its name, if not NIFTI Path, image_path or path")
     add("--time_column", metavar="NAME", help="its name, if not time or survival_time")
     add("--event_column", metavar="NAME", help="its name, if not event")
@@ -29,7 +32,8 @@ def add_table_arguments(add: Callable) -> None:
     add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
     add("--train_fold", default="train", help="its value for training rows; other rows are left out")
     add("--val_fold", help="its value for validation rows, default val; with --folds: which fold, default 1")
-    add("--folds", type=whole(0), default=0, help="make so many folds, events spread evenly; 0: --fold_column")
+    text = "make so many folds, events spread evenly; 0: --fold_column"
+    add("--folds", type=whole(0), default=0, help=text)
     add("--cross_validate", action="store_true", help="each fold in turn; the predictions are pooled")
 
 
@@ -38,8 +42,10 @@ def add_cache_arguments(parser: Parser) -> None:
     add = parser.add_argument_group("cache").add_argument
     places = ("persistent", "none")
     add("--cache", choices=places, default="persistent", help="keep resized volumes on disk, or not")
-    add("--cache_dir", default="runs/cache/survival", help="where; shared by all ranks and runs, may be deleted")
-    add("--use_smart_cache", action="store_true", help="train from a part in memory that changes each epoch (MONAI)")
+    text = "where; shared by all ranks and runs, may be deleted"
+    add("--cache_dir", default="runs/cache/survival", help=text)
+    text = "train from a part in memory that changes each epoch (MONAI)"
+    add("--use_smart_cache", action="store_true", help=text)
 
     # of the smart cache
     rate = number(0, 1, above=True)
@@ -47,13 +53,34 @@ def add_cache_arguments(parser: Parser) -> None:
     add("--cache_rate", type=rate, default=0.5, help=text)
     text = "share of the cached cases replaced after each epoch"
     add("--replace_rate", type=rate, default=0.5, help=text)
-    add("--pin_memory", action="store_true", help="page-locked input buffers; on by itself with a GPU")
+    text = "page-locked input buffers; on by itself with a GPU"
+    add("--pin_memory", action="store_true", help=text)
+
+
+def add_output_arguments(parser: Parser) -> None:
+    """The flags of the run folder, of evaluation and of the machine, and those that all scripts have."""
+    add = parser.add_argument_group("output and evaluation").add_argument
+    text = "run folder: checkpoints, logs, figures, predictions"
+    add("--log_dir", "--output", default="runs/survival", help=text)
+    years = [1.0, 2.0, 3.0, 4.0, 5.0]
+    positive = number(0, above=True)
+    add("--eval_years", type=positive, nargs="+", default=years, help="horizons, years")
+    add("--predict", metavar="FILE", help="score the cases of this table by --resume_from, default best.pt")
+    text = "mixed precision, the same as the default --mixed_precision auto"
+    add("--amp", action="store_true", help=text)
+    text = "nccl for GPUs, gloo for CPUs; default: what fits"
+    add("--backend", choices=("nccl", "gloo"), help=text)
+
+    # in place of the common help and default
+    add_common_arguments(parser, {"lr": "learning_rate"})
+    workers = next(action for action in parser._actions if action.dest == "num_workers")
+    workers.help = "loading processes PER GPU (SmartCache: threads); default: up to 4, on CPU 0%(default).0s"
 
 
 # --- what goes together -----------------------------------------------------------------------------------------------
 
 
-def check_modes(parser: Parser, args: argparse.Namespace) -> None:
+def check_modes(parser: Parser, args: Namespace) -> None:
     """End with one line where flags ask for two things at once, or for one without what it needs."""
     if args.max_grad_norm is not None:
         if args.source["grad_clip"] != "default" and args.grad_clip != args.max_grad_norm:
@@ -65,13 +92,14 @@ def check_modes(parser: Parser, args: argparse.Namespace) -> None:
     args.amp = False
 
     # one mode at a time
+    trains = not (args.eval_only or args.predict)
     if args.csv_path is None and not args.predict and not args.rehearse:
         parser.error("--csv_path: name the table of cases")
-    if args.overwrite and (args.resume_from or args.eval_only or args.predict):
+    if args.overwrite and (args.resume_from or not trains):
         parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
     if args.eval_only and args.predict:
         parser.error("--eval_only and --predict exclude each other")
-    if args.cross_validate and (args.eval_only or args.predict or args.task == "pretrain"):
+    if args.cross_validate and (args.task == "pretrain" or not trains):
         parser.error("--cross_validate trains survival models; leave out --eval_only, --predict and --task pretrain")
     if args.cross_validate and args.resume_from not in (None, "auto"):
         parser.error("--cross_validate has one checkpoint per fold; resume with --resume_from auto")
@@ -83,13 +111,14 @@ def check_modes(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--event_balanced draws from the whole fold and --use_smart_cache from a part; leave one out")
 
 
-def check_values(parser: Parser, args: argparse.Namespace) -> None:
+def check_values(parser: Parser, args: Namespace) -> None:
     """End with one line where a value cannot be; orientation and horizons are brought into their usual form."""
     if args.folds == 1:
         parser.error("--folds 1: there must be at least 2")
     if args.base_channels % 8:
         parser.error(f"--base_channels {args.base_channels}: must be a multiple of 8")
-    if args.hu_window[0] >= args.hu_window[1]:
+    low, high = args.hu_window
+    if low >= high:
         parser.error("--hu_window: the first value must be below the second")
     if args.eta_min > args.lr:
         parser.error(f"--eta_min {args.eta_min:g}: must not be above --lr {args.lr:g}")
@@ -97,33 +126,39 @@ def check_values(parser: Parser, args: argparse.Namespace) -> None:
 
     # one letter of each of the three axes, in any order
     if args.orientation is not None:
-        args.orientation = args.orientation.upper()
-        axes = {"R": 0, "L": 0, "A": 1, "P": 1, "S": 2, "I": 2}
-        if sorted(axes.get(letter, 3) for letter in args.orientation) != [0, 1, 2]:
+        letters = args.orientation.upper()
+        args.orientation = letters
+        axes = [axis for axis in ("RL", "AP", "SI") if set(axis) & set(letters)]
+        if len(letters) != 3 or len(axes) != 3:
             parser.error(f"--orientation {args.orientation}: three letters, one each of R/L, A/P and S/I, such as RAS")
 
 
 # --- once a checkpoint is there ---------------------------------------------------------------------------------------
 
 
-def adopt_settings(args: argparse.Namespace, checkpoint: dict, path: str) -> None:
+def adopt_settings(args: Namespace, checkpoint: dict, path: str) -> None:
     """Take model and input settings from a checkpoint. Raises InputError where a flag says otherwise."""
     if args.source["seed"] == "default":
         args.seed = checkpoint["run"]["seed"]
     settings = checkpoint["settings"]
-    for name in FIXED if args.cross_validate else FIXED + SPLIT:
+    names = FIXED if args.cross_validate else FIXED + SPLIT
+    for name in names:
         now = getattr(args, name)
         value = settings.get(name, now)
         given = args.source[name] != "default"
+
         # another fold, such as --val_fold test: its cases are compared with those trained on
-        if name in SPLIT and args.eval_only and given:
+        may_differ = name in SPLIT and args.eval_only
+        if given and may_differ:
             continue
         if given and now != value:
             raise InputError(f"{path}: a run with --{name} {value}, now {now}; leave the flag out")
         setattr(args, name, value)
+    if args.predict and args.task != "survival":
+        raise InputError(f"{path}: a pre-trained net has no log-hazard; give a checkpoint of --task survival")
 
 
-def check_settings(args: argparse.Namespace) -> None:
+def check_settings(args: Namespace) -> None:
     """What does not go together, once a checkpoint has had its say. Raises InputError."""
     if args.cox_memory and args.task == "pretrain":
         raise InputError("--cox_memory: belongs to the Cox loss; leave it out with --task pretrain")

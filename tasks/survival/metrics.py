@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 
+from cli_utils import RunError
 from tasks.survival.cohort import Cohort, Outcome
 from tasks.survival.folds import Fold
 
@@ -30,20 +32,32 @@ class Evaluation(NamedTuple):
     """
 
     metrics: dict[str, float | None]
-    val: np.ndarray
-    train: np.ndarray | None
+    val: ndarray
+    train: ndarray | None
     baseline: dict | None
 
     @property
-    def log_hazard(self) -> np.ndarray:
+    def log_hazard(self) -> ndarray:
         """Of the validation cases."""
         return self.val[:, 0]
+
+
+def check_finite(outputs: ndarray) -> None:
+    """Raise RunError when a case's outputs are not finite."""
+    finite = np.isfinite(outputs).all(axis=1)
+    if not finite.all():
+        raise RunError(f"{int((~finite).sum())} predictions are not finite; lower --lr")
 
 
 # --- survival curves --------------------------------------------------------------------------------------------------
 
 
-def kaplan_meier(event: np.ndarray, time: np.ndarray, at, censoring: bool = False) -> np.ndarray:
+def kaplan_meier(
+    event: ndarray,
+    time: ndarray,
+    at,
+    censoring: bool = False,
+) -> ndarray:
     """P(T > t) at the times `at`; with censoring that of the censoring time, events going first where both tie."""
     order = np.argsort(time, kind="stable")
     times, first, counts = np.unique(time[order], return_index=True, return_counts=True)
@@ -56,13 +70,17 @@ def kaplan_meier(event: np.ndarray, time: np.ndarray, at, censoring: bool = Fals
     return curve[np.searchsorted(times, at, side="right")]
 
 
-def censoring_weights(train: Outcome, at) -> np.ndarray:
+def censoring_weights(train: Outcome, at) -> ndarray:
     """1 / P(censored after `at`), 0 where that probability is 0."""
     left = kaplan_meier(train.event, train.time, at, censoring=True)
     return np.divide(1.0, left, out=np.zeros_like(left), where=left > 0)
 
 
-def breslow_baseline(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray) -> dict:
+def breslow_baseline(
+    log_hazard: ndarray,
+    event: ndarray,
+    time: ndarray,
+) -> dict:
     """The cumulative baseline hazard by Breslow (1974): {"time", "log_hazard", "until"}.
 
     time: of the events. log_hazard: log of the cumulative hazard after each; sums of exponentials are kept as
@@ -83,14 +101,14 @@ def breslow_baseline(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray
     }
 
 
-def log_cumulative_hazard(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
+def log_cumulative_hazard(baseline: dict, log_hazard: ndarray, at) -> ndarray:
     """(n, len(at)): log H(t|x), -inf before the first event."""
     steps = np.concatenate([[-np.inf], baseline["log_hazard"]])
     places = np.searchsorted(baseline["time"], np.asarray(at, float), side="right")
     return steps[places] + np.asarray(log_hazard)[:, None]
 
 
-def survival_at(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
+def survival_at(baseline: dict, log_hazard: ndarray, at) -> ndarray:
     """(n, len(at)): S(t|x) = exp(-H(t|x)), the probability of no event until each time."""
     with np.errstate(over="ignore"):
         return np.exp(-np.exp(log_cumulative_hazard(baseline, log_hazard, at)))
@@ -99,7 +117,11 @@ def survival_at(baseline: dict, log_hazard: np.ndarray, at) -> np.ndarray:
 # --- concordance ------------------------------------------------------------------------------------------------------
 
 
-def known_to_come_first(event: np.ndarray, time: np.ndarray, rows=slice(None)) -> np.ndarray:
+def known_to_come_first(
+    event: ndarray,
+    time: ndarray,
+    rows=slice(None),
+) -> ndarray:
     """(rows, n): whether the event of one case is known to come before that of another, so that both compare."""
     first = time[rows][:, None]
     is_earlier = first < time
@@ -107,13 +129,18 @@ def known_to_come_first(event: np.ndarray, time: np.ndarray, rows=slice(None)) -
     return event[rows][:, None] & (is_earlier | ties_with_censored)
 
 
-def in_right_order(log_hazard: np.ndarray, rows=slice(None)) -> np.ndarray:
+def in_right_order(log_hazard: ndarray, rows=slice(None)) -> ndarray:
     """(rows, n): 1 where the first of two cases has the higher log-hazard, 0.5 where both have the same."""
     first = log_hazard[rows][:, None]
     return (first > log_hazard) + 0.5 * (first == log_hazard)
 
 
-def concordance(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray, weight=None) -> float | None:
+def concordance(
+    log_hazard: ndarray,
+    event: ndarray,
+    time: ndarray,
+    weight=None,
+) -> float | None:
     """Harrell's C-index, or Uno's with censoring weights; None without a comparable pair."""
     from torchsurv.metrics.cindex import ConcordanceIndex
 
@@ -133,7 +160,7 @@ def concordance(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray, wei
     return float(value)
 
 
-def as_tensor(array: np.ndarray) -> torch.Tensor:
+def as_tensor(array: ndarray) -> torch.Tensor:
     """A tensor of any array: torchsurv wants contiguous ones."""
     return torch.from_numpy(np.ascontiguousarray(array))
 
@@ -163,13 +190,21 @@ def concordance_interval(log_hazard, event, time) -> tuple[float | None, float |
     return float(low), float(high)
 
 
-def count_pairs(counts: np.ndarray, rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+def count_pairs(
+    counts: ndarray,
+    rows: ndarray,
+    pairs: ndarray,
+) -> ndarray:
     """How often some pairs (rows, n) are in each resample, of which counts (resamples, n) says how often a case is."""
     partners = counts @ pairs.astype(np.float32).T
     return (counts[:, rows] * partners).sum(1, dtype=float)
 
 
-def pairs_in_order(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pairs_in_order(
+    log_hazard: ndarray,
+    event: ndarray,
+    time: ndarray,
+) -> tuple[ndarray, ndarray]:
     """(share in the right order, number) of the comparable pairs that each case belongs to."""
     comparable = known_to_come_first(event, time)
     ordered = comparable * in_right_order(log_hazard)
@@ -178,7 +213,12 @@ def pairs_in_order(log_hazard: np.ndarray, event: np.ndarray, time: np.ndarray) 
     return right / np.maximum(pairs, 1), pairs
 
 
-def easiest_and_hardest(log_hazard, event, time, most: int = 3) -> tuple[list[int], list[int]]:
+def easiest_and_hardest(
+    log_hazard,
+    event,
+    time,
+    most: int = 3,
+) -> tuple[list[int], list[int]]:
     """Places of the cases whose comparable pairs are most and least often in the right order."""
     share, pairs = pairs_in_order(log_hazard, event, time)
     order = [int(i) for i in np.argsort(share, kind="stable") if pairs[i]]
@@ -189,7 +229,7 @@ def easiest_and_hardest(log_hazard, event, time, most: int = 3) -> tuple[list[in
 
 
 def score(
-    log_hazard: np.ndarray,
+    log_hazard: ndarray,
     outcome: Outcome,
     train: Outcome,
     years: list[float],
@@ -221,12 +261,22 @@ def score(
     return metrics | score_brier({"": survival, "_km": reference}, outcome, train, years, end)
 
 
-def repeat_curve(train: Outcome, cases: int, at: np.ndarray) -> np.ndarray:
+def repeat_curve(
+    train: Outcome,
+    cases: int,
+    at: ndarray,
+) -> ndarray:
     """(cases, len(at)): the Kaplan-Meier curve of the training fold, for each case."""
     return np.tile(kaplan_meier(train.event, train.time, at), (cases, 1))
 
 
-def score_auc(log_hazard: np.ndarray, outcome: Outcome, train: Outcome, years: list[float], end: float) -> dict:
+def score_auc(
+    log_hazard: ndarray,
+    outcome: Outcome,
+    train: Outcome,
+    years: list[float],
+    end: float,
+) -> dict:
     """AUC of an event before each horizon, and their mean; None where a horizon has no cases or no controls."""
     from torchsurv.metrics.auc import Auc
 
@@ -287,7 +337,12 @@ def score_brier(
     return metrics
 
 
-def brier_scores(estimate: Callable, times: np.ndarray, outcome: Outcome, train: Outcome) -> torch.Tensor:
+def brier_scores(
+    estimate: Callable,
+    times: ndarray,
+    outcome: Outcome,
+    train: Outcome,
+) -> torch.Tensor:
     """The Brier score of an estimate of survival at some times."""
     from torchsurv.metrics.brier_score import BrierScore
 
@@ -302,7 +357,11 @@ def brier_scores(estimate: Callable, times: np.ndarray, outcome: Outcome, train:
 
 
 def score_fold(
-    fold: Fold, val: np.ndarray, train: np.ndarray | None, loss: float, years: list[float]
+    fold: Fold,
+    val: ndarray,
+    train: ndarray | None,
+    loss: float,
+    years: list[float],
 ) -> tuple[dict[str, float | None], dict | None]:
     """(metrics, baseline hazard) of a model's outputs; train: see Evaluation. loss: of the validation cases."""
     metrics = {"val/loss": loss}
@@ -317,7 +376,7 @@ def score_fold(
 
 
 def score_survival(
-    fold: Fold, log_hazard: np.ndarray, baseline: dict | None, years: list[float]
+    fold: Fold, log_hazard: ndarray, baseline: dict | None, years: list[float]
 ) -> dict[str, float | None]:
     """Metrics of the validation cases' log-hazards; with a baseline those of probabilities and the interval, too."""
     survival = partial(survival_at, baseline, log_hazard) if baseline else None
@@ -326,7 +385,7 @@ def score_survival(
     return {f"val/{name}": value for name, value in scores.items()}
 
 
-def score_true_risk(cohort: Cohort, rows: np.ndarray) -> dict[str, float | None]:
+def score_true_risk(cohort: Cohort, rows: ndarray) -> dict[str, float | None]:
     """What the risk that made-up data were drawn with would reach on these rows; empty for other data."""
     if cohort.true_risk is None or not np.isfinite(cohort.true_risk[rows]).all():
         return {}
@@ -334,7 +393,7 @@ def score_true_risk(cohort: Cohort, rows: np.ndarray) -> dict[str, float | None]
     return {"val/c_index_true": concordance(cohort.true_risk[rows], event, time)}
 
 
-def score_features(fold: Fold, outputs: np.ndarray) -> dict[str, float | None]:
+def score_features(fold: Fold, outputs: ndarray) -> dict[str, float | None]:
     """--task pretrain: R2 of each feature over the cases that have it, and their mean; None where undefined."""
     scores = fold.features.scores[fold.val].double().numpy()
     metrics = {}
@@ -350,7 +409,11 @@ def score_features(fold: Fold, outputs: np.ndarray) -> dict[str, float | None]:
     return metrics
 
 
-def logrank_p(group: np.ndarray, event: np.ndarray, time: np.ndarray) -> float:
+def logrank_p(
+    group: ndarray,
+    event: ndarray,
+    time: ndarray,
+) -> float:
     """p value of the log-rank test that all groups have one hazard (chi-squared, groups - 1 degrees of freedom)."""
     labels = np.unique(group)
     excess = np.zeros(len(labels))
@@ -376,6 +439,6 @@ def logrank_p(group: np.ndarray, event: np.ndarray, time: np.ndarray) -> float:
     return float(p)
 
 
-def count_in_groups(group: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def count_in_groups(group: ndarray, labels: ndarray) -> ndarray:
     """How many of some cases are in each group."""
     return np.array([np.sum(group == label) for label in labels], float)

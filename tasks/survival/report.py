@@ -289,9 +289,10 @@ def end_fold(
 
 
 def write_evaluation(
-    fold: Fold, result: Evaluation, checkpoint: dict, used: Path, run_folder: Path, years: list[float]
+    fold: Fold, result: Evaluation, checkpoint: dict, used: str, run_folder: Path, years: list[float]
 ) -> None:
     """Rank 0, --eval_only: eval_val.json, and what else a run ends with. used: the checkpoint's file."""
+    used = Path(used)
     # of the fold that best.pt was chosen on, the score is optimistic
     same_fold = fold.flags.items() <= checkpoint["settings"].items()
     chosen = f" {CHOSEN}" if same_fold and used.name == "best.pt" else ""

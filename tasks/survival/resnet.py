@@ -21,7 +21,8 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[..., :: self.stride, :: self.stride, :: self.stride]
-        return nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, self.planes - x.shape[1]))
+        new_channels = self.planes - x.shape[1]
+        return nn.functional.pad(x, (0, 0, 0, 0, 0, 0, 0, new_channels))
 
 
 def shortcut_type(name: str, start: Weights | None) -> str:

@@ -16,7 +16,7 @@ from checkpoint_utils import Checkpoint, RunLock, load_checkpoint, lock_run_fold
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
 from hardware_utils import choose_precision, set_numerics, smaller_batch
-from loop_utils import TrainingRun, agree_on_precision
+from loop_utils import TrainingRun, agree_on_precision, print_start
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from tasks.survival.batch import cases_per_process, cores_per_process, describe_batch
 from tasks.survival.batch import out_of_memory_advice, wanted_batch
@@ -24,7 +24,7 @@ from tasks.survival.cohort import Cohort, read_cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.flags import COLUMNS
 from tasks.survival.folds import Fold, choose_folds
-from tasks.survival.report import describe_cache, describe_cases, describe_model
+from tasks.survival.report import describe_cache, describe_cases, describe_model, print_warnings
 from tasks.survival.targets import standardize_features
 from tasks.survival.volumes import check_volumes
 
@@ -272,7 +272,8 @@ def describe_data(fold: Fold, effective_batch_size: int, args: argparse.Namespac
     }
 
 
-def describe_run(
+def print_run(
+    title: str,
     fold: Fold,
     loader: DataLoader,
     model: nn.Module,
@@ -280,8 +281,8 @@ def describe_run(
     training: TrainingRun,
     setup: Setup,
     args: argparse.Namespace,
-) -> dict[str, str]:
-    """The banner's rows of this script; where a value is not a flag's, a row says where it is from."""
+) -> None:
+    """Rank 0: the banner, and warnings; where a value is not a flag's, a row says where it is from."""
     origin = args.source
     kind = "threads" if args.use_smart_cache else "workers"
     name = f"{args.resnet}, {args.norm} norm"
@@ -293,4 +294,7 @@ def describe_run(
         "cache": describe_cache(loader.dataset, len(fold.train) + len(fold.val)),
     }
     rows |= describe_cases(fold) | describe_model(fold, model, name, args.image_size, args.ties)
-    return rows | {"epochs": f"{args.epochs} ({origin['epochs']}) of {training.planned_steps // args.epochs} steps"}
+    steps = training.planned_steps // args.epochs
+    rows["epochs"] = f"{args.epochs} ({origin['epochs']}) of {steps} steps"
+    print_start(title, setup.ranks, training, rows)
+    print_warnings(fold, loader, args.eval_years)

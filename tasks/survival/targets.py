@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cli_utils import InputError
 from tasks.survival.cohort import Cohort
@@ -16,10 +17,14 @@ class Features(NamedTuple):
     """Numeric columns of the table, as z-scores (cases, columns); NaN where blank."""
 
     names: list[str]
-    scores: torch.Tensor
+    scores: Tensor
 
 
-def standardize_features(cohort: Cohort, train: np.ndarray, chosen: list[str] | None) -> Features:
+def standardize_features(
+    cohort: Cohort,
+    train: np.ndarray,
+    chosen: list[str] | None,
+) -> Features:
     """The chosen columns, or all numeric ones, by mean and spread of the training rows. Raises InputError.
 
     A column that does not vary is left out.
@@ -43,16 +48,19 @@ def standardize_features(cohort: Cohort, train: np.ndarray, chosen: list[str] | 
     if not varying:
         reason = "no numeric column that varies in the training fold"
         raise InputError(f"{cohort.source}: {reason}; --task pretrain needs some")
-    return Features(varying, torch.from_numpy(np.stack(scores, axis=1)).float())
+    scores = np.stack(scores, axis=1)
+    return Features(varying, torch.from_numpy(scores).float())
 
 
-def feature_loss(outputs: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def feature_loss(outputs: Tensor, scores: Tensor) -> Tensor:
     """The mean square over the features that are known of some cases; both (cases, features)."""
     known = scores.isfinite()
     weight = known / max(1, int(known.sum()))
     weight = weight.to(outputs.device, non_blocking=True)
-    scores = scores.nan_to_num(0).to(outputs.device, non_blocking=True)
-    return ((outputs - scores).square() * weight).sum()
+    scores = scores.nan_to_num(0)
+    scores = scores.to(outputs.device, non_blocking=True)
+    errors = (outputs - scores).square()
+    return (errors * weight).sum()
 
 
 class CoxMemory:
@@ -63,18 +71,24 @@ class CoxMemory:
         self.rows = np.zeros(0, np.int64)
         self.values = torch.zeros(0, device=device)
 
-    def others(self, rows: np.ndarray, times: np.ndarray) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def others(
+        self,
+        rows: np.ndarray,
+        times: np.ndarray,
+    ) -> tuple[Tensor, Tensor] | None:
         """(log_hazard, time) of what is kept, without the cases in `rows`; None without any."""
         keep = np.flatnonzero(~np.isin(self.rows, rows))
         if not len(keep):
             return None
-        return self.at(keep), torch.from_numpy(times[self.rows[keep]])
+        times = times[self.rows[keep]]
+        return self.at(keep), torch.from_numpy(times)
 
-    def at(self, places: np.ndarray) -> torch.Tensor:
+    def at(self, places: np.ndarray) -> Tensor:
         """The log-hazards at some places of the memory."""
-        return self.values[torch.from_numpy(places).to(self.values.device, non_blocking=True)]
+        places = torch.from_numpy(places)
+        return self.values[places.to(self.values.device, non_blocking=True)]
 
-    def add(self, rows: np.ndarray, values: torch.Tensor) -> None:
+    def add(self, rows: np.ndarray, values: Tensor) -> None:
         """Keep a step's log-hazards; what is older than the last N goes."""
         if not self.size:
             return
@@ -82,8 +96,10 @@ class CoxMemory:
         values = torch.where(values.isfinite(), values, -torch.inf)
         stays = np.flatnonzero(~np.isin(self.rows, rows))
         kept = self.at(stays)
-        self.rows = np.concatenate([self.rows[stays], rows])[-self.size :]
-        self.values = torch.cat([kept, values])[-self.size :]
+        rows = np.concatenate([self.rows[stays], rows])
+        values = torch.cat([kept, values])
+        self.rows = rows[-self.size :]
+        self.values = values[-self.size :]
 
     def state(self) -> dict:
         """For a checkpoint."""

@@ -68,7 +68,13 @@ class Check(NamedTuple):
     fault: str
 
 
-def check_volumes(cohort: Cohort, rows: np.ndarray, cache_dir: Path, geometry: bool, threads: int) -> None:
+def check_volumes(
+    cohort: Cohort,
+    rows: np.ndarray,
+    cache_dir: Path,
+    geometry: bool,
+    threads: int,
+) -> None:
     """All ranks: read each volume once, in parallel, and raise InputError for those that cannot be used.
 
     What was found good is remembered in cache_dir/checked.json; only new and changed files are read again.
@@ -174,13 +180,22 @@ class Volumes:
 # --- augmentation -----------------------------------------------------------------------------------------------------
 
 
-def case_noise(seed: int, epoch: int, indices: list[int]) -> Iterator[np.random.Generator]:
+def case_noise(
+    seed: int,
+    epoch: int,
+    indices: list[int],
+) -> Iterator[np.random.Generator]:
     """A generator of random numbers per case: the same at any world size, also after a resume."""
     for index in indices:
         yield np.random.default_rng([seed % 2**63, epoch, int(index)])
 
 
-def load_images(batch: dict, device: torch.device, seed: int | None, epoch: int) -> torch.Tensor:
+def load_images(
+    batch: dict,
+    device: torch.device,
+    seed: int | None,
+    epoch: int,
+) -> torch.Tensor:
     """A micro-batch's images on the device, augmented as in this epoch. seed: of the augmentation, None without."""
     images = batch["image"].to(device, non_blocking=True)
     if seed is None:
@@ -189,7 +204,12 @@ def load_images(batch: dict, device: torch.device, seed: int | None, epoch: int)
     return augment(images, cases, seed, epoch)
 
 
-def augment(images: torch.Tensor, indices: list[int], seed: int, epoch: int) -> torch.Tensor:
+def augment(
+    images: torch.Tensor,
+    indices: list[int],
+    seed: int,
+    epoch: int,
+) -> torch.Tensor:
     """(B, 1, X, Y, Z) -> the same: each case flipped along each axis, and turned by quarters where X equals Y.
 
     On the device of the images; a function of (seed, epoch, case).
