@@ -15,17 +15,15 @@ Data: a table (CSV or xlsx) with a path, a time, an event (1) or censoring (0) a
 import contextlib
 import gc
 import time
-import warnings
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, number, parse_arguments
-from cli_utils import run_main, take_from_run, value_sources, whole
-from tasks.survival.flags import COLUMNS, FIXED, add_cache_arguments, add_output_arguments
-from tasks.survival.flags import add_table_arguments, adopt_settings, check_modes, check_settings, check_values
+from cli_utils import InputError, Parser, number, parse_arguments, run_main, take_from_run, value_sources, whole
+from tasks.survival.flags import COLUMNS, FIXED, OF_THE_RUN, add_cache_arguments, add_data_arguments
+from tasks.survival.flags import add_output_arguments, adopt_settings, check_modes, check_settings, check_values
 
 FORMAT = "survival/1"
 LOSSES = ["loss", "events", "grad_norm", "skipped"]
@@ -43,21 +41,7 @@ EVAL_BATCH = 4
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    positive = number(0, above=True)
-
-    add = parser.add_argument_group("data").add_argument
-    add_table_arguments(add)
-
-    # what becomes of a volume
-    size = {"nargs": 3, "metavar": ("X", "Y", "Z")}
-    add("--image_size", type=whole(8), **size, default=[256, 256, 64], help="voxels of the input; lower them on OOM")
-    window = {"metavar": ("LOW", "HIGH"), "default": [-1000.0, 1000.0]}
-    add("--hu_window", type=number(-1e5), nargs=2, **window, help="HU that become 0 and 1; the rest is cut off")
-    add("--spacing", type=positive, **size, help="resample to voxels of so many mm first; default: as in the file")
-    add("--orientation", metavar="CODES", help="turn the axes first: RAS, LPS ...; default: as in the file")
-    add("--augment", action=BooleanOptionalAction, default=True, help="random flips and quarter turns")
-    add("--skip_data_check", action="store_true", help="do not read every volume once before training")
-
+    add_data_arguments(parser)
     add_cache_arguments(parser)
 
     add = parser.add_argument_group("model").add_argument
@@ -74,7 +58,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "cases per step over ALL GPUs, a multiple of their number (default: the nearest to 24)"
     add("--batch_size", type=whole(1), default=24, help=text + "; lower it on OOM")
     add("--epochs", type=whole(1), default=50, help="passes over the training fold, or over what is cached of it")
-    add("--lr", type=positive, default=1e-4, help="peak learning rate; not scaled with the GPUs")
+    add("--lr", type=number(0, above=True), default=1e-4, help="peak learning rate; not scaled with the GPUs")
     add("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="sgd with momentum 0.9")
     add("--weight_decay", type=number(0), default=1e-5, help="weight decay")
     add("--scheduler", choices=("cosine", "constant"), default="cosine", help="learning rate after the warm-up")
@@ -92,8 +76,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     args = parse_arguments(parser, argv)
     args.source = value_sources(parser, args, argv)
     if args.eval_only or args.predict:
-        of_the_data = () if args.predict else ("csv_path", "data_dir", "time_unit", "cache_dir")
-        take_from_run(parser, args, args.log_dir, of_the_data + COLUMNS)
+        take_from_run(parser, args, args.log_dir, COLUMNS if args.predict else OF_THE_RUN)
     check_modes(parser, args)
     check_values(parser, args)
     return args
@@ -123,7 +106,7 @@ from loop_utils import explain_out_of_memory, first_error, keep_best, next_epoch
 from loop_utils import restore_training, resume, say_if_finished, seed_ranks, sync_gradients
 
 # the cases, and what is told of them
-from tasks.survival.batch import largest_batch, rows_of_step, trial_step
+from tasks.survival.batch import rows_of_step
 from tasks.survival.cohort import Cohort
 from tasks.survival.cross_validation import cross_validate
 from tasks.survival.data import MultiGPUSurvivalDataset
@@ -171,7 +154,13 @@ class RiskNet(nn.Module):
             return self.head(self.backbone(images)).to(dtype)
 
 
-def build_model(args: Namespace, precision: str, outputs: int, start: Weights | None, ranks: Ranks) -> RiskNet:
+def build_model(
+    args: Namespace,
+    precision: str,
+    outputs: int,
+    start: Weights | None,
+    ranks: Ranks,
+) -> RiskNet:
     """The model with the same weights on every rank: random ones, or those to start from.
 
     Raises InputError for weights that do not fit, and for --norm batch on several CPU processes.
@@ -228,7 +217,8 @@ def cox_loss(
     # of d tied events the l-th (from 0) sees only 1 - l/d of their hazard
     if ties == "efron":
         tied = event_times == event_times[:, None]
-        before = tied.tril(-1).sum(1).double() / tied.sum(1)
+        places = tied.tril(-1).sum(1)
+        before = places.double() / tied.sum(1)
         before = before.to(total.dtype).to(device, non_blocking=True)
         untied = (~tied).to(device, non_blocking=True)
         hazards = own.expand(len(rows), -1)
@@ -237,7 +227,13 @@ def cox_loss(
     return (total - own).sum() / len(rows)
 
 
-def step_loss(outputs: Tensor, rows: np.ndarray, fold: Fold, ties: str, extra=None) -> Tensor:
+def step_loss(
+    outputs: Tensor,
+    rows: np.ndarray,
+    fold: Fold,
+    ties: str,
+    extra=None,
+) -> Tensor:
     """Loss of (n, outputs) for these rows of the cohort: Cox, or with --task pretrain the features' squared error."""
     if fold.features:
         return feature_loss(outputs, fold.features.scores[rows])
@@ -284,7 +280,10 @@ def wrap_model(model: RiskNet, frozen: bool) -> nn.Module:
 
 
 def train_step(
-    learner: Learner, step: Step, images: list[Tensor], loss_of: Callable[[Tensor], Tensor]
+    learner: Learner,
+    step: Step,
+    images: list[Tensor],
+    loss_of: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of one optimizer step, the same at any number of ranks and micro-batches; returns (loss, outputs).
 
@@ -324,22 +323,27 @@ def train_step(
     return loss.detach(), outputs.detach()
 
 
-def train_one_epoch(learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: Namespace) -> None:
+def train_one_epoch(
+    learner: Learner,
+    fold: Fold,
+    loader: DataLoader,
+    training: TrainingRun,
+    args: Namespace,
+) -> None:
     """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
 
     Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unreadable volume of any.
     """
-    # kernels of 1 x 1 x 1 have two layouts at once
-    warnings.filterwarnings("ignore", message="Grad strides do not match")
     model = learner.model
     progress = training.progress
     model.train()
     if progress.epoch < args.freeze_epochs:
         model.backbone.eval()
-    augmentation = args.seed if args.augment else None
+    seed = args.seed if args.augment else None
+    load = partial(load_images, device=model.device, seed=seed, epoch=progress.epoch)
     for step in optimizer_steps(loader, training, count=rows_of_step):
         rows = np.array(step.totals, np.int64)
-        images = [load_images(batch, model.device, augmentation, progress.epoch) for batch in step.batches]
+        images = [load(batch) for batch in step.batches]
         factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.scheduler)
         lowest = args.eta_min if progress.step >= args.warmup_steps else 0.0
         lr = lowest + (args.lr - lowest) * factor
@@ -389,7 +393,12 @@ def compute_outputs(model: RiskNet, cases: MultiGPUSurvivalDataset, workers: int
     return outputs
 
 
-def evaluate(model: RiskNet, fold: Fold, args: Namespace, final: bool = False) -> Evaluation:
+def evaluate(
+    model: RiskNet,
+    fold: Fold,
+    args: Namespace,
+    final: bool = False,
+) -> Evaluation:
     """Metrics and outputs of the validation fold, the same on all ranks.
 
     final: also the training fold, whose baseline hazard gives survival probabilities, and the bootstrap interval.
@@ -410,21 +419,16 @@ def evaluate(model: RiskNet, fold: Fold, args: Namespace, final: bool = False) -
     return Evaluation(metrics, val, train, baseline)
 
 
-def try_cases(model: RiskNet, cases: int, waiting: int, args: Namespace) -> None:
-    """A trial step of so many cases, while others of the same step wait."""
-    batch = largest_batch(cases, args.image_size)
-    images = load_images(batch, model.device, args.seed if args.augment else None, epoch=0)
-
-    def loss_of(outputs: Tensor) -> Tensor:
-        return cox_loss(outputs[:, 0], batch["time"], batch["event"], args.ties)
-
-    trial_step(model, images, loss_of, waiting)
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_contents(learner: Learner, fold: Fold, batch: BatchSize, this_run: dict, args: Namespace) -> dict:
+def checkpoint_contents(
+    learner: Learner,
+    fold: Fold,
+    batch: BatchSize,
+    this_run: dict,
+    args: Namespace,
+) -> dict:
     """What a checkpoint holds beside the position and the log."""
     settings = {name: getattr(args, name) for name in FIXED}
     return {
@@ -450,7 +454,7 @@ def fit(
         fold = prepare_fold(fold, args)
         start = first_weights(checkpoint, args.pretrained_path)
         model = build_model(args, setup.precision, fold.outputs, start, ranks)
-    batch = choose_batch_size(try_cases, model, checkpoint, setup.batch, args)
+    batch = choose_batch_size(cox_loss, model, checkpoint, setup.batch, args)
     loader = make_loader(fold, batch, args)
     sampler = loader.batch_sampler
     planned_steps = args.epochs * sampler.steps_per_epoch()
@@ -502,7 +506,11 @@ def fit(
 
 
 def train(
-    learner: Learner, fold: Fold, loader: DataLoader, training: TrainingRun, args: Namespace
+    learner: Learner,
+    fold: Fold,
+    loader: DataLoader,
+    training: TrainingRun,
+    args: Namespace,
 ) -> tuple[int, float | None]:
     """All epochs, each with its validation; (exit code of a stop signal or 0, headline score of the last epoch)."""
     progress = training.progress
@@ -542,7 +550,12 @@ def train(
 
 
 def finish_fold(
-    model: RiskNet, fold: Fold, training: TrainingRun, last_score: float | None, begun: float, args: Namespace
+    model: RiskNet,
+    fold: Fold,
+    training: TrainingRun,
+    last_score: float | None,
+    begun: float,
+    args: Namespace,
 ) -> FoldResult:
     """Score and export the weights of best.pt, in a cross-validation those of the last epoch; the end of the log.
 
@@ -624,7 +637,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
 
 def main(args: Namespace) -> int:
     if args.rehearse:
-        rehearse(build_model, make_optimizer, try_cases, args)
+        rehearse(build_model, make_optimizer, cox_loss, args)
     launch_workers(args.world_size or torch.cuda.device_count() or 1)
     # NCCL has no host tensors: gloo stays beside it
     backend = "gloo" if args.backend == "gloo" else None

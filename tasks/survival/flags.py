@@ -3,20 +3,22 @@
 Light: read before torch is imported.
 """
 
-from argparse import Namespace
-from collections.abc import Callable
+from argparse import BooleanOptionalAction, Namespace
 
 from cli_utils import InputError, Parser, add_common_arguments, number, whole
 
 # what a checkpoint prescribes to a run that is resumed from it or uses it
-FIXED = ("task", "resnet", "base_channels", "norm")
-FIXED += ("image_size", "hu_window", "spacing", "orientation")
+INPUT = ("image_size", "hu_window", "spacing", "orientation")
+FIXED = ("task", "resnet", "base_channels", "norm", *INPUT)
 COLUMNS = ("path_column", "time_column", "event_column", "id_column")
+# what --eval_only takes from the run's args.yaml; --predict only the columns
+OF_THE_RUN = ("csv_path", "data_dir", "time_unit", "cache_dir", *COLUMNS)
 SPLIT = ("fold_column", "train_fold", "val_fold", "folds")
 
 
-def add_table_arguments(add: Callable) -> None:
-    """The flags of the table of cases, by a group's add_argument: its columns, and which rows are trained on."""
+def add_data_arguments(parser: Parser) -> None:
+    """The flags of the table of cases and of the volumes: what is read, and what becomes of it."""
+    add = parser.add_argument_group("data").add_argument
     add("--csv_path", metavar="FILE", help="table of cases, CSV or xlsx; not needed with --eval_only, --predict")
     add("--data_dir", metavar="DIR", help="folder that the paths are relative to; default: the table's own")
     units = ("days", "months", "years")
@@ -35,6 +37,23 @@ def add_table_arguments(add: Callable) -> None:
     text = "make so many folds, events spread evenly; 0: --fold_column"
     add("--folds", type=whole(0), default=0, help=text)
     add("--cross_validate", action="store_true", help="each fold in turn; the predictions are pooled")
+
+    # what becomes of a volume
+    xyz = {"nargs": 3, "metavar": ("X", "Y", "Z")}
+    size = [256, 256, 64]
+    add("--image_size", type=whole(8), **xyz, default=size, help="voxels of the input; lower them on OOM")
+    window = {"nargs": 2, "metavar": ("LOW", "HIGH")}
+    full = [-1000.0, 1000.0]
+    text = "HU that become 0 and 1; the rest is cut off"
+    add("--hu_window", type=number(-1e5), **window, default=full, help=text)
+    positive = number(0, above=True)
+    text = "resample to voxels of so many mm first; default: as in the file"
+    add("--spacing", type=positive, **xyz, help=text)
+    text = "turn the axes first: RAS, LPS ...; default: as in the file"
+    add("--orientation", metavar="CODES", help=text)
+    text = "random flips and quarter turns"
+    add("--augment", action=BooleanOptionalAction, default=True, help=text)
+    add("--skip_data_check", action="store_true", help="do not read every volume once before training")
 
 
 def add_cache_arguments(parser: Parser) -> None:
@@ -62,6 +81,8 @@ def add_output_arguments(parser: Parser) -> None:
     add = parser.add_argument_group("output and evaluation").add_argument
     text = "run folder: checkpoints, logs, figures, predictions"
     add("--log_dir", "--output", default="runs/survival", help=text)
+
+    # horizons, and what is scored
     years = [1.0, 2.0, 3.0, 4.0, 5.0]
     positive = number(0, above=True)
     add("--eval_years", type=positive, nargs="+", default=years, help="horizons, years")
@@ -73,7 +94,8 @@ def add_output_arguments(parser: Parser) -> None:
 
     # in place of the common help and default
     add_common_arguments(parser, {"lr": "learning_rate"})
-    workers = next(action for action in parser._actions if action.dest == "num_workers")
+    actions = {action.dest: action for action in parser._actions}
+    workers = actions["num_workers"]
     workers.help = "loading processes PER GPU (SmartCache: threads); default: up to 4, on CPU 0%(default).0s"
 
 
@@ -83,7 +105,8 @@ def add_output_arguments(parser: Parser) -> None:
 def check_modes(parser: Parser, args: Namespace) -> None:
     """End with one line where flags ask for two things at once, or for one without what it needs."""
     if args.max_grad_norm is not None:
-        if args.source["grad_clip"] != "default" and args.grad_clip != args.max_grad_norm:
+        given = args.source["grad_clip"] != "default"
+        if given and args.grad_clip != args.max_grad_norm:
             parser.error("--max_grad_norm and --grad_clip are the same thing; give one")
         args.grad_clip = args.max_grad_norm
     if args.amp and args.mixed_precision == "no":
@@ -93,7 +116,8 @@ def check_modes(parser: Parser, args: Namespace) -> None:
 
     # one mode at a time
     trains = not (args.eval_only or args.predict)
-    if args.csv_path is None and not args.predict and not args.rehearse:
+    needs_table = not (args.predict or args.rehearse)
+    if needs_table and args.csv_path is None:
         parser.error("--csv_path: name the table of cases")
     if args.overwrite and (args.resume_from or not trains):
         parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
@@ -101,11 +125,13 @@ def check_modes(parser: Parser, args: Namespace) -> None:
         parser.error("--eval_only and --predict exclude each other")
     if args.cross_validate and (args.task == "pretrain" or not trains):
         parser.error("--cross_validate trains survival models; leave out --eval_only, --predict and --task pretrain")
-    if args.cross_validate and args.resume_from not in (None, "auto"):
+    resumes_one = args.resume_from not in (None, "auto")
+    if args.cross_validate and resumes_one:
         parser.error("--cross_validate has one checkpoint per fold; resume with --resume_from auto")
 
     # what needs or excludes another flag
-    if (args.init == "pretrained") != (args.pretrained_path is not None):
+    has_weights = args.pretrained_path is not None
+    if has_weights != (args.init == "pretrained"):
         parser.error("--init pretrained and --pretrained_path go together")
     if args.use_smart_cache and args.event_balanced:
         parser.error("--event_balanced draws from the whole fold and --use_smart_cache from a part; leave one out")
@@ -128,7 +154,8 @@ def check_values(parser: Parser, args: Namespace) -> None:
     if args.orientation is not None:
         letters = args.orientation.upper()
         args.orientation = letters
-        axes = [axis for axis in ("RL", "AP", "SI") if set(axis) & set(letters)]
+        pairs = ("RL", "AP", "SI")
+        axes = [pair for pair in pairs if set(pair) & set(letters)]
         if len(letters) != 3 or len(axes) != 3:
             parser.error(f"--orientation {args.orientation}: three letters, one each of R/L, A/P and S/I, such as RAS")
 
@@ -136,7 +163,11 @@ def check_values(parser: Parser, args: Namespace) -> None:
 # --- once a checkpoint is there ---------------------------------------------------------------------------------------
 
 
-def adopt_settings(args: Namespace, checkpoint: dict, path: str) -> None:
+def adopt_settings(
+    args: Namespace,
+    checkpoint: dict,
+    path: str,
+) -> None:
     """Take model and input settings from a checkpoint. Raises InputError where a flag says otherwise."""
     if args.source["seed"] == "default":
         args.seed = checkpoint["run"]["seed"]

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,14 @@ from hardware_utils import choose_precision, set_numerics, smaller_batch
 from loop_utils import TrainingRun, agree_on_precision, print_start
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from tasks.survival.batch import cases_per_process, cores_per_process, describe_batch
-from tasks.survival.batch import out_of_memory_advice, wanted_batch
+from tasks.survival.batch import largest_batch, out_of_memory_advice, trial_step, wanted_batch
 from tasks.survival.cohort import Cohort, read_cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.flags import COLUMNS
 from tasks.survival.folds import Fold, choose_folds
 from tasks.survival.report import describe_cache, describe_cases, describe_model, print_warnings
 from tasks.survival.targets import standardize_features
-from tasks.survival.volumes import check_volumes
+from tasks.survival.volumes import check_volumes, load_images
 
 
 class Setup(NamedTuple):
@@ -49,6 +50,9 @@ def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
         if args.backend == "nccl" and ranks.device.type == "cpu":
             raise InputError("--backend nccl: needs GPUs; leave it out")
     reason = set_numerics(ranks.device, precision, reason, args.deterministic)
+    # kernels of 1 x 1 x 1 have two layouts at once
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
+
     source = args.source["batch_size"]
     batch = wanted_batch(args.batch_size, args.gradient_accumulation_steps, ranks.world_size, source)
     return Setup(ranks, precision, reason, batch, choose_workers(args, ranks.device))
@@ -76,30 +80,48 @@ def out_of_memory_at(batch: BatchSize | None, args: argparse.Namespace, ranks: R
 
 
 def choose_batch_size(
-    try_cases: Callable[..., None],
+    cox_loss: Callable[..., torch.Tensor],
     model: nn.Module,
     checkpoint: dict | None,
     wanted: BatchSize,
     args: argparse.Namespace,
 ) -> BatchSize:
-    """The batch of the flags, or what a step leaves room for. try_cases(model, cases, waiting, args): a trial step."""
+    """The batch of the flags, or what a step leaves room for. cox_loss: see try_cases."""
     # the statistics of --norm batch depend on how the batch is split
     if args.norm == "batch" or not fits_by_itself(args.auto_batch, model.device):
         return wanted
     cases = wanted.size * wanted.accumulation
 
     def try_once(size: int) -> None:
-        try_cases(model, size, cases - size, args)
+        try_cases(cox_loss, model, size, cases - size, args)
 
     words = partial(batch_flags, processes=world()[1])
     advice = "pass a smaller --image_size or --resnet"
     return fit_batch_to_memory(try_once, model, wanted, words, advice, checkpoint=checkpoint)
 
 
+def try_cases(
+    cox_loss: Callable[..., torch.Tensor],
+    model: nn.Module,
+    cases: int,
+    waiting: int,
+    args: argparse.Namespace,
+) -> None:
+    """A trial step of so many cases, while others of the same step wait. cox_loss(outputs, time, event, ties)."""
+    batch = largest_batch(cases, args.image_size)
+    seed = args.seed if args.augment else None
+    images = load_images(batch, model.device, seed, epoch=0)
+
+    def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+        return cox_loss(outputs[:, 0], batch["time"], batch["event"], args.ties)
+
+    trial_step(model, images, loss_of, waiting)
+
+
 def rehearse(
     build_model: Callable[..., nn.Module],
     make_optimizer: Callable[..., torch.optim.Optimizer],
-    try_cases: Callable[..., None],
+    cox_loss: Callable[..., torch.Tensor],
     args: argparse.Namespace,
 ) -> None:
     """--rehearse: memory and FLOPs of one optimizer step on an imaginary GPU, of the script's functions; ends here."""
@@ -117,7 +139,7 @@ def rehearse(
         set_numerics(ranks.device, precision, "", args.deterministic)
         with ranks.device:
             model = build_model(args, precision, 1, None, ranks)
-        trial = partial(try_cases, model, size, size * (accumulation - 1), args)
+        trial = partial(try_cases, cox_loss, model, size, size * (accumulation - 1), args)
         optimizer = make_optimizer(model, args)
         step = rehearsal.rehearse_step(trace, model, optimizer, trial, accumulation, processes)
 
