@@ -11,29 +11,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-import distributed_utils as du
-from tasks.survival.data import MultiGPUSurvivalDataset, read_cohort
+from distributed_utils import create_distributed_dataloader, gather_objects, setup_distributed
+from tasks.survival.cohort import Cohort, read_cohort
+from tasks.survival.data import MultiGPUSurvivalDataset
+
+
+def look(cohort: Cohort, configuration: str) -> dict:
+    """What this rank sees in the epochs of a configuration."""
+    cases, cache_rate, replace_rate, workers, epochs, *first = map(float, configuration.split(","))
+    dataset = MultiGPUSurvivalDataset(
+        cohort,
+        rows=np.arange(int(cases)),
+        image_size=(4, 4, 4),
+        use_smart_cache=True,
+        cache_rate=cache_rate,
+        replace_rate=replace_rate,
+    )
+    loader = create_distributed_dataloader(dataset, 2, num_workers=int(workers), drop_last=False)
+
+    # from the first epoch on, or from a later one as after a resume
+    seen = []
+    begin = int(first[0]) if first else 0
+    for epoch in range(begin, int(epochs)):
+        loader.batch_sampler.set_position(epoch)
+        seen.append([i for batch in loader for i in batch["index"].tolist()])
+
+    cache = dataset.smart_cache
+    facts = {
+        "seen": seen,
+        "part": cache.rows,
+        "cached": cache.cached,
+        "replaced": cache.replaced,
+        "all_seen_after": cache.epochs_until_all_seen(),
+    }
+    dataset.shutdown()
+    return facts
 
 
 def main() -> None:
     cohort = read_cohort(sys.argv[1])
-    with du.setup_distributed():
-        for text in sys.argv[2:]:
-            cases, cache_rate, replace_rate, workers, epochs, *first = map(float, text.split(","))
-            dataset = MultiGPUSurvivalDataset(
-                cohort, rows=np.arange(int(cases)), image_size=(4, 4, 4), use_smart_cache=True,
-                cache_rate=cache_rate, replace_rate=replace_rate,
-            )  # fmt: skip
-            loader = du.create_distributed_dataloader(dataset, 2, num_workers=int(workers), drop_last=False)
-            seen = []
-            for epoch in range(int(first[0]) if first else 0, int(epochs)):
-                loader.batch_sampler.set_position(epoch)
-                seen.append([i for batch in loader for i in batch["index"].tolist()])
-            cache = dataset.smart_cache
-            facts = {"seen": seen, "part": cache.rows, "cached": cache.cached, "replaced": cache.replaced}
-            facts["all_seen_after"] = cache.epochs_until_all_seen()
-            dataset.shutdown()
-            if (every := du.gather_objects(facts)) and du.world()[0] == 0:
+    with setup_distributed() as ranks:
+        for configuration in sys.argv[2:]:
+            every = gather_objects(look(cohort, configuration))
+            if ranks.is_main:
                 print(json.dumps(every), flush=True)
 
 

@@ -1,25 +1,36 @@
 """The Cox loss and its gradient: against other programs, at the edges, and over processes."""
 
 import math
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
-import train_survival_distributed as tsd
+from tasks.survival.targets import CoxMemory
+from train_survival_distributed import cox_loss
+
+BOTH_TIES = pytest.mark.parametrize("ties", ["efron", "breslow"])
 
 
 def brute_force(log_hazard, time, event, ties: str) -> float:
     """The textbook formula, one event after the other, in double precision."""
-    total, hazard = 0.0, np.exp(log_hazard)
+    total = 0.0
+    hazard = np.exp(log_hazard)
     for t in np.unique(time[event]):
-        tied, at_risk = event & (time == t), time >= t
+        tied = event & (time == t)
+        at_risk = hazard[time >= t].sum()
         for k in range(tied.sum()):
-            left = hazard[at_risk].sum() - (k / tied.sum() * hazard[tied].sum() if ties == "efron" else 0)
-            total += math.log(left)
+            gone = k / tied.sum() if ties == "efron" else 0.0
+            total += math.log(at_risk - gone * hazard[tied].sum())
         total -= log_hazard[tied].sum()
     return total / max(1, event.sum())
+
+
+def loss_of(log_hazard: torch.Tensor, time: np.ndarray, event: np.ndarray, ties: str) -> torch.Tensor:
+    return cox_loss(log_hazard, torch.from_numpy(time), torch.from_numpy(event), ties)
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +40,13 @@ def whas500():
 
     table, outcome = load_whas500()
     x = table[["age", "bmi", "hr", "sysbp"]].to_numpy(float)
-    time = np.ceil(outcome["lenfol"] / 30) * 30  # more ties
-    return (x - x.mean(0)) / x.std(0), time, outcome["fstat"].astype(bool)
+    x = (x - x.mean(0)) / x.std(0)
+    # days as months, for more ties
+    time = np.ceil(outcome["lenfol"] / 30) * 30
+    return x, time, outcome["fstat"].astype(bool)
 
 
-@pytest.mark.parametrize("ties", ["efron", "breslow"])
+@BOTH_TIES
 def test_against_scikit_survival_and_lifelines(whas500, ties):
     """Where the other program's fit ends, our gradient vanishes; the likelihood there is lifelines'."""
     from lifelines import CoxPHFitter
@@ -42,64 +55,79 @@ def test_against_scikit_survival_and_lifelines(whas500, ties):
     from sksurv.util import Surv
 
     x, time, event = whas500
-    fitted = CoxPHSurvivalAnalysis(ties=ties, tol=1e-12, n_iter=200).fit(x, Surv.from_arrays(event, time))
-    beta = torch.tensor(fitted.coef_, requires_grad=True)
-    loss = tsd.cox_loss(torch.from_numpy(x) @ beta, torch.from_numpy(time), torch.from_numpy(event), ties)
+    model = CoxPHSurvivalAnalysis(ties=ties, tol=1e-12, n_iter=200)
+    fitted = model.fit(x, Surv.from_arrays(event, time)).coef_
+    beta = torch.tensor(fitted, requires_grad=True)
+    loss = loss_of(torch.from_numpy(x) @ beta, time, event, ties)
     loss.backward()
+    value = float(loss.detach())
     assert beta.grad.abs().max() < 1e-6
+    assert value == pytest.approx(brute_force(x @ fitted, time, event, ties), rel=1e-12)
+
+    # lifelines knows Efron's ties only
     if ties == "efron":
         frame = DataFrame(x, columns=list("abcd")).assign(time=time, event=event)
         other = CoxPHFitter().fit(frame, "time", "event", fit_options={"precision": 1e-12})
-        assert np.allclose(other.params_.to_numpy(), fitted.coef_, atol=1e-6)
-        assert -float(loss.detach()) * event.sum() == pytest.approx(other.log_likelihood_, rel=1e-9)
-    assert float(loss.detach()) == pytest.approx(brute_force(x @ fitted.coef_, time, event, ties), rel=1e-12)
+        assert np.allclose(other.params_.to_numpy(), fitted, atol=1e-6)
+        assert -value * event.sum() == pytest.approx(other.log_likelihood_, rel=1e-9)
 
 
-@pytest.mark.parametrize("ties", ["efron", "breslow"])
+@BOTH_TIES
 def test_gradient_in_single_precision(whas500, ties):
     """Away from the optimum, in fp32, against finite differences of the textbook formula in fp64."""
     _, time, event = whas500
-    time, event = time[:60], event[:60]
+    time = time[:60]
+    event = event[:60]
     log_hazard = np.random.default_rng(0).normal(size=60)
     leaf = torch.tensor(log_hazard, dtype=torch.float32, requires_grad=True)
-    loss = tsd.cox_loss(leaf, torch.from_numpy(time), torch.from_numpy(event), ties)
+    loss = loss_of(leaf, time, event, ties)
     loss.backward()
     assert loss.dtype == torch.float32
     start = log_hazard.astype(np.float32).astype(float)
     assert float(loss.detach()) == pytest.approx(brute_force(start, time, event, ties), rel=1e-6)
+
+    # the slope along each case's log-hazard
     for i in range(60):
         step = np.zeros(60)
         step[i] = 1e-5
-        slope = (brute_force(start + step, time, event, ties) - brute_force(start - step, time, event, ties)) / 2e-5
+        after = brute_force(start + step, time, event, ties)
+        before = brute_force(start - step, time, event, ties)
+        slope = (after - before) / 2e-5
         assert float(leaf.grad[i]) == pytest.approx(slope, abs=1e-6)
 
 
-@pytest.mark.parametrize("ties", ["efron", "breslow"])
+@BOTH_TIES
 @pytest.mark.parametrize("scale", [1e2, 1e4])
 def test_huge_log_hazards(ties, scale):
     """Finite up to 1e4 in fp32, and right: at such distances the sum is its largest term."""
     noise = np.random.default_rng(1)
     log_hazard = noise.uniform(-scale, scale, 40).astype(np.float32)
-    time, event = noise.integers(1, 15, 40) / 2.0, noise.random(40) < 0.5
+    time = noise.integers(1, 15, 40) / 2.0
+    event = noise.random(40) < 0.5
     leaf = torch.tensor(log_hazard, requires_grad=True)
-    loss = tsd.cox_loss(leaf, torch.from_numpy(time), torch.from_numpy(event), ties)
+    loss = loss_of(leaf, time, event, ties)
     loss.backward()
     assert loss.isfinite()
     assert leaf.grad.isfinite().all()
-    exact = tsd.cox_loss(leaf.detach().double(), torch.from_numpy(time), torch.from_numpy(event), ties)
+
+    # the same in double precision
+    exact = loss_of(leaf.detach().double(), time, event, ties)
     assert float(loss.detach()) == pytest.approx(float(exact), rel=1e-5)
 
 
 def test_half_precision_is_raised():
-    time, event = torch.tensor([2.0, 1.0]), torch.tensor([True, True])
-    assert tsd.cox_loss(torch.zeros(2, dtype=torch.bfloat16), time, event).dtype == torch.float32
+    time = torch.tensor([2.0, 1.0])
+    event = torch.tensor([True, True])
+    loss = cox_loss(torch.zeros(2, dtype=torch.bfloat16), time, event)
+    assert loss.dtype == torch.float32
 
 
 def test_no_event_and_a_single_case():
     """A connected zero, not a constant: the backward pass of DDP must reach every weight."""
     for event in ([False, False, False], [True]):
         leaf = torch.ones(len(event), requires_grad=True)
-        loss = tsd.cox_loss(leaf, torch.arange(len(event)).double(), torch.tensor(event))
+        time = torch.arange(len(event)).double()
+        loss = cox_loss(leaf, time, torch.tensor(event))
         loss.backward()
         assert float(loss.detach()) == 0
         assert (leaf.grad == 0).all()
@@ -107,31 +135,55 @@ def test_no_event_and_a_single_case():
 
 def test_extra_risk_set():
     """--cox_memory: kept cases count in the denominators of earlier events alone."""
-    time, event = torch.tensor([1.0, 3.0]).double(), torch.tensor([True, True])
-    values = torch.tensor([0.5, -0.5]).double()
-    kept = torch.tensor([2.0, 1.0]).double(), torch.tensor([2.0, 9.0]).double()
-    loss = tsd.cox_loss(values, time, event, extra=kept)
+    time = torch.tensor([1.0, 3.0]).double()
+    event = torch.tensor([True, True])
+    log_hazard = torch.tensor([0.5, -0.5]).double()
+    kept = torch.tensor([2.0, 1.0]).double()
+    kept_time = torch.tensor([2.0, 9.0]).double()
+    loss = cox_loss(log_hazard, time, event, extra=(kept, kept_time))
+
+    # by hand: the first event sees all, the second one the last of the kept
     first = np.log(np.exp([0.5, -0.5, 2.0, 1.0]).sum()) - 0.5
     second = np.log(np.exp([-0.5, 1.0]).sum()) + 0.5
     assert float(loss) == pytest.approx((first + second) / 2, rel=1e-12)
 
 
 def test_memory_keeps_the_last_and_never_the_same_case_twice():
-    memory = tsd.CoxMemory(3, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    memory = CoxMemory(3, cpu)
     times = np.arange(10.0)
     assert memory.others(np.array([1]), times) is None
+
+    # the case of the first step comes again, with a value that counts nowhere
     memory.add(np.array([1, 2]), torch.tensor([0.1, 0.2]))
     memory.add(np.array([3, 1]), torch.tensor([0.3, torch.nan]))
     assert memory.rows.tolist() == [2, 3, 1]
-    values, when = memory.others(np.array([3, 7]), times)
-    assert when.tolist() == [2, 1]
-    assert values.tolist() == pytest.approx([0.2, -math.inf])
-    again = tsd.CoxMemory(3, torch.device("cpu"))
+    log_hazard, years = memory.others(np.array([3, 7]), times)
+    assert years.tolist() == [2, 1]
+    assert log_hazard.tolist() == pytest.approx([0.2, -math.inf])
+
+    # from a checkpoint
+    again = CoxMemory(3, cpu)
     again.restore(memory.state())
     assert again.rows.tolist() == memory.rows.tolist()
 
 
-PLACES = ((2, 1), (3, 1), (4, 1), (1, 3), (2, 2), (3, 3))  # processes, micro-batches
+class Place(NamedTuple):
+    """How a step is spread: over processes, and over micro-batches of each."""
+
+    ranks: int
+    parts: int
+
+
+ALONE = Place(1, 1)
+PLACES = [Place(2, 1), Place(3, 1), Place(4, 1), Place(1, 3), Place(2, 2), Place(3, 3)]
+
+
+def gradients_at(zygote, place: Place, kind: str, path: Path) -> dict[str, tuple]:
+    """{case of cox_ranks.py: (loss, gradient of all weights)}. kind: the weights' dtype."""
+    done = zygote(ROOT / "tests" / "cox_ranks.py", path, place.parts, kind, ranks=place.ranks)
+    assert done.code == 0, done.stderr[-2000:]
+    return torch.load(path)
 
 
 @pytest.mark.parametrize(("kind", "most"), [pytest.param("float64", 1e-12, marks=pytest.mark.soak), ("float32", 5e-6)])
@@ -140,20 +192,21 @@ def test_gradient_at_1_to_4_processes(zygote, tmp_path, kind, most):
 
     In fp32 the convolutions themselves round differently for another batch size.
     """
-    found = {}
-    for ranks, parts in ((1, 1), *(PLACES if kind == "float64" else PLACES[:3])):
-        path = tmp_path / f"{ranks}_{parts}.pt"
-        done = zygote(ROOT / "tests" / "cox_ranks.py", path, parts, kind, ranks=ranks)
-        assert done.code == 0, done.stderr[-2000:]
-        found[ranks, parts] = torch.load(path)
-    alone = found.pop((1, 1))
+    alone = gradients_at(zygote, ALONE, kind, tmp_path / "alone.pt")
     assert len(alone) == 12
-    for place, values in found.items():
-        for name, (loss, gradient) in values.items():
+    places = PLACES if kind == "float64" else PLACES[:3]
+    for place in places:
+        spread = gradients_at(zygote, place, kind, tmp_path / "spread.pt")
+        assert spread.keys() == alone.keys()
+        for name, (loss, gradient) in spread.items():
+            expected_loss, expected = alone[name]
             assert gradient.isfinite().all()
-            assert float(loss) == pytest.approx(float(alone[name][0]), rel=1e-6, abs=1e-12), (place, name)
-            away = float((gradient - alone[name][1]).norm())
-            assert away <= most * float(alone[name][1].norm()), (place, name, away)
-    assert alone["12 mixed"][1].norm() > 1e-3
-    assert not alone["12 none"][1].any()
-    assert not alone["1 mixed"][1].any()  # a single case: its risk set is itself
+            assert float(loss) == pytest.approx(float(expected_loss), rel=1e-6, abs=1e-12), (place, name)
+            away = float((gradient - expected).norm())
+            assert away <= most * float(expected.norm()), (place, name, away)
+
+    # without an event there is no gradient, nor of a single case, whose risk set is itself
+    gradients = {name: gradient for name, (_, gradient) in alone.items()}
+    assert gradients["12 mixed"].norm() > 1e-3
+    assert not gradients["12 none"].any()
+    assert not gradients["1 mixed"].any()
