@@ -1,6 +1,6 @@
-"""Does a one-line mistake turn a test red? Makes those of mutations.txt, each alone, against the tests that should see it.
+"""Does a one-line mistake turn a test red? Makes those of mutations.txt, each alone, and runs their tests.
 
-    python tests/mutations.py                     # all of them, in about half an hour on two cores
+    python tests/mutations.py                     # all of them, in about an hour on two idle cores
     python tests/mutations.py --only clip         # those whose name holds this word
 
 Each mistake is made in a copy of the tree. One that no test sees is a survivor and is named at the end.
@@ -36,6 +36,7 @@ def read_mutations(path: Path) -> list[Mutation]:
     file = name = old = ""
     tests: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
+        # what a line is, its first sign and its indentation tell
         text = line.strip()
         if not text or text.startswith("#"):
             continue
@@ -70,9 +71,13 @@ def try_mutation(mutation: Mutation) -> str:
         copy_tree(folder)
         path = folder / mutation.file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
+
+        # the mistake
         if text.count(mutation.old) != 1:
             return f"not made: the line stands {text.count(mutation.old)} times in {mutation.file}"
         path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+
+        # its tests, to the first that fails
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not soak", "-p", "no:cacheprovider"]
         try:
             done = subprocess.run(
