@@ -29,8 +29,11 @@ def brute_force(log_hazard, time, event, ties: str) -> float:
     return total / max(1, event.sum())
 
 
-def loss_of(log_hazard: torch.Tensor, time: np.ndarray, event: np.ndarray, ties: str) -> torch.Tensor:
-    return cox_loss(log_hazard, torch.from_numpy(time), torch.from_numpy(event), ties)
+def loss_of(log_hazard: torch.Tensor, time, event, ties: str) -> torch.Tensor:
+    """The loss of arrays of times and events."""
+    time = torch.from_numpy(time)
+    event = torch.from_numpy(event)
+    return cox_loss(log_hazard, time, event, ties)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,8 @@ def test_against_scikit_survival_and_lifelines(whas500, ties):
     loss.backward()
     value = float(loss.detach())
     assert beta.grad.abs().max() < 1e-6
-    assert value == pytest.approx(brute_force(x @ fitted, time, event, ties), rel=1e-12)
+    expected = brute_force(x @ fitted, time, event, ties)
+    assert value == pytest.approx(expected, rel=1e-12)
 
     # lifelines knows Efron's ties only
     if ties == "efron":
@@ -84,7 +88,8 @@ def test_gradient_in_single_precision(whas500, ties):
     loss.backward()
     assert loss.dtype == torch.float32
     start = log_hazard.astype(np.float32).astype(float)
-    assert float(loss.detach()) == pytest.approx(brute_force(start, time, event, ties), rel=1e-6)
+    expected = brute_force(start, time, event, ties)
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-6)
 
     # the slope along each case's log-hazard
     for i in range(60):
@@ -176,17 +181,26 @@ class Place(NamedTuple):
 
 
 ALONE = Place(1, 1)
-PLACES = [Place(2, 1), Place(3, 1), Place(4, 1), Place(1, 3), Place(2, 2), Place(3, 3)]
+# those of fp32, then those of fp64 alone
+PLACES = [Place(2, 1), Place(3, 1), Place(4, 1)]
+MORE_PLACES = [Place(1, 3), Place(2, 2), Place(3, 3)]
 
 
 def gradients_at(zygote, place: Place, kind: str, path: Path) -> dict[str, tuple]:
     """{case of cox_ranks.py: (loss, gradient of all weights)}. kind: the weights' dtype."""
-    done = zygote(ROOT / "tests" / "cox_ranks.py", path, place.parts, kind, ranks=place.ranks)
+    script = ROOT / "tests" / "cox_ranks.py"
+    done = zygote(script, path, place.parts, kind, ranks=place.ranks)
     assert done.code == 0, done.stderr[-2000:]
     return torch.load(path)
 
 
-@pytest.mark.parametrize(("kind", "most"), [pytest.param("float64", 1e-12, marks=pytest.mark.soak), ("float32", 5e-6)])
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    [
+        pytest.param("float64", 1e-12, marks=pytest.mark.soak),
+        ("float32", 5e-6),
+    ],
+)
 def test_gradient_at_1_to_4_processes(zygote, tmp_path, kind, most):
     """Of every weight; also where one rank has no events, or none has, with fewer cases than ranks, in micro-batches.
 
@@ -194,7 +208,7 @@ def test_gradient_at_1_to_4_processes(zygote, tmp_path, kind, most):
     """
     alone = gradients_at(zygote, ALONE, kind, tmp_path / "alone.pt")
     assert len(alone) == 12
-    places = PLACES if kind == "float64" else PLACES[:3]
+    places = PLACES + (MORE_PLACES if kind == "float64" else [])
     for place in places:
         spread = gradients_at(zygote, place, kind, tmp_path / "spread.pt")
         assert spread.keys() == alone.keys()
