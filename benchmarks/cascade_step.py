@@ -27,12 +27,12 @@ import torch
 
 from accelerate_utils import choose_launched_precision, make_accelerator
 from distributed_utils import Ranks, create_distributed_dataloader
-from hardware_utils import autocast, out_of_memory
+from hardware_utils import out_of_memory
 from logging_utils import RunLog
 from loop_utils import LossScaler, TrainingRun
 from tasks.cascade import model as cascade_model
 from tasks.cascade.alignment import GreyFit
-from tasks.cascade.diffusion import Diffusion, Draw, training_draw
+from tasks.cascade.diffusion import Draw, training_draw
 from tasks.cascade.model import Ema
 from tasks.cascade.plan import StageProgress, plan_as_asked
 
@@ -42,8 +42,7 @@ from train_accelerate import (
     Learner,
     Setup,
     build_model,
-    load_data,
-    make_diffusion,
+    data_source,
     make_optimizer,
     parse_args,
     sample_losses,
@@ -72,7 +71,6 @@ class Setting(NamedTuple):
     k: int
     setup: Setup
     greys: list[GreyFit]
-    diffusion: Diffusion
 
     @property
     def config(self) -> dict:
@@ -110,13 +108,11 @@ def bare_loop(setting: Setting, learner: Learner, batches: Iterable[dict], steps
     """The shortest correct loop of the same computation: no logging, checkpoints, signals, resume, NaN guard."""
     setup = setting.setup
     model = learner.model
-    scheduler = setting.diffusion.scheduler
     physics_weight = setting.config["physics_weight"]
     model.train()
     for step, batch in enumerate(itertools.islice(batches, steps), start=1):
-        batch, draw = training_batch(batch, setting.k, 0, setting.diffusion, setup)
-        with autocast(setup.device, setup.precision):
-            diffusion_loss, physics_loss = sample_losses(model, batch, draw, scheduler, setting.greys)
+        batch, draw = training_batch(batch, setting.k, 0, setup)
+        diffusion_loss, physics_loss = sample_losses(model, batch, draw, setting.greys, setup)
         loss = diffusion_loss.mean() + physics_weight * physics_loss.mean()
         loss.backward()
 
@@ -238,12 +234,9 @@ def random_batch(setting: Setting) -> dict:
 
 def seconds_of_step(setting: Setting, model: torch.nn.Module, batch: dict, draw: Draw) -> float:
     """Seconds of one forward and backward pass."""
-    setup = setting.setup
-    scheduler = setting.diffusion.scheduler
     synchronize()
     begun = time.perf_counter()
-    with autocast(setup.device, setup.precision):
-        losses = sample_losses(model, batch, draw, scheduler, setting.greys)
+    losses = sample_losses(model, batch, draw, setting.greys, setting.setup)
     total = sum(loss.sum() for loss in losses)
     total.backward()
     model.zero_grad(set_to_none=True)
@@ -257,7 +250,7 @@ def memory_of_step(setting: Setting, checkpointing: bool) -> float:
     args.gradient_checkpointing = checkpointing
     args.auto_batch = False
     stage = plan_as_asked(setting.k, setting.config, checkpointing)
-    return try_stage(stage, None, setting.greys, setting.setup).memory
+    return try_stage(setting.setup, stage, None).memory
 
 
 class Variant(NamedTuple):
@@ -271,7 +264,7 @@ def compare(setting: Setting, rounds: int) -> dict:
     """Ratios of time and of memory: gradient checkpointing on over off, SDPA over naive attention."""
     model = build_model(setting.k, setting.setup.args, setting.setup.device)
     batch = random_batch(setting)
-    draw = training_draw(batch, setting.k, 0, setting.diffusion)
+    draw = training_draw(batch, setting.k, 0, setting.setup.diffusion)
     sdpa = cascade_model.attention
     variants = {
         "plain": Variant(False, sdpa),
@@ -357,7 +350,7 @@ def real_size(ranks: Ranks, seconds: float) -> None:
         args = parse_args(["--config", str(ROOT / "configs" / "multi_view_config.json")])
         args.gradient_checkpointing = checkpointing
         setup = Setup(args, ranks.device, precision)
-        setting = Setting(k, setup, greys, make_diffusion(args))
+        setting = Setting(k, setup, greys)
         row = {
             "stage": setting.config["name"],
             "batch": setting.config["batch_size"],
@@ -399,9 +392,9 @@ def small_setting(folder: str, ranks: Ranks) -> Setting:
     args = parse_args(flags)
 
     precision, _ = choose_launched_precision("auto", "default", ranks)
-    data = load_data([stage["volume_size"] for stage in args.stage_configs], args)
+    data = data_source(args, ranks.device).load([stage["volume_size"] for stage in args.stage_configs])
     setup = Setup(args, ranks.device, precision, data)
-    return Setting(1, setup, data.greys, make_diffusion(args))
+    return Setting(1, setup, data.greys)
 
 
 def main() -> None:

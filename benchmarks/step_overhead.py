@@ -284,6 +284,7 @@ def survival(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
 def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train_accelerate.py in its second stage, which has the volume of the first beside the X-rays."""
     import train_accelerate as script
+    from tasks.cascade.plan import StageProgress
 
     sizes = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
     stages = [sizes | {"volume_size": [16] * 3, "token_grid": 8}, sizes | {"volume_size": [32] * 3, "token_grid": 16}]
@@ -292,7 +293,8 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     args = script.parse_args([*words(flags, **files), "--mixed_precision", "no", "--stage_configs", json.dumps(stages)])
     stage = 1
     volume_size = args.stage_configs[stage]["volume_size"]
-    patients = script.load_data([config["volume_size"] for config in args.stage_configs], args, ranks.device)
+    source = script.data_source(args, ranks.device)
+    patients = source.load([config["volume_size"] for config in args.stage_configs])
     setup = script.Setup(args, ranks.device, "no", patients)
     volumes = patients.set("train", volume_size)
 
@@ -306,7 +308,7 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     if kind == "script":
         wrapped = script.make_accelerator("no", 1, ranks).prepare_model(model)
         learner = script.Learner(model, wrapped, averaged, optimizer, LossScaler(ranks.device, "no"))
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, script.StageProgress(stage=stage))
+        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, StageProgress(stage=stage))
 
         def train_one_epoch(stretch: TrainingRun) -> None:
             script.train_one_epoch(stage, learner, loader, stretch, setup)
@@ -314,13 +316,12 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
         return script_loop(model, loader, training, train_one_epoch)
 
     wrapped = wrap(model)
-    diffusion = script.make_diffusion(args)
     physics_weight = args.stage_configs[stage]["physics_weight"]
     steps = itertools.count(1)
 
     def one_step(batch: dict, epoch: int) -> None:
-        batch, draw = script.training_batch(batch, stage, epoch, diffusion, setup)
-        losses = script.sample_losses(wrapped, batch, draw, diffusion.scheduler, patients.greys)
+        batch, draw = script.training_batch(batch, stage, epoch, setup)
+        losses = script.sample_losses(wrapped, batch, draw, patients.greys, setup)
         diffusion_loss, physics_loss = (loss.mean() for loss in losses)
         (diffusion_loss + physics_weight * physics_loss).backward()
         update(model, optimizer, args.grad_clip)

@@ -21,6 +21,10 @@ class GreyFit(NamedTuple):
     correlation: float
 
 
+# Where no data tells, as in a step that is only tried.
+UNKNOWN_GREY = GreyFit(1.0, 0.0, 1.0)
+
+
 def fit_greys(integrals: np.ndarray, images: np.ndarray) -> list[GreyFit]:
     """How each view's grey values follow from line integrals, over all patients."""
     fits = []

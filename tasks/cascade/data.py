@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
 
 from cache_utils import DiskCache, identity
@@ -27,7 +27,7 @@ from hardware_utils import available_ram_gb, usable_cores
 from sampler_utils import permute
 from tasks.cascade.alignment import GreyFit, check_alignment, fit_greys
 from tasks.cascade.diffusion import draw_noise
-from tasks.cascade.files import Patient, read_ct, read_xray, voxel_spacing
+from tasks.cascade.files import Patient, find_patients, read_ct, read_xray, voxel_spacing
 from tasks.cascade.projector import HU_MAX, HU_MIN, VIEWS, normalise, project, resize
 from tasks.cascade.stages import eval_batch
 
@@ -73,6 +73,8 @@ def read_split(patients: list[Patient], files: list[str]) -> dict[str, list[int]
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: cannot be read ({error}); check --split_files") from None
+
+        # each id is a patient's, and in one split only
         parts[split] = []
         for row, line in enumerate(lines, start=1):
             name = line.strip()
@@ -176,6 +178,8 @@ class Decoded:
             extent = extent_of(clipped, spacing)
             for size in missing:
                 self.keep_volume(path, clipped, extent, size)
+
+            # what the alignment check compares
             mm = torch.from_numpy(spacing).float()[None]
             volume = normalise(clipped)[None, None]
             integrals = [resize(project(volume, mm, view), shape[1:])[0, 0] for view in VIEWS]
@@ -362,20 +366,66 @@ class Data:
 
     def refuse_trained(
         self,
-        trained: list[str],
+        checkpoint: dict,
         path: str,
     ) -> None:
         """Raises InputError where the checkpoint at path was trained on test patients."""
         patients = self.ids["test"]
-        seen = sorted(set(patients) & set(trained))
+        seen = sorted(set(patients) & set(checkpoint["trained_patients"]))
         if seen:
             reason = f"{path} was trained on {seen[0]} and {len(seen) - 1} more of the {len(patients)} test patients"
             raise InputError(f"--dataset_path: {reason}; give the run's data and its --split_files or --split_seed")
 
-    def others(self, split: str) -> list[int]:
-        """For each patient of a split the place of another one, whose X-rays to show instead."""
+    def others(self, split: str) -> dict[int, Patient]:
+        """For the place of each patient of a split another one, whose X-rays to show instead."""
         places = self.split[split]
-        return [*places[1:], places[0]] if len(places) > 1 else [self.split["train"][0]]
+        shown = [*places[1:], places[0]]
+        if len(places) == 1:
+            shown = self.split["train"][:1]
+        return {place: self.patients[other] for place, other in zip(places, shown, strict=True)}
+
+    def first_items(
+        self,
+        split: str,
+        size: list[int],
+    ) -> dict:
+        """The first two patients of a split, as the loader gives them."""
+        dataset = self.set(split, size)
+        return default_collate([dataset[place] for place in range(min(2, len(dataset)))])
+
+    def take_greys(self, checkpoint: dict) -> None:
+        """Let the grey values follow from line integrals as a checkpoint has it."""
+        self.greys = [GreyFit._make(fit) for fit in checkpoint["greys"]]
+
+
+class Source(NamedTuple):
+    """Where the patients of a run are, and how their files are read; each field is a flag's value."""
+
+    dataset_path: str
+    num_views: int
+    split_seed: int
+    split_files: list[str] | None
+    skip_alignment_check: bool
+    img_size: int
+    flip_drrs_vertical: bool
+    flip_drrs_horizontal: str
+    cache_dir: str | None
+    cache_in_memory: bool
+    num_workers: int
+
+    def decoder(self) -> Decoded:
+        """What reads a patient's files, turned as the flags say."""
+        flips = FLIPS[self.flip_drrs_horizontal]._replace(vertical=self.flip_drrs_vertical)
+        # no loading processes where the patients are in memory
+        workers = 0 if self.cache_in_memory else self.num_workers
+        return Decoded(self.img_size, flips, self.cache_dir, self.cache_in_memory, workers)
+
+    def load(self, sizes: list) -> Data:
+        """All ranks: the patients, on the grids that will be needed. Raises InputError."""
+        with agree_on_errors():
+            patients = find_patients(Path(self.dataset_path), self.num_views)
+            split = split_patients(patients, self.split_seed, self.split_files)
+        return Data(patients, split, self.decoder(), sizes, check=not self.skip_alignment_check)
 
 
 def mean_of_volumes(dataset: "XrayCtDataset") -> Tensor:
@@ -428,6 +478,8 @@ class XrayCtDataset(Dataset):
             return self.kept[number]
         place = self.places[number]
         patient = self.patients[place]
+
+        # a file that cannot be used gives zeros, and the reason
         error = ""
         try:
             xrays = self.decoded.xrays(patient)
@@ -438,6 +490,8 @@ class XrayCtDataset(Dataset):
             xrays = torch.zeros(len(patient.xrays), side, side, dtype=torch.int16)
             volume = torch.zeros(self.size, dtype=torch.int16)
             extent = torch.ones(3)
+
+        # tensors of the same shapes, whatever the error
         item = {
             "volume": volume,
             "extent": extent,
@@ -527,6 +581,8 @@ def augment(
         shift = int(generator.integers(-most, most + 1))
         if shift:
             one, images = move_up(one, images, shift)
+
+        # an exposure of its own
         gain = float(generator.uniform(0.95, 1.05))
         offset = float(generator.uniform(-0.03, 0.03))
         seeds.append(int(generator.integers(2**62)))

@@ -46,6 +46,19 @@ class Draw(NamedTuple):
     previous: Previous | None
 
 
+def make_diffusion(
+    num_timesteps: int,
+    ddim_steps: int,
+    v_parameterization: bool,
+    seed: int,
+    stages: list[dict],
+) -> Diffusion:
+    """The diffusion of a cascade as the flags say. stages: the entries of --stage_configs."""
+    scheduler = make_scheduler(num_timesteps, ddim_steps, v_parameterization)
+    sizes = [stage["volume_size"] for stage in stages]
+    return Diffusion(scheduler, seed, sizes)
+
+
 def make_scheduler(
     num_timesteps: int,
     ddim_steps: int,
@@ -177,6 +190,17 @@ def validation_draw(
 
 
 # --- what the model says ----------------------------------------------------------------------------------------------
+
+
+def training_target(
+    scheduler,
+    volume: Tensor,
+    draw: Draw,
+) -> Tensor:
+    """What denoise() is to return first: v, or the noise."""
+    if scheduler.prediction_type == "v_prediction":
+        return scheduler.get_velocity(volume, draw.noise, draw.timestep)
+    return draw.noise
 
 
 def denoise(

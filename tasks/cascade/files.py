@@ -75,6 +75,8 @@ def list_patients(root: Path, flag: str = "--dataset_path") -> dict[str, list[Pa
     """{id: its files} of a data folder, sorted. Raises InputError."""
     if not root.is_dir():
         raise InputError(f"{root}: no such folder; check {flag}")
+
+    # a folder is a patient; other files bear a patient's name
     patients: dict[str, list[Path]] = {}
     try:
         for entry in visible(root):
@@ -123,6 +125,8 @@ def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Pati
         if ct is None and need_ct:
             reason = f"no CT ({name}.nii.gz) beside {files[0].name}"
             raise InputError(f"{files[0].parent}: {reason}; add it, or move the files elsewhere")
+
+        # an X-ray of each view
         xrays = []
         for view in VIEWS[:num_views]:
             xray = find_xray(name, files, view)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fixed_order_utils import adaptive_avg_pool2d
 from hardware_utils import GroupNorm
 from tasks.cascade.projector import VIEWS, lift
+from tasks.cascade.stages import halvings
 
 
 class XraySettings(NamedTuple):
@@ -23,6 +24,15 @@ class XraySettings(NamedTuple):
     views: int
     img_size: int
     encoder_dim: int
+
+
+def seed_weights(seed: int, k: int) -> None:
+    """Seed torch's generators for the weights of stage k, the same on every rank."""
+    number = seed * 1000003 + k
+    # torch takes 64 bits
+    if not -(2**63) <= number < 2**64:
+        number %= 2**63
+    torch.manual_seed(number)
 
 
 def norm(channels: int) -> GroupNorm:
@@ -57,8 +67,14 @@ def sinusoid(values: Tensor, dim: int) -> Tensor:
     half = dim // 2
     places = torch.arange(half, device=values.device)
     frequencies = torch.exp(places * (-math.log(10000.0) / half))
-    angles = 1000.0 * values.float()[:, None] * frequencies
+    values = 1000.0 * values.float()
+    angles = values[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1)
+
+
+def tokens_of(grid: Tensor) -> Tensor:
+    """(B, channels, *grid) -> (B, N, channels)."""
+    return grid.flatten(2).transpose(1, 2)
 
 
 class XrayEncoder(nn.Module):
@@ -73,6 +89,7 @@ class XrayEncoder(nn.Module):
         dim: int,
     ):
         super().__init__()
+        # each layer but the last halves the sides
         layers: list[nn.Module] = []
         before = 1
         for channels in (dim // 8, dim // 4, dim):
@@ -83,14 +100,16 @@ class XrayEncoder(nn.Module):
         layers.append(Conv2d(dim, dim, 3, 1, 1))
         layers.append(norm(dim))
         layers.append(SiLU())
+
         self.layers = Sequential(*layers)
         self.view = Parameter(0.02 * randn(views, dim))
 
     def forward(self, xrays: Tensor) -> Tensor:
         batch, views = xrays.shape[:2]
         images = xrays.flatten(0, 1)[:, None]
-        features = self.layers(images.contiguous(memory_format=torch.channels_last))
-        return features.unflatten(0, (batch, views)) + self.view[:, :, None, None]
+        images = images.contiguous(memory_format=torch.channels_last)
+        features = self.layers(images).unflatten(0, (batch, views))
+        return features + self.view[:, :, None, None]
 
 
 def attention(
@@ -100,8 +119,11 @@ def attention(
     heads: int,
 ) -> Tensor:
     """(B, N, dim) x (B, M, dim) -> (B, N, dim)."""
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v)
+
+    def split(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(split(q), split(k), split(v))
     return out.transpose(1, 2).flatten(2)
 
 
@@ -139,7 +161,8 @@ class Block(nn.Module):
         xray_tokens: Tensor,
         condition: Tensor,
     ) -> Tensor:
-        modulation = self.modulation(F.silu(condition))[:, None].chunk(9, -1)
+        modulation = self.modulation(F.silu(condition))[:, None]
+        modulation = modulation.chunk(9, -1)
         shifts = modulation[0::3]
         scales = modulation[1::3]
         gates = modulation[2::3]
@@ -189,8 +212,8 @@ class StageNet(nn.Module):
 
     A convolutional stem with skips around the transformer: tokens alone cannot represent the noise that the model must
     predict. Each view enters twice, lifted along its own rays: as an image beside the noisy volume, and as encoder
-    features on the tokens. stage: its entry of --stage_configs. first: there is no stage before. halvings: how often
-    the grid is halved before the transformer. checkpointing: activations are recomputed in the backward pass.
+    features on the tokens. stage: its entry of --stage_configs. first: there is no stage before. checkpointing:
+    activations are recomputed in the backward pass.
     """
 
     def __init__(
@@ -198,7 +221,6 @@ class StageNet(nn.Module):
         stage: dict,
         xray: XraySettings,
         first: bool,
-        halvings: int,
     ):
         super().__init__()
         self.size = tuple(stage["volume_size"])
@@ -206,8 +228,11 @@ class StageNet(nn.Module):
         self.first = first
         self.checkpointing = False
         dim = stage["voxel_dim"]
-        widths = [min(dim, max(8, dim // 32) * 2**k) for k in range(halvings + 1)]
-        self.grid = tuple(n // 2**halvings for n in self.size)
+        # how often the grid is halved before the transformer
+        times = halvings(self.size, stage["token_grid"])
+        widths = [min(dim, max(8, dim // 32) * 2**k) for k in range(times + 1)]
+        pairs = list(pairwise(widths))
+        self.grid = tuple(n // 2**times for n in self.size)
 
         # the condition: X-rays, time, and how noisy the stage before is
         self.encoder = XrayEncoder(xray.views, xray.encoder_dim)
@@ -223,21 +248,25 @@ class StageNet(nn.Module):
         channels = 1 + (not first) + xray.views
         self.stem = same_size_conv(channels, widths[0])
         self.down_blocks = ModuleList(ConvBlock(width, dim) for width in widths[1:-1])
-        self.shrink = ModuleList(Conv3d(wide, deep, 2, 2) for wide, deep in pairwise(widths))
+        self.shrink = ModuleList(Conv3d(wide, deep, 2, 2) for wide, deep in pairs)
         self.enter = Linear(widths[-1], dim)
-        self.position = Parameter(0.02 * randn(1, math.prod(self.grid), dim))
+        places = math.prod(self.grid)
+        self.position = Parameter(0.02 * randn(1, places, dim))
 
         # the transformer, and up again
         blocks = [Block(dim, stage["num_heads"]) for _ in range(stage["vit_depth"])]
         self.blocks = ModuleList(blocks)
         self.leave = Linear(dim, widths[-1])
-        self.grow = ModuleList(ConvTranspose3d(deep, wide, 2, 2) for wide, deep in pairwise(widths))
+        self.grow = ModuleList(ConvTranspose3d(deep, wide, 2, 2) for wide, deep in pairs)
         self.up_blocks = ModuleList(ConvBlock(width, dim) for width in widths[:-1])
         self.last = Sequential(
             norm(widths[0]),
             SiLU(),
             zeroed(same_size_conv(widths[0], 1)),
         )
+        for module in self.modules():
+            if isinstance(module, Conv3d | ConvTranspose3d):
+                module.to(memory_format=torch.channels_last_3d)
 
     def part(self, module: nn.Module, *inputs: Tensor) -> Tensor:
         """module(*inputs), its activations kept or computed again in the backward pass."""
@@ -250,8 +279,9 @@ class StageNet(nn.Module):
         """(features (B, views, encoder_dim, H/8, W/8), tokens (B, views * token_grid^2, dim)) of the X-rays."""
         features = self.part(self.encoder, xrays)
         pooled = adaptive_avg_pool2d(features.flatten(0, 1), self.token_grid)
-        tokens = self.to_tokens(pooled.flatten(2).transpose(1, 2)) + self.picture_position
-        return features, tokens.unflatten(0, features.shape[:2]).flatten(1, 2)
+        tokens = self.to_tokens(tokens_of(pooled)) + self.picture_position
+        tokens = tokens.unflatten(0, features.shape[:2])
+        return features, tokens.flatten(1, 2)
 
     def lifted(
         self,
@@ -276,7 +306,8 @@ class StageNet(nn.Module):
         """
         features, tokens = self.encode(xrays)
         width = self.position.shape[-1]
-        condition = self.time(sinusoid(time, width)) + self.whole_picture(tokens.mean(1))
+        condition = self.time(sinusoid(time, width))
+        condition = condition + self.whole_picture(tokens.mean(1))
         inputs = [noisy]
         if not self.first:
             condition = condition + self.noise(sinusoid(noise, width))
@@ -284,7 +315,8 @@ class StageNet(nn.Module):
         inputs += self.lifted(xrays[:, :, None], self.size)
 
         # down; at full resolution, where memory and time go, only the decoder has a block
-        x = self.stem(torch.cat(inputs, 1).contiguous(memory_format=torch.channels_last_3d))
+        x = torch.cat(inputs, 1)
+        x = self.stem(x.contiguous(memory_format=torch.channels_last_3d))
         skips = [x]
         for k, shrink in enumerate(self.shrink):
             x = shrink(x)
@@ -294,15 +326,17 @@ class StageNet(nn.Module):
 
         # the transformer: tokens of the volume, of the X-rays' features at their place, and of the place itself
         lifted = sum(self.lifted(features, self.grid)) / self.views
-        x = self.enter(x.flatten(2).transpose(1, 2))
-        x = x + self.to_tokens(lifted.flatten(2).transpose(1, 2)) + self.position
+        x = self.enter(tokens_of(x))
+        x = x + self.to_tokens(tokens_of(lifted)) + self.position
         for block in self.blocks:
             x = self.part(block, x, tokens, condition)
-        x = self.leave(x).transpose(1, 2).unflatten(2, self.grid)
+        x = self.leave(x).transpose(1, 2)
+        x = x.unflatten(2, self.grid)
 
         # up, with what was skipped
         for grow, block in zip(reversed(self.grow), reversed(self.up_blocks), strict=True):
-            x = self.part(block, grow(x) + skips.pop(), condition)
+            x = grow(x) + skips.pop()
+            x = self.part(block, x, condition)
         return self.last(x).float()
 
 
@@ -326,4 +360,5 @@ class Ema:
     ) -> None:
         """Move towards the weights after so many steps."""
         decay = min(self.decay, (1 + steps) / (10 + steps))
-        torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - decay)
+        averaged = list(self.model.parameters())
+        torch._foreach_lerp_(averaged, list(model.parameters()), 1 - decay)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,21 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from checkpoint_utils import Checkpoint, at_end_of_step, load_trained
 from cli_utils import InputError, RunError
-from distributed_utils import reduce_max, world
+from distributed_utils import agree_on_errors, reduce_max, schedule, world
 from hardware_utils import smaller_batch, split_batch
-from loop_utils import LossScaler, Progress
-from memory_utils import (
-    BatchSize,
-    auto_batch_advice,
-    batch_flags,
-    copies_held,
-    fit_batch_to_memory,
-    fits_by_itself,
-    try_step,
-)
+from logging_utils import RunLog
+from loop_utils import LossScaler, Progress, TrainingRun, resume
+from memory_utils import BatchSize, auto_batch_advice, batch_flags, copies_held
+from memory_utils import fit_batch_to_memory, fits_by_itself, try_step
 from tasks.cascade.model import Ema, StageNet
-from tasks.cascade.stages import StageChoice
+from tasks.cascade.stages import StageChoice, choose_rehearsed
 
 # On a CPU a stage of more voxels is not measured unless it must be, as a step would take minutes.
 MOST_VOXELS_ON_CPU = 8 * 64**3
@@ -64,6 +59,13 @@ def reduce_on_plateau(progress: StageProgress, loss: float) -> None:
         progress.waiting = 0
 
 
+def lr_factor(progress: StageProgress, stage_steps: int, warmup_steps: int, scheduler: str) -> float:
+    """What the learning rate of the next step is multiplied by. scheduler: --scheduler."""
+    if scheduler == "plateau":
+        return progress.plateau * schedule(progress.stage_step, stage_steps, warmup_steps, "constant")
+    return schedule(progress.stage_step, stage_steps, warmup_steps, scheduler)
+
+
 class StagePlan(NamedTuple):
     """How one stage is trained.
 
@@ -88,6 +90,14 @@ class StagePlan(NamedTuple):
         """Patients of an optimizer step, over all processes."""
         return self.batch.size * self.batch.accumulation * world()[1]
 
+    def run_facts(self, seed: int, training_data: str) -> dict:
+        """What may not differ in a run that resumes in this stage. training_data: fingerprint of the patients."""
+        return {
+            "seed": seed,
+            "training_data": training_data,
+            "effective_batch_size": self.effective_batch_size,
+        }
+
     def with_steps(self, patients: int) -> "StagePlan":
         """The stage with the steps that its epochs take."""
         steps_per_epoch = math.ceil(patients / self.effective_batch_size)
@@ -110,12 +120,132 @@ def plan_as_asked(number: int, config: dict, recompute: bool | None) -> StagePla
     return StagePlan(number, config, batch)
 
 
-def end_of_run(
-    plan: list[StagePlan], choice: StageChoice, progress: StageProgress, asked: str | None, run_folder: Path
-) -> int:
-    """The step at which the stages end. asked: --stage; raises InputError where that is not the one under way.
+def plan_stages(
+    configs: list[dict],
+    first: int,
+    patients: int,
+    recompute: bool | None,
+    measure: Callable[[StagePlan, dict | None], StagePlan],
+    checkpoint: dict | None,
+) -> list[StagePlan]:
+    """All ranks: every stage, from `first` on measured.
 
-    A stage that was begun with more epochs than are asked for now ends where it is.
+    patients: of an epoch. recompute: --gradient_checkpointing. measure(stage, checkpoint): the stage with its memory.
+    checkpoint: where the first one is resumed in its middle.
+    """
+    plan = []
+    for k, config in enumerate(configs):
+        stage = plan_as_asked(k, config, recompute)
+        if k >= first:
+            stage = measure(stage, checkpoint if k == first else None)
+        plan.append(stage.with_steps(patients))
+    return plan
+
+
+def path_to_apply(resume_from: str | None, run_folder: Path) -> str:
+    """Which checkpoint --eval_only and --sample take: best.pt, of the run folder if none is named."""
+    path = run_folder / "best.pt"
+    if resume_from not in (None, "auto"):
+        path = Path(resume_from)
+    if path.is_dir():
+        path = path / "best.pt"
+    return str(path)
+
+
+def resume_stages(
+    checkpoint: Checkpoint | None,
+    this_run: dict,
+    choice: StageChoice,
+    best: Path,
+) -> StageProgress:
+    """All ranks: the progress where a checkpoint stands, or at the start of the next stage.
+
+    this_run: what may not differ from the run that wrote it. best: where the best checkpoint of the first stage would
+    be. Raises InputError for the checkpoint of another run.
+    """
+    progress = StageProgress()
+    if checkpoint is None:
+        return progress
+    if choice.anew:
+        # another stage may have another batch
+        this_run = {name: value for name, value in this_run.items() if name != "effective_batch_size"}
+    else:
+        checkpoint.need("net", "ema", "optimizer", "scaler", "rng")
+    resume(progress, checkpoint, this_run, best.parent, best.name)
+    if choice.anew:
+        begin_stage(progress, choice.first)
+    return progress
+
+
+def load_models(checkpoint: dict, build_model: Callable[[int], StageNet]) -> list[StageNet]:
+    """The averaged models of every stage that a checkpoint holds, for evaluation. build_model(k): of stage k."""
+    models = []
+    states = [*checkpoint["earlier"], checkpoint["ema"]]
+    for k, weights in enumerate(states):
+        model = build_model(k)
+        model.requires_grad_(False).eval()
+        with agree_on_errors():
+            load_trained(model, weights)
+        models.append(model)
+    return models
+
+
+def log_to_resume(
+    checkpoint: Checkpoint | None,
+    choice: StageChoice,
+    run_folder: Path,
+) -> Checkpoint | None:
+    """The checkpoint as the log resumes from it: behind the evaluation of its stage, where that is over."""
+    if checkpoint and choice.anew:
+        return at_end_of_step(checkpoint, run_folder)
+    return checkpoint
+
+
+def write_rest_of_stage(log: RunLog, checkpoint: Checkpoint | None, choice: StageChoice) -> None:
+    """All ranks, at the start of the next stage: what the one before had not logged yet."""
+    if checkpoint and choice.anew:
+        log.context = {"stage": choice.first}
+        log.write_rest(checkpoint["step"], checkpoint["state"]["epoch"] + 1)
+
+
+def part_of_run(
+    training: TrainingRun,
+    stage: StagePlan,
+    contents: Callable[[], dict],
+) -> TrainingRun:
+    """A stage's part of a run, which ends with its steps, or where --max_steps ends the run."""
+    progress = training.progress
+    end_of_stage = progress.step - progress.stage_step + stage.steps
+    return replace(
+        training,
+        last_step=min(end_of_stage, training.last_step),
+        planned_steps=stage.steps,
+        effective_batch_size=stage.effective_batch_size,
+        contents=contents,
+    )
+
+
+def stage_weights(plan: list[StagePlan], models: list[StageNet]) -> dict[str, Tensor]:
+    """The weights of all stages, for export."""
+    weights = {}
+    for stage, model in zip(plan, models, strict=False):
+        for name, value in model.state_dict().items():
+            weights[f"{stage.name}.{name}"] = value
+    return weights
+
+
+def end_of_run(
+    plan: list[StagePlan],
+    choice: StageChoice,
+    progress: StageProgress,
+    asked: str | None,
+    max_steps: int | None,
+    run_folder: Path,
+) -> int:
+    """The step at which the run ends: that of the stages, or --max_steps.
+
+    asked: --stage; raises InputError where that is not the one under way. A stage that was begun with more epochs than
+    are asked for now ends where it is.
     """
     stage = plan[choice.first]
     stage = stage._replace(steps=max(stage.steps, progress.stage_step))
@@ -124,8 +254,9 @@ def end_of_run(
         done = f"{stage.name} has done {progress.stage_step} of {stage.steps} steps"
         best = run_folder / f"{stage.name}_best.pt"
         raise InputError(f"--stage {asked}: {done}; leave out --stage, or --resume_from {best}")
-    steps = sum(stage.steps for stage in plan[choice.first : choice.last + 1])
-    return progress.step - progress.stage_step + steps
+    steps = sum(stage.steps for stage in choice.of(plan))
+    end_of_stages = progress.step - progress.stage_step + steps
+    return min(max_steps or end_of_stages, end_of_stages)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -261,20 +392,21 @@ class RehearsedParts(NamedTuple):
 
 
 def rehearse_stages(
-    stages: list[StagePlan],
+    configs: list[dict],
+    asked: str | None,
     make: Callable[[StagePlan, torch.device], RehearsedParts],
     world_size: int | None,
     gpu_memory: float | None,
-    by_flags: bool,
     recompute: bool | None,
 ) -> None:
     """What a step of each stage takes on a GPU that is not there; the largest comes last, and the process ends.
 
-    world_size, gpu_memory: the flags. by_flags: a smaller batch is asked for by flags. recompute:
-    --gradient_checkpointing.
+    asked: --stage; without it all are tried. world_size, gpu_memory: the flags. recompute: --gradient_checkpointing.
+    Raises InputError.
     """
     import rehearsal_utils as rehearsal
 
+    stages = [plan_as_asked(k, configs[k], recompute) for k in choose_rehearsed(asked, configs)]
     processes = rehearsal.processes_to_plan_for(world_size)
     memory = rehearsal.memory_to_plan_for(gpu_memory)
     reports = []
@@ -290,6 +422,6 @@ def rehearse_stages(
         reports.append((step, f"cascade, {stage.name}, {split}, {parts.precision}", stage))
 
     for step, title, stage in sorted(reports, key=lambda report: report[0].peak):
-        words = partial(smaller_batch_words, stage, by_flags)
+        words = partial(smaller_batch_words, stage, bool(asked))
         rehearsal.report_rehearsal(title, step, stage.batch.size, memory, words, otherwise_smaller(recompute))
     rehearsal.end_rehearsal()

@@ -91,11 +91,13 @@ def axis_weights(
         cell = torch.arange(before, dtype=float64)
         end = torch.minimum(edges[1:, None], cell + 1)
         begin = torch.maximum(edges[:-1, None], cell)
-        weights = (end - begin).clamp(min=0) * after / before
+        covered = (end - begin).clamp(min=0)
+        weights = covered * after / before
     else:
         # the nearness of each old cell's centre to a new cell's
         place = torch.arange(after, dtype=float64) + 0.5
-        centre = (place * before / after - 0.5).clamp(0, before - 1)
+        centre = place * before / after - 0.5
+        centre = centre.clamp(0, before - 1)
         distance = (centre[:, None] - torch.arange(before)).abs()
         weights = (1 - distance).clamp(min=0)
     return weights.float().to(device, non_blocking=True)
@@ -164,7 +166,8 @@ def render_drr(
 ) -> np.ndarray:
     """uint8 image of a CT (X, Y, Z) in HU, square pixels, `longest` of them on its longer side."""
     values = np.ascontiguousarray(hu, dtype=np.float32)
-    volume = normalise(torch.from_numpy(values))[None, None]
+    volume = normalise(torch.from_numpy(values))
+    volume = volume[None, None]
     mm = torch.tensor([list(spacing)], dtype=torch.float32)
     integral = project(volume, mm, view)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,18 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoint_utils import export_weights
 from cli_utils import RunError
 from distributed_utils import print_main, world
 from figure_utils import figure_text
 from hardware_utils import available_ram_gb
 from logging_utils import RunLog, print_table, save_figure, write_result
-from loop_utils import TrainingRun
+from loop_utils import TrainingRun, finish_run, print_start, say_where
 from manifest_utils import write_atomically
 from tasks.cascade.data import Data
 from tasks.cascade.diffusion import Draw
 from tasks.cascade.files import Patient, read_ct
 from tasks.cascade.metrics import CHECKS, KINDS
-from tasks.cascade.plan import StagePlan
+from tasks.cascade.model import StageNet
+from tasks.cascade.plan import StagePlan, stage_weights
 from tasks.cascade.projector import VIEWS, as_image, project, spacing_of, to_hu
 
 # The guide's table of GB by side, for its batches of 16, 8 and 4, and the throughput per GPU that it aims for.
@@ -38,7 +41,9 @@ def print_metrics(
     split: str,
     metrics: dict[str, float],
 ) -> None:
-    """Rank 0: the scores of the cascade beside those of the two baselines."""
+    """Rank 0 prints the scores of the cascade beside those of the two baselines."""
+    if world()[0]:
+        return
     rows: dict[str, dict[str, float]] = {}
     for kind, row in KINDS.items():
         rows[row] = {}
@@ -53,7 +58,9 @@ def print_metrics(
 
 
 def print_stages(plan: list[StagePlan]) -> None:
-    """Rank 0: what each stage takes, beside the guide's table."""
+    """Rank 0 prints what each stage takes, beside the guide's table."""
+    if world()[0]:
+        return
     rows = {}
     for stage in plan:
         size = stage.config["volume_size"]
@@ -89,15 +96,35 @@ def note_speed(stage: StagePlan, log: RunLog) -> None:
         log.last[f"train/peak_memory_gb/{stage.name}"] = log.last["train/peak_memory_gb"]
 
 
+def finish_cascade(
+    plan: list[StagePlan],
+    models: list[StageNet],
+    training: TrainingRun,
+    begun: float,
+    device: torch.device,
+) -> None:
+    """All ranks, after the test: the weights, the summary and the curves of a run. begun: time.time() at its start."""
+    export_weights(stage_weights(plan, models), training.run_folder / "model.safetensors")
+    last = plan[len(models) - 1]
+    facts = {"stages": len(models), "effective_batch_size": last.effective_batch_size}
+    finish_run(training, begun, facts)
+    print_speed(plan, training.log, device)
+    say_where(training.run_folder)
+
+
 def print_speed(
     plan: list[StagePlan],
     log: RunLog,
     device: torch.device,
 ) -> None:
-    """Rank 0: throughput and memory of each stage that was trained, beside what the guide aims for."""
+    """Rank 0 prints throughput and memory of each stage that was trained, beside what the guide aims for."""
+    if world()[0]:
+        return
     total = None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
+
+    # a stage that an earlier run has trained is left out
     rows = {}
     for stage in plan:
         samples_per_s = log.last.get(f"train/samples_per_s_per_gpu/{stage.name}")
@@ -116,6 +143,45 @@ def print_speed(
 
 
 # --- the banner -------------------------------------------------------------------------------------------------------
+
+
+def print_run(
+    plan: list[StagePlan],
+    last: int,
+    training: TrainingRun,
+    data: Data,
+    engine: str,
+    reason: str,
+    values: dict,
+    source: dict[str, str],
+) -> None:
+    """Rank 0 prints the banner and the table of the stages.
+
+    last: the last stage of this run. engine: how Accelerate sees the processes. reason: for the precision. values,
+    source: of the flags by name, and where each comes from.
+    """
+    ranks = training.log.ranks
+    prediction = "v" if values["v_parameterization"] else "noise"
+    diffusion = f"{values['num_timesteps']} steps, cosine, {prediction} prediction, DDIM {values['ddim_steps']}"
+    lr = f"{values['learning_rate']:g} ({source['learning_rate']}), {values['scheduler']}, not scaled"
+    recomputed = values["gradient_checkpointing"]
+
+    rows = {
+        "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}, by Accelerate ({engine})",
+        "batch": describe_batches(plan),
+        "learning rate": lr,
+        "precision": reason,
+        "diffusion": f"{diffusion}, EMA {values['ema_decay']:g}",
+        "recomputation": describe_recomputation(plan, recomputed, source["gradient_checkpointing"]),
+    }
+    split_source = "split files" if values["split_files"] else f"split seed {values['split_seed']}"
+    size = plan[last].config["volume_size"]
+    rows |= describe_data(data, size, split_source)
+    rows |= describe_position(plan[: last + 1], training)
+
+    print_start("X-RAY TO CT CASCADE", ranks, training, rows)
+    print_stages(plan)
+    warn_of_full_memory(data, size)
 
 
 def describe_data(
@@ -255,16 +321,20 @@ def draw_rows(
 
 
 def draw_inputs(
-    stage_name: str,
-    names: list[str],
-    batch: dict,
-    draw: Draw,
-    noisy: Tensor,
-    num_timesteps: int,
-):
-    """What the model of a stage is given in training, of the patients with these names, and what is to come out."""
+    stage: StagePlan,
+    data: Data,
+    scheduler,
+    make_batch: Callable[[dict], tuple[dict, Draw]],
+) -> dict:
+    """A figure, by name, of what the model of a stage is given in training, and what is to come out.
+
+    make_batch(items): a batch of the first epoch, and what is drawn for it.
+    """
+    batch, draw = make_batch(data.first_items("train", stage.config["volume_size"]))
+    noisy = scheduler.add_noise(batch["volume"], draw.noise, draw.timestep)
     rows = []
-    for i, name in enumerate(names):
+    for i, place in enumerate(batch["index"]):
+        name = data.patients[place].id
         xrays = list(batch["seen"][i].cpu().numpy())
         noisy_slices = middle_slices(noisy[i, 0])
         label = f"input: noisy CT\nt = {int(draw.timestep[i])}"
@@ -276,12 +346,13 @@ def draw_inputs(
 
     num_views = batch["seen"].shape[1]
     columns = [*SLICES, *(f"input X-ray, {VIEW_NAMES[view]}" for view in VIEWS[:num_views])]
-    heading = f"{figure_text(stage_name)}: what the net is given in training (t of {num_timesteps})"
-    return draw_rows(heading, columns, rows)
+    heading = f"{figure_text(stage.name)}: what the net is given in training (t of {scheduler.num_train_timesteps})"
+    return {f"{stage.name}_inputs": draw_rows(heading, columns, rows)}
 
 
-def draw_result(example: Example, stage_names: list[str]):
+def draw_result(example: Example, stages: list[dict]):
     """X-rays, true and sampled volume of one patient, of every stage, and the projections of each volume."""
+    stage_names = [stage["name"] for stage in stages]
     batch = example.batch
     xrays = list(batch["xrays"][0].cpu().numpy())
     views = VIEWS[: len(xrays)]
@@ -308,16 +379,19 @@ def draw_result(example: Example, stage_names: list[str]):
 def write_evaluation(
     run_folder: Path,
     facts: dict,
-    figure,
-    patients: int,
+    example: Example | None,
+    stages: list[dict],
+    data: Data,
 ) -> None:
-    """Rank 0, --eval_only: the metrics of the test patients, and a figure of the first."""
+    """Rank 0 writes, for --eval_only, the metrics of the test patients, and a figure of the first."""
+    if world()[0]:
+        return
     text = json.dumps(facts, indent=2) + "\n"
     write_result(run_folder / "eval_test.json", text.encode())
-    if figure:
-        save_figure(run_folder / "figures" / "eval_test.png", figure)
+    if example:
+        save_figure(run_folder / "figures" / "eval_test.png", draw_result(example, stages))
     written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
-    print(f"{patients} patients; written: {written}", flush=True)
+    print(f"{len(data.ids['test'])} patients; written: {written}", flush=True)
 
 
 def grid_of(

@@ -9,10 +9,9 @@ from torch import Tensor
 from cli_utils import InputError
 from distributed_utils import EvalBatchSampler, agree_on_errors, print_main, world
 from hardware_utils import autocast
-from tasks.cascade.data import Data, Decoded, grey
+from tasks.cascade.data import Decoded, grey
 from tasks.cascade.diffusion import PREVIOUS_NOISE_SAMPLING, Diffusion, Previous, denoise, noise_like
 from tasks.cascade.files import find_patients
-from tasks.cascade.metrics import measure
 from tasks.cascade.model import StageNet
 from tasks.cascade.report import grid_of, write_volume
 from tasks.cascade.stages import eval_batch
@@ -36,13 +35,17 @@ def sample_cascade(
     device = xrays.device
     scheduler = diffusion.scheduler
     for k, model in enumerate(models):
-        x = noise_like((1, *diffusion.sizes[k]), device, [(diffusion.seed, 3, k, index) for index in indices])
+        keys = [(diffusion.seed, 3, k, index) for index in indices]
+        x = noise_like((1, *diffusion.sizes[k]), device, keys)
 
         # the volume of the stage before, with a little noise that hides what it got wrong
         previous = None
         if k:
-            last = torch.zeros_like(volumes[-1]) if zeroed and k == len(models) - 1 else volumes[-1]
-            grain = noise_like(last.shape[1:], device, [(diffusion.seed, 4, k, index) for index in indices])
+            last = volumes[-1]
+            if zeroed and k == len(models) - 1:
+                last = torch.zeros_like(last)
+            keys = [(diffusion.seed, 4, k, index) for index in indices]
+            grain = noise_like(last.shape[1:], device, keys)
             level = torch.full((len(indices),), PREVIOUS_NOISE_SAMPLING, device=device)
             previous = Previous(last + PREVIOUS_NOISE_SAMPLING * grain, level)
 
@@ -54,25 +57,6 @@ def sample_cascade(
             x, _ = scheduler.step(output, timestep, x)
         volumes.append(x.clamp(-1, 1))
     return volumes
-
-
-def conditioning_scores(
-    models: list[StageNet],
-    batch: dict,
-    others: list[int],
-    diffusion: Diffusion,
-    data: Data,
-    precision: str,
-) -> list[Tensor]:
-    """--check_conditioning: the PSNR (B, 1) float64 with others' X-rays, and with the stage before zeroed, if any."""
-    xrays = torch.stack([data.decoded.xrays(data.patients[place]) for place in others])
-    xrays = grey(xrays).to(batch["volume"].device)
-    volumes = sample_cascade(models, xrays, batch["index"], diffusion, precision)
-    scores = [measure(volumes[-1], batch, data.greys)[:, :1]]
-    if len(models) > 1:
-        volumes = sample_cascade(models, batch["xrays"], batch["index"], diffusion, precision, zeroed=True)
-        scores.append(measure(volumes[-1], batch, data.greys)[:, :1])
-    return scores
 
 
 @torch.no_grad()

@@ -3,8 +3,10 @@
 Light on purpose (no torch): the command line is parsed with it.
 """
 
+import json
+
 from cli_utils import InputError
-from tasks.cascade.stages import OPTIONAL, check_stages
+from tasks.cascade.stages import OPTIONAL, STAGES, check_stages, stage_list
 
 # The keys in the sections of a config file.
 SECTION_KEYS = {
@@ -50,14 +52,18 @@ def wrong_flags(values: dict) -> str:
     return ""
 
 
-def set_in_stages(stages: list[dict], values: dict, source: dict[str, str]) -> None:
-    """Give the stages what the flags say: where a stage says nothing, and for all of them on the command line."""
+def stages_of_flags(values: dict, source: dict[str, str]) -> list[dict]:
+    """The stages with what the flags say: where a stage says nothing, and for all of them on the command line."""
+    stages = values["stage_configs"]
+    if stages is None:
+        stages = stage_list(json.dumps(STAGES))
     for stage in stages:
         for key, flag in OPTIONAL.items():
             if stage[key] is None or source[flag] == "command line":
                 stage[key] = values[flag]
         if values["physics_weight"] is not None:
             stage["physics_weight"] = values["physics_weight"]
+    return stages
 
 
 def saved_settings(values: dict, precision: str) -> dict:
@@ -66,8 +72,8 @@ def saved_settings(values: dict, precision: str) -> dict:
     return settings | {"mixed_precision": precision}
 
 
-def adopted_settings(values: dict, source: dict[str, str], checkpoint: dict, path: str) -> dict:
-    """The flags' values as a checkpoint prescribes them. source: where each of them comes from.
+def adopt_settings(values: dict, source: dict[str, str], checkpoint: dict, path: str) -> None:
+    """Set the flags' values as a checkpoint prescribes them. source: where each of them comes from.
 
     Raises InputError where a flag or the config says otherwise.
     """
@@ -95,8 +101,10 @@ def adopted_settings(values: dict, source: dict[str, str], checkpoint: dict, pat
     # its stages, but for what the command line says of all of them
     if source["stage_configs"] != "default":
         check_stages(values["stage_configs"], settings["stage_configs"], checkpoint["state"]["stage"], path)
-        return adopted
+        values.update(adopted)
+        return
     given = {key: values[flag] for key, flag in OPTIONAL.items() if source[flag] == "command line"}
     if values["physics_weight"] is not None:
         given["physics_weight"] = values["physics_weight"]
-    return adopted | {"stage_configs": [stage | given for stage in settings["stage_configs"]]}
+    adopted["stage_configs"] = [stage | given for stage in settings["stage_configs"]]
+    values.update(adopted)

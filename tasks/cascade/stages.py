@@ -164,12 +164,19 @@ class StageChoice(NamedTuple):
     last: int
     anew: bool
 
+    def of(self, plan: list) -> list:
+        """The chosen ones of all stages."""
+        return plan[self.first : self.last + 1]
 
-def choose_stages(asked: str | None, names: list[str], reached: int | None, resume_from: str | None) -> StageChoice:
-    """What --stage and the checkpoint ask for. reached: the checkpoint's stage, None without one.
 
-    Raises InputError when the stages before are not there.
-    """
+def choose_stages(
+    asked: str | None,
+    stages: list[dict],
+    checkpoint: dict | None,
+    resume_from: str | None,
+) -> StageChoice:
+    """What --stage and the checkpoint ask for. Raises InputError when the stages before are not there."""
+    names = [stage["name"] for stage in stages]
     wanted = None
     if asked:
         numbers = [str(k + 1) for k in range(len(names))]
@@ -178,12 +185,13 @@ def choose_stages(asked: str | None, names: list[str], reached: int | None, resu
         wanted = names.index(asked) if asked in names else numbers.index(asked)
     last = len(names) - 1 if wanted is None else wanted
 
-    if reached is None:
+    if checkpoint is None:
         if wanted:
             reason = "the stages before it are not there; train them first, or name one of their checkpoints with "
             raise InputError(f"--stage {asked}: {reason}--resume_from")
         return StageChoice(0, last, anew=True)
 
+    reached = checkpoint["state"]["stage"]
     if wanted is not None and not reached <= wanted <= reached + 1:
         more = f" or {reached + 2}" if reached + 1 < len(names) else ""
         reason = f"the checkpoint is at stage {reached + 1}"
@@ -193,3 +201,11 @@ def choose_stages(asked: str | None, names: list[str], reached: int | None, resu
     if wanted == reached + 1 and Path(resume_from).is_file():
         return StageChoice(wanted, last, anew=True)
     return StageChoice(reached, last, anew=False)
+
+
+def choose_rehearsed(asked: str | None, stages: list[dict]) -> list[int]:
+    """The numbers, from 0, of the stages that --rehearse tries: that of --stage, or all. Raises InputError."""
+    chosen = [k for k, stage in enumerate(stages) if asked in (None, stage["name"], str(k + 1))]
+    if not chosen:
+        raise InputError(f"--stage {asked}: there are 1 to {len(stages)}; name one of them")
+    return chosen
