@@ -1,9 +1,11 @@
 """train_accelerate.py: what a user can get wrong ends with exit code 2 and one line, nothing written."""
 
+import itertools
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import nibabel
 import numpy as np
@@ -13,8 +15,22 @@ from conftest import ROOT, SMALL_STAGES, tree
 from PIL import Image
 
 from cli_utils import InputError
+from tasks.cascade.alignment import check_alignment
+from tasks.cascade.data import FLIPS, Decoded
+from tasks.cascade.files import Patient, find_patients, read_ct
+from tasks.cascade.projector import VIEWS, grey_values, normalise, project, resize
 
 CASCADE = str(ROOT / "train_accelerate.py")
+
+
+SMALL_MODEL = ["--img_size", "32", "--encoder_dim", "16", "--num_timesteps", "20", "--ddim_steps", "2"]
+
+
+def words_of(folder: Path, run_folder: Path, cache: Path, stages: list[dict]) -> list:
+    """The arguments of one step of a small run."""
+    words = ["--dataset_path", folder, "--checkpoint_dir", run_folder, "--cache_dir", cache]
+    words += ["--stage_configs", json.dumps(stages), "--num_workers", "0", "--max_steps", "1"]
+    return words + SMALL_MODEL
 
 
 @pytest.fixture
@@ -24,30 +40,41 @@ def small(cascade_data, tmp_path) -> Path:
     return tmp_path / "set"
 
 
+@pytest.fixture
+def linked(cascade_data, tmp_path) -> Path:
+    """A set that no test may spoil."""
+    (tmp_path / "set").symlink_to(cascade_data)
+    return tmp_path / "set"
+
+
 def kept(folder: Path) -> dict[str, str]:
+    """Every file but those of the cache."""
     return {name: digest for name, digest in tree(folder).items() if not name.startswith("cache/")}
 
 
-def fails(zygote, folder: Path, *flags, expect: str, ranks: int = 1, alone: bool = False) -> None:
-    """Runs, and checks code, the one line, and that no file but a cache appears or changes."""
-    words = [
-        "--dataset_path",
-        folder,
-        "--checkpoint_dir",
-        folder.parent / "run",
-        "--cache_dir",
-        folder.parent / "cache",
-    ]
-    words += ["--stage_configs", json.dumps(SMALL_STAGES), "--img_size", "32", "--encoder_dim", "16"]
-    words += ["--num_timesteps", "20", "--ddim_steps", "2", "--num_workers", "0", "--max_steps", "1"]
-    before = kept(folder.parent)
-    done = zygote(CASCADE, *([] if alone else words), *flags, ranks=ranks)
-    assert done.code == 2, (done.code, done.stdout[-500:], done.stderr[-1500:])
-    errors = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(errors) == 1, done.stderr[-1500:]
-    assert errors[0].startswith("error: ")
-    assert re.search(expect, errors[0]), errors[0]
-    assert kept(folder.parent) == before
+@pytest.fixture(scope="session")
+def start(zygote):
+    """start(words, ranks, NAME=value ...): the script with these arguments."""
+    return lambda words, ranks=1, **environment: zygote(CASCADE, *words, ranks=ranks, **environment)
+
+
+@pytest.fixture(scope="session")
+def fails(start):
+    """fails(folder, flags, expect, ranks): checks code, the one line, and that no file but a cache changes."""
+
+    def run(folder: Path, flags=(), expect: str = "", ranks: int = 1, alone: bool = False) -> None:
+        root = folder.parent
+        words = [] if alone else words_of(folder, root / "run", root / "cache", SMALL_STAGES)
+        before = kept(root)
+        done = start([*words, *flags], ranks)
+        assert done.code == 2, (done.code, done.stdout[-500:], done.stderr[-1500:])
+        errors = [line for line in done.stderr.splitlines() if line.strip()]
+        assert len(errors) == 1, done.stderr[-1500:]
+        assert errors[0].startswith("error: ")
+        assert re.search(expect, errors[0]), errors[0]
+        assert kept(root) == before
+
+    return run
 
 
 def ct(folder: Path, number: int = 3) -> Path:
@@ -59,7 +86,17 @@ def drr(folder: Path, view: str, number: int = 3) -> Path:
 
 
 def save(path: Path, values: np.ndarray, affine=None) -> None:
-    nibabel.save(nibabel.Nifti1Image(values, np.eye(4) * 10 if affine is None else affine), path)
+    if affine is None:
+        affine = np.eye(4) * 10
+    nibabel.save(nibabel.Nifti1Image(values, affine), path)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Let two files change places."""
+    spare = one.with_name("spare")
+    one.rename(spare)
+    other.rename(one)
+    spare.rename(other)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -159,13 +196,11 @@ def somebody_else_s(folder):
 
 
 def swapped(folder):
-    a, b, spare = drr(folder, "lat", 3), drr(folder, "lat", 7), folder / "spare"
-    a.rename(spare), b.rename(a), spare.rename(b)
+    exchange(drr(folder, "lat", 3), drr(folder, "lat", 7))
 
 
 def views_exchanged(folder):
-    a, b, spare = drr(folder, "lat"), drr(folder, "pa"), folder / "spare"
-    a.rename(spare), b.rename(a), spare.rename(b)
+    exchange(drr(folder, "lat"), drr(folder, "pa"))
 
 
 def upside_down(folder):
@@ -193,6 +228,7 @@ def two_patients(folder):
 
 
 FILES = [
+    # the CT
     (torn, r"patient_0003.nii.gz: not a readable volume, truncated perhaps \(.*\); replace it"),
     (two_dimensional, r"patient_0003.nii.gz: has 2 dimensions \(16, 16\), not three; replace it"),
     (four_dimensional, r"patient_0003.nii.gz: has 4 dimensions"),
@@ -203,21 +239,25 @@ FILES = [
     (thin, r"patient_0003.nii.gz: only .* x 2 voxels"),
     (flat_affine, r"patient_0003.nii.gz: voxels of \[.*\] mm; correct its affine"),
     (pickled, r"patient_0003.npy: not a readable volume"),
+    # the X-rays
     (no_picture, r"patient_0003_lat_drr.png: not a readable picture"),
     (colour, r"patient_0003_pa_drr.npy: a picture of shape \(8, 8, 3\)"),
     (black, r"patient_0003_pa_drr.png: one grey value everywhere"),
     (odd_values, r"patient_0003_pa_drr.npy: grey values from -500 to 700"),
     (nan_picture, r"patient_0003_lat_drr.npy: holds values that are NaN"),
+    # which files there are
     (without_lateral, r"patient_0003: no lat picture \(patient_0003_lat_drr.png\); .*--make_drrs .*--num_views 1"),
     (without_frontal, r"patient_0003: no pa picture \(patient_0003_pa_drr.png\); add it, render it with --make_drrs"),
     (without_ct, r"patient_0003: no CT \(patient_0003.nii.gz\) beside patient_0003_lat_drr.png"),
     (two_cts, r"patient_0003.nii(.gz)? and patient_0003.nii(.gz)?; keep one CT per patient"),
     (two_laterals, r"patient_0003_lat_drr.png and patient_0003_lateral.png; keep one lat picture"),
+    # whose they are, and how they lie
     (somebody_else_s, r"patient_0003_pa_drr.png: not a pa picture of .*; it fits the CT of patient_0007 \((0.9|1.0)"),
     (swapped, r"patient_0003_lat_drr.png: not a lat .*patient_0007 .*\(2 patients: patient_0003, patient_0007\)"),
     (views_exchanged, r"patient_0003_pa_drr.png: not a pa picture of .*; it looks like the lat view"),
     (upside_down, r"the (pa|lat) pictures do not lie as the CTs do .*; give --flip_drrs_vertical the other way$"),
     (mirrored, r"the pa pictures do not lie as the CTs do .*; give --flip_drrs_horizontal pa"),
+    # the whole set
     (empty, r"set: holds no patients \(<id>/<id>.nii.gz\); check --dataset_path"),
     (gone, r"set: no such folder; check --dataset_path"),
     (two_patients, r"2 patients; training, validation and test need at least 3"),
@@ -225,55 +265,53 @@ FILES = [
 
 
 @pytest.mark.parametrize(("spoil", "message"), FILES, ids=[spoil.__name__ for spoil, _ in FILES])
-def test_bad_files(small, zygote, spoil, message):
+def test_bad_files(small, fails, spoil, message):
     spoil(small)
-    fails(zygote, small, expect=message)
+    fails(small, expect=message)
 
 
-def test_a_bad_file_on_two_ranks_and_several_at_once(small, zygote):
+def test_a_bad_file_on_two_ranks_and_several_at_once(small, fails):
     torn(small)
     ct(small, 5).write_bytes(b"")
-    fails(zygote, small, expect=r"patient_000[35].nii.gz: .*\(and 1 more patients with bad files\)", ranks=2)
+    fails(small, expect=r"patient_000[35].nii.gz: .*\(and 1 more patients with bad files\)", ranks=2)
 
 
 @pytest.mark.soak
-def test_what_the_messages_say_works(small, zygote, tmp_path):
-    """Flipped pictures with the flag; a missing lateral view with one view, or rendered; a mismatch let pass."""
-    words = [
-        "--stage_configs",
-        json.dumps(SMALL_STAGES[:1]),
-        "--img_size",
-        "32",
-        "--encoder_dim",
-        "16",
-        "--max_steps",
-        "1",
-    ]
-    words += ["--num_timesteps", "20", "--ddim_steps", "2", "--num_workers", "0", "--dataset_path", str(small)]
+def test_what_the_messages_say_works(small, start, tmp_path):
+    """Flipped images with the flag; a missing lateral view with one view, or rendered; a mismatch let pass."""
 
-    def run(name: str, *more):
-        done = zygote(CASCADE, *words, "--checkpoint_dir", tmp_path / name, "--cache_dir", tmp_path / "cache", *more)
+    def run(name: str, flags: list[str]) -> float | None:
+        words = words_of(small, tmp_path / name, tmp_path / "cache", SMALL_STAGES[:1])
+        done = start([*words, *flags])
         assert done.code == 0, done.stderr[-2000:]
         return json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]).get("train/loss")
 
+    def restore() -> None:
+        for path, content in whole.items():
+            path.write_bytes(content)
+
+    # images that lie otherwise
     whole = {path: path.read_bytes() for path in small.glob("*/*")}
-    right = run("right", "--log_every", "1")
+    log = ["--log_every", "1"]
+    right = run("right", log)
     upside_down(small)
-    assert run("flipped", "--no-flip_drrs_vertical", "--log_every", "1") == right
-    for path, content in whole.items():
-        path.write_bytes(content)
+    assert run("flipped", ["--no-flip_drrs_vertical", *log]) == right
+    restore()
     mirrored(small)
-    assert run("mirrored", "--flip_drrs_horizontal", "pa", "--log_every", "1") == right
-    for path, content in whole.items():
-        path.write_bytes(content)
+    assert run("mirrored", ["--flip_drrs_horizontal", "pa", *log]) == right
+    restore()
+
+    # a missing image
     lateral = drr(small, "lat").read_bytes()
     without_lateral(small)
-    run("single", "--num_views", "1")
-    done = zygote(CASCADE, "--make_drrs", small, ranks=2)
+    run("single", ["--num_views", "1"])
+    done = start(["--make_drrs", small], ranks=2)
     assert "1 pictures rendered" in done.stdout, done.stderr
     assert drr(small, "lat").read_bytes() == lateral
+
+    # another's image
     somebody_else_s(small)
-    run("skipped", "--skip_alignment_check")
+    run("skipped", ["--skip_alignment_check"])
 
 
 # --- flags and config -------------------------------------------------------------------------------------------------
@@ -284,6 +322,7 @@ def stages(**changes) -> str:
 
 
 FLAGS = [
+    # the stages
     (["--stage_configs", "[1"], r"--stage_configs: not valid JSON"),
     (["--stage_configs", "[]"], r"--stage_configs: must be a list of at least one stage"),
     (["--stage_configs", stages(volume_size=[8, 8, 8])], r"stage 2: volume_size \[8, 8, 8\] must be larger than the"),
@@ -296,6 +335,7 @@ FLAGS = [
     (["--stage_configs", stages(physics_weight=-1)], r"stage 2: physics_weight -1 must be a number of at least 0"),
     (["--stage_configs", stages(name="stage1")], r"stage 2: the name 'stage1' is taken"),
     (["--stage_configs", stages(name="../x")], r"stage 2: name '../x' must be of letters"),
+    # what does not go together, or is not there
     (["--stage", "3"], r"--stage 3: there are 1 to 2 \(stage1, stage2\)"),
     (["--stage", "1", "--eval_only"], r"--stage is for training; name the stage's checkpoint with --resume_from"),
     (["--make_drrs", "nowhere"], r"nowhere: no such folder; check --make_drrs"),
@@ -315,9 +355,8 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(("flags", "message"), FLAGS, ids=[" ".join(flags)[-60:] for flags, _ in FLAGS])
-def test_bad_flags(cascade_data, zygote, tmp_path, flags, message):
-    (tmp_path / "set").symlink_to(cascade_data)
-    fails(zygote, tmp_path / "set", *flags, expect=message)
+def test_bad_flags(linked, fails, flags, message):
+    fails(linked, flags, message)
 
 
 CONFIGS = [
@@ -337,190 +376,205 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("config", "message"), CONFIGS, ids=[str(config)[:50] for config, _ in CONFIGS])
-def test_bad_configs(cascade_data, zygote, tmp_path, config, message):
+def test_bad_configs(linked, fails, tmp_path, config, message):
     path = tmp_path / "c.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
-    (tmp_path / "set").symlink_to(cascade_data)
-    fails(zygote, tmp_path / "set", "--config", path, expect=rf"c.json:? ?.*{message}", alone=True)
+    fails(linked, ["--config", path], rf"c.json:? ?.*{message}", alone=True)
 
 
-def test_split_files(cascade_data, zygote, tmp_path):
-    (tmp_path / "set").symlink_to(cascade_data)
-    names = sorted(path.name for path in cascade_data.iterdir())
-    files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
-
-    def write(*parts):
-        for path, part in zip(files, parts, strict=True):
-            Path(path).write_text("\n".join(part) + "\n")
-
-    write(names[:9], ["nobody"], names[11:])
-    fails(zygote, tmp_path / "set", "--split_files", *files, expect=r"b.txt:1: no patient 'nobody' in the data folder")
-    write(names[:9], [names[9], names[2]], names[11:])
-    fails(zygote, tmp_path / "set", "--split_files", *files, expect=r"b.txt:2: patient \w+ is in .*a.txt:3 already")
-    write(names[:9], [], names[11:])
-    fails(zygote, tmp_path / "set", "--split_files", *files, expect=r"b.txt: names no patient")
+def write_split(folder: Path, parts: list[list[str]]) -> list[Path]:
+    """Three text files of patient ids."""
+    files = [folder / name for name in ("a.txt", "b.txt", "c.txt")]
+    for path, part in zip(files, parts, strict=True):
+        path.write_text("\n".join(part) + "\n")
+    return files
 
 
-def test_checkpoint_of_another_run(cascade_data, zygote, tmp_path, one_small):
-    (tmp_path / "set").symlink_to(cascade_data)
-    run = one_small
-    again = ["--resume_from", run / "last.pt"]
-    fails(zygote, tmp_path / "set", *again, "--batch_size", "3", expect=r"a run with effective batch size 8, now 3")
-    fails(zygote, tmp_path / "set", *again, "--seed", "5", expect=r"a run with seed 0, now 5; give the same again")
-    fails(zygote, tmp_path / "set", *again, "--num_views", "1", expect=r"a run with --num_views 2, now 1; leave it out")
-    other = json.dumps([SMALL_STAGES[0] | {"voxel_dim": 32}, SMALL_STAGES[1]])
-    fails(zygote, tmp_path / "set", *again, "--stage_configs", other, expect=r"stage 1 was trained with voxel_dim 16")
-    fails(zygote, tmp_path / "set", *again, "--split_seed", "1", expect=r"a run with --split_seed 42, now 1")
-    names = sorted(path.name for path in cascade_data.iterdir())
-    for k, part in enumerate((names[:8], names[8:10], names[10:])):
-        (tmp_path / f"{k}.txt").write_text("\n".join(part))
-    split = [tmp_path / f"{k}.txt" for k in range(3)]
-    fails(zygote, tmp_path / "set", *again, "--split_files", *split, expect=r"a run with training data \w+, now")
-    (tmp_path / "other.pt").write_bytes(b"x")
-    fails(zygote, tmp_path / "set", "--resume_from", tmp_path / "other.pt", expect=r"not a readable checkpoint")
-    torch.save({"format": "prs_med/1", "step": 1, "rng": []}, tmp_path / "foreign.pt")
-    fails(zygote, tmp_path / "set", "--resume_from", tmp_path / "foreign.pt", expect=r"checkpoint of prs_med/1")
-    fails(
-        zygote, tmp_path / "set", "--checkpoint_dir", run, expect=r"holds a run already; go on with --resume_from auto"
-    )
+def test_split_files(linked, fails, tmp_path):
+    names = sorted(path.name for path in linked.iterdir())
+    cases = [
+        (["nobody"], r"b.txt:1: no patient 'nobody' in the data folder"),
+        ([names[9], names[2]], r"b.txt:2: patient \w+ is in .*a.txt:3 already"),
+        ([], r"b.txt: names no patient"),
+    ]
+    for second, message in cases:
+        files = write_split(tmp_path, [names[:9], second, names[11:]])
+        fails(linked, ["--split_files", *files], message)
 
 
 @pytest.fixture(scope="module")
-def one_small(cascade_data, zygote, tmp_path_factory) -> Path:
+def one_small(cascade_data, start, tmp_path_factory) -> Path:
+    """A run of one step."""
     out = tmp_path_factory.mktemp("one") / "run"
-    words = [
-        "--dataset_path",
-        cascade_data,
-        "--checkpoint_dir",
-        out,
-        "--cache_dir",
-        out.parent / "cache",
-        "--max_steps",
-        "1",
-    ]
-    words += ["--stage_configs", json.dumps(SMALL_STAGES), "--img_size", "32", "--encoder_dim", "16"]
-    words += ["--num_timesteps", "20", "--ddim_steps", "2", "--num_workers", "0"]
-    done = zygote(CASCADE, *words)
+    done = start(words_of(cascade_data, out, out.parent / "cache", SMALL_STAGES))
     assert done.code == 0, done.stderr[-2000:]
     return out
 
 
-def test_accelerate_config_of_another_kind(cascade_data, zygote, tmp_path):
+def test_checkpoint_of_another_run(linked, fails, tmp_path, one_small):
+    names = sorted(path.name for path in linked.iterdir())
+    files = write_split(tmp_path, [names[:8], names[8:10], names[10:]])
+    other = json.dumps([SMALL_STAGES[0] | {"voxel_dim": 32}, SMALL_STAGES[1]])
+    cases = [
+        (["--batch_size", "3"], r"a run with effective batch size 8, now 3"),
+        (["--seed", "5"], r"a run with seed 0, now 5; give the same again"),
+        (["--num_views", "1"], r"a run with --num_views 2, now 1; leave it out"),
+        (["--stage_configs", other], r"stage 1 was trained with voxel_dim 16"),
+        (["--split_seed", "1"], r"a run with --split_seed 42, now 1"),
+        (["--split_files", *files], r"a run with training data \w+, now"),
+    ]
+    for flags, message in cases:
+        fails(linked, ["--resume_from", one_small / "last.pt", *flags], message)
+
+    # files that are no checkpoints of this script
+    (tmp_path / "other.pt").write_bytes(b"x")
+    fails(linked, ["--resume_from", tmp_path / "other.pt"], r"not a readable checkpoint")
+    torch.save({"format": "prs_med/1", "step": 1, "rng": []}, tmp_path / "foreign.pt")
+    fails(linked, ["--resume_from", tmp_path / "foreign.pt"], r"checkpoint of prs_med/1")
+    fails(linked, ["--checkpoint_dir", one_small], r"holds a run already; go on with --resume_from auto")
+
+
+def test_accelerate_config_of_another_kind(cascade_data, start, tmp_path):
     words = ["--dataset_path", cascade_data, "--checkpoint_dir", tmp_path / "run"]
-    done = zygote(CASCADE, *words, ACCELERATE_USE_DEEPSPEED="true")
+    done = start(words, ACCELERATE_USE_DEEPSPEED="true")
     assert done.code == 2
     assert done.stderr.startswith("error: accelerate config: DEEPSPEED is not supported here; choose multi-GPU")
 
 
-def asymmetric_crops(count: int):
-    """(patients, line integrals, grey values -1..1), the last two (count, views, 32, 32): crops of one side of a chest.
+class Crops(NamedTuple):
+    """Patients, and (count, views, 32, 32) line integrals and grey values -1..1 of their X-rays."""
 
-    Dense on one side, air on the other, so that a mirrored picture looks like a negative.
-    """
-    from tasks.cascade import projector as drr
-    from tasks.cascade.files import Patient
+    patients: list[Patient]
+    integrals: np.ndarray
+    images: np.ndarray
 
+
+def asymmetric_crops(count: int) -> Crops:
+    """Crops of one side of a chest: dense on one side, air on the other. A mirrored image is like a negative."""
     noise = np.random.default_rng(5)
     slope = np.linspace(-900, 300, 20)
     integrals = []
     for _ in range(count):
         hu = slope[:, None, None] + 0.8 * slope[None, :, None] + 0.3 * slope[None, None]
-        hu = hu + 250 * drr.resize(torch.from_numpy(noise.standard_normal((5, 5, 5))), (20, 20, 20)).numpy()
-        volume = drr.normalise(torch.from_numpy(hu))[None, None]
+        grain = torch.from_numpy(noise.standard_normal((5, 5, 5)))
+        hu = hu + 250 * resize(grain, (20, 20, 20)).numpy()
+        volume = normalise(torch.from_numpy(hu))[None, None]
         spacing = torch.full((1, 3), 5.0)
-        projections = [drr.resize(drr.project(volume, spacing, view), (32, 32))[0, 0] for view in drr.VIEWS]
+        projections = [resize(project(volume, spacing, view), (32, 32))[0, 0] for view in VIEWS]
         integrals.append(torch.stack(projections).numpy())
-    integrals = np.stack(integrals)
+
     patients = []
     for k in range(count):
-        xrays = Path(f"p{k}_pa.png"), Path(f"p{k}_lat.png")
+        xrays = (Path(f"p{k}_pa.png"), Path(f"p{k}_lat.png"))
         patients.append(Patient(f"p{k}", Path(f"p{k}.nii.gz"), xrays))
-    return patients, integrals, drr.grey_values(torch.from_numpy(integrals)).numpy() * 2 - 1
+    integrals = np.stack(integrals)
+    images = grey_values(torch.from_numpy(integrals)).numpy() * 2 - 1
+    return Crops(patients, integrals, images)
+
+
+def alignment_error(crops: Crops, images: np.ndarray) -> str:
+    """What the check says of these images, empty where they fit."""
+    try:
+        check_alignment(crops.patients, crops.integrals, images)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("count", [3, 12])
 def test_mirrored_and_negative_pictures_of_asymmetric_crops(count):
     """Sign and turn are chosen together, so that each combination is told by the flag that mends it."""
-    from tasks.cascade.alignment import check_alignment
-    from tasks.cascade.projector import VIEWS
-
-    patients, integrals, pictures = asymmetric_crops(count)
+    crops = asymmetric_crops(count)
     for k, view in enumerate(VIEWS):
         mirrored = f"--flip_drrs_horizontal {view}"
-        flags = {(1, 1): "", (1, -1): mirrored, (-1, 1): "--flip_drrs_vertical the other way"}
-        flags[-1, -1] = f"--flip_drrs_vertical the other way and {mirrored}"
-        for sign in (1, -1):
-            for (up, along), flag in flags.items():
-                turned = pictures.copy()
-                turned[:, k] = turned[:, k, ::up, ::along]
-                try:
-                    check_alignment(patients, integrals, sign * turned)
-                    message = ""
-                except InputError as error:
-                    message = str(error)
-                case = f"{count} patients, {view}, sign {sign}, turn {up} {along}: {message}"
-                assert message.endswith(f"; give {flag}" if flag else ""), case
-                assert f"the {view} pictures do not lie" in message if flag else not message, case
+        flags = {
+            (1, 1): "",
+            (1, -1): mirrored,
+            (-1, 1): "--flip_drrs_vertical the other way",
+            (-1, -1): f"--flip_drrs_vertical the other way and {mirrored}",
+        }
+
+        for sign, (turn, flag) in itertools.product((1, -1), flags.items()):
+            up, along = turn
+            turned = crops.images.copy()
+            turned[:, k] = turned[:, k, ::up, ::along]
+            message = alignment_error(crops, sign * turned)
+            case = f"{count} patients, {view}, sign {sign}, turn {turn}: {message}"
+            assert message.endswith(f"; give {flag}" if flag else ""), case
+            assert f"the {view} pictures do not lie" in message if flag else not message, case
 
 
 def test_a_single_mirrored_picture_of_an_asymmetric_crop():
-    from tasks.cascade.alignment import check_alignment
+    crops = asymmetric_crops(12)
+    crops.images[4, 0] = crops.images[4, 0, :, ::-1]
+    expected = r"p4_pa\.png: not a pa picture of p4\.nii\.gz .*; mirrored it fits \(1\.00\)"
+    assert re.search(expected, alignment_error(crops, crops.images))
 
-    patients, integrals, pictures = asymmetric_crops(12)
-    pictures[4, 0] = pictures[4, 0, :, ::-1]
-    with pytest.raises(InputError, match=r"p4_pa\.png: not a pa picture of p4\.nii\.gz .*; mirrored it fits \(1\.00\)"):
-        check_alignment(patients, integrals, pictures)
+
+def as_nifti(folder: Path, name: str, hu: np.ndarray, affine: np.ndarray, images: dict) -> None:
+    """.nii, and 16-bit images named _pa and _lat."""
+    save(folder / f"{name}.nii", hu.astype(np.int16), affine)
+    for view, image in images.items():
+        Image.fromarray(image.astype(np.uint16) * 257).save(folder / f"{name}_{view}.png")
+
+
+def as_numpy(folder: Path, name: str, hu: np.ndarray, affine: np.ndarray, images: dict) -> None:
+    """.npy without an affine, and images of floats named _frontal and _lateral."""
+    np.save(folder / f"{name}.npy", hu)
+    for view, alias in (("pa", "frontal"), ("lat", "lateral")):
+        np.save(folder / f"{name}_{alias}.npy", images[view].astype(np.float32) / 127.5 - 1)
+
+
+def as_scan(folder: Path, name: str, hu: np.ndarray, affine: np.ndarray, images: dict) -> None:
+    """A CT of another name, and images as .npy."""
+    save(folder / "scan.nii.gz", hu.astype(np.int16), affine)
+    for view, image in images.items():
+        np.save(folder / f"{name}_{view}_drr.npy", image)
+
+
+def as_capitals(folder: Path, name: str, hu: np.ndarray, affine: np.ndarray, images: dict) -> None:
+    """Images named _Frontal and _LATERAL."""
+    save(folder / f"{name}.nii.gz", hu.astype(np.int16), affine)
+    for view, alias in (("pa", "Frontal"), ("lat", "LATERAL")):
+        Image.fromarray(images[view]).save(folder / f"{name}_{alias}.png")
 
 
 def test_layout_with_every_alias(cascade_data, tmp_path):
-    """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float pictures: the same set."""
-    from tasks.cascade.data import FLIPS, Decoded
-    from tasks.cascade.files import find_patients, read_ct
-
-    (tmp_path / "set").mkdir()
-    names = ["patient_0001", "patient_0002", "patient_0003", "patient_0004"]
-    for k, name in enumerate(names):
-        folder = tmp_path / "set" / name if k < 3 else tmp_path / "set"
+    """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float images: the same set."""
+    root = tmp_path / "set"
+    root.mkdir()
+    expected = find_patients(cascade_data, 2)[:4]
+    names = [patient.id for patient in expected]
+    assert names == ["patient_0001", "patient_0002", "patient_0003", "patient_0004"]
+    for patient, write in zip(expected, (as_nifti, as_numpy, as_scan, as_capitals), strict=True):
+        # the last one's files lie beside the others' folders
+        folder = root if write is as_capitals else root / patient.id
         folder.mkdir(exist_ok=True)
-        hu, affine = read_ct(cascade_data / name / f"{name}.nii.gz")
-        pictures = [np.asarray(Image.open(cascade_data / name / f"{name}_{view}_drr.png")) for view in ("pa", "lat")]
-        if k == 0:
-            save(folder / f"{name}.nii", hu.astype(np.int16), affine)
-            for picture, alias in zip(pictures, ("pa", "lat"), strict=True):
-                Image.fromarray(picture.astype(np.uint16) * 257).save(folder / f"{name}_{alias}.png")
-        elif k == 1:
-            np.save(folder / f"{name}.npy", hu)
-            for picture, alias in zip(pictures, ("frontal", "lateral"), strict=True):
-                np.save(folder / f"{name}_{alias}.npy", picture.astype(np.float32) / 127.5 - 1)
-        elif k == 2:
-            save(folder / "scan.nii.gz", hu.astype(np.int16), affine)
-            for picture, alias in zip(pictures, ("pa_drr", "lat_drr"), strict=True):
-                np.save(folder / f"{name}_{alias}.npy", picture)
-        else:
-            save(folder / f"{name}.nii.gz", hu.astype(np.int16), affine)
-            for picture, alias in zip(pictures, ("Frontal", "LATERAL"), strict=True):
-                Image.fromarray(picture).save(folder / f"{name}_{alias}.png")
-    found, expected = find_patients(tmp_path / "set", 2), find_patients(cascade_data, 2)[:4]
-    assert [patient.id for patient in found] == names
+        hu, affine = read_ct(patient.ct)
+        images = {view: np.asarray(Image.open(path)) for view, path in zip(VIEWS, patient.xrays, strict=True)}
+        write(folder, patient.id, hu, affine, images)
+
+    aliased = find_patients(root, 2)
+    assert [patient.id for patient in aliased] == names
     decoded = Decoded(32, FLIPS["none"], None)
-    for a, b in zip(found, expected, strict=True):
-        assert (decoded.xrays(a).int() - decoded.xrays(b).int()).abs().max() <= 1
-        volume, extent = decoded.volume(a.ct, (8, 8, 8))
-        other, other_extent = decoded.volume(b.ct, (8, 8, 8))
-        assert torch.equal(volume, other)
-        if a.id != "patient_0002":  # a .npy has no affine
-            assert torch.allclose(extent, other_extent)
+    for patient, original in zip(aliased, expected, strict=True):
+        assert (decoded.xrays(patient).int() - decoded.xrays(original).int()).abs().max() <= 1
+        volume, extent = decoded.volume(patient.ct, (8, 8, 8))
+        original_volume, original_extent = decoded.volume(original.ct, (8, 8, 8))
+        assert torch.equal(volume, original_volume)
+        # a .npy has no affine
+        if patient.id != "patient_0002":
+            assert torch.allclose(extent, original_extent)
 
 
 def test_a_damaged_cache_is_read_anew(cascade_data, tmp_path):
-    from tasks.cascade.data import FLIPS, Decoded
-    from tasks.cascade.files import find_patients
-
     patient = find_patients(cascade_data, 2)[0]
     decoded = Decoded(32, FLIPS["none"], str(tmp_path / "cache"))
     expected = decoded.volume(patient.ct, (16, 16, 16))[0].clone()
     path = max((tmp_path / "cache").glob("*.bin"), key=lambda kept: kept.stat().st_size)
     assert path.stat().st_size == 12 + 2 * 16**3 + 4
+
+    # a flipped bit, and a truncated file
     content = bytearray(path.read_bytes())
     content[50] ^= 1
     path.write_bytes(content)
