@@ -96,7 +96,7 @@ from torch.utils.data import DataLoader
 
 # what all scripts share
 from accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
-from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder
+from checkpoint_utils import checkpoint_to_use, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
 from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader
 from distributed_utils import launch_workers, print_main, setup_distributed, world
@@ -118,7 +118,7 @@ from tasks.cascade.model import Ema, StageNet, XraySettings, seed_weights
 # its stages, and what is said of them
 from tasks.cascade.plan import Learner, RehearsedParts, StagePlan, begin_stage, end_of_run, load_models
 from tasks.cascade.plan import log_to_resume, lr_factor, measure_stage, out_of_memory_advice, part_of_run
-from tasks.cascade.plan import path_to_apply, plan_stages, reduce_on_plateau, rehearse_stages, resume_stages
+from tasks.cascade.plan import plan_stages, reduce_on_plateau, rehearse_stages, resume_stages
 from tasks.cascade.plan import write_rest_of_stage
 from tasks.cascade.report import begin_speed, draw_inputs, draw_result, finish_cascade, note_speed
 from tasks.cascade.report import print_metrics, print_run, write_evaluation
@@ -442,7 +442,7 @@ def data_source(args: Namespace, device: torch.device) -> Source:
 def use_checkpoint(precision: str, reason: str, args: Namespace, ranks: Ranks) -> None:
     """--eval_only and --sample: what a trained cascade does. reason: for the precision."""
     run_folder = Path(args.checkpoint_dir)
-    path = path_to_apply(args.resume_from, run_folder)
+    path = str(checkpoint_to_use(args.resume_from, run_folder))
     checkpoint = load_checkpoint(path, run_folder, FORMAT)
     adopt_settings(vars(args), args.source, checkpoint, path)
     set_numerics(ranks.device, precision, reason, args.deterministic)

@@ -142,16 +142,6 @@ def plan_stages(
     return plan
 
 
-def path_to_apply(resume_from: str | None, run_folder: Path) -> str:
-    """Which checkpoint --eval_only and --sample take: best.pt, of the run folder if none is named."""
-    path = run_folder / "best.pt"
-    if resume_from not in (None, "auto"):
-        path = Path(resume_from)
-    if path.is_dir():
-        path = path / "best.pt"
-    return str(path)
-
-
 def resume_stages(
     checkpoint: Checkpoint | None,
     this_run: dict,

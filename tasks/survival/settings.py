@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from checkpoint_utils import Checkpoint, RunLock, load_checkpoint, lock_run_folder
+from checkpoint_utils import Checkpoint, RunLock, checkpoint_to_use, load_checkpoint, lock_run_folder
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
 from hardware_utils import choose_precision, set_numerics, smaller_batch
@@ -170,7 +170,7 @@ def open_checkpoint(
 ) -> tuple[Checkpoint | None, str | None, RunLock | None]:
     """All ranks: (checkpoint to resume or use, its name, lock of the run folder where this is a training)."""
     if args.eval_only or args.predict:
-        used = checkpoint_to_use(args)
+        used = str(checkpoint_to_use(args.resume_from, run_folder))
         return load_checkpoint(used, run_folder, format), used, None
 
     # each fold of a cross-validation has its own
@@ -181,15 +181,6 @@ def open_checkpoint(
             raise InputError(f"{run_folder}: holds a cross-validation; give its flags, or choose another --log_dir")
     lock = lock_run_folder(run_folder, bool(args.resume_from) or args.overwrite, overwrite=args.overwrite)
     return load_checkpoint(args.resume_from, run_folder, format, resume=True), args.resume_from, lock
-
-
-def checkpoint_to_use(args: argparse.Namespace) -> str:
-    """--eval_only and --predict: the file of the checkpoint, best.pt where none or a run folder is named."""
-    if args.resume_from in (None, "auto"):
-        return str(Path(args.log_dir) / "best.pt")
-    if Path(args.resume_from).is_dir():
-        return str(Path(args.resume_from) / "best.pt")
-    return args.resume_from
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------
