@@ -210,3 +210,15 @@ def test_what_the_table_of_where_to_look_names_exists():
                     assert re.search(rf"^(def|class) {name}\b", find(link).read_text(), flags=re.MULTILINE), name
                     found += 1
     assert found >= 20
+
+
+def test_every_file_has_one_row_in_the_tables_of_files():
+    """But for the scripts, which the first page has, and each task's doors."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    elsewhere = ("tests/", "benchmarks/", "train")
+    doors = ("__init__.py", *DOORS)
+    files = [name for name in listed.stdout.split() if not name.startswith(elsewhere)]
+    files = [name for name in files if not (name.startswith("tasks/") and name.endswith(doors))]
+    tables = section("docs/new_task.md", "What each file holds")
+    for name in files:
+        assert tables.count(f"[{name}](../{name})") == 1, name
