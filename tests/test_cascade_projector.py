@@ -35,8 +35,10 @@ class Ct(NamedTuple):
 @pytest.fixture(scope="module")
 def patient(cascade_data) -> Ct:
     """The CT of one patient."""
-    hu, affine = read_ct(cascade_data / "patient_0001" / "patient_0001.nii.gz")
-    spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
+    folder = cascade_data / "patient_0001"
+    hu, affine = read_ct(folder / "patient_0001.nii.gz")
+    squares = affine[:3, :3] ** 2
+    spacing = np.sqrt(squares.sum(0))
     return Ct(hu, affine, spacing)
 
 
@@ -63,9 +65,17 @@ def test_projection_is_a_line_integral(patient, view, axis):
     integral = mu.sum(axis) * patient.spacing[axis]
     # head up; from the right, or from the front
     expected = integral.T[::-1, ::-1]
-    image = project(patient.volume, patient.mm, view)[0, 0].numpy()
+    image = project(patient.volume, patient.mm, view)
+    image = image[0, 0].numpy()
     assert image.shape == expected.shape
-    assert np.abs(image - expected).max() < 1e-5 * expected.max()
+    difference = np.abs(image - expected)
+    assert difference.max() < 1e-5 * expected.max()
+
+
+def falling(count: int) -> np.ndarray:
+    """The centres of so many cells, from 0.5 down to -0.5."""
+    centres = np.arange(count) + 0.5
+    return 0.5 - centres / count
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -82,10 +92,11 @@ def test_independent_renderer_in_the_world(patient, view):
     # rows from the head down, columns from R or from A, and places along a ray
     rows = 40
     columns = 36
-    up = centre[2] + extent[2] * (0.5 - (np.arange(rows) + 0.5) / rows)
-    side = centre[across] + extent[across] * (0.5 - (np.arange(columns) + 0.5) / columns)
+    up = centre[2] + extent[2] * falling(rows)
+    side = centre[across] + extent[across] * falling(columns)
     step = patient.spacing[ray] / 2
-    along = np.arange(-extent[ray] / 2 + step / 2, extent[ray] / 2, step)
+    half = extent[ray] / 2
+    along = np.arange(step / 2 - half, half, step)
     along = centre[ray] + along
     z, s, a = np.meshgrid(up, side, along, indexing="ij")
     points = np.zeros((3, *z.shape))
@@ -96,13 +107,18 @@ def test_independent_renderer_in_the_world(patient, view):
     # from the world to voxels
     offsets = points - origin[:, None, None, None]
     index = np.einsum("ij,j...->i...", np.linalg.inv(rotation), offsets)
-    sampled = map_coordinates(np.clip(patient.hu, -1000, 3000), index, order=1, mode="nearest")
-    expected = (0.0193 * (1 + sampled / 1000) * step).sum(-1)
+    hu = np.clip(patient.hu, -1000, 3000)
+    sampled = map_coordinates(hu, index, order=1, mode="nearest")
+    mu = 0.0193 * (1 + sampled / 1000)
+    expected = (mu * step).sum(-1)
+
     image = project(patient.volume, patient.mm, view)
-    image = resize(image, (rows, columns))[0, 0].numpy()
-    correlation = np.corrcoef(image.ravel(), expected.ravel())[0, 1]
-    assert correlation > 0.995
-    assert np.abs(image - expected).mean() < 0.02 * expected.mean()
+    image = resize(image, (rows, columns))[0, 0]
+    image = image.numpy()
+    correlation = np.corrcoef(image.ravel(), expected.ravel())
+    difference = np.abs(image - expected)
+    assert correlation[0, 1] > 0.995
+    assert difference.mean() < 0.02 * expected.mean()
 
 
 def test_gradient_reaches_every_voxel(patient):
@@ -147,9 +163,12 @@ def test_real_lengths_whatever_the_voxels(patient):
     fine = project(patient.volume, patient.mm, "lat")
     half = resize(patient.volume, (8, 8, 8))
     extent = np.array(patient.hu.shape) * patient.spacing
-    coarse = project(half, torch.tensor([extent.tolist()]) / 8, "lat")
-    assert torch.allclose(resize(fine, (8, 8)), coarse, atol=1e-4)
-    assert abs(float(half.mean() - patient.volume.mean())) < 1e-6
+    spacing = torch.tensor([extent.tolist()]) / 8
+    coarse = project(half, spacing, "lat")
+    fine = resize(fine, (8, 8))
+    assert torch.allclose(fine, coarse, atol=1e-4)
+    difference = half.mean() - patient.volume.mean()
+    assert abs(float(difference)) < 1e-6
 
 
 def test_lift_goes_back_along_the_view_s_own_rays(patient):
@@ -159,8 +178,10 @@ def test_lift_goes_back_along_the_view_s_own_rays(patient):
         lifted = lift(image, view, patient.hu.shape)
         assert lifted.shape == volume.shape
         # the same all along the ray, and each ray its own pixel's value
-        assert (lifted == lifted.narrow(axis, 0, 1)).all()
-        assert torch.equal(as_image(lifted.select(axis, 0)), image)
+        first = lifted.narrow(axis, 0, 1)
+        assert (lifted == first).all()
+        seen = as_image(first.squeeze(axis))
+        assert torch.equal(seen, image)
 
 
 def test_back_projection_of_a_uniform_block():
@@ -175,12 +196,15 @@ def test_back_projection_of_a_uniform_block():
 
 def test_rendered_file_has_square_pixels_and_fixed_greys(patient):
     image = render_drr(patient.hu, patient.spacing, "pa")
-    width = patient.hu.shape[0] * patient.spacing[0]
-    height = patient.hu.shape[2] * patient.spacing[2]
-    assert max(image.shape) == 512
-    assert abs(image.shape[0] / image.shape[1] - height / width) < 0.01
+    extent = np.array(patient.hu.shape) * patient.spacing
+    width, _, height = extent
+    rows, columns = image.shape
+    assert max(rows, columns) == 512
+    assert rows / columns == pytest.approx(height / width, abs=0.01)
+
     largest = float(project(patient.volume, patient.mm, "pa").max())
-    assert abs(image.max() / 255 * P_MAX - largest) < 0.05 * largest
+    brightest = image.max() / 255 * P_MAX
+    assert brightest == pytest.approx(largest, rel=0.05)
 
 
 def test_figures_name_their_columns():
@@ -192,8 +216,15 @@ def test_figures_name_their_columns():
         Row("input X-rays", [None, None, None, *xrays], grey_values=True),
         Row("true CT", [*slices, np.eye(4) * 7, np.eye(4) * 9]),
     ]
-    axes = draw_rows("one patient", columns, rows).axes
-    assert [cell.get_title() for cell in axes] == columns + [""] * 5
-    assert [cell.get_ylabel() for cell in axes[::5]] == ["input X-rays", "true CT"]
-    assert [cell.images[0].get_clim() for cell in axes[3:5]] == [(-1, -1), (-1, 1)]
-    assert [cell.images[0].get_clim() for cell in axes[8:]] == [(0, 7), (0, 9)]
+    figure = draw_rows("one patient", columns, rows)
+    axes = figure.axes
+    titles = [cell.get_title() for cell in axes]
+    names = [cell.get_ylabel() for cell in axes[::5]]
+    assert titles == columns + [""] * 5
+    assert names == ["input X-rays", "true CT"]
+
+    # the grey scales of the X-rays, and of the projections
+    of_xrays = [cell.images[0].get_clim() for cell in axes[3:5]]
+    of_projections = [cell.images[0].get_clim() for cell in axes[8:]]
+    assert of_xrays == [(-1, -1), (-1, 1)]
+    assert of_projections == [(0, 7), (0, 9)]
