@@ -94,12 +94,18 @@ def words_of(cascade_flags):
 
 
 @pytest.fixture(scope="module")
-def run(words_of, zygote):
+def start(zygote):
+    """start(words, ranks=n, ...): a command line, without python."""
+    return lambda words, **options: zygote(*words, **options)
+
+
+@pytest.fixture(scope="module")
+def run(words_of, start):
     """run(out, flags, ranks, code, figures, NAME=value ...): a small run, which must end with this exit code."""
 
     def run(out: Path, flags=(), ranks: int = 1, code: int = 0, figures: bool = False, **environment):
-        words = words_of(out, flags)
-        done = zygote(CASCADE, *words, ranks=ranks, figures=figures, **environment)
+        words = [CASCADE, *words_of(out, flags)]
+        done = start(words, ranks=ranks, figures=figures, **environment)
         assert done.code == code, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 
@@ -282,8 +288,10 @@ def test_ten_kills(run, words_of, whole, tmp_path):
         step = chance.choice([STAGE_STEPS - 1, STAGE_STEPS]) if k % 2 else chance.randrange(2 * STAGE_STEPS - 1)
         who = chance.choice(["worker", "rank0", "all"])
         delay = chance.uniform(0, 0.8)
-        interrupt([CASCADE, *words_of(out, KILLED)], out, who, step, delay)
-        print(f"kill {k}: {who}, {delay:.2f} s after step {step}: {sorted(p.name for p in out.glob('step*'))}")
+        command = [CASCADE, *words_of(out, KILLED)]
+        interrupt(command, out, who, step, delay)
+        saved = sorted(path.name for path in out.glob("step*"))
+        print(f"kill {k}: {who}, {delay:.2f} s after step {step}: {saved}")
         run(out, KILLED, 2)
         same_end(out, whole)
 
@@ -410,11 +418,11 @@ def test_a_net_that_diverges_is_stopped_together(run, tmp_path):
     assert done.stderr.count("error:") == 1
 
 
-def test_out_of_memory_names_what_to_change(words_of, zygote, tmp_path):
+def test_out_of_memory_names_what_to_change(words_of, start, tmp_path):
     """Convolutions with memory for 6 images or volumes, at the measurement before the first step."""
     little = str(ROOT / "tests" / "little_memory.py")
     out = tmp_path / "run"
-    done = zygote(little, "6", CASCADE, *words_of(out, ["--batch_size", "6"]))
+    done = start([little, "6", CASCADE, *words_of(out, ["--batch_size", "6"])])
     assert done.code == 1
     advice = "try batch_size 3 and accumulation_steps 2"
     assert f"error: out of memory in stage1 at batch_size 6 per GPU; {advice}" in done.stderr
@@ -448,8 +456,10 @@ def volume_of(patient) -> np.ndarray:
     from tasks.cascade.files import read_ct
     from tasks.cascade.projector import normalise, resize
 
-    hu = torch.from_numpy(read_ct(patient.ct)[0]).clamp(-1000, 3000)
-    return normalise(resize(hu, (16, 16, 16)).round()).numpy().astype(np.float64)
+    hu, _ = read_ct(patient.ct)
+    hu = torch.from_numpy(hu).clamp(-1000, 3000)
+    hu = resize(hu, (16, 16, 16)).round()
+    return normalise(hu).numpy().astype(np.float64)
 
 
 def test_metrics_against_numpy(cascade_data, one):
@@ -465,15 +475,19 @@ def test_metrics_against_numpy(cascade_data, one):
     true = volume_of(patients[test])
     mean = np.mean([volume_of(patients[i]) for i in split["train"]], 0)
     mse = np.square(mean - true).mean()
-    assert summary["test/psnr_mean_volume"] == pytest.approx(10 * np.log10(4 / mse), abs=1e-4)
-    assert summary["test/mae_hu_mean_volume"] == pytest.approx(np.abs(mean - true).mean() * 2000, abs=1e-2)
+    psnr = 10 * np.log10(4 / mse)
+    mae = np.abs(mean - true).mean() * 2000
+    assert summary["test/psnr_mean_volume"] == pytest.approx(psnr, abs=1e-4)
+    assert summary["test/mae_hu_mean_volume"] == pytest.approx(mae, abs=1e-2)
     assert summary["test/ssim_mean_volume"] == pytest.approx(numpy_ssim(mean, true), abs=1e-4)
 
     # line integrals of the lateral view, along x
     hu, affine = read_ct(patients[test].ct)
-    spacing = np.sqrt((affine[:3, :3] ** 2).sum(0)) * hu.shape / 16
+    squares = affine[:3, :3] ** 2
+    spacing = np.sqrt(squares.sum(0)) * hu.shape / 16
     mean_hu = (mean + 1) * 2000 - 1000
-    integral = (0.0193 * (1 + mean_hu / 1000)).sum(0) * spacing[0]
+    mu = 0.0193 * (1 + mean_hu / 1000)
+    integral = mu.sum(0) * spacing[0]
 
     # in the X-ray's grey values: 0..10 of a line integral are 0..255, -1..1
     slope, offset, _ = load(one / "last.pt")["greys"][1]
@@ -482,7 +496,8 @@ def test_metrics_against_numpy(cascade_data, one):
     xray = read_xray(patients[test].xrays[1], 32, True, False)
     xray = resize(xray * 2 - 1, (16, 16)).numpy()
     projection = integral.T[::-1, ::-1] * slope + offset
-    error = np.sqrt(np.square(projection - xray).mean()) / abs(slope)
+    squares = np.square(projection - xray)
+    error = np.sqrt(squares.mean()) / abs(slope)
     assert summary["test/projection_error_lat_mean_volume"] == pytest.approx(error, rel=1e-3)
 
 
@@ -559,8 +574,8 @@ def test_run_folder(one):
 
     weights = load_file(one / "model.safetensors")
     best = load(one / "stage2_best.pt")
-    assert all(torch.equal(weights[f"stage2.{name}"], value) for name, value in best["ema"].items())
-    assert all(torch.equal(weights[f"stage1.{name}"], value) for name, value in best["earlier"][0].items())
+    for stage, state in (("stage1", best["earlier"][0]), ("stage2", best["ema"])):
+        assert same_weights(state, {name: weights[f"{stage}.{name}"] for name in state})
     summary = read_json(one / "summary.json")
     assert {"test/psnr", "test/ssim", "test/psnr_mean_volume", "test/psnr_backprojection"} <= summary.keys()
 
@@ -570,7 +585,8 @@ def small_setup(cascade_data: Path, flags: list | tuple = ()):
     import train_accelerate as script
 
     words = ["--stage_configs", json.dumps(SMALL_STAGES), "--img_size", "32", "--encoder_dim", "16"]
-    words += ["--num_timesteps", "20", "--ddim_steps", "2", "--dataset_path", str(cascade_data)]
+    words += ["--num_timesteps", "20", "--ddim_steps", "2"]
+    words += ["--dataset_path", str(cascade_data)]
     args = script.parse_args([*words, *flags])
     return script, script.Setup(args, CPU, "no")
 
@@ -605,7 +621,9 @@ def test_every_weight_learns_and_no_earlier_stage(cascade_data):
     noisy = torch.randn(2, 1, 16, 16, 16)
     xrays = torch.randn(2, 2, 32, 32, requires_grad=True)
     previous = torch.randn(2, 1, 16, 16, 16, requires_grad=True)
-    output = model(noisy, torch.tensor([0.2, 0.7]), xrays, previous, torch.tensor([0.05, 0.1]))
+    time = torch.tensor([0.2, 0.7])
+    level = torch.tensor([0.05, 0.1])
+    output = model(noisy, time, xrays, previous, level)
     output.square().sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -629,8 +647,10 @@ def test_scheduler_goes_from_noise_to_the_clean_volume(cascade_data):
         for timestep in scheduler.timesteps.tolist():
             alpha = scheduler.alphas_cumprod[timestep]
             noise = (x - alpha.sqrt() * clean) / (1 - alpha).sqrt()
-            v = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
-            x, _ = scheduler.step(noise if more else v, timestep, x)
+            output = noise
+            if not more:
+                output = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+            x, _ = scheduler.step(output, timestep, x)
         assert torch.allclose(x, clean, atol=1e-4)
 
 
@@ -738,15 +758,18 @@ def test_augmentation(cascade_data):
     spacing = plain["extent"] / 40
     for k, view in enumerate(("pa", "lat")):
         fit = data.greys[k]
-        shadow = (fit.slope * project(volume, spacing, view) + fit.offset)[:, 0, inner]
-        image = resize(xrays[:, k : k + 1], (40, 40))[:, 0, inner]
-        unmoved = resize(plain["xrays"][:, k : k + 1], (40, 40))[:, 0, inner]
-        assert (shadow - image).abs().mean() < 0.02
-        assert (shadow - image).abs().mean() < 0.7 * (shadow - unmoved).abs().mean()
+        shadow = fit.slope * project(volume, spacing, view) + fit.offset
+        shadow = shadow[:, 0, inner]
+        image = resize(xrays[:, k : k + 1], (40, 40))
+        unmoved = resize(plain["xrays"][:, k : k + 1], (40, 40))
+        error = (shadow - image[:, 0, inner]).abs().mean()
+        error_unmoved = (shadow - unmoved[:, 0, inner]).abs().mean()
+        assert error < 0.02
+        assert error < 0.7 * error_unmoved
 
 
 @pytest.mark.soak
-def test_config_keys_have_an_effect(zygote, cascade_data, one, tmp_path):
+def test_config_keys_have_an_effect(start, cascade_data, one, tmp_path):
     """The guide's nested JSON with // comments; each key arrives."""
     first = second_loss(one)
     sections = {
@@ -764,7 +787,7 @@ def test_config_keys_have_an_effect(zygote, cascade_data, one, tmp_path):
         config.write_text(text)
         out = tmp_path / key
         flags = ["--ddim_steps", "2", "--log_every", "1", "--stage", "1", "--max_steps", "2"]
-        done = zygote(CASCADE, "--config", config, "--checkpoint_dir", out, *flags)
+        done = start([CASCADE, "--config", config, "--checkpoint_dir", out, *flags])
         assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return second_loss(out)
 
@@ -815,7 +838,8 @@ def test_overfits_one_volume(cascade_data):
         kept.append(float(diffusion_loss.detach().mean()))
 
     volume = sample_cascade([averaged.model], batch["xrays"][:1], [0], setup.diffusion, "no")[0]
-    psnr = float(10 * torch.log10(4 / (volume - batch["volume"][:1]).square().mean()))
+    mse = (volume - batch["volume"][:1]).square().mean()
+    psnr = float(10 * torch.log10(4 / mse))
     loss = np.mean(kept[-50:])
     print(f"v-prediction on one 32^3 volume: mean loss of the last 50 steps {loss:.4f}, PSNR {psnr:.2f} dB")
     assert loss < 0.05
