@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import PRS_MED, ROOT
+from conftest import ROOT
 from test_survival import TINY
 
 from distributed_utils import create_distributed_dataloader
@@ -72,26 +72,25 @@ def test_configs_that_explode_and_seeds_of_70_bits(zygote, tmp_path, script, nam
 def small_run(request, tmp_path):
     """small_run(script) -> the script and the flags of a small run; only the data of this script is written."""
     run_folder = tmp_path / "run"
+    fixture = request.getfixturevalue
+
+    def flags_of(script: str) -> list:
+        if script == "train_prs_med":
+            data = ["--data_root", fixture("prs_med_data"), "--cache_gb", 0]
+            return [*data, "--checkpoint_dir", run_folder, "--batch_size", 2]
+        if script == "train_mimic_cxr":
+            flags = [*fixture("mimic_cxr_flags"), "--output_dir", run_folder]
+            return [*flags, "--max_samples", 16, "--batch_size", 4]
+
+        if script == "train_survival_distributed":
+            table = fixture("survival_data") / "dataset.csv"
+            data = ["--csv_path", table, "--cache_dir", tmp_path / "cache"]
+            return [*data, *TINY, "--log_dir", run_folder]
+        task = "cascade" if script == "train_accelerate" else "compressed_ad"
+        return fixture(f"{task}_flags")(run_folder)
 
     def make(script: str) -> list:
-        if script == "train_prs_med":
-            command = [PRS_MED, "--data_root", request.getfixturevalue("prs_med_data"), "--checkpoint_dir", run_folder]
-            return [*command, "--batch_size", 2, "--cache_gb", 0]
-        if script == "train_mimic_cxr":
-            command = [
-                ROOT / "train_mimic_cxr.py",
-                *request.getfixturevalue("mimic_cxr_flags"),
-                "--output_dir",
-                run_folder,
-            ]
-            return [*command, "--max_samples", 16, "--batch_size", 4]
-        if script == "train_survival_distributed":
-            table = request.getfixturevalue("survival_data") / "dataset.csv"
-            command = [ROOT / "train_survival_distributed.py", "--csv_path", table, *TINY]
-            return [*command, "--cache_dir", tmp_path / "cache", "--log_dir", run_folder]
-        if script == "train_accelerate":
-            return [ROOT / "train_accelerate.py", *request.getfixturevalue("cascade_flags")(run_folder)]
-        return [ROOT / "train.py", *request.getfixturevalue("compressed_ad_flags")(run_folder)]
+        return [ROOT / f"{script}.py", *flags_of(script)]
 
     return make
 
@@ -102,7 +101,7 @@ def one_step(small_run, zygote, tmp_path):
 
     def run(script: str, seed: int, num_workers: int) -> tuple[str, list]:
         flags = ["--max_steps", 1, "--log_every", 1, "--overwrite", "--seed", seed, "--num_workers", num_workers]
-        done = zygote(*small_run(script), *flags)
+        done = zygote(small_run(script), flags)
         assert done.code == 0, done.stdout[-2000:] + done.stderr[-3000:]
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         return done.stdout, [line["train/loss"] for line in lines if "train/loss" in line]

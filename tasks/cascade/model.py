@@ -171,12 +171,14 @@ class Block(nn.Module):
             return self.norms[part](x) * (1 + scales[part]) + shifts[part]
 
         q, k, v = self.qkv(adapted(0)).chunk(3, -1)
-        x = x + gates[0] * self.out(attention(q, k, v, self.heads))
+        attended = attention(q, k, v, self.heads)
+        x = x + gates[0] * self.out(attended)
 
         # what the tokens are of the X-rays
         q = self.q(adapted(1))
         k, v = self.kv(xray_tokens).chunk(2, -1)
-        x = x + gates[1] * self.cross_out(attention(q, k, v, self.heads))
+        attended = attention(q, k, v, self.heads)
+        x = x + gates[1] * self.cross_out(attended)
         return x + gates[2] * self.mlp(adapted(2))
 
 
@@ -230,7 +232,8 @@ class StageNet(nn.Module):
         dim = stage["voxel_dim"]
         # how often the grid is halved before the transformer
         times = halvings(self.size, stage["token_grid"])
-        widths = [min(dim, max(8, dim // 32) * 2**k) for k in range(times + 1)]
+        narrowest = max(8, dim // 32)
+        widths = [min(dim, narrowest * 2**k) for k in range(times + 1)]
         pairs = list(pairwise(widths))
         self.grid = tuple(n // 2**times for n in self.size)
 
@@ -289,7 +292,8 @@ class StageNet(nn.Module):
         size: tuple[int, int, int],
     ) -> list[Tensor]:
         """Each view's (B, channels, H, W) of (B, views, channels, H, W), lifted along its rays into a grid."""
-        return [lift(images[:, k], view, size) for k, view in enumerate(VIEWS[: self.views])]
+        views = VIEWS[: self.views]
+        return [lift(images[:, k], view, size) for k, view in enumerate(views)]
 
     def forward(
         self,
