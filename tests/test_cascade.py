@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from background import interrupt
-from conftest import ROOT, SMALL_STAGES, kill_then_stop, torchrun
+from conftest import ROOT, SMALL_STAGES, kill_then_stop, records, torchrun
 from scipy.ndimage import uniform_filter
 from torch.utils.data import default_collate
 
@@ -30,11 +30,6 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def lines(out: Path) -> list[dict]:
-    """What a run has logged."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 class Line(NamedTuple):
     """A line of metrics.jsonl, without times and memory."""
 
@@ -47,7 +42,7 @@ class Line(NamedTuple):
 def curve(out: Path) -> list[Line]:
     """Every line, in file order."""
     rows = []
-    for line in lines(out):
+    for line in records(out):
         values = {name: line[name] for name in NAMES if name in line}
         rows.append(Line(line["step"], line["stage"], line["epoch"], values))
     return rows
@@ -84,7 +79,8 @@ def load(path: Path) -> dict:
 
 
 def same_weights(one: dict, other: dict) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
+    differing = [name for name, value in one.items() if not torch.equal(value, other[name])]
+    return not differing
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +99,14 @@ def start(zygote):
 def run(words_of, start):
     """run(out, flags, ranks, code, figures, NAME=value ...): a small run, which must end with this exit code."""
 
-    def run(out: Path, flags=(), ranks: int = 1, code: int = 0, figures: bool = False, **environment):
+    def run(
+        out: Path,
+        flags: list | tuple = (),
+        ranks: int = 1,
+        code: int = 0,
+        figures: bool = False,
+        **environment,
+    ):
         words = [CASCADE, *words_of(out, flags)]
         done = start(words, ranks=ranks, figures=figures, **environment)
         assert done.code == code, done.stdout[-3000:] + done.stderr[-3000:]
@@ -218,8 +221,8 @@ def test_gradients_are_those_of_one_process(run, tmp_path):
         expected = value["exp_avg"]
         scale = float(expected.abs().max())
         moved += scale > 1e-12
-        difference = float((moments[1][key]["exp_avg"] - expected).abs().max())
-        assert difference < 1e-3 * scale + 1e-9
+        difference = moments[1][key]["exp_avg"] - expected
+        assert float(difference.abs().max()) < 1e-3 * scale + 1e-9
     assert moved > 0.9 * len(moments[0])
 
 
@@ -233,9 +236,10 @@ def test_averaged_weights(run, tmp_path):
     expected = steps[0]["ema"]
     for n, step in enumerate(steps[1:], start=2):
         decay = min(0.3, (1 + n) / (10 + n))
-        expected = {name: decay * value + (1 - decay) * step["net"][name] for name, value in expected.items()}
-        for name, value in expected.items():
-            assert torch.allclose(step["ema"][name], value, atol=1e-6), (n, name)
+        for name, value in step["net"].items():
+            mean = decay * expected[name] + (1 - decay) * value
+            assert torch.allclose(step["ema"][name], mean, atol=1e-6), (n, name)
+            expected[name] = mean
     assert not same_weights(steps[-1]["ema"], steps[-1]["net"])
 
 
@@ -252,7 +256,7 @@ def whole(run, tmp_path_factory) -> Path:
     """The unbroken run of two processes."""
     out = tmp_path_factory.mktemp("whole") / "run"
     run(out, KILLED, 2)
-    assert [line["step"] for line in lines(out) if "test/psnr" in line] == [2 * STAGE_STEPS]
+    assert [line["step"] for line in records(out) if "test/psnr" in line] == [2 * STAGE_STEPS]
     return out
 
 
@@ -350,14 +354,17 @@ def test_going_on_with_fewer_epochs_cuts_no_later_stage(run, tmp_path):
     run(out, ["--num_epochs_per_stage", "4", "--max_steps", "9"])
     run(out, ["--num_epochs_per_stage", "2", "--resume_from", "auto"])
     steps = [(line.stage, line.step) for line in training_lines(out)]
-    assert steps == [(1, k) for k in range(1, 10)] + [(2, k) for k in range(10, 16)]
+    first = [(1, step) for step in range(1, 10)]
+    second = [(2, step) for step in range(10, 16)]
+    assert steps == first + second
 
 
 def test_what_the_checkpoint_knows(run, zygote, cascade_data, one, tmp_path):
     """No test patient was trained on; the precision stays; --stage counts the checkpoint's own stages."""
     names = sorted(path.name for path in cascade_data.iterdir())
     files = [tmp_path / f"{k}.txt" for k in range(3)]
-    for path, part in zip(files, (names[4:], names[:2], names[2:4]), strict=True):
+    parts = [names[4:], names[:2], names[2:4]]
+    for path, part in zip(files, parts, strict=True):
         path.write_text("\n".join(part))
     flags = ["--eval_only", "--resume_from", one / "last.pt", "--split_files", *files]
     done = run(tmp_path / "x", flags, code=2)
@@ -397,8 +404,8 @@ def test_plateau_halves_the_rate(run, tmp_path):
     flags = ["--batch_size", "11", "--num_epochs_per_stage", "16", "--stage", "1", "--learning_rate", "1e-7"]
     run(out, [*flags, "--max_steps", "9"])
     run(out, [*flags, "--resume_from", "auto"])
-    rates = [line["train/lr"] for line in lines(out) if "train/lr" in line]
-    losses = [line["val/loss"] for line in lines(out) if "val/loss" in line]
+    rates = [line["train/lr"] for line in records(out) if "train/lr" in line]
+    losses = [line["val/loss"] for line in records(out) if "val/loss" in line]
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-7)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=5)
@@ -535,7 +542,8 @@ def test_sampled_volumes_lie_where_the_ct_does(run, cascade_data, one, tmp_path)
 
     # without a CT
     lone = nibabel.load(out / "samples" / "patient_0002.nii.gz")
-    assert np.allclose(world_point(lone.affine, (7.5, 7.5, 7.5)), [0, 0, 0, 1], atol=1e-3)
+    centre = world_point(lone.affine, (7.5, 7.5, 7.5))
+    assert np.allclose(centre, [0, 0, 0, 1], atol=1e-3)
     extent = load(one / "last.pt")["extent"]
     assert np.allclose(np.diag(lone.affine)[:3] * 16, extent, rtol=1e-5)
 
@@ -574,8 +582,10 @@ def test_run_folder(one):
 
     weights = load_file(one / "model.safetensors")
     best = load(one / "stage2_best.pt")
-    for stage, state in (("stage1", best["earlier"][0]), ("stage2", best["ema"])):
-        assert same_weights(state, {name: weights[f"{stage}.{name}"] for name in state})
+    states = {"stage1": best["earlier"][0], "stage2": best["ema"]}
+    for stage, state in states.items():
+        exported = {name: weights[f"{stage}.{name}"] for name in state}
+        assert same_weights(state, exported)
     summary = read_json(one / "summary.json")
     assert {"test/psnr", "test/ssim", "test/psnr_mean_volume", "test/psnr_backprojection"} <= summary.keys()
 
@@ -674,9 +684,11 @@ def test_prediction_of_v_and_noise_agree(cascade_data):
         noise = torch.randn(3, 1, 8, 8, 8)
         timesteps = torch.tensor([1, 9, 18])
         noisy = scheduler.add_noise(volume, noise, timesteps)
-        before = Previous(torch.rand(3, 1, 4, 4, 4) - 1, torch.full((3,), 0.05))
+        xrays = torch.zeros(3, 2, 8, 8)
+        level = torch.full((3,), 0.05)
+        before = Previous(torch.rand(3, 1, 4, 4, 4) - 1, level)
         for previous in (None, before):
-            output, clean = denoise(wavy_model, scheduler, noisy, timesteps, torch.zeros(3, 2, 8, 8), previous)
+            output, clean = denoise(wavy_model, scheduler, noisy, timesteps, xrays, previous)
             for i, timestep in enumerate(timesteps.tolist()):
                 _, named = scheduler.step(output[i], timestep, noisy[i])
                 assert torch.allclose(named, clean[i].clamp(-1, 1), atol=1e-3)
@@ -728,7 +740,8 @@ def test_gradient_checkpointing_keeps_less(cascade_data):
 
 
 def all_equal(one: tuple, other: tuple) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(first, second) for first, second in pairs)
 
 
 def test_augmentation(cascade_data):
@@ -742,13 +755,16 @@ def test_augmentation(cascade_data):
     plain = prepared_batch(data, size, range(4))
     index = plain["index"]
     assert torch.equal(plain["seen"], plain["xrays"])
-    moved = [augment(plain["volume"], plain["xrays"], index, 3, epoch) for epoch in (0, 0, 1)]
+    whole = plain["volume"]
+    images = plain["xrays"]
+    moved = [augment(whole, images, index, 3, epoch) for epoch in (0, 0, 1)]
     assert all_equal(moved[0], moved[1])
     assert not torch.equal(moved[0][2], moved[2][2])
 
     # whatever the batch
-    backwards = augment(plain["volume"].flip(0), plain["xrays"].flip(0), index[::-1], 3, 0)
-    assert all_equal(tuple(part.flip(0) for part in moved[0]), backwards)
+    backwards = augment(whole.flip(0), images.flip(0), index[::-1], 3, 0)
+    forwards = tuple(part.flip(0) for part in backwards)
+    assert all_equal(moved[0], forwards)
     volume, xrays, seen = moved[0]
     assert not torch.equal(volume, plain["volume"])
     assert not torch.equal(seen, xrays)
