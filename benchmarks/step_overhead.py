@@ -21,25 +21,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_utils import (
-    Ranks,
-    all_gather_with_grad,
-    create_distributed_dataloader,
-    gather_objects,
-    reduce_sum,
-    setup_distributed,
-    to_device,
-    world,
-)
+from distributed_utils import Ranks, all_gather_with_grad, create_distributed_dataloader, gather_objects
+from distributed_utils import reduce_sum, setup_distributed, to_device, world
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, TrainingRun
 
@@ -76,19 +69,22 @@ def bare_loop(model: nn.Module, loader, one_step: Callable[[dict, int], None]) -
         while done < end:
             epoch, place = divmod(done, per_epoch)
             sampler.set_position(epoch, place * sampler.effective_batch_size)
+
             # the histories of CompressedAD are cut anew in each epoch; other sets do not look
             loader.dataset.epoch = epoch
-            for batch in itertools.islice(loader, min(per_epoch - place, end - done)):
+            left = min(per_epoch - place, end - done)
+            for batch in itertools.islice(loader, left):
                 one_step(batch, epoch)
                 done += 1
 
     return Loop(model, train, sampler.effective_batch_size)
 
 
-def script_loop(
-    model: nn.Module, loader, training: TrainingRun, train_one_epoch: Callable[[TrainingRun], None]
-) -> Loop:
-    """The script's own loop, from one epoch to the next."""
+def script_loop(model: nn.Module, loader, training: TrainingRun, train_epoch: Callable, setup) -> Loop:
+    """The script's own loop, from one epoch to the next.
+
+    train_epoch: the script's train_one_epoch, of the run and its setup, which are the flags where there is no other.
+    """
     sampler = loader.batch_sampler
     progress = training.progress
 
@@ -96,7 +92,7 @@ def script_loop(
         end = progress.step + steps
         stretch = replace(training, last_step=end)
         while progress.step < end:
-            train_one_epoch(stretch)
+            train_epoch(stretch, setup)
             if progress.samples >= sampler.used:
                 progress.epoch += 1
                 progress.samples = 0
@@ -104,9 +100,18 @@ def script_loop(
     return Loop(model, train, sampler.effective_batch_size)
 
 
-def words(flags: str, **files: Path) -> list[str]:
-    """A command line: some flags, and those that name a file or folder."""
-    return [*flags.split(), *(word for name, path in files.items() for word in (f"--{name}", str(path)))]
+def command_line(flags: str, files: dict[str, Path]) -> list[str]:
+    """Some flags, and those that name a file or folder."""
+    words = flags.split()
+    for name, path in files.items():
+        words += [f"--{name}", str(path)]
+    return words
+
+
+def read_all(dataset) -> None:
+    """Decode every sample into its cache, before the clock starts."""
+    for i in range(len(dataset)):
+        dataset[i]
 
 
 def wait(device: torch.device) -> None:
@@ -116,7 +121,12 @@ def wait(device: torch.device) -> None:
 
 
 def begin_training(
-    run_folder: Path, losses: list[str], loader, args: argparse.Namespace, ranks: Ranks, progress: Progress
+    run_folder: Path,
+    losses: list[str],
+    loader,
+    args: argparse.Namespace,
+    ranks: Ranks,
+    progress: Progress,
 ) -> TrainingRun:
     """A run that logs as the script does and saves nothing."""
     run_folder.mkdir(parents=True, exist_ok=True)
@@ -136,13 +146,23 @@ def begin_training(
 
 def wrap(model: nn.Module) -> nn.Module:
     """DDP where there are several processes, as torch's manual has it."""
-    return DistributedDataParallel(model, gradient_as_bucket_view=True) if world()[1] > 1 else model
+    _, world_size = world()
+    if world_size == 1:
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float) -> None:
-    """Clip, step, clear."""
+def sum_over_ranks(count: Tensor) -> float:
+    """A number of all ranks together."""
+    total = reduce_sum([int(count)])
+    return float(total[0])
+
+
+def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, args) -> None:
+    """Backward, clip, step, clear."""
+    loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    nn.utils.clip_grad_norm_(trained, grad_clip)
+    nn.utils.clip_grad_norm_(trained, args.grad_clip)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -153,37 +173,38 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float)
 def prs_med(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train_prs_med.py: loss and optimizer are the script's in both loops, here and below."""
     import train_prs_med as script
+    from tasks.prs_med.data import PositionData, read_annotations
 
+    files = {"data_root": data, "checkpoint_dir": run_folder}
     flags = "--batch_size 16 --lora_dropout 0 --lr_scaling none --mixed_precision no"
-    args = script.parse_args(words(flags, data_root=data, checkpoint_dir=run_folder))
+    args = script.parse_args(command_line(flags, files))
     model = script.build_model(args, "no", ranks.device)
-    rows = [row for row in script.read_annotations(data, None, False) if row.split == "train"]
-    images = script.PositionData(rows, model.reader, True)
 
-    # decoded before the clock starts
-    for i in range(len(images)):
-        images[i]
+    # the training rows
+    rows = read_annotations(data, None, False)
+    rows = [row for row in rows if row.split == "train"]
+    images = PositionData(rows, model.reader, True)
+    read_all(images)
     loader = create_distributed_dataloader(images, args.batch_size, collate_fn=model.reader.collate)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
         wrapped = script.wrap_model(model, ranks)
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
         scaler = LossScaler(ranks.device, "no")
-
-        def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(wrapped, loader, optimizer, scaler, stretch, args)
-
-        return script_loop(model, loader, training, train_one_epoch)
+        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
+        train_epoch = partial(script.train_one_epoch, wrapped, loader, optimizer, scaler)
+        return script_loop(model, loader, training, train_epoch, args)
 
     wrapped = wrap(model)
 
     def one_step(batch: dict, epoch: int) -> None:
-        tokens = float(reduce_sum([int((batch["answer"] >= 0).sum())])[0])
+        is_answer = batch["answer"] >= 0
+        tokens = sum_over_ranks(is_answer.sum())
         logits, text = wrapped(to_device(batch, ranks.device))
-        seg = script.mask_loss(logits, batch["mask"]).sum() / (len(text) * ranks.world_size)
-        loss = args.lambda_seg * seg + args.lambda_txt * (text.sum() / tokens)
-        (loss * ranks.world_size).backward()
-        update(model, optimizer, args.grad_clip)
+        samples = len(text) * ranks.world_size
+        seg = script.mask_loss(logits, batch["mask"]).sum() / samples
+        txt = text.sum() / tokens
+        loss = args.lambda_seg * seg + args.lambda_txt * txt
+        backward_and_step(loss * ranks.world_size, model, optimizer, args)
 
     return bare_loop(model, loader, one_step)
 
@@ -192,6 +213,7 @@ def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train_mimic_cxr.py by its torch engine."""
     import train_mimic_cxr as script
     from tasks.mimic_cxr.data import QuestionData, open_image_cache
+    from tasks.mimic_cxr.index import open_index
 
     files = {
         "mimic_cxr_path": data / "mimic-cxr-jpg",
@@ -203,35 +225,37 @@ def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     }
     flags = "--no_auto_optimize --use_ddp --image_size 64 --batch_size 16 --dropout 0 --lr_schedule constant"
     flags += " --warmup_steps 0 --num_workers 0 --mixed_precision no"
-    args = script.parse_args(words(flags, **files))
-    index = script.open_index(Path(args.index_dir), Path(args.mimic_cxr_path), Path(args.mimic_qa_path))
+    args = script.parse_args(command_line(flags, files))
     model, tokenizer = script.build_model(args, "no", ranks.device)
+    index = open_index(files["index_dir"], files["mimic_cxr_path"], files["mimic_qa_path"])
+
+    # the questions, with the images in their cache
     cache = open_image_cache(index, args.image_size, args.cache_gb)
     questions = QuestionData(index, "train", args.mimic_cxr_path, cache, tokenizer, args.max_question_length)
-
-    # in the image cache before the clock starts
-    for i in range(len(questions)):
-        questions[i]
+    read_all(questions)
     loader = create_distributed_dataloader(questions, args.batch_size, collate_fn=questions.collate)
     if kind == "script":
         engine = script.make_engine(model, script.Setup("no"), None, args)
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
-
-        def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(engine, loader, stretch, args)
-
-        return script_loop(model, loader, training, train_one_epoch)
+        train_epoch = partial(script.train_one_epoch, engine, loader)
+        return script_loop(model, loader, training, train_epoch, args)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        trained,
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
     wrapped = wrap(model)
 
     def one_step(batch: dict, epoch: int) -> None:
-        heads = torch.bincount(batch["head"], minlength=len(script.HEADS)).tolist()
-        counts = reduce_sum([*heads, int(batch["known"].sum())]).tolist()
-        losses = script.batch_loss(wrapped, to_device(batch, ranks.device), counts, args.chexpert_weight)
-        (losses[0] * ranks.world_size).backward()
-        update(model, optimizer, args.grad_clip)
+        heads = torch.bincount(batch["head"], minlength=len(script.HEADS))
+        known = batch["known"].sum()
+        counts = reduce_sum([*heads.tolist(), int(known)]).tolist()
+        batch = to_device(batch, ranks.device)
+        losses = script.batch_loss(wrapped, batch, counts, args.chexpert_weight)
+        backward_and_step(losses[0] * ranks.world_size, model, optimizer, args)
 
     return bare_loop(model, loader, one_step)
 
@@ -243,42 +267,60 @@ def survival(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     import train_survival_distributed as script
     from tasks.survival.cohort import read_cohort
 
+    files = {"csv_path": data / "dataset.csv", "cache_dir": data / "cache", "log_dir": run_folder}
     flags = "--resnet resnet10 --base_channels 8 --image_size 48 40 24 --batch_size 8 --no-augment"
     flags += " --scheduler constant --eta_min 0 --num_workers 0 --mixed_precision no"
-    args = script.parse_args(words(flags, csv_path=data / "dataset.csv", cache_dir=data / "cache", log_dir=run_folder))
+    args = script.parse_args(command_line(flags, files))
+
+    # all patients, whose volumes are in the cache
     cohort = read_cohort(args.csv_path)
     rows = np.arange(len(cohort))
-    model = script.build_model(args, "no", 1, None, ranks)
     volumes = script.make_dataset(cohort, rows, args, train=True)
-
-    # in the cache before the clock starts
-    for i in range(len(volumes)):
-        volumes[i]
+    read_all(volumes)
     loader = create_distributed_dataloader(volumes, args.batch_size // ranks.world_size)
+    model = script.build_model(args, "no", 1, None, ranks)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
         wrapped = script.wrap_model(model, frozen=False)
         fold = script.Fold(cohort, "all", rows, rows, {})
         memory = script.CoxMemory(0, ranks.device)
-        learner = script.Learner(model, optimizer, LossScaler(ranks.device, "no"), memory, wrapped)
+        scaler = LossScaler(ranks.device, "no")
+        learner = script.Learner(model, optimizer, scaler, memory, wrapped)
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
-
-        def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(learner, fold, loader, stretch, args)
-
-        return script_loop(model, loader, training, train_one_epoch)
+        train_epoch = partial(script.train_one_epoch, learner, fold, loader)
+        return script_loop(model, loader, training, train_epoch, args)
 
     wrapped = wrap(model)
     time_to_event = torch.from_numpy(cohort.time)
     event = torch.from_numpy(cohort.event)
 
     def one_step(batch: dict, epoch: int) -> None:
-        outputs = all_gather_with_grad(wrapped(batch["image"].to(ranks.device)))
+        outputs = wrapped(batch["image"].to(ranks.device))
+        risks = all_gather_with_grad(outputs)[:, 0]
         cases = torch.cat(gather_objects(batch["index"]))
-        script.cox_loss(outputs[:, 0], time_to_event[cases], event[cases]).backward()
-        update(model, optimizer, args.grad_clip)
+        loss = script.cox_loss(risks, time_to_event[cases], event[cases])
+        backward_and_step(loss, model, optimizer, args)
 
     return bare_loop(model, loader, one_step)
+
+
+# Two stages, of 16^3 and 32^3 voxels.
+CASCADE_STAGES = [
+    {
+        "volume_size": [16, 16, 16],
+        "token_grid": 8,
+        "voxel_dim": 64,
+        "vit_depth": 2,
+        "num_heads": 4,
+    },
+    {
+        "volume_size": [32, 32, 32],
+        "token_grid": 16,
+        "voxel_dim": 64,
+        "vit_depth": 2,
+        "num_heads": 4,
+    },
+]
 
 
 def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
@@ -286,45 +328,46 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     import train_accelerate as script
     from tasks.cascade.plan import StageProgress
 
-    sizes = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
-    stages = [sizes | {"volume_size": [16] * 3, "token_grid": 8}, sizes | {"volume_size": [32] * 3, "token_grid": 16}]
-    flags = "--img_size 64 --encoder_dim 64 --batch_size 4 --scheduler constant --cache_in_memory --num_workers 0"
     files = {"dataset_path": data, "cache_dir": data / "cache", "checkpoint_dir": run_folder}
-    args = script.parse_args([*words(flags, **files), "--mixed_precision", "no", "--stage_configs", json.dumps(stages)])
-    stage = 1
-    volume_size = args.stage_configs[stage]["volume_size"]
-    source = script.data_source(args, ranks.device)
-    patients = source.load([config["volume_size"] for config in args.stage_configs])
-    setup = script.Setup(args, ranks.device, "no", patients)
-    volumes = patients.set("train", volume_size)
+    flags = "--img_size 64 --encoder_dim 64 --batch_size 4 --scheduler constant --cache_in_memory --num_workers 0"
+    flags += " --mixed_precision no"
+    words = command_line(flags, files)
+    words += ["--stage_configs", json.dumps(CASCADE_STAGES)]
+    args = script.parse_args(words)
 
-    # decoded before the clock starts
-    for i in range(len(volumes)):
-        volumes[i]
+    # the patients, whose volumes of this stage are in memory
+    stage = 1
+    config = args.stage_configs[stage]
+    sizes = [each["volume_size"] for each in args.stage_configs]
+    patients = script.data_source(args, ranks.device).load(sizes)
+    setup = script.Setup(args, ranks.device, "no", patients)
+    volumes = patients.set("train", config["volume_size"])
+    read_all(volumes)
     loader = create_distributed_dataloader(volumes, args.batch_size)
+
+    # the model of this stage, and its average
     model = script.build_model(stage, args, ranks.device)
     averaged = script.Ema(model, args.ema_decay)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
-        wrapped = script.make_accelerator("no", 1, ranks).prepare_model(model)
-        learner = script.Learner(model, wrapped, averaged, optimizer, LossScaler(ranks.device, "no"))
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, StageProgress(stage=stage))
-
-        def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(stage, learner, loader, stretch, setup)
-
-        return script_loop(model, loader, training, train_one_epoch)
+        accelerator = script.make_accelerator("no", 1, ranks)
+        wrapped = accelerator.prepare_model(model)
+        scaler = LossScaler(ranks.device, "no")
+        learner = script.Learner(model, wrapped, averaged, optimizer, scaler)
+        progress = StageProgress(stage=stage)
+        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, progress)
+        train_epoch = partial(script.train_one_epoch, stage, learner, loader)
+        return script_loop(model, loader, training, train_epoch, setup)
 
     wrapped = wrap(model)
-    physics_weight = args.stage_configs[stage]["physics_weight"]
     steps = itertools.count(1)
 
     def one_step(batch: dict, epoch: int) -> None:
         batch, draw = script.training_batch(batch, stage, epoch, setup)
         losses = script.sample_losses(wrapped, batch, draw, patients.greys, setup)
         diffusion_loss, physics_loss = (loss.mean() for loss in losses)
-        (diffusion_loss + physics_weight * physics_loss).backward()
-        update(model, optimizer, args.grad_clip)
+        loss = diffusion_loss + config["physics_weight"] * physics_loss
+        backward_and_step(loss, model, optimizer, args)
         averaged.update(model, next(steps))
 
     return bare_loop(model, loader, one_step)
@@ -336,29 +379,29 @@ def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop
     from tasks.compressed_ad.data import as_it_is
 
     config = ROOT / "configs" / "compressed_ad_demo.yaml"
+    files = {"config": config, "data": data, "output_dir": run_folder}
     flags = "--num_warmup_steps 0 --num_workers 0 --mixed_precision no"
-    args = script.parse_args(words(flags, config=config, data=data, output_dir=run_folder))
+    args = script.parse_args(command_line(flags, files))
     model = script.build_model(args, ranks.device)
     segments = script.read_data(args).segments
     loader = create_distributed_dataloader(segments, args.train_batch_size, collate_fn=as_it_is)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
-        wrapped = script.make_accelerator("no", 1, ranks).prepare_model(model)
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
+        accelerator = script.make_accelerator("no", 1, ranks)
+        wrapped = accelerator.prepare_model(model)
         scaler = LossScaler(ranks.device, "no")
-
-        def train_one_epoch(stretch: TrainingRun) -> None:
-            script.train_one_epoch(wrapped, loader, optimizer, scaler, stretch, args)
-
-        return script_loop(model, loader, training, train_one_epoch)
+        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
+        train_epoch = partial(script.train_one_epoch, wrapped, loader, optimizer, scaler)
+        return script_loop(model, loader, training, train_epoch, args)
 
     wrapped = wrap(model)
 
     def one_step(batch: dict, epoch: int) -> None:
-        actions = float(reduce_sum([int(batch["length"].sum())])[0])
-        losses, _ = script.action_losses(wrapped, to_device(batch, ranks.device))
-        (losses.sum() * (1 / actions) * ranks.world_size).backward()
-        update(model, optimizer, args.grad_clip)
+        actions = sum_over_ranks(batch["length"].sum())
+        batch = to_device(batch, ranks.device)
+        losses, _ = script.action_losses(wrapped, batch)
+        loss = losses.sum() * (1 / actions)
+        backward_and_step(loss * ranks.world_size, model, optimizer, args)
 
     return bare_loop(model, loader, one_step)
 
@@ -387,8 +430,11 @@ LARGE = "--num_train 40 --num_val 1 --num_test 1 --image_size 192"
 
 def digest(model: nn.Module) -> str:
     """A digest of all weights."""
-    state = model.state_dict()
-    return hashlib.sha256(b"".join(value.detach().cpu().numpy().tobytes() for value in state.values())).hexdigest()
+    weights = hashlib.sha256()
+    for value in model.state_dict().values():
+        array = value.detach().cpu().numpy()
+        weights.update(array.tobytes())
+    return weights.hexdigest()
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -402,21 +448,26 @@ def measure(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace, ranks: Ranks) -> dict:
     """{equal: whether the weights are, rates: {kind: samples/s of each timing}} of the loops in --kinds."""
     build = TASKS[options.task].build
+    data = Path(options.data)
     loops: dict[str, Loop] = {}
     for kind in options.kinds.split(","):
-        loops[kind] = build(kind, Path(options.data), Path(options.out) / kind, ranks)
+        run_folder = Path(options.out) / kind
+        loops[kind] = build(kind, data, run_folder, ranks)
         loops[kind].train(COMPARED_STEPS)
-    equal = len({digest(loop.model) for loop in loops.values()}) == 1
+    digests = {digest(loop.model) for loop in loops.values()}
 
     # the loops take turns, and take turns at being first
     rates: dict[str, list[float]] = {kind: [] for kind in loops}
     for repeat in range(options.repeats):
-        for kind in sorted(loops, reverse=bool(repeat % 2)):
+        backwards = repeat % 2 == 1
+        for kind in sorted(loops, reverse=backwards):
+            samples = options.steps * loops[kind].samples
             begun = time.perf_counter()
             loops[kind].train(options.steps)
             wait(ranks.device)
-            rates[kind].append(options.steps * loops[kind].samples / (time.perf_counter() - begun))
-    return {"equal": equal, "rates": rates}
+            seconds = time.perf_counter() - begun
+            rates[kind].append(samples / seconds)
+    return {"equal": len(digests) == 1, "rates": rates}
 
 
 def launch(processes: int, **options) -> dict:
@@ -428,13 +479,23 @@ def launch(processes: int, **options) -> dict:
         command += [__file__, "--measure", "--out", out]
         command += [f"--{name}={value}" for name, value in options.items()]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+
+    # the result is the last JSON object that was printed
+    objects = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(objects[-1])
 
 
 def write_sample_data(task: str, folder: str, flags: str) -> str:
     """The folder, with sample data of the task in it."""
-    command = [sys.executable, str(ROOT / "sample_data.py"), task, folder, *flags.split()]
+    command = [sys.executable, str(ROOT / "sample_data.py"), task, folder]
+    command += flags.split()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder
 
@@ -457,22 +518,36 @@ def report_overhead(task: str, data: str, steps: int, repeats: int) -> None:
 
 def report_scaling(data: str, steps: int, repeats: int) -> None:
     """Print samples/s of PRS-Med's loop in 2 processes over 1."""
-    rates = []
+    rates: dict[int, list[float]] = {1: [], 2: []}
     for processes in (1, 2, 1, 2):
-        result = launch(processes, task="prs_med", data=data, steps=steps, repeats=repeats, kinds="script")
-        rates.append(statistics.median(result["rates"]["script"]))
-    print("prs_med, compute-bound, samples/s of 1, 2, 1, 2 processes:", " ".join(f"{rate:.1f}" for rate in rates))
-    print(f"prs_med, 2 processes over 1: {(rates[1] + rates[3]) / (rates[0] + rates[2]):.2f}", flush=True)
+        result = launch(
+            processes,
+            task="prs_med",
+            data=data,
+            steps=steps,
+            repeats=repeats,
+            kinds="script",
+        )
+        rate = statistics.median(result["rates"]["script"])
+        rates[processes].append(rate)
+        print(f"prs_med, compute-bound, samples/s of {processes} process(es): {rate:.1f}")
+    ratio = sum(rates[2]) / sum(rates[1])
+    print(f"prs_med, 2 processes over 1: {ratio:.2f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="which to measure")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of one timing")
-    parser.add_argument("--repeats", type=int, default=7, help="timings of each loop, alternating; the median counts")
-    for name, default in (("task", ""), ("data", ""), ("out", ""), ("kinds", "bare,script")):
-        parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="which to measure")
+    add("--steps", type=int, default=30, help="optimizer steps of one timing")
+    add("--repeats", type=int, default=7, help="timings of each loop, alternating; the median counts")
+
+    # what a measuring process is told
+    add("--measure", action="store_true", help=argparse.SUPPRESS)
+    add("--task", help=argparse.SUPPRESS)
+    add("--data", help=argparse.SUPPRESS)
+    add("--out", help=argparse.SUPPRESS)
+    add("--kinds", default="bare,script", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         measure(options)
@@ -485,7 +560,9 @@ def main() -> None:
             report_overhead(task, data, options.steps, options.repeats)
         if "prs_med" in options.tasks:
             large = write_sample_data("prs_med", f"{folder}/large", LARGE)
-            report_scaling(large, max(4, options.steps // 4), max(3, options.repeats // 2))
+            steps = max(4, options.steps // 4)
+            repeats = max(3, options.repeats // 2)
+            report_scaling(large, steps, repeats)
 
 
 if __name__ == "__main__":
