@@ -134,6 +134,7 @@ def start_training(setting: Setting, ranks: Ranks) -> TrainingRun:
     log = RunLog(run_folder, ranks, LOSSES, endless, args.log_every, "no")
     log.open(args)
     log.context = {"stage": setting.k + 1}
+
     return TrainingRun(
         run_folder=run_folder,
         progress=StageProgress(stage=setting.k),
