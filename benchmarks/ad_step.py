@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from step_overhead import begin_training, wait
+from step_overhead import begin_training, digest, wait
 
 import train
 from distributed_utils import create_distributed_dataloader, setup_distributed, to_device
@@ -59,8 +60,9 @@ class Setting:
         )
 
 
-def raw_accelerate_loop(accelerator, model, optimizer, scheduler, loader, steps: int, grad_clip: float) -> None:
+def raw_accelerate_loop(accelerator, prepared: tuple, loader, steps: int, grad_clip: float) -> None:
     """The loop of Accelerate's own examples: everything prepared, accumulate, backward, clip, step."""
+    model, optimizer, scheduler = prepared
     for _, batch in zip(range(steps), loader, strict=False):
         with accelerator.accumulate(model):
             batch = to_device(batch, accelerator.device)
@@ -93,14 +95,20 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
     prepared = accelerator.prepare(models["raw"], optimizers["raw"], constant)
 
     def raw_turn() -> None:
-        raw_accelerate_loop(accelerator, *prepared, loaders["raw"], steps, args.grad_clip)
+        raw_accelerate_loop(accelerator, prepared, loaders["raw"], steps, args.grad_clip)
 
     # the script's loop
     wrapped = accelerator.prepare_model(models["script"])
     scaler = LossScaler(device, args.mixed_precision)
     progress = Progress()
-    run_folder = Path(args.output_dir)
-    training = begin_training(run_folder, train.LOSSES, loaders["script"], args, setting.ranks, progress)
+    training = begin_training(
+        run_folder=Path(args.output_dir),
+        losses=train.LOSSES,
+        loader=loaders["script"],
+        args=args,
+        ranks=setting.ranks,
+        progress=progress,
+    )
 
     def script_turn() -> None:
         progress.epoch = 0
@@ -108,30 +116,38 @@ def overhead(setting: Setting, rounds: int, steps: int) -> dict:
         stretch = replace(training, last_step=progress.step + steps)
         train.train_one_epoch(wrapped, loaders["script"], optimizers["script"], scaler, stretch, args)
 
-    # each turn has the same first steps of an epoch; the loops take turns at being first
     turns = {"raw": raw_turn, "script": script_turn}
+    times = time_turns(turns, loaders, rounds, device)
+    training.log.close()
+    pairs = zip(times["raw"], times["script"], strict=True)
+    ratios = [script / raw for raw, script in pairs]
+    shown = (statistics.median(ratios), min(ratios), max(ratios))
+    return {
+        "ms_per_step": 1000 * statistics.median(times["script"]) / steps,
+        "equal_weights": digest(models["raw"]) == digest(models["script"]),
+        "step_over_raw": [round(ratio, 4) for ratio in shown],
+    }
+
+
+def time_turns(
+    turns: dict[str, Callable],
+    loaders: dict,
+    rounds: int,
+    device: torch.device,
+) -> dict[str, list[float]]:
+    """Seconds of each loop's turns, without the first one, which warms up; the loops take turns at being first."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds + 1):
-        for name in sorted(turns, reverse=bool(number % 2)):
+        backwards = number % 2 == 1
+        for name in sorted(turns, reverse=backwards):
+            # each turn has the same first steps of an epoch
             loaders[name].batch_sampler.set_position(0, 0)
             wait(device)
             begun = time.perf_counter()
             turns[name]()
             wait(device)
             times[name].append(time.perf_counter() - begun)
-    training.log.close()
-
-    # the first turn warms up
-    _, *raw_times = times["raw"]
-    _, *script_times = times["script"]
-    ratios = [script / raw for raw, script in zip(raw_times, script_times, strict=True)]
-    shown = (statistics.median(ratios), min(ratios), max(ratios))
-    weights = zip(models["raw"].parameters(), models["script"].parameters(), strict=True)
-    return {
-        "ms_per_step": 1000 * statistics.median(script_times) / steps,
-        "equal_weights": all(torch.equal(raw, script) for raw, script in weights),
-        "step_over_raw": [round(ratio, 4) for ratio in shown],
-    }
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 class Forgetful(Agents):
@@ -163,7 +179,8 @@ class Forgetful(Agents):
         mask = visible(some, number, full, places)
         rows = [*range(number + length), number + places + length]
         mask = mask[:, :, rows]
-        out, _ = model.decode(torch.cat(parts, 1), mask[..., rows])
+        x = torch.cat(parts, 1)
+        out, _ = model.decode(x, mask[..., rows])
         return model.head(out[:, -1])
 
 
@@ -230,20 +247,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps a turn")
     options = parser.parse_args()
 
-    # the demo's model, and the published one
     with tempfile.TemporaryDirectory() as name, setup_distributed() as ranks:
         folder = Path(name)
-        command = [sys.executable, str(ROOT / "sample_data.py"), "compressed_ad", str(folder / "data")]
-        subprocess.run([*command, "--streams", "20"], check=True, capture_output=True)
-        demo = ["--config", str(ROOT / "configs" / "compressed_ad_demo.yaml")]
-        setting = Setting(folder, [] if options.real else demo, ranks)
-        say("step", overhead(setting, options.rounds, options.steps))
+        command = [sys.executable, str(ROOT / "sample_data.py"), "compressed_ad"]
+        command += [str(folder / "data"), "--streams", "20"]
+        subprocess.run(command, check=True, capture_output=True)
         published = Setting(folder, [], ranks)
-        agents = 160 if options.real else 16
-        say("acting, published size", acting(published, agents, 600))
-        if not options.real:
-            say("acting, demo", acting(setting, 80, 1000))
-            say("sources", sources())
+        if options.real:
+            say("step", overhead(published, options.rounds, options.steps))
+            say("acting, published size", acting(published, 160, 600))
+            return
+
+        # on a CPU the demo's model, and few agents of the published one
+        config = str(ROOT / "configs" / "compressed_ad_demo.yaml")
+        demo = Setting(folder, ["--config", config], ranks)
+        say("step", overhead(demo, options.rounds, options.steps))
+        say("acting, published size", acting(published, 16, 600))
+        say("acting, demo", acting(demo, 80, 1000))
+        say("sources", sources())
 
 
 if __name__ == "__main__":

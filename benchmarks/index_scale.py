@@ -103,17 +103,23 @@ def make_vocabulary() -> Vocabulary:
     heads = [HEAD_NUMBER[head_of(kind)] for kind in KINDS]
     ids = [f"{kind}_{i:03d}" for kind in KINDS for i in range(1, 21)]
     questions = []
-    for text, severity, name, region in itertools.product(WORDINGS, HEADS["severity"][1:], CHEXPERT, REGIONS):
+    severities = HEADS["severity"][1:]
+    for text, severity, name, region in itertools.product(WORDINGS, severities, CHEXPERT, REGIONS):
         finding = f"{severity} {name.lower()}"
         questions.append(text.format(finding, region))
-    return Vocabulary(np.array(heads, np.int8), pa.array(ids), pa.array(questions))
+    return Vocabulary(
+        heads=np.array(heads, np.int8),
+        ids=pa.array(ids),
+        questions=pa.array(questions),
+    )
 
 
 def make_studies(count: int, rng) -> pa.Table:
     """A table of training studies with random CheXpert labels."""
     numbers = np.arange(count)
     study_ids = 50_000_000 + numbers * 40
-    labels = rng.choice(np.array([BLANK, -1, 0, 1], np.int8), (count, len(CHEXPERT)))
+    values = np.array([BLANK, -1, 0, 1], np.int8)
+    labels = rng.choice(values, (count, len(CHEXPERT)))
     columns = {
         "study_id": study_ids,
         "subject_id": 10_000_000 + numbers * 40,
@@ -187,11 +193,15 @@ def write_index(folder: Path, rows: int) -> None:
 
 def sample_questions(folder: Path) -> list[dict]:
     """All questions of a small sample data set."""
-    command = [sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(folder), "--image_size", "64"]
-    command += ["--num_train", "60", "--num_val", "1", "--num_test", "1"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    files = sorted((folder / "mimic-ext-cxr-qba" / "qa").rglob("*.qa.json"))
-    return [question for file in files for question in json.loads(file.read_text())["questions"]]
+    command = [sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(folder)]
+    command += ["--num_train", "60", "--num_val", "1", "--num_test", "1", "--image_size", "64"]
+    subprocess.run(command, check=True, capture_output=True)
+    questions = []
+    release = folder / "mimic-ext-cxr-qba"
+    for file in sorted(release.glob("qa/**/*.qa.json")):
+        study = json.loads(file.read_text())
+        questions += study["questions"]
+    return questions
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -233,6 +243,8 @@ def write_release(folder: Path, studies: int, questions: int = 185) -> float:
     chexpert = []
     ratings = []
     size = 0
+
+    # Each study asks other questions of the pool.
     for number in range(studies):
         subject = 10_000_000 + number * 1000
         study = 50_000_000 + number
@@ -292,11 +304,18 @@ def read_rows(options: argparse.Namespace) -> dict:
         rows = [data.row(i) for i in next(batches)]
         first.append(time.perf_counter() - begun)
 
+    # The batches after the first one.
     begun = time.perf_counter()
     for batch in itertools.islice(batches, 200):
         rows = [data.row(i) for i in batch]
-    rows_per_s = 200 * 16 / (time.perf_counter() - begun)
-    return {"open": opened, "length": len(data), "first": first, "rows_per_s": rows_per_s, "row": rows[-1]}
+    seconds = time.perf_counter() - begun
+    return {
+        "open": opened,
+        "length": len(data),
+        "first": first,
+        "rows_per_s": 200 * 16 / seconds,
+        "row": rows[-1],
+    }
 
 
 def torch_sampler(options: argparse.Namespace) -> dict:
@@ -377,7 +396,9 @@ def memory_of(pid: int) -> Memory:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         lines = dict(line.split(":") for line in status.splitlines())
-        return Memory(int(lines["RssAnon"].split()[0]) / 1e3, int(lines["VmRSS"].split()[0]) / 1e3)
+        private, _ = lines["RssAnon"].split()
+        resident, _ = lines["VmRSS"].split()
+        return Memory(int(private) / 1e3, int(resident) / 1e3)
     except (OSError, KeyError):
         return Memory(0.0, 0.0)
 
@@ -501,8 +522,10 @@ def rate_of_building(folder: Path, files: int, repeats: int) -> list[Row]:
         print(f"{name}, {processes} process(es), s wall/CPU:", seconds)
 
         # The fastest pass counts: other load on the machine only ever adds.
-        best[key] = Seconds(min(one.wall for one in passes), min(one.cpu for one in passes))
-        rates = f"{files / best[key].wall:.0f}; {files / best[key].cpu:.0f}"
+        wall = min(one.wall for one in passes)
+        cpu = min(one.cpu for one in passes)
+        best[key] = Seconds(wall, cpu)
+        rates = f"{files / wall:.0f}; {files / cpu:.0f}"
         what = f"{files} files of {kilobytes:.0f} KB, {name}, {processes} process(es): files/s wall; CPU"
         table.append(Row(what, rates))
 
@@ -525,15 +548,16 @@ MEASUREMENTS = {"read_rows": read_rows, "torch_sampler": torch_sampler, "build":
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", type=int, default=ROWS, help="questions of the made-up index")
-    parser.add_argument("--folder", help="keep the made-up index here, and use the one that is here")
-    parser.add_argument("--skip_build", action="store_true", help="leave the build rate out")
-    parser.add_argument("--files", type=int, default=1500, help="question files of the build rate, 0.2 MB each")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="rounds of the build rate: two passes by 1 process, then by 2"
-    )
-    parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
-    parser.add_argument("--copies", type=int, default=1, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--rows", type=int, default=ROWS, help="questions of the made-up index")
+    add("--folder", help="keep the made-up index here, and use the one that is here")
+    add("--skip_build", action="store_true", help="leave the build rate out")
+    add("--files", type=int, default=1500, help="question files of the build rate, 0.2 MB each")
+    add("--repeats", type=int, default=3, help="rounds of the build rate: two passes by 1 process, then by 2")
+
+    # What a measuring process is told.
+    add("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
+    add("--copies", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
         result = MEASUREMENTS[options.measure](options)
@@ -544,7 +568,8 @@ def main() -> None:
         table = scale(Path(options.folder or temporary) / "scale", options.rows)
         if not options.skip_build:
             table += rate_of_building(Path(temporary) / "build", options.files, options.repeats)
-    for row in [Row("what", "figure", "goal"), *table]:
+    heading = Row("what", "figure", "goal")
+    for row in [heading, *table]:
         print(f"{row.what:75} {row.figure:>22}  {row.goal}")
 
 

@@ -52,10 +52,11 @@ class Row(NamedTuple):
 
 def write_data(folder: Path, patients: int, image_size: int) -> None:
     """A sample data set of MIMIC-CXR."""
-    command = [sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(folder)]
+    command = [sys.executable, str(ROOT / "sample_data.py")]
+    command += ["mimic_cxr", str(folder)]
     command += ["--num_train", str(patients), "--num_val", "2", "--num_test", "2"]
     command += ["--image_size", str(image_size)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def enlarge(path: Path, number: int) -> None:
@@ -63,10 +64,13 @@ def enlarge(path: Path, number: int) -> None:
     import numpy as np
     from PIL import Image
 
-    large = Image.open(path).resize((2500, 3056), Image.Resampling.BICUBIC)
-    noise = np.random.default_rng(number).normal(0, 5, (3056, 2500))
+    small = Image.open(path)
+    large = small.resize((2500, 3056), Image.Resampling.BICUBIC)
+    rng = np.random.default_rng(number)
+    noise = rng.normal(0, 5, (3056, 2500))
     grey = (np.asarray(large) + noise).clip(0, 255)
-    Image.fromarray(grey.astype(np.uint8)).save(path, quality=90)
+    grainy = Image.fromarray(grey.astype(np.uint8))
+    grainy.save(path, quality=90)
 
 
 # --- decoding and the cache -------------------------------------------------------------------------------------------
@@ -95,7 +99,8 @@ def make_sample(folder: Path, count: int) -> Sample:
 
     def questions(cache_gb: float) -> QuestionData:
         cache = open_image_cache(index, SIZE, cache_gb)
-        return QuestionData(index, "train", str(folder / "mimic-cxr-jpg"), cache, tokenizer, 128)
+        images = str(folder / "mimic-cxr-jpg")
+        return QuestionData(index, "train", images, cache, tokenizer, 128)
 
     plain = questions(0)
     cached = questions(1)
@@ -104,12 +109,13 @@ def make_sample(folder: Path, count: int) -> Sample:
     first = {}
     for i in range(len(plain)):
         first.setdefault(plain.row(i)["study"], i)
-    chosen = dict(sorted(first.items())[:count])
-    paths = [plain.image_path(study) for study in chosen]
+    studies = sorted(first)[:count]
+    rows = [first[study] for study in studies]
+    paths = [plain.image_path(study) for study in studies]
     for number, path in enumerate(paths):
         enlarge(Path(path), number)
     cache_file = index.folder / f"pictures_{SIZE}.u8"
-    return Sample(plain, cached, cache_file, list(chosen.values()), paths)
+    return Sample(plain, cached, cache_file, rows, paths)
 
 
 def bare(path: str, draft: bool):
@@ -120,11 +126,12 @@ def bare(path: str, draft: bool):
     with Image.open(path) as image:
         if draft:
             image.draft("L", (2 * SIZE, 2 * SIZE))
-        small = image.convert("L").resize((SIZE, SIZE), Image.Resampling.BILINEAR)
+        grey = image.convert("L")
+        small = grey.resize((SIZE, SIZE), Image.Resampling.BILINEAR)
         return np.asarray(small)
 
 
-def make_loops(sample: Sample) -> dict[str, Callable[[], object]]:
+def make_loops(sample: Sample) -> dict[str, Callable]:
     """Every loop over the images, by name; the loop with a cold cache leaves the cache warm for the next ones."""
     from tasks.mimic_cxr.data import decode
 
@@ -154,7 +161,7 @@ def make_loops(sample: Sample) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(loops: dict[str, Callable[[], object]], repeats: int, count: int) -> dict[str, float]:
+def measure(loops: dict[str, Callable], repeats: int, count: int) -> dict[str, float]:
     """Samples/s of each loop's fastest pass, in CPU time."""
     names = list(loops)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -177,7 +184,8 @@ def decoding(folder: Path, count: int, repeats: int) -> list[Row]:
     sample = make_sample(folder, count)
     paths = sample.paths
     speed = measure(make_loops(sample), repeats, len(paths))
-    megabytes = statistics.fmean(os.path.getsize(path) for path in paths) / 1e6
+    sizes = [os.path.getsize(path) for path in paths]
+    megabytes = statistics.fmean(sizes) / 1e6
 
     title = f"{len(paths)} pictures of {megabytes:.2f} MB, samples/s per core"
     table = [Row(f"{title}: {name}", f"{value:.1f}") for name, value in speed.items()]
@@ -242,7 +250,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = decoding(Path(folder) / "large", options.pictures, options.repeats)
         table += waiting(Path(folder) / "small")
-    for row in [Row("what", "figure", "goal"), *table]:
+    heading = Row("what", "figure", "goal")
+    for row in [heading, *table]:
         print(f"{row.what:85} {row.figure:>12}  {row.goal}")
 
 

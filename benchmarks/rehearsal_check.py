@@ -17,39 +17,74 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+# The cascade's stages, of 32^3 and 64^3 voxels.
 STAGES = [
     {"name": "stage1", "volume_size": [32] * 3, "voxel_dim": 64, "vit_depth": 2, "num_heads": 4, "token_grid": 8},
     {"name": "stage2", "volume_size": [64] * 3, "voxel_dim": 64, "vit_depth": 2, "num_heads": 4, "token_grid": 8},
 ]
-SURVIVAL = ["train_survival_distributed.py", "--resnet"]
-CASCADE = ["train_accelerate.py", "--img_size", "64", "--encoder_dim", "64", "--stage_configs", json.dumps(STAGES)]
-# Dropout has other kernels on a CPU: they keep masks in fp32, and attention with dropout keeps its weights.
-WITHOUT_DROPOUT = {"train_prs_med.py": ["--lora_dropout", "0"], "train_mimic_cxr.py": ["--dropout", "0"]}
-# {prs_med} and {mimic_cxr} are the folders of sample_data.py, with small checkpoints
-SETTINGS = {
-    "PRS-Med, small models, 64 pixels, batch 4": ["train_prs_med.py", "--data_root", "{prs_med}", "--batch_size", "4"],
-    "PRS-Med, batch 2 x 2": ["train_prs_med.py", "--data_root", "{prs_med}", "--batch_size", "2",
-                             "--gradient_accumulation_steps", "2"],
-    "PRS-Med, batch 8, recomputed": ["train_prs_med.py", "--data_root", "{prs_med}", "--batch_size", "8",
-                                     "--gradient_checkpointing"],
-    "MIMIC-CXR, small models, batch 8": ["{mimic_cxr}", "--image_size", "64", "--batch_size", "8"],
-    "MIMIC-CXR, 128 pixels, batch 16": ["{mimic_cxr}", "--image_size", "128", "--batch_size", "16"],
-    "survival, resnet18, 64 x 64 x 32, 2 cases": [*SURVIVAL, "resnet18", "--image_size", "64", "64", "32",
-                                                  "--batch_size", "2"],
-    "survival, resnet50, 96 x 96 x 32, 2 cases": [*SURVIVAL, "resnet50", "--image_size", "96", "96", "32",
-                                                  "--batch_size", "2"],
-    "survival, resnet10 of 32 channels, 4 cases x 2": [*SURVIVAL, "resnet10", "--base_channels", "32", "--image_size",
-                                                       "64", "64", "32", "--batch_size", "4",
-                                                       "--gradient_accumulation_steps", "2"],
-    "cascade, 32^3, batch 2": [*CASCADE, "--stage", "1", "--batch_size", "2"],
-    "cascade, 64^3, batch 1": [*CASCADE, "--stage", "2", "--batch_size", "1"],
-    "CompressedAD, batch 16": ["train.py", "--train_batch_size", "16"],
-    "AD, batch 32": ["train.py", "--model", "ad", "--train_batch_size", "32"],
-}  # fmt: skip
+
+# The scripts, with what all their settings have. {prs_med} and {mimic_cxr} are folders of sample_data.py, with small
+# checkpoints. Dropout is off, as it has other kernels on a CPU: masks in fp32, and attention that keeps its weights.
+PRS_MED = "train_prs_med.py --lora_dropout 0 --data_root {prs_med}"
+MIMIC_CXR = (
+    "train_mimic_cxr.py --dropout 0 --no_auto_optimize --max_question_length 64"
+    " --image_encoder {mimic_cxr}/convnext_tiny --text_encoder {mimic_cxr}/bert_tiny"
+)
+SURVIVAL = "train_survival_distributed.py"
+CASCADE = "train_accelerate.py --img_size 64 --encoder_dim 64"
+COMPRESSED_AD = "train.py"
+
+
+class Setting(NamedTuple):
+    """A script and its flags in one setting."""
+
+    name: str
+    script: str
+    flags: str
+
+
+SETTINGS = [
+    Setting("PRS-Med, small models, 64 pixels, batch 4", PRS_MED, "--batch_size 4"),
+    Setting("PRS-Med, batch 2 x 2", PRS_MED, "--batch_size 2 --gradient_accumulation_steps 2"),
+    Setting("PRS-Med, batch 8, recomputed", PRS_MED, "--batch_size 8 --gradient_checkpointing"),
+    Setting("MIMIC-CXR, small models, batch 8", MIMIC_CXR, "--image_size 64 --batch_size 8"),
+    Setting("MIMIC-CXR, 128 pixels, batch 16", MIMIC_CXR, "--image_size 128 --batch_size 16"),
+    # larger volumes and models, and steps of two micro-batches
+    Setting(
+        "survival, resnet18, 64 x 64 x 32, 2 cases",
+        SURVIVAL,
+        "--resnet resnet18 --image_size 64 64 32 --batch_size 2",
+    ),
+    Setting(
+        "survival, resnet50, 96 x 96 x 32, 2 cases",
+        SURVIVAL,
+        "--resnet resnet50 --image_size 96 96 32 --batch_size 2",
+    ),
+    Setting(
+        "survival, resnet10 of 32 channels, 4 cases x 2",
+        SURVIVAL,
+        "--resnet resnet10 --base_channels 32 --image_size 64 64 32 --batch_size 4 --gradient_accumulation_steps 2",
+    ),
+    # a stage of the cascade each, and both models of train.py
+    Setting("cascade, 32^3, batch 2", CASCADE, "--stage 1 --batch_size 2"),
+    Setting("cascade, 64^3, batch 1", CASCADE, "--stage 2 --batch_size 1"),
+    Setting("CompressedAD, batch 16", COMPRESSED_AD, "--train_batch_size 16"),
+    Setting("AD, batch 32", COMPRESSED_AD, "--model ad --train_batch_size 32"),
+]
+
+
+def command_line(setting: Setting, folders: dict[str, Path]) -> list[str]:
+    """The script and its flags, with the folders filled in."""
+    words = f"{setting.script} {setting.flags} --mixed_precision no".split()
+    words = [word.format(**folders) for word in words]
+    if setting.script == CASCADE:
+        words += ["--stage_configs", json.dumps(STAGES)]
+    return words
 
 
 @contextlib.contextmanager
@@ -77,10 +112,17 @@ def count(words: list[str]) -> None:
 def last_line(words: list[str]) -> tuple[dict, float]:
     """(the JSON object that a command ends with, its seconds)."""
     begun = time.time()
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}:\n{done.stdout}{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1]), time.time() - begun
+    *_, last = done.stdout.splitlines()
+    return json.loads(last), time.time() - begun
+
+
+def megabytes(found: dict) -> str:
+    """The peak memory of a rehearsal's result."""
+    return f"{1024 * found['peak_gib']:>6.1f} MiB"
 
 
 def main() -> int:
@@ -90,25 +132,24 @@ def main() -> int:
 
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        folders = {task: Path(folder) / task for task in ("prs_med", "mimic_cxr")}
-        for task, path in folders.items():
-            sizes = ["--num_train", "12", "--num_val", "4", "--num_test", "4", "--image_size", "64"]
-            words = [sys.executable, "sample_data.py", task, str(path), *sizes]
+        folders = {}
+        for task in ("prs_med", "mimic_cxr"):
+            folders[task] = Path(folder) / task
+            words = [sys.executable, "sample_data.py", task, str(folders[task])]
+            words += ["--num_train", "12", "--num_val", "4", "--num_test", "4", "--image_size", "64"]
             subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
-        chest = ["train_mimic_cxr.py", "--no_auto_optimize", "--image_encoder", f"{folders['mimic_cxr']}/convnext_tiny"]
-        chest += ["--text_encoder", f"{folders['mimic_cxr']}/bert_tiny", "--max_question_length", "64"]
 
+        # each setting, as predicted and as counted
         print(f"{'setting':<48} {'predicted':>10} {'counted':>10} {'ratio':>7} {'seconds':>8}")
-        for name, words in SETTINGS.items():
-            words = chest + words[1:] if words[0] == "{mimic_cxr}" else words
-            words = [word.format(**folders) if word == "{prs_med}" else word for word in words]
-            words += ["--mixed_precision", "no", *WITHOUT_DROPOUT.get(words[0], [])]
+        for setting in SETTINGS:
+            words = command_line(setting, folders)
             predicted, seconds = last_line([*words, "--rehearse", "--gpu_memory", "80"])
             counted, _ = last_line([__file__, "--count", *words])
             ratio = predicted["peak_gib"] / counted["peak_gib"]
-            wrong += not 0.9 <= ratio <= 1.1 or seconds > 30
-            shown = [f"{1024 * found['peak_gib']:>6.1f} MiB" for found in (predicted, counted)]
-            print(f"{name:<48} {shown[0]:>10} {shown[1]:>10} {ratio:>7.3f} {seconds:>8.1f}", flush=True)
+            good = 0.9 <= ratio <= 1.1 and seconds <= 30
+            wrong += not good
+            row = f"{setting.name:<48} {megabytes(predicted):>10} {megabytes(counted):>10}"
+            print(f"{row} {ratio:>7.3f} {seconds:>8.1f}", flush=True)
     print(f"{wrong} of {len(SETTINGS)} off by more than 10 %, or slower than 30 s")
     return bool(wrong)
 
