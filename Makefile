@@ -1,6 +1,7 @@
 # make demo [TASK=prs_med|mimic_cxr|survival|cascade|compressed_ad]  set up, write sample data, train, print the table
 #      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
+# make test-quick            under 2 minutes: each script stopped and resumed, samplers, losses, run folders, pages
 # make gpu                   measures and checks all that a GPU changes (on CPU: a trial at tiny sizes); see benchmarks/gpu.py
 #      FLAGS="--parts survival,versions"  its flags; PYTHON=python3 takes that python as it is, without making .venv
 # make lint                  ruff, shellcheck, shfmt
@@ -19,7 +20,7 @@ demo demo-all: export ATEN_CPU_CAPABILITY := avx2
 demo demo-all: export ONEDNN_MAX_CPU_ISA := AVX2
 endif
 
-.PHONY: demo demo-all test soak gpu lint setup setup-dev
+.PHONY: demo demo-all test test-quick soak gpu lint setup setup-dev
 setup: .venv/requirements.txt
 setup-dev: .venv/requirements-dev.txt
 
@@ -77,6 +78,14 @@ demo-all: setup
 
 test: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not soak"
+
+# what most mistakes turn red, in seconds; the rest of the suite runs the scripts in every other way
+QUICK := contract.py::test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run contract.py::test_gradients_are_clipped \
+    prs_med_data.py prs_med_memory.py mimic_cxr_sample_data.py survival_loss.py survival_metrics.py \
+    cascade_projector.py cascade_sampling.py compressed_ad_model.py \
+    async_save.py deterministic.py distributed.py figures.py flops.py hardware.py launchers.py memory_probe.py pages.py
+test-quick: setup-dev
+	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(QUICK:%=tests/test_%)
 
 soak: setup-dev
 	$(BIN)/python -m pytest -q -s -m soak
