@@ -161,7 +161,7 @@ def optimizer_steps(
     log.restart_clock()
     batches = iter(loader)
     while progress.step < training.last_step and progress.samples < sampler.used:
-        samples, local = sampler.window(progress.samples)
+        samples, local = sampler.step_sizes(progress.samples)
         step = Step(samples, local, first=samples * rank // world_size, batches=[])
 
         # fetch; the time this takes is the wait for data

@@ -49,8 +49,8 @@ class TrainBatchSampler:
 
     Optimizer step k sees the samples k * effective_batch ... of the epoch's order, however batch_size x accumulation x
     world_size make up the effective batch. The ranks' shares are disjoint and contiguous. The last step holds what is
-    left (a rank without a share of it is given one sample to compute, for which `window` says 0); with drop_last, the
-    remainder below one batch of all ranks is left out instead and every batch is full.
+    left (a rank without a share of it is given one sample to compute, for which `step_sizes` says 0). With drop_last
+    every batch is full, and what is left below one batch of all ranks is left out: that does depend on the world size.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrainBatchSampler:
         """Optimizer steps of a whole epoch."""
         return math.ceil(self.used / self.effective_batch_size)
 
-    def window(self, first: int) -> tuple[int, int]:
+    def step_sizes(self, first: int) -> tuple[int, int]:
         """(samples of all ranks, samples of this rank) of the optimizer step that starts after `first` samples."""
         samples = min(self.effective_batch_size, self.used - first)
         begin = self._place(samples, self.rank)
@@ -102,13 +102,13 @@ class TrainBatchSampler:
         batches_per_step = self.effective_batch_size // batch_of_all_ranks
         last = 0
         if rest:
-            _, local = self.window(self.used - rest)
+            _, local = self.step_sizes(self.used - rest)
             last = max(1, math.ceil(local / self.batch_size))
         return full_steps * batches_per_step + last
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in range(self.start, self.used, self.effective_batch_size):
-            samples, local = self.window(first)
+            samples, local = self.step_sizes(first)
 
             # a rank without a share computes the step's first sample
             begin = first

@@ -363,7 +363,7 @@ def trial_step(model: InContextNet, precision: str, batch: dict) -> None:
 def checkpoint_contents(
     model: InContextNet, optimizer, scaler: LossScaler, this_run: dict, batch: BatchSize, args: Namespace
 ) -> dict:
-    """What a checkpoint holds beside the position and the log."""
+    """What a checkpoint holds beside position, log and random state."""
     settings = {name: getattr(args, name) for name in (*FIXED, *KEPT)}
     return {
         "format": FORMAT,

@@ -230,7 +230,7 @@ def make_learner(stage: StagePlan, checkpoint: dict | None, setup: Setup) -> Lea
     model = build_model(stage.number, args, setup.device)
     model.checkpointing = stage.batch.recomputed
     if setup.models and not checkpoint:
-        # what the X-rays' features are worth was learned before
+        # the X-rays' encoder starts from that of the stage before
         encoder = setup.models[-1].encoder
         model.encoder.load_state_dict(encoder.state_dict())
     averaged = Ema(model, args.ema_decay)
@@ -351,9 +351,9 @@ def fit_stage(
     if training.progress.stage_step == 0:
         if stage.number > 0:
             part.save()
-        first_batch = partial(training_batch, k=stage.number, epoch=0, setup=setup)
-        draw = partial(draw_inputs, stage, setup.data, setup.diffusion.scheduler, first_batch)
-        training.log.figures(draw, training.progress.step)
+        make_batch = partial(training_batch, k=stage.number, epoch=0, setup=setup)
+        draw_figure = partial(draw_inputs, stage, setup.data, setup.diffusion.scheduler, make_batch)
+        training.log.figures(draw_figure, training.progress.step)
     if code := train_epochs(stage, learner, loader, part, setup):
         return code
 
@@ -413,7 +413,7 @@ def log_evaluation(split: str, stage: StagePlan, setup: Setup, training: Trainin
 
 
 def checkpoint_contents(stage: StagePlan, learner: Learner, setup: Setup) -> dict:
-    """What a checkpoint holds beside the run's position."""
+    """What a checkpoint holds beside position, log and random state."""
     return {
         "format": FORMAT,
         "run": stage.run_facts(setup.args.seed, setup.data.fingerprint),
@@ -539,6 +539,7 @@ def open_run(
         effective_batch_size=first.effective_batch_size,
         precision=setup.precision,
         log=log,
+        # each stage has its own, see part_of_run
         contents=dict,
         save_every=args.save_every,
         keep_last=args.keep_last,

@@ -338,10 +338,12 @@ def evaluate_and_log(
 
 
 def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespace) -> None:
-    """Load best.pt and print its metrics of the validation and test splits."""
+    """Print the metrics of best.pt; where nothing was validated, the test's of the last weights."""
     progress = training.progress
     run_folder = training.run_folder
+    title = "test, the last weights (there are no validation rows)"
     if "val" in loaders:
+        title = "test, best.pt"
         best = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
         load_weights(model, best)
         # it was evaluated and logged when it was chosen; a checkpoint of an older script does not tell
@@ -350,7 +352,7 @@ def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespa
         print_metrics("val, best.pt", progress.best_metrics, loaders["val"].dataset.rows)
     if "test" in loaders:
         results = evaluate_and_log(model, loaders["test"], "test", training, args)
-        print_metrics("test, best.pt", results.metrics, loaders["test"].dataset.rows)
+        print_metrics(title, results.metrics, loaders["test"].dataset.rows)
 
 
 def evaluate_only(
@@ -359,7 +361,7 @@ def evaluate_only(
     step: int,
     args: Namespace,
 ) -> None:
-    """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, nothing else."""
+    """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, with their figure."""
     name = args.eval_split
     facts = {"step": step}
     if args.shuffle_questions:
@@ -383,7 +385,7 @@ def asked_batch(args: Namespace) -> BatchSize:
 
 
 def trial_step(model: PRSMed, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch of its size in memory; the gradients stay in the model."""
     batch = to_device(batch, model.device)
     samples = len(batch["index"])
     tokens = batch["answer"].numel()
@@ -528,7 +530,7 @@ def checkpoint_contents(
     this_run: dict,
     args: Namespace,
 ) -> dict:
-    """What a checkpoint holds beside the run's position; this_run: what a resumed run must share."""
+    """What a checkpoint holds beside position, log and random state. this_run: what a resumed run must share."""
     return {
         "format": FORMAT,
         "base": model.base,

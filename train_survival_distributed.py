@@ -429,7 +429,7 @@ def checkpoint_contents(
     this_run: dict,
     args: Namespace,
 ) -> dict:
-    """What a checkpoint holds beside the position and the log."""
+    """What a checkpoint holds beside position, log and random state."""
     settings = {name: getattr(args, name) for name in FIXED}
     return {
         "format": FORMAT,

@@ -147,7 +147,7 @@ def shares_of_steps(sampler: TrainBatchSampler, batches: list[list[int]]) -> lis
     given = iter(batches)
     shares = []
     for k in range(sampler.steps_per_epoch()):
-        _, local = sampler.window(12 * k)
+        _, local = sampler.step_sizes(12 * k)
         passes = max(1, -(-local // sampler.batch_size))
         parts = [next(given) for _ in range(passes)]
         shares.append(list(chain.from_iterable(parts)) if local else [])

@@ -227,7 +227,7 @@ def balanced_steps(has_event: np.ndarray, batch: int, world_size: int) -> list[l
         batches = iter(sampler)
         position = 0
         for k in range(sampler.steps_per_epoch()):
-            count, local = sampler.window(position)
+            count, local = sampler.step_sizes(position)
             position += count
             if len(steps) <= k:
                 steps.append([])

@@ -2,7 +2,7 @@
 
 MultiGPUSurvivalDataset can be used in any training loop:
 
-    from distributed_utils import create_distributed_dataloader, setup_distributed
+    from distributed_utils import create_distributed_dataloader
     from tasks.survival.data import MultiGPUSurvivalDataset
 
     dataset = MultiGPUSurvivalDataset(csv_path, use_smart_cache=True)

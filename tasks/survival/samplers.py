@@ -40,7 +40,7 @@ class PartitionSampler(TrainBatchSampler):
     def order(self, places: np.ndarray) -> np.ndarray:
         """The places in this rank's cache of some places of the epoch."""
         first = places[0] - places[0] % self.effective_batch_size
-        samples, _ = self.window(first)
+        samples, _ = self.step_sizes(first)
         rank_begin = first + samples * self.rank // self.world_size
         local = first // self.world_size + places - rank_begin
         return permute(local, self.smart_cache.cached, self.seed * 1000003 + self.rank, self.epoch)
