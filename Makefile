@@ -83,7 +83,7 @@ test: setup-dev
 QUICK := contract.py::test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run contract.py::test_gradients_are_clipped \
     prs_med_data.py prs_med_memory.py mimic_cxr_sample_data.py survival_loss.py survival_metrics.py \
     cascade_projector.py cascade_sampling.py compressed_ad_model.py \
-    async_save.py deterministic.py distributed.py figures.py flops.py hardware.py launchers.py memory_probe.py pages.py
+    async_save.py deterministic.py distributed.py figures.py flops.py hardware.py launchers.py loop.py memory_probe.py pages.py
 test-quick: setup-dev
 	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(QUICK:%=tests/test_%)
 

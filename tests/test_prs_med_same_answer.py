@@ -179,7 +179,7 @@ def test_evaluation_indices(size):
 
 
 def test_losses_and_gradients(runs):
-    """The first gradient (AdamW's exp_avg after one step) and every logged loss, relative, below 1e-5."""
+    """The first gradient (AdamW's exp_avg after one step) and every logged loss, relative, below 1e-5; the norms."""
     reference = first_gradient(runs / "1")
     curve = np.array(losses(runs / "1"))
     training = [is_training(row) for row in curve]
@@ -190,6 +190,10 @@ def test_losses_and_gradients(runs):
         print(f"{processes} processes: gradient off by {gradient:.1e}, losses by {off.max():.1e}")
         assert gradient < 1e-5
         assert off.max() < 1e-5
+
+        # the logged norm of the whole gradient, once and not once a rank
+        norms = other[training, 2] / curve[training, 2]
+        assert np.abs(norms - 1).max() < 1e-3
 
     # two epochs of three steps, each with a validation; the test of the best
     assert len(curve) == 3 + 1 + 3 + 1 + 1
