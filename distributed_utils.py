@@ -256,12 +256,12 @@ def _quiet_worker(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-@functools.cache
 def choose_workers(num_workers: int, source: str, device: torch.device) -> int:
     """Loading processes as --num_workers says; by default none on a CPU, whose cores the training needs."""
     return 0 if source == "default" and device.type == "cpu" else num_workers
 
 
+@functools.cache
 def limit_workers(num_workers: int) -> int:
     """At most as many loading processes (or threads) as there are cores to use; rank 0 says once what was lowered."""
     cores = usable_cores()

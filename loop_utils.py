@@ -323,10 +323,15 @@ def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> 
     print_banner(title, first | rows | last | rows | training.log.speed_facts())
 
 
+def agree_on_signal(training: TrainingRun) -> int:
+    """All ranks: the exit code of a signal that any of them was sent so far, else 0."""
+    return int(reduce_max([training.stop.code])[0])
+
+
 def stopped_in_evaluation(training: TrainingRun) -> int:
     """All ranks: the exit code of a signal during an evaluation; what the resumed run needs is saved already."""
     say_saved(training.progress.step)
-    return int(reduce_max([training.stop.code])[0])
+    return agree_on_signal(training)
 
 
 def finish_run(training: TrainingRun, begun: float, more: dict) -> None:

@@ -378,6 +378,7 @@ def checkpoint_contents(
 
 def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
+    begun = time.time()
     asked_by = args.source["mixed_precision"]
     precision, reason = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
 
@@ -408,18 +409,19 @@ def run(args: Namespace, ranks: Ranks) -> int:
     if args.eval_only:
         evaluate_only(experiment, checkpoint, Path(used))
     else:
-        code = fit(experiment, checkpoint, reason, accelerator.prepare_model, ranks)
+        code = fit(experiment, checkpoint, reason, accelerator.prepare_model, begun, ranks)
     accelerator.free_memory()
     del lock
     return code
 
 
-def fit(experiment: Experiment, checkpoint: dict | None, reason: str, wrap: Callable, ranks: Ranks) -> int:
+def fit(
+    experiment: Experiment, checkpoint: dict | None, reason: str, wrap: Callable, begun: float, ranks: Ranks
+) -> int:
     """Train, and test the best checkpoint; returns the exit code.
 
-    reason: for the precision. wrap: of a model, for several processes.
+    reason: for the precision. wrap: of a model, for several processes. begun: time.time() at the start.
     """
-    begun = time.time()
     model, data, precision, args, _ = experiment
     run_folder = Path(args.output_dir)
     batch = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
@@ -462,9 +464,8 @@ def fit(experiment: Experiment, checkpoint: dict | None, reason: str, wrap: Call
 
     # say what will be done
     prepare_checkpoint(model)
-    title = "COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION"
     rows = describe_run(data, model, batch, loader, describe_lr(effective_batch_size, args), reason)
-    print_start(title, ranks, training, rows)
+    print_start("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", ranks, training, rows)
     warn_of_histories(data, args.data)
     if args.compile:
         model.compile_layers()

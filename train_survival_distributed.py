@@ -94,7 +94,7 @@ from torch.utils.data import DataLoader
 # the processes, the checkpoints and the memory
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint, trained_state
 from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader
-from distributed_utils import launch_workers, print_main, reduce_max, reduce_sum, schedule
+from distributed_utils import launch_workers, print_main, reduce_sum, schedule
 from distributed_utils import setup_distributed, world, wrap_in_ddp
 from hardware_utils import autocast
 from memory_utils import BatchSize
@@ -102,7 +102,7 @@ from memory_utils import BatchSize
 # the loop and its log
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
-from loop_utils import explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
+from loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
 from loop_utils import restore_training, resume, say_if_finished, seed_ranks, sync_gradients
 
 # the cases, and what is told of them
@@ -454,6 +454,7 @@ def fit(
         fold = prepare_fold(fold, args)
         start = first_weights(checkpoint, args.pretrained_path)
         model = build_model(args, setup.precision, fold.outputs, start, ranks)
+        del start
     batch = choose_batch_size(cox_loss, model, checkpoint, setup.batch, args)
     loader = make_loader(fold, batch, args)
     sampler = loader.batch_sampler
@@ -574,11 +575,10 @@ def finish_fold(
     if not args.cross_validate:
         export_weights(checkpoint["model"], run_folder / "model.safetensors")
 
-    headline = f"val/{HEADLINE[args.task]}"
-    signal = int(reduce_max([training.stop.code])[0])
-    result = FoldResult(fold, training.progress.step, signal, last, best)
-    end_fold(result, training, checkpoint, headline, last_score, begun, args.eval_years)
-    return result
+    result = FoldResult(fold, training.progress.step, 0, last, best)
+    end_fold(result, training, checkpoint, f"val/{HEADLINE[args.task]}", last_score, begun, args.eval_years)
+    # a signal up to here ends a cross-validation before its next fold
+    return result._replace(signal=agree_on_signal(training))
 
 
 def use_checkpoint(

@@ -110,7 +110,7 @@ def one_step(small_run, zygote, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", [*(pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS[:4]), *SCRIPTS[4:]]
+    "script", [*(pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS[:3]), *SCRIPTS[3:]]
 )
 def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
     """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""

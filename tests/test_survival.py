@@ -427,6 +427,38 @@ def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, survival_da
     assert (stopped / "predictions.csv").read_text() == (out / "predictions.csv").read_text()
 
 
+# train_survival_distributed.py, told to stop in the moment in which a fold has its results
+TOLD_AFTER_A_FOLD = """
+import os
+import signal
+import sys
+
+import tasks.survival.report as report
+import train_survival_distributed as script
+from cli_utils import run_main
+
+say_where = report.say_where
+
+
+def and_stop(run_folder):
+    say_where(run_folder)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+report.say_where = and_stop
+run_main(script.main, script.parse_args(sys.argv[1:]))
+"""
+
+
+def test_a_signal_between_two_folds_ends_the_cross_validation(flags, zygote, tmp_path):
+    (tmp_path / "told.py").write_text(TOLD_AFTER_A_FOLD)
+    out = tmp_path / "run"
+    done = zygote(tmp_path / "told.py", flags(out, ["--folds", "2", "--cross_validate", "--epochs", "1"]))
+    assert done.code == 143, done.stdout[-2000:] + done.stderr[-2000:]
+    assert (out / "fold_1" / "summary.json").is_file()
+    assert not (out / "fold_2").exists()
+
+
 @pytest.mark.soak
 def test_cross_validation_pools_all_folds(flags, zygote, tmp_path):
     """Each case is predicted once by a net that has not seen it; killed after a fold, the rest goes on."""

@@ -107,12 +107,14 @@ def try_cases(
     waiting: int,
     args: argparse.Namespace,
 ) -> None:
-    """A trial step of so many cases, while others of the same step wait. cox_loss(outputs, time, event, ties)."""
+    """A trial step of so many cases, while others of the same step wait. cox_loss(log_hazard, time, event, ties)."""
     batch = largest_batch(cases, args.image_size)
     seed = args.seed if args.augment else None
     images = load_images(batch, model.device, seed, epoch=0)
 
     def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+        if args.task == "pretrain":
+            return outputs.square().mean()
         return cox_loss(outputs[:, 0], batch["time"], batch["event"], args.ties)
 
     trial_step(model, images, loss_of, waiting)
