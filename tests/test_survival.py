@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import math
 import random
 import re
 import shutil
@@ -425,6 +426,19 @@ def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, survival_da
     again = read_json(stopped / "summary.json")
     assert without_seconds(again) == without_seconds(summary)
     assert (stopped / "predictions.csv").read_text() == (out / "predictions.csv").read_text()
+
+
+def test_the_learning_rate_falls_by_a_cosine_to_eta_min(flags, zygote, tmp_path):
+    """From the first step, at which it is --lr; with warm-up steps before, which rise from 0."""
+    cosine = ["--scheduler", "cosine", "--lr", "1e-3", "--eta_min", "4e-4", "--warmup_steps", "2", "--eval_years", "3"]
+    go(zygote, flags(tmp_path / "run", cosine))
+    lrs = [line["train/lr"] for line in lines(tmp_path / "run") if "train/lr" in line]
+    assert lrs[:3] == pytest.approx([5e-4, 1e-3, 1e-3])
+    falling = len(lrs) - 2
+    assert falling >= 8
+    for step, lr in enumerate(lrs[2:]):
+        share = (1 + math.cos(math.pi * step / falling)) / 2
+        assert lr == pytest.approx(4e-4 + 6e-4 * share)
 
 
 # train_survival_distributed.py, told to stop in the moment in which a fold has its results
