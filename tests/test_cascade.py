@@ -226,6 +226,19 @@ def test_gradients_are_those_of_one_process(run, tmp_path):
     assert moved > 0.9 * len(moments[0])
 
 
+def test_a_stage_begins_with_the_encoder_of_the_one_before(run, tmp_path):
+    """And with nothing else of it; the checkpoint at the end of stage 1 is that of the beginning of stage 2."""
+    out = tmp_path / "run"
+    run(out, ["--max_steps", "7", "--save_every", "1", "--keep_last", "20"])
+    begun = load(out / "step_00000006.pt")
+    assert begun["state"]["stage"] == 1
+    before = load(out / "stage1_best.pt")["ema"]
+    for name, value in begun["net"].items():
+        if name.startswith("encoder."):
+            assert torch.equal(value, before[name]), name
+    assert not torch.equal(begun["net"]["to_tokens.weight"], before["to_tokens.weight"])
+
+
 def test_averaged_weights(run, tmp_path):
     """`ema` of each checkpoint is the running mean of the models of all steps, with the decay's warm-up."""
     out = tmp_path / "run"

@@ -962,3 +962,14 @@ def test_compiled(compressed_ad_flags, one, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert loss_difference(training(out), training(one)) < 1e-4
+
+
+def test_each_epoch_cuts_other_segments_out_of_the_histories(compressed_ad_flags, zygote, tmp_path):
+    """A model that learns nothing has the same loss on the same segments; an epoch is one step here."""
+    out = tmp_path / "run"
+    still = ["--lr", "1e-12", "--num_warmup_steps", "0", "--train_timesteps", "2", "--train_batch_size", "2190"]
+    done = zygote(TRAIN, compressed_ad_flags(out), still, "--eval_interval", "0")
+    assert done.code == 0, done.stderr
+    first, second = training(out)
+    assert (first.epoch, second.epoch) == (1, 2)
+    assert abs(first.numbers["train/loss"] - second.numbers["train/loss"]) > 1e-5

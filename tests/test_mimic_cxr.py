@@ -1355,3 +1355,26 @@ def test_guide_commands(mimic_cxr_flags, launcher, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "ZeRO-2, optimizer on the CPU" in done.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
+
+
+def test_a_question_counts_for_its_own_head_and_a_label_where_it_is_known():
+    import train_mimic_cxr as script
+
+    rng = torch.Generator().manual_seed(0)
+    sizes = [2, 3, 4, 5][: len(HEADS)]
+    logits = [torch.randn(6, size, generator=rng) for size in sizes]
+    findings = torch.randn(6, len(CHEXPERT), generator=rng)
+    head = torch.arange(6) % len(HEADS)
+    label = (torch.rand(6, len(CHEXPERT), generator=rng) > 0.5).float()
+    known = torch.rand(6, len(CHEXPERT), generator=rng) > 0.5
+    batch = {"head": head, "target": torch.ones(6, dtype=torch.long), "label": label, "known": known}
+    entropy, bce = script.question_losses(logits, findings, batch)
+
+    # each question by hand
+    for question in range(6):
+        own = logits[int(head[question])][question]
+        assert float(entropy[question]) == pytest.approx(float(-own.log_softmax(0)[1]), rel=1e-5)
+    probability = findings.sigmoid()
+    right = torch.where(label > 0, probability, 1 - probability)
+    assert torch.allclose(bce[known], -right.log()[known], rtol=1e-4)
+    assert (bce[~known] == 0).all()

@@ -428,6 +428,23 @@ def test_cross_validation_is_scored_by_the_last_epoch(flags, zygote, survival_da
     assert (stopped / "predictions.csv").read_text() == (out / "predictions.csv").read_text()
 
 
+def test_the_memory_keeps_the_last_cases_and_joins_their_risk_sets(flags, zygote, tmp_path):
+    """--cox_memory: from the second step on the loss is another; the checkpoint knows whose log-hazards are kept."""
+    stop = ["--max_steps", "3", "--lr", "1e-9", "--eta_min", "0"]
+    go(zygote, flags(tmp_path / "without", stop))
+    go(zygote, flags(tmp_path / "with", [*stop, "--cox_memory", "9"]))
+    without = [line["train/loss"] for line in lines(tmp_path / "without") if "train/loss" in line]
+    remembered = [line["train/loss"] for line in lines(tmp_path / "with") if "train/loss" in line]
+    assert remembered[0] == without[0]
+    assert abs(remembered[1] - without[1]) > 0.01
+    assert abs(remembered[2] - without[2]) > 0.01
+
+    # of the 18 cases of three steps
+    memory = torch.load(tmp_path / "with" / "last.pt", weights_only=True)["memory"]
+    assert len(set(memory["rows"])) == 9
+    assert len(memory["values"]) == 9
+
+
 def test_the_learning_rate_falls_by_a_cosine_to_eta_min(flags, zygote, tmp_path):
     """From the first step, at which it is --lr; with warm-up steps before, which rise from 0."""
     cosine = ["--scheduler", "cosine", "--lr", "1e-3", "--eta_min", "4e-4", "--warmup_steps", "2", "--eval_years", "3"]
