@@ -335,10 +335,10 @@ def find_newest(run_folder: Path) -> Path | None:
 
 def checkpoint_to_use(resume_from: str | None, run_folder: Path) -> Path:
     """The checkpoint that an evaluation is of: the one that is named, or best.pt of the named or of this run folder."""
-    path = run_folder if resume_from in (None, "auto") else Path(resume_from)
-    if path.is_dir() or path == run_folder:
-        return path / "best.pt"
-    return path
+    if resume_from in (None, "auto"):
+        return run_folder / "best.pt"
+    path = Path(resume_from)
+    return path / "best.pt" if path.is_dir() else path
 
 
 def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resume: bool = False) -> Checkpoint | None:

@@ -323,15 +323,15 @@ def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> 
     print_banner(title, first | rows | last | rows | training.log.speed_facts())
 
 
-def agree_on_signal(training: TrainingRun) -> int:
+def agree_on_signal(stop: StopSignal) -> int:
     """All ranks: the exit code of a signal that any of them was sent so far, else 0."""
-    return int(reduce_max([training.stop.code])[0])
+    return int(reduce_max([stop.code])[0])
 
 
 def stopped_in_evaluation(training: TrainingRun) -> int:
     """All ranks: the exit code of a signal during an evaluation; what the resumed run needs is saved already."""
     say_saved(training.progress.step)
-    return agree_on_signal(training)
+    return agree_on_signal(training.stop)
 
 
 def finish_run(training: TrainingRun, begun: float, more: dict) -> None:

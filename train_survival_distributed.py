@@ -578,7 +578,7 @@ def finish_fold(
     result = FoldResult(fold, training.progress.step, 0, last, best)
     end_fold(result, training, checkpoint, f"val/{HEADLINE[args.task]}", last_score, begun, args.eval_years)
     # a signal up to here ends a cross-validation before its next fold
-    return result._replace(signal=agree_on_signal(training))
+    return result._replace(signal=agree_on_signal(training.stop))
 
 
 def use_checkpoint(

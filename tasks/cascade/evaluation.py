@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distributed_utils import StopSignal, agree_on_errors, reduce_max, reduce_sum
+from distributed_utils import StopSignal, agree_on_errors, reduce_sum
+from loop_utils import agree_on_signal
 from tasks.cascade.data import Data, XrayCtDataset, eval_batches, grey
 from tasks.cascade.diffusion import LOSS_DRAWS, Diffusion, Draw, validation_draw
 from tasks.cascade.files import Patient
@@ -83,7 +84,7 @@ def evaluate(
             if 0 in places:
                 example = shown
 
-    code = int(reduce_max([stop.code])[0]) if stop else 0
+    code = agree_on_signal(stop) if stop else 0
     if code:
         return Evaluation(code, {}, None)
     means = reduce_sum(table).mean(0).tolist()

@@ -4,22 +4,7 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-CHEXPERT = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Consolidation",
-    "Edema",
-    "Enlarged Cardiomediastinum",
-    "Fracture",
-    "Lung Lesion",
-    "Lung Opacity",
-    "No Finding",
-    "Pleural Effusion",
-    "Pleural Other",
-    "Pneumonia",
-    "Pneumothorax",
-    "Support Devices",
-)
+from tasks.mimic_cxr.answers import CHEXPERT
 
 # Of the patient.
 SIDES = ("left", "right")

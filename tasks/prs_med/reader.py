@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 
 
 class PixelStatistics(NamedTuple):
@@ -126,11 +127,11 @@ class Reader:
             tensors = [item[name] for item in items]
             images[name] = torch.stack(tensors)
         return images | {
-            "ids": pad_right(ids, self.pad),
-            "prompt": pad_left(prompts, -1),
-            "words": pad_right(words, -1),
-            "answer": pad_right(answers, -100),
-            "answer_at": pad_right(answer_at, 0),
+            "ids": pad(ids, self.pad),
+            "prompt": pad(prompts, -1, side="left"),
+            "words": pad(words, -1),
+            "answer": pad(answers, -100),
+            "answer_at": pad(answer_at, 0),
             "index": [item["index"] for item in items],
             "position": [item["position"] for item in items],
             "error": errors[0] if errors else "",
@@ -151,21 +152,11 @@ def resized(image: Image.Image, side: int) -> torch.Tensor:
     return torch.from_numpy(channels_first.copy())
 
 
-def pad_right(rows: list[list[int]], value: int) -> torch.Tensor:
-    """int64 (B, longest): each row, then as often `value` as it is shorter than the longest."""
-    longest = max(map(len, rows))
-    padded = []
-    for row in rows:
-        padding = [value] * (longest - len(row))
-        padded.append(row + padding)
-    return torch.tensor(padded)
-
-
-def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
-    """int64 (B, longest): as often `value` as a row is shorter than the longest, then the row."""
-    longest = max(map(len, rows))
-    padded = []
-    for row in rows:
-        padding = [value] * (longest - len(row))
-        padded.append(padding + row)
-    return torch.tensor(padded)
+def pad(
+    rows: list[list[int]],
+    value: int,
+    side: str = "right",
+) -> torch.Tensor:
+    """int64 (B, longest): each row, and on one side as often `value` as it is shorter than the longest."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
