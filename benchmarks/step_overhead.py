@@ -315,7 +315,7 @@ CASCADE_STAGES = [
     },
     {
         "volume_size": [32, 32, 32],
-        "token_grid": 16,
+        "token_grid": 8,
         "voxel_dim": 64,
         "vit_depth": 2,
         "num_heads": 4,
