@@ -127,11 +127,11 @@ class Reader:
             tensors = [item[name] for item in items]
             images[name] = torch.stack(tensors)
         return images | {
-            "ids": pad(ids, self.pad),
-            "prompt": pad(prompts, -1, side="left"),
-            "words": pad(words, -1),
-            "answer": pad(answers, -100),
-            "answer_at": pad(answer_at, 0),
+            "ids": pad_rows(ids, self.pad),
+            "prompt": pad_rows(prompts, -1, side="left"),
+            "words": pad_rows(words, -1),
+            "answer": pad_rows(answers, -100),
+            "answer_at": pad_rows(answer_at, 0),
             "index": [item["index"] for item in items],
             "position": [item["position"] for item in items],
             "error": errors[0] if errors else "",
@@ -152,11 +152,11 @@ def resized(image: Image.Image, side: int) -> torch.Tensor:
     return torch.from_numpy(channels_first.copy())
 
 
-def pad(
+def pad_rows(
     rows: list[list[int]],
     value: int,
     side: str = "right",
 ) -> torch.Tensor:
-    """int64 (B, longest): each row, and on one side as often `value` as it is shorter than the longest."""
+    """int64 (B, longest): the rows, filled up with `value` at the right or at the left (`side`)."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
