@@ -11,7 +11,7 @@ from scipy.ndimage import map_coordinates
 from tasks.cascade.files import read_ct
 from tasks.cascade.projector import P_MAX, VIEWS, as_image, attenuation, back_project
 from tasks.cascade.projector import lift, normalise, project, render_drr, resize, to_hu
-from tasks.cascade.report import SLICES, Row, draw_rows
+from tasks.cascade.figures import SLICES, Column, Row, draw_rows
 
 
 class Ct(NamedTuple):
@@ -208,23 +208,20 @@ def test_rendered_file_has_square_pixels_and_fixed_greys(patient):
 
 
 def test_figures_name_their_columns():
-    """Above the first row, also where that has no image in a column; X-rays keep their own grey values."""
+    """Above the first row, also where that has no image in a column; all images of a column have one window."""
     slices = [np.zeros((4, 4))] * 3
-    xrays = [np.full((4, 4), -1.0), np.eye(4)]
-    columns = [*SLICES, "frontal projection", "lateral projection"]
+    columns = [*SLICES, Column("PA projection", 0.0, 7.0), Column("PA: less X-ray", -0.5, 0.5)]
     rows = [
-        Row("input X-rays", [None, None, None, *xrays], grey_values=True),
+        Row("X-rays", [None, None, None, np.eye(4)]),
         Row("true CT", [*slices, np.eye(4) * 7, np.eye(4) * 9]),
     ]
     figure = draw_rows("one patient", columns, rows)
     axes = figure.axes
     titles = [cell.get_title() for cell in axes]
     names = [cell.get_ylabel() for cell in axes[::5]]
-    assert titles == columns + [""] * 5
-    assert names == ["input X-rays", "true CT"]
+    assert titles == [column.title for column in columns] + [""] * 5
+    assert names == ["X-rays", "true CT"]
+    assert titles[:4] == ["axial", "coronal", "sagittal", "PA projection"]
 
-    # the grey scales of the X-rays, and of the projections
-    of_xrays = [cell.images[0].get_clim() for cell in axes[3:5]]
-    of_projections = [cell.images[0].get_clim() for cell in axes[8:]]
-    assert of_xrays == [(-1, -1), (-1, 1)]
-    assert of_projections == [(0, 7), (0, 9)]
+    windows = [cell.images[0].get_clim() for cell in axes if cell.images]
+    assert windows == [(0, 7), (-1, 0), (-1, 0), (-1, 0), (0, 7), (-0.5, 0.5)]

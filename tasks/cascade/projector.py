@@ -1,4 +1,4 @@
-"""Geometry of guide 3, in one place: CT volumes, attenuation, parallel projections (DRRs), and the way back.
+"""Geometry of guide 3, in one place: CT volumes, attenuation, projections (DRRs), and the way back.
 
 Axes. A volume is (..., X, Y, Z) in canonical RAS+ orientation: x runs to the patient's right, y to the front, z to the
 head. It holds HU clipped to -1000..3000 and scaled to -1..1, on a grid that spans the
@@ -7,7 +7,8 @@ CT's field of view, whatever its voxel size; `spacing` (mm per voxel along x, y,
 Views. "pa" (frontal) rays run along y, "lat" (lateral) rays along x, all parallel, from edge to edge of the field of
 view. An image is (..., rows, columns) as one looks at it: the head is up (rows run against z); the frontal image
 begins at the patient's right side as seen from the front (columns run against x); the lateral one begins at the front
-(columns run against y).
+(columns run against y). Other views, oblique or of a cone beam, are a View (views.py); their rays are in rays.py. All
+functions here take either.
 
 Values. Beer-Lambert: a ray's line integral is the sum of mu * length, mu = MU_WATER * (1 + HU / 1000) per mm. It is
 linear in the volume, so a gradient reaches every voxel. A DRR file is the line integral in grey values,
@@ -20,15 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor, float64
 
+from tasks.cascade.rays import detector_shape, image_shape, path_lengths, ray_spread, ray_sums, sample_along_rays
+from tasks.cascade.views import View, as_view
+
 HU_MIN = -1000.0
 HU_MAX = 3000.0
 # Attenuation per mm, at about 70 keV.
 MU_WATER = 0.0193
+# What one unit of a volume in -1..1 adds to the attenuation per mm.
+MU_PER_UNIT = MU_WATER * (HU_MAX - HU_MIN) / 2 / 1000
 # The line integral of a white pixel: 520 mm of water.
 P_MAX = 10.0
 VIEWS = ("pa", "lat")
-# The axis of (X, Y, Z) along which a view's rays run.
-RAY_AXIS = {"pa": 1, "lat": 0}
 
 
 def normalise(hu: Tensor) -> Tensor:
@@ -42,6 +46,12 @@ def to_hu(volume: Tensor) -> Tensor:
     """-1..1 -> HU."""
     half_range = (HU_MAX - HU_MIN) / 2
     return (volume + 1) * half_range + HU_MIN
+
+
+def hu_difference(difference: Tensor) -> Tensor:
+    """A difference of volumes in -1..1 -> HU."""
+    half_range = (HU_MAX - HU_MIN) / 2
+    return difference * half_range
 
 
 def attenuation(volume: Tensor) -> Tensor:
@@ -69,13 +79,55 @@ def as_plane(image: Tensor) -> Tensor:
 def project(
     volume: Tensor,
     spacing: Tensor,
-    view: str,
+    view: str | View,
 ) -> Tensor:
-    """Line integrals (B, C, Z, across) of a volume (B, C, X, Y, Z) in -1..1; spacing (B, 3) in mm; differentiable."""
-    axis = RAY_AXIS[view]
+    """Line integrals (B, C, rows, columns) of a volume (B, C, X, Y, Z) in -1..1; spacing (B, 3) in mm; differentiable.
+
+    Of pa and lat there are Z rows, and columns as there are voxels across; of others, see image_shape.
+    """
+    view = as_view(view)
+    axis = view.ray_axis
+    if axis is None:
+        return ray_sums(attenuation(volume), spacing, view, image_shape(view, volume.shape[-3:]))
     total = attenuation(volume).sum(axis - 3)
     length = spacing[:, axis, None, None, None]
     return as_image(total * length)
+
+
+def sum_rays(
+    volume: Tensor,
+    spacing: Tensor,
+    view: str | View,
+) -> Tensor:
+    """The linear part of project: what a change (B, C, X, Y, Z) of a volume adds to its line integrals.
+
+    project(volume + change) = project(volume) + sum_rays(change), and project(volume) = sum_rays(volume + 1).
+    """
+    view = as_view(view)
+    axis = view.ray_axis
+    if axis is None:
+        return ray_sums(volume * MU_PER_UNIT, spacing, view, image_shape(view, volume.shape[-3:]))
+    length = spacing[:, axis, None, None, None]
+    return as_image(volume.sum(axis - 3) * (length * MU_PER_UNIT))
+
+
+def project_back(
+    image: Tensor,
+    spacing: Tensor,
+    view: str | View,
+    size: tuple[int, int, int],
+) -> Tensor:
+    """The transpose (adjoint) of sum_rays: (B, C, X, Y, Z) of an image (B, C, rows, columns) as large as a projection.
+
+    Of pa and lat all voxels of a ray share their memory: do not write into it.
+    """
+    view = as_view(view)
+    axis = view.ray_axis
+    if axis is None:
+        return ray_spread(image, spacing, view, size) * MU_PER_UNIT
+    length = spacing[:, axis, None, None, None]
+    plane = as_plane(image * (length * MU_PER_UNIT))
+    return plane.unsqueeze(axis - 3).expand(*image.shape[:2], *size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,11 +174,20 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 def lift(
     image: Tensor,
-    view: str,
+    view: str | View,
     size: tuple[int, int, int],
+    extent: Tensor | None = None,
 ) -> Tensor:
-    """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's own rays."""
-    axis = RAY_AXIS[view]
+    """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's own rays.
+
+    The image, of any size in pixels, spans the view's detector or shadow from edge to edge. extent: (B, 3) mm of the
+    field of view; pa and lat do without. Voxels whose rays miss the image take the value at its edge.
+    """
+    view = as_view(view)
+    axis = view.ray_axis
+    if axis is None:
+        # a pixel for each ray first, so that what is between the rays counts too
+        return sample_along_rays(resize(image, image_shape(view, size)), view, extent, size)
     rows = size[2]
     columns = size[1 - axis]
     plane = as_plane(resize(image, (rows, columns)))
@@ -138,19 +199,39 @@ def back_project(
     integrals: list[Tensor],
     spacing: Tensor,
     size: tuple[int, int, int],
+    views: tuple[str | View, ...] = VIEWS,
 ) -> Tensor:
-    """The simplest reconstruction, (B, 1, X, Y, Z) in -1..1, of one (B, 1, rows, columns) per view of VIEWS.
+    """The simplest reconstruction, (B, 1, X, Y, Z) in -1..1, of one (B, 1, rows, columns) for each of the first views.
 
     Each ray's attenuation is spread evenly along it; then the mean is taken over the views.
     """
     volumes = []
-    for view, image in zip(VIEWS, integrals, strict=False):
-        axis = RAY_AXIS[view]
+    for view, image in zip(views, integrals, strict=False):
+        view = as_view(view)
+        axis = view.ray_axis
+        if axis is None:
+            volumes.append(lift_density(image, spacing, view, size))
+            continue
         length = spacing[:, axis] * size[axis]
         volumes.append(lift(image, view, size) / length[:, None, None, None, None])
     mu = torch.stack(volumes).mean(0)
     hu = (mu / MU_WATER - 1) * 1000
     return normalise(hu)
+
+
+def lift_density(
+    image: Tensor,
+    spacing: Tensor,
+    view: View,
+    size: tuple[int, int, int],
+) -> Tensor:
+    """Each ray's mean attenuation per mm within the field of view, lifted; 0 where a ray hardly touches it."""
+    path = path_lengths(view, spacing, size)
+    voxel = spacing.amin(1)[:, None, None, None]
+    density = resize(image, path.shape[-2:]) / path.clamp(min=1e-6)
+    sides = [spacing[:, axis] * count for axis, count in enumerate(size)]
+    extent = torch.stack(sides, 1)
+    return lift(density.where(path > voxel, 0), view, size, extent)
 
 
 def grey_values(integral: Tensor) -> Tensor:
@@ -161,23 +242,38 @@ def grey_values(integral: Tensor) -> Tensor:
 def render_drr(
     hu: np.ndarray,
     spacing: np.ndarray,
-    view: str,
+    view: str | View,
     longest: int = 512,
 ) -> np.ndarray:
-    """uint8 image of a CT (X, Y, Z) in HU, square pixels, `longest` of them on its longer side."""
+    """uint8 image of a CT (X, Y, Z) in HU, square pixels, `longest` of them on its longer side.
+
+    A cone beam's image has its detector's pixels, or `longest` where there are more.
+    """
+    view = as_view(view)
     values = np.ascontiguousarray(hu, dtype=np.float32)
     volume = normalise(torch.from_numpy(values))
     volume = volume[None, None]
     mm = torch.tensor([list(spacing)], dtype=torch.float32)
-    integral = project(volume, mm, view)
+    if view.parallel:
+        integral = project(volume, mm, view)
+        integral = resize(integral, square_pixels(hu.shape, spacing, view, longest))
+    else:
+        integral = ray_sums(attenuation(volume), mm, view, detector_shape(view, longest))
+    grey = grey_values(integral)[0, 0] * 255
+    return grey.round().to(torch.uint8).numpy()
 
-    # the size in pixels follows from the lengths in mm
-    across = 1 - RAY_AXIS[view]
-    height = hu.shape[2] * spacing[2]
-    width = hu.shape[across] * spacing[across]
+
+def square_pixels(
+    size: tuple[int, int, int],
+    spacing: np.ndarray,
+    view: View,
+    longest: int,
+) -> tuple[int, int]:
+    """(rows, columns) of a parallel image of a grid (X, Y, Z), spacing (3,) in mm, `longest` on its longer side."""
+    cosine, sine = view.turn
+    height = size[2] * spacing[2]
+    width = abs(cosine) * (size[0] * spacing[0]) + abs(sine) * (size[1] * spacing[1])
     sides = np.array([height, width])
     pixels = sides * longest / sides.max()
     rows, columns = (max(1, round(float(count))) for count in pixels)
-    integral = resize(integral, (rows, columns))
-    grey = grey_values(integral)[0, 0] * 255
-    return grey.round().to(torch.uint8).numpy()
+    return rows, columns
