@@ -6,8 +6,9 @@
     python sample_data.py mimic_cxr OUT --num_train 12 --num_val 6 --num_test 6 --image_size 96 --zip
     python sample_data.py survival data/demo/survival                  # 600 patients with a chest CT each
     python sample_data.py survival OUT --num_patients 60 --matrix 20 --event_rate 0.123
-    python sample_data.py cascade data/demo/cascade                    # 100 patients with a CT and two X-rays each
+    python sample_data.py cascade data/demo/cascade                    # 120 patients with a CT and two X-rays each
     python sample_data.py cascade OUT --num_patients 20 --matrix 24
+    python sample_data.py cascade OUT --layout lidc                    # the same as X2CT-GAN's HDF5 files of LIDC
     python sample_data.py compressed_ad data/demo/compressed_ad        # 81 goals x 100 streams x 1000 steps, 10 seconds
     python sample_data.py compressed_ad OUT --source ppo --steps 1040  # by stable-baselines3, as published; hours
 

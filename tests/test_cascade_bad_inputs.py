@@ -19,6 +19,7 @@ from tasks.cascade.alignment import check_alignment
 from tasks.cascade.data import FLIPS, Decoded
 from tasks.cascade.files import Patient, find_patients, read_ct
 from tasks.cascade.projector import VIEWS, grey_values, normalise, project, resize
+from tasks.cascade.views import LAT, PA
 
 CASCADE = str(ROOT / "train_accelerate.py")
 
@@ -223,7 +224,7 @@ def gone(folder):
 
 
 def two_patients(folder):
-    for path in sorted(folder.iterdir())[2:]:
+    for path in sorted(folder.glob("patient_*"))[2:]:
         shutil.rmtree(path)
 
 
@@ -340,11 +341,23 @@ FLAGS = [
     (["--stage", "1", "--eval_only"], r"--stage is for training; name the stage's checkpoint with --resume_from"),
     (["--make_drrs", "nowhere"], r"nowhere: no such folder; check --make_drrs"),
     (["--ddim_steps", "3"], r"--ddim_steps 3: must divide --num_timesteps 20; nearest 2"),
+    (["--num_samples", "0"], r"--num_samples: .*at least 1"),
+    (["--regression", "--num_samples", "2"], r"--num_samples: a regression gives one volume; leave it out"),
+    (["--regression", "--no-v_parameterization"], r"--regression: the noise of one step is not predicted; leave out"),
+    (["--regression", "--physics_weight", "1"], r"--physics_weight: counts by the share of signal"),
+    (["--regression", "--regression_run", "x"], r"--regression_run: stands beside a cascade's test; leave it out"),
+    (["--num_views", "1", "--flip_drrs_horizontal", "lat"], r"--flip_drrs_horizontal lat: there is no such view"),
+    (
+        ["--regression_run", "nowhere"],
+        r"nowhere/summary.json: not read \(No such file or directory\); --regression_run",
+    ),
+    # a value that a flag does not take, and a flag that does not exist
     (["--num_views", "3"], r"invalid choice: '?3'?"),
     (["--img_size", "100"], r"--img_size 100: must be a multiple of 8"),
     (["--encoder_dim", "20"], r"--encoder_dim 20: must be a multiple of 16"),
     (["--mixed_precision", "fp16"], r"--mixed_precision fp16: needs a GPU"),
     (["--lerning_rate", "1"], r"unknown argument '--lerning_rate', nearest is --learning_rate"),
+    # checkpoints, run folders and files
     (["--resume_from", "none.pt"], r"none.pt: no such checkpoint"),
     (["--eval_only"], r"run/best.pt: no such checkpoint"),
     (["--eval_only", "--sample", "x"], r"--eval_only and --sample exclude each other"),
@@ -391,7 +404,7 @@ def write_split(folder: Path, parts: list[list[str]]) -> list[Path]:
 
 
 def test_split_files(linked, fails, tmp_path):
-    names = sorted(path.name for path in linked.iterdir())
+    names = sorted(path.name for path in linked.glob("patient_*"))
     cases = [
         (["nobody"], r"b.txt:1: no patient 'nobody' in the data folder"),
         ([names[9], names[2]], r"b.txt:2: patient \w+ is in .*a.txt:3 already"),
@@ -412,7 +425,7 @@ def one_small(cascade_data, start, tmp_path_factory) -> Path:
 
 
 def test_checkpoint_of_another_run(linked, fails, tmp_path, one_small):
-    names = sorted(path.name for path in linked.iterdir())
+    names = sorted(path.name for path in linked.glob("patient_*"))
     files = write_split(tmp_path, [names[:8], names[8:10], names[10:]])
     other = json.dumps([SMALL_STAGES[0] | {"voxel_dim": 32}, SMALL_STAGES[1]])
     cases = [
@@ -475,7 +488,7 @@ def asymmetric_crops(count: int) -> Crops:
 def alignment_error(crops: Crops, images: np.ndarray) -> str:
     """What the check says of these images, empty where they fit."""
     try:
-        check_alignment(crops.patients, crops.integrals, images)
+        check_alignment(crops.patients, crops.integrals, images, (PA, LAT))
     except InputError as error:
         return str(error)
     return ""
@@ -543,7 +556,7 @@ def test_layout_with_every_alias(cascade_data, tmp_path):
     """.nii, .npy and files without folders; _pa, _frontal, _lat, _lateral; 16-bit and float images: the same set."""
     root = tmp_path / "set"
     root.mkdir()
-    expected = find_patients(cascade_data, 2)[:4]
+    expected = find_patients(cascade_data, (PA, LAT))[:4]
     names = [patient.id for patient in expected]
     assert names == ["patient_0001", "patient_0002", "patient_0003", "patient_0004"]
     for patient, write in zip(expected, (as_nifti, as_numpy, as_scan, as_capitals), strict=True):
@@ -554,9 +567,9 @@ def test_layout_with_every_alias(cascade_data, tmp_path):
         images = {view: np.asarray(Image.open(path)) for view, path in zip(VIEWS, patient.xrays, strict=True)}
         write(folder, patient.id, hu, affine, images)
 
-    aliased = find_patients(root, 2)
+    aliased = find_patients(root, (PA, LAT))
     assert [patient.id for patient in aliased] == names
-    decoded = Decoded(32, FLIPS["none"], None)
+    decoded = Decoded(32, (PA, LAT), FLIPS["none"], None)
     for patient, original in zip(aliased, expected, strict=True):
         assert (decoded.xrays(patient).int() - decoded.xrays(original).int()).abs().max() <= 1
         volume, extent = decoded.volume(patient.ct, (8, 8, 8))
@@ -568,8 +581,8 @@ def test_layout_with_every_alias(cascade_data, tmp_path):
 
 
 def test_a_damaged_cache_is_read_anew(cascade_data, tmp_path):
-    patient = find_patients(cascade_data, 2)[0]
-    decoded = Decoded(32, FLIPS["none"], str(tmp_path / "cache"))
+    patient = find_patients(cascade_data, (PA, LAT))[0]
+    decoded = Decoded(32, (PA, LAT), FLIPS["none"], str(tmp_path / "cache"))
     expected = decoded.volume(patient.ct, (16, 16, 16))[0].clone()
     path = max((tmp_path / "cache").glob("*.bin"), key=lambda kept: kept.stat().st_size)
     assert path.stat().st_size == 12 + 2 * 16**3 + 4

@@ -7,35 +7,46 @@ import numpy as np
 
 from cli_utils import InputError
 from tasks.cascade.files import Patient
-from tasks.cascade.projector import VIEWS
+from tasks.cascade.views import PA, View
 
 # From so many patients on, what is peculiar to each of them is compared.
 MANY_PATIENTS = 5
 
 
 class GreyFit(NamedTuple):
-    """Of a view: grey value (-1..1) = slope * line integral + offset, by least squares, with their correlation."""
+    """Of a view: grey value (-1..1) = slope * line integral + offset, by least squares, with their correlation.
 
+    noise: by how much a line integral that is read off an X-ray is wrong, as a standard deviation.
+    """
+
+    view: View
     slope: float
     offset: float
     correlation: float
+    noise: float
 
 
 # Where no data tells, as in a step that is only tried.
-UNKNOWN_GREY = GreyFit(1.0, 0.0, 1.0)
+UNKNOWN_GREY = GreyFit(PA, 1.0, 0.0, 1.0, 0.0)
 
 
-def fit_greys(integrals: np.ndarray, images: np.ndarray) -> list[GreyFit]:
-    """How each view's grey values follow from line integrals, over all patients."""
+def fit_greys(
+    integrals: np.ndarray,
+    images: np.ndarray,
+    views: tuple[View, ...],
+) -> list[GreyFit]:
+    """How each view's grey values follow from line integrals, over all patients: (patients, views, rows, columns)."""
     fits = []
-    for view in range(integrals.shape[1]):
-        x = integrals[:, view].ravel().astype(np.float64)
-        y = images[:, view].ravel().astype(np.float64)
+    for k, view in enumerate(views):
+        x = integrals[:, k].ravel().astype(np.float64)
+        y = images[:, k].ravel().astype(np.float64)
         covariance = ((x - x.mean()) * (y - y.mean())).mean()
         slope = float(covariance / x.var())
         offset = float(y.mean() - slope * x.mean())
         correlation = float(np.corrcoef(x, y)[0, 1])
-        fits.append(GreyFit(slope, offset, correlation))
+        # what the straight line does not explain
+        noise = float((y - offset - slope * x).std()) / max(abs(slope), 1e-6)
+        fits.append(GreyFit(view, slope, offset, correlation, noise))
     return fits
 
 
@@ -79,10 +90,11 @@ def check_turn(
     images: np.ndarray,
 ) -> float:
     """The median correlation of a view's images as they lie. Raises InputError where all are turned alike."""
+    mirror = f"--flip_drrs_horizontal {view}" if view in ("pa", "lat") else f"the {view} files mirrored"
     turns = {
         "--flip_drrs_vertical the other way": (-1, 1),
-        f"--flip_drrs_horizontal {view}": (1, -1),
-        f"--flip_drrs_vertical the other way and --flip_drrs_horizontal {view}": (-1, -1),
+        mirror: (1, -1),
+        f"--flip_drrs_vertical the other way and {mirror}": (-1, -1),
     }
     turned = {}
     for name, (up, along) in turns.items():
@@ -139,6 +151,7 @@ def check_alignment(
     patients: list[Patient],
     integrals: np.ndarray,
     images: np.ndarray,
+    views: tuple[View, ...],
 ) -> None:
     """Whether each X-ray is one of its own CT, as one looks at the patient. Raises InputError naming those that aren't.
 
@@ -148,8 +161,8 @@ def check_alignment(
     somebody else, and is said to fit whom it fits best. Negative images (bone dark) are as good. A mirrored image
     of an asymmetric crop looks like a negative, so sign and turn are chosen together, by the largest |r|.
     """
-    views = VIEWS[: integrals.shape[1]]
-    for k, view in enumerate(views):
+    names = [view.name for view in views]
+    for k, view in enumerate(names):
         seen = images[:, k]
         expected = integrals[:, k]
         now = check_turn(view, expected, seen)
@@ -165,21 +178,22 @@ def check_alignment(
             table = sign * peculiar(expected, seen)
             for place in np.flatnonzero(np.diag(table) < sign * now - 0.5):
                 wrong[int(place)] = wrong.get(int(place)) or fitting_patient(place, table, patients)
-        for j, other in enumerate(views):
+        for j, other in enumerate(names):
             likeness = sign * np.diag(correlations(integrals[:, j], seen))
             for place in np.flatnonzero(likeness > own + 0.05):
                 wrong[int(place)] = f"; it looks like the {other} view"
         if wrong:
-            refuse(patients, k, own, wrong)
+            refuse(patients, view, k, own, wrong)
 
 
 def refuse(
     patients: list[Patient],
+    view: str,
     k: int,
     own: np.ndarray,
     wrong: dict[int, str],
 ) -> None:
-    """Raises InputError for the images of view k that are not of their CT, naming the first of them in full."""
+    """Raises InputError for the images of a view, the k-th, that are not of their CT, naming the first in full."""
     place = min(wrong)
     patient = patients[place]
     more = ""
@@ -187,5 +201,5 @@ def refuse(
         names = ", ".join(patients[other].id for other in sorted(wrong)[:8])
         more = f" ({len(wrong)} patients: {names}{' ...' if len(wrong) > 8 else ''})"
     xray: Path = patient.xrays[k]
-    reason = f"not a {VIEWS[k]} picture of {patient.ct} (correlation {own[place]:.2f}){wrong[place]}{more}"
+    reason = f"not a {view} picture of {patient.ct} (correlation {own[place]:.2f}){wrong[place]}{more}"
     raise InputError(f"{xray}: {reason}; put the right one there, or --skip_alignment_check")

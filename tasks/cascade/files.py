@@ -2,6 +2,7 @@
 
 A folder holds one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal) and
 <id>_lat_drr.png (or _lat, _lateral; .npy too). The same files may also lie side by side in the folder itself.
+The CT may be a DICOM series (dicom.py), and CT and X-rays may be in one HDF5 file (lidc.py).
 """
 
 import sys
@@ -15,22 +16,26 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cache_utils import identity
 from cli_utils import InputError
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, world
-from tasks.cascade.projector import VIEWS, render_drr, resize
+from tasks.cascade import dicom, lidc
+from tasks.cascade.projector import render_drr, resize
+from tasks.cascade.rays import check_views
+from tasks.cascade.views import LAT, PA, View, wrong_extent
 
 CT_ENDINGS = (".nii.gz", ".nii", ".npy")
 IMAGE_ENDINGS = (".png", ".npy", ".jpg", ".jpeg", ".tif", ".tiff")
-# What the names of a view's images end with, before the file type.
-VIEW_ENDINGS = {
-    "pa": ("_pa_drr", "_pa", "_frontal"),
-    "lat": ("_lat_drr", "_lat", "_lateral"),
-}
+# What the names of two views' images may end with, too, before the file type.
+OTHER_ENDINGS = {"pa": ("_frontal",), "lat": ("_lateral",)}
 
 
 @dataclass(frozen=True)
 class Patient:
-    """Where one patient's files are; ct None where a CT is not needed (--sample). xrays: in the order of VIEWS."""
+    """Where one patient's files are; ct None where a CT is not needed (--sample). xrays: in the order of the views.
+
+    ct may be the folder of a DICOM series, and either may name a dataset in an HDF5 file: <id>/ct_xray_data.h5/xray1.
+    """
 
     id: str
     ct: Path | None
@@ -45,23 +50,41 @@ def ending(name: str, endings: tuple[str, ...]) -> str:
     return next((text for text in endings if name.lower().endswith(text)), "")
 
 
-def view_of(name: str) -> str:
-    """ "pa" or "lat" when the file name ends like an image of that view, else ""."""
+def view_endings(view: str) -> tuple[str, ...]:
+    """What the names of a view's images end with, before the file type; new ones are called by the first."""
+    return (f"_{view}_drr", f"_{view}", *OTHER_ENDINGS.get(view, ()))
+
+
+def view_of(name: str, views: tuple[View, ...]) -> str:
+    """The name of the view, of some or pa and lat, that a file's name ends like an image of; else ""."""
     file_type = ending(name, IMAGE_ENDINGS)
     if not file_type:
         return ""
     stem = name.lower().removesuffix(file_type)
-    return next((view for view, endings in VIEW_ENDINGS.items() if stem.endswith(endings)), "")
+    known = {view.name for view in (PA, LAT, *views)}
+    return next((view for view in known if stem.endswith(view_endings(view))), "")
 
 
-def patient_of(name: str) -> str | None:
+def patient_of(name: str, views: tuple[View, ...]) -> str | None:
     """The patient's id in the name of a file that lies beside those of others; None for a file of another kind."""
-    if view := view_of(name):
+    if view := view_of(name, views):
         stem = name[: -len(ending(name, IMAGE_ENDINGS))]
-        return stem[: -len(ending(stem, VIEW_ENDINGS[view]))]
+        return stem[: -len(ending(stem, view_endings(view)))]
+    if name.endswith(f"_{lidc.FILE_NAME}"):
+        return name.removesuffix(f"_{lidc.FILE_NAME}")
     if file_type := ending(name, CT_ENDINGS):
         return name[: -len(file_type)]
     return None
+
+
+def is_ct(path: Path, views: tuple[View, ...]) -> bool:
+    """Whether one of a patient's files is a CT."""
+    if lidc.is_part(path):
+        return path.name == lidc.CT
+    if file_type := ending(path.name, CT_ENDINGS + IMAGE_ENDINGS):
+        return file_type in CT_ENDINGS and not view_of(path.name, views)
+    # nothing else is listed
+    return True
 
 
 def visible(folder: Path) -> Iterator[Path]:
@@ -71,7 +94,27 @@ def visible(folder: Path) -> Iterator[Path]:
             yield entry
 
 
-def list_patients(root: Path, flag: str = "--dataset_path") -> dict[str, list[Path]]:
+def files_of(folder: Path) -> list[Path]:
+    """A patient's images and CTs in a folder. Of an HDF5 file its parts are listed; of a DICOM series its folder is."""
+    files = []
+    for path in visible(folder):
+        if path.is_file() and lidc.is_file(path.name):
+            files += lidc.parts_of(path)
+        elif path.is_file() and ending(path.name, CT_ENDINGS + IMAGE_ENDINGS):
+            files.append(path)
+    return files + dicom.series_below(folder)
+
+
+def folder_of(root: Path, name: str) -> Path:
+    """Where a patient's files are: in a folder of its own, or beside those of others."""
+    return root / name if (root / name).is_dir() else root
+
+
+def list_patients(
+    root: Path,
+    views: tuple[View, ...],
+    flag: str = "--dataset_path",
+) -> dict[str, list[Path]]:
     """{id: its files} of a data folder, sorted. Raises InputError."""
     if not root.is_dir():
         raise InputError(f"{root}: no such folder; check {flag}")
@@ -81,12 +124,11 @@ def list_patients(root: Path, flag: str = "--dataset_path") -> dict[str, list[Pa
     try:
         for entry in visible(root):
             if entry.is_dir():
-                files = [path for path in visible(entry) if path.is_file()]
-                files = [path for path in files if ending(path.name, CT_ENDINGS + IMAGE_ENDINGS)]
+                files = files_of(entry)
                 name = entry.name if files else None
             else:
-                files = [entry]
-                name = patient_of(entry.name)
+                files = lidc.parts_of(entry) if lidc.is_file(entry.name) else [entry]
+                name = patient_of(entry.name, views)
             if name is not None:
                 patients.setdefault(name, []).extend(files)
     except OSError as error:
@@ -102,39 +144,52 @@ def only_one(paths: list[Path], named: list[Path], kind: str) -> Path | None:
     return chosen[0] if chosen else None
 
 
-def find_ct(name: str, files: list[Path]) -> Path | None:
+def find_ct(name: str, files: list[Path], views: tuple[View, ...]) -> Path | None:
     """The one CT among a patient's files; None without any. Raises InputError where it is not clear which."""
-    scans = [path for path in files if ending(path.name, CT_ENDINGS) and not view_of(path.name)]
+    scans = [path for path in files if is_ct(path, views)]
     named = [path for path in scans if path.name.removesuffix(ending(path.name, CT_ENDINGS)) == name]
     return only_one(scans, named, "CT per patient")
 
 
-def find_xray(name: str, files: list[Path], view: str) -> Path | None:
+def find_xray(
+    name: str,
+    files: list[Path],
+    view: View,
+    views: tuple[View, ...],
+) -> Path | None:
     """The one image of a view among a patient's files; None without any. Raises InputError for several."""
-    images = [path for path in files if view_of(path.name) == view]
+    images = [path for path in files if (lidc.view_of(path) or view_of(path.name, views)) == view.name]
     named = [path for path in images if path.name.lower().startswith(f"{name.lower()}_")]
-    return only_one(images, named, f"{view} picture")
+    return only_one(images, named, f"{view.name} picture")
 
 
-def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
+def find_patients(
+    root: Path,
+    views: tuple[View, ...],
+    need_ct: bool = True,
+) -> list[Patient]:
     """Every patient of a data folder with all files that are needed. Raises InputError naming what is missing."""
     patients = []
     flag = "--dataset_path" if need_ct else "--sample"
-    for name, files in list_patients(root, flag).items():
-        ct = find_ct(name, files)
+    for name, files in list_patients(root, views, flag).items():
+        folder = folder_of(root, name)
+        ct = find_ct(name, files, views)
         if ct is None and need_ct:
             reason = f"no CT ({name}.nii.gz) beside {files[0].name}"
-            raise InputError(f"{files[0].parent}: {reason}; add it, or move the files elsewhere")
+            raise InputError(f"{folder}: {reason}; add it, or move the files elsewhere")
+        if ct is not None and not need_ct and lidc.is_part(ct) and not lidc.holds(ct):
+            ct = None
 
         # an X-ray of each view
         xrays = []
-        for view in VIEWS[:num_views]:
-            xray = find_xray(name, files, view)
+        for view in views:
+            xray = find_xray(name, files, view, views)
             if xray is None:
-                expected = f"{name}{VIEW_ENDINGS[view][0]}.png"
+                expected = f"{name}{view_endings(view.name)[0]}.png"
                 advice = f"add it, render it with --make_drrs {root}"
-                advice += ", or train on the frontal view with --num_views 1" if view == "lat" else ""
-                raise InputError(f"{files[0].parent}: no {view} picture ({expected}); {advice}")
+                if view == LAT and views == (PA, LAT):
+                    advice += ", or train on the frontal view with --num_views 1"
+                raise InputError(f"{folder}: no {view.name} picture ({expected}); {advice}")
             xrays.append(xray)
         patients.append(Patient(name, ct, tuple(xrays)))
     if not patients:
@@ -152,6 +207,15 @@ def first_line(error: Exception, path: Path) -> str:
     return str(error).replace(str(path), "file").splitlines()[0][:100]
 
 
+def identity_of(path: Path) -> str:
+    """A key that changes when a CT or an X-ray does. Raises OSError."""
+    if lidc.is_part(path):
+        return f"{identity(path.parent)}|{path.name}"
+    if path.is_dir():
+        return "|".join(identity(file) for file in dicom.slice_files(path))
+    return identity(path)
+
+
 def check_nifti(image, path: Path) -> None:
     """Raises InputError where a file's header shows that it is no volume of numbers."""
     if len(image.shape) != 3:
@@ -167,9 +231,11 @@ def load_volume(path: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
         if path.name.endswith(".npy"):
             return np.load(path, allow_pickle=False), np.eye(4)
+        if lidc.is_part(path):
+            return lidc.read_ct(path)
         import nibabel
 
-        image = nibabel.load(path)
+        image = dicom.read_series(path) if path.is_dir() else nibabel.load(path)
         check_nifti(image, path)
         image = nibabel.as_closest_canonical(image)
         return np.asarray(image.dataobj, dtype=np.float32), image.affine
@@ -221,10 +287,14 @@ def load_image(path: Path) -> np.ndarray:
     try:
         if path.suffix.lower() == ".npy":
             return np.load(path, allow_pickle=False)
+        if lidc.is_part(path):
+            return lidc.read_image(path)
         from PIL import Image
 
         with Image.open(path) as image:
             return np.asarray(image if image.mode.startswith(("I", "F")) else image.convert("L"))
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"{path}: not a readable picture ({first_line(error, path)}); replace it") from None
 
@@ -269,27 +339,28 @@ def read_xray(path: Path, size: int, flip_vertical: bool, flip_horizontal: bool)
 
 
 class DrrJob(NamedTuple):
-    """A patient whose CT is to be rendered in some views."""
+    """A patient whose CT is to be rendered in some views, into a folder."""
 
     name: str
+    folder: Path
     ct: Path
-    views: list[str]
+    views: list[View]
 
 
-def find_missing_drrs(root: Path) -> list[DrrJob]:
+def find_missing_drrs(root: Path, views: tuple[View, ...]) -> list[DrrJob]:
     """The views that have no image yet. Raises InputError."""
-    patients = list_patients(root, "--make_drrs")
+    patients = list_patients(root, views, "--make_drrs")
     if not patients:
         raise InputError(f"{root}: holds no CT (<id>/<id>.nii.gz); check --make_drrs")
     jobs = []
     for name, files in patients.items():
-        missing = [view for view in VIEWS if find_xray(name, files, view) is None]
-        ct = find_ct(name, files)
+        missing = [view for view in views if find_xray(name, files, view, views) is None]
+        ct = find_ct(name, files, views)
         if missing and ct is None:
-            reason = f"no CT ({name}.nii.gz) to render the {missing[0]} picture from"
-            raise InputError(f"{files[0].parent}: {reason}; add it, or move the files elsewhere")
+            reason = f"no CT ({name}.nii.gz) to render the {missing[0].name} picture from"
+            raise InputError(f"{folder_of(root, name)}: {reason}; add it, or move the files elsewhere")
         if missing:
-            jobs.append(DrrJob(name, ct, missing))
+            jobs.append(DrrJob(name, folder_of(root, name), ct, missing))
     return jobs
 
 
@@ -298,11 +369,14 @@ def write_drrs(job: DrrJob) -> int:
     from PIL import Image
 
     hu, affine = read_ct(job.ct)
+    spacing = voxel_spacing(affine)
     for view in job.views:
-        path = job.ct.parent / f"{job.name}{VIEW_ENDINGS[view][0]}.png"
+        if reason := wrong_extent(view, tuple(spacing * hu.shape)):
+            raise InputError(f"{job.ct}: {reason}; correct --views")
+        path = job.folder / f"{job.name}{view_endings(view.name)[0]}.png"
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            Image.fromarray(render_drr(hu, voxel_spacing(affine), view)).save(temporary, format="png")
+            Image.fromarray(render_drr(hu, spacing, view)).save(temporary, format="png")
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -310,14 +384,15 @@ def write_drrs(job: DrrJob) -> int:
     return len(job.views)
 
 
-def make_drrs(root: Path) -> int:
+def make_drrs(root: Path, views: tuple[View, ...] = (PA, LAT)) -> int:
     """All ranks: render the missing images of every CT below root; returns how many. Raises InputError."""
     rank, world_size = world()
     jobs: list[DrrJob] = []
     with agree_on_errors():
+        check_views(views, on_gpu=False)
         # one rank looks: another might find images that are being written
         if rank == 0:
-            jobs = find_missing_drrs(root)
+            jobs = find_missing_drrs(root, views)
     jobs = broadcast_object(jobs)
     written = 0
     with agree_on_errors():

@@ -2,7 +2,8 @@
 
 The CTs (NIfTI, HU) are made-up torsos: body, lungs, spine, ribs, heart, nodules; voxel sizes and orientations vary.
 Their frontal and lateral X-rays are rendered by the projector that the training uses (projector.py). No two have
-the same size, posture, heart, diaphragm or nodules, and all of that can be seen in the X-rays.
+the same size, posture, heart, diaphragm or nodules, and all of that can be seen in the X-rays. With --layout lidc the
+same is written as X2CT-GAN's HDF5 files.
 """
 
 import argparse
@@ -59,36 +60,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
-    add("--num_patients", type=whole(3), default=100, help="patients, one CT and two X-rays each")
-    add("--matrix", type=whole(12), default=72, help="voxels along the first axis")
+    add("--num_patients", type=whole(3), default=120, help="patients, one CT and two X-rays each")
+    add("--matrix", type=whole(12), default=64, help="voxels along the first axis")
+    add("--layout", choices=("nifti", "lidc"), default="nifti", help="lidc: HDF5 files and lists as X2CT-GAN's")
     add("--seed", type=int, default=0)
 
 
-def write_sample_data(out: Path, num_patients: int, matrix: int, seed: int) -> None:
-    """Write <id>/<id>.nii.gz and its two X-rays. Raises InputError when the folder holds something."""
+def write_sample_data(
+    out: Path,
+    num_patients: int,
+    matrix: int,
+    layout: str,
+    seed: int,
+) -> None:
+    """Write <id>/<id>.nii.gz and its two X-rays, or what write_lidc does, and the lists of ids train.txt and test.txt.
+
+    Raises InputError when the folder holds something.
+    """
     from tasks.cascade.files import make_drrs
 
     if out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: holds something already; choose another folder or delete it")
 
     rng = np.random.default_rng(seed)
-    for number in range(1, num_patients + 1):
-        name = f"patient_{number:04d}"
+    names = [f"patient_{number:04d}" for number in range(1, num_patients + 1)]
+    if layout == "lidc":
+        write_lidc(out, names, matrix, rng)
+        write_lists(out, names)
+        return
+    for name in names:
         folder = out / name
         folder.mkdir(parents=True)
         ct = torso_ct(rng, matrix)
         ct.save(folder / f"{name}.nii.gz")
 
-    num_xrays = make_drrs(out)
-    print(f"{out}: {num_patients} patients, {num_xrays} X-rays")
+    make_drrs(out)
+    write_lists(out, names)
+
+
+def write_lists(out: Path, names: list[str]) -> None:
+    """Write the ids of train.txt and test.txt: a sixth is for testing."""
+    held = max(1, round(len(names) / 6))
+    (out / "train.txt").write_text("\n".join(names[held:]) + "\n")
+    (out / "test.txt").write_text("\n".join(names[:held]) + "\n")
+    print(f"{out}: {len(names)} patients; --split_files {out}/train.txt {out}/test.txt")
+
+
+def write_lidc(
+    out: Path,
+    names: list[str],
+    matrix: int,
+    rng: Generator,
+) -> None:
+    """Write <id>/ct_xray_data.h5 of matrix^3 voxels, which cover 320 mm.
+
+    The X-rays are 128^2, and the brightest pixel of each is white. They are parallel projections; X2CT-GAN's are not.
+    """
+    from tasks.cascade.lidc import EXTENT, write_patient
+    from tasks.cascade.projector import VIEWS, render_drr
+
+    voxel = np.full(3, EXTENT / matrix)
+    for name in names:
+        torso = draw_torso(rng, np.full(3, EXTENT), voxel)
+        hu = torso.volume + rng.normal(0, 12, torso.volume.shape)
+        images = {}
+        for view in VIEWS:
+            image = render_drr(hu, voxel, view, longest=128).astype(float)
+            images[view] = (image * 255 / image.max()).round().astype(np.uint8)
+        write_patient(out / name, hu, images)
 
 
 def torso_ct(rng: Generator, matrix: int) -> CT:
-    """Draw a torso; all that makes a patient is drawn anew for each."""
+    """Draw a torso, and turn its axes as a scanner might."""
     field = np.array(FIELD) * rng.uniform(0.95, 1.05)
     choice = rng.integers(len(VOXELS))
     voxel = np.array(VOXELS[choice])
     voxel = field[0] / matrix * voxel
+    torso = draw_torso(rng, field, voxel)
+
+    ct = torso.scan(rng, noise=12)
+    choice = rng.integers(len(AXIS_ORDERS))
+    order = AXIS_ORDERS[choice]
+    volume = ct.volume.transpose(order)
+    affine = ct.affine[:, [*order, 3]]
+    return CT(volume, affine)
+
+
+def draw_torso(rng: Generator, field: np.ndarray, voxel: np.ndarray) -> Phantom:
+    """Draw a torso; all that makes a patient is drawn anew for each. field: what is covered, in mm."""
     torso = Phantom(field, voxel, fewest_voxels=8, sharpness=6)
 
     # The patient stands beside the middle, with a curved spine.
@@ -103,13 +162,7 @@ def torso_ct(rng: Generator, matrix: int) -> CT:
     add_heart(rng, torso, body)
     add_spine(rng, torso, body)
     add_nodules(rng, torso, body)
-
-    ct = torso.scan(rng, noise=12)
-    choice = rng.integers(len(AXIS_ORDERS))
-    order = AXIS_ORDERS[choice]
-    volume = ct.volume.transpose(order)
-    affine = ct.affine[:, [*order, 3]]
-    return CT(volume, affine)
+    return torso
 
 
 def draw_body(rng: Generator) -> Body:

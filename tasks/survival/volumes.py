@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,6 +147,9 @@ class Volumes:
     ):
         from monai.transforms import Compose, LoadImage, Orientation, Resize, ScaleIntensityRange, Spacing
 
+        # beside an installed pydicom MONAI tells of a GPU's decoder that it lacks, whichever reader is asked for
+        logging.getLogger("monai.data.nvimgcodec_pydicom_plugin").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", message="NvImgCodecPydicomReader")
         steps = [LoadImage(reader="NibabelReader", image_only=True, ensure_channel_first=True, dtype=np.float32)]
         if orientation:
             steps.append(Orientation(axcodes=orientation, labels=None))
