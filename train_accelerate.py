@@ -1,11 +1,9 @@
-"""X-ray to CT: one or two chest X-rays in, the CT volume out, by a cascade of conditional diffusion models (guide 3).
+"""X-ray to CT: one to four X-rays in, the CT volume out, by a cascade of conditional diffusion models (guide 3).
 
     python train_accelerate.py --config configs/single_view_config.json                # one GPU, or CPU
     accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train_accelerate.py \\
         --config configs/multi_view_config.json --wandb
     torchrun --nproc_per_node=4 train_accelerate.py --config configs/multi_view_config.json --wandb
-    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=29500 \\
-        train_accelerate.py --config configs/multi_view_config.json                    # --node_rank=1 on node 1
     bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
     python train_accelerate.py --make_drrs data/cts                                    # render the X-rays of your CTs
     python train_accelerate.py --resume_from checkpoints_4gpu/stage3_best.pt --sample new_xrays
@@ -19,16 +17,17 @@ import math
 import time
 import warnings
 from argparse import BooleanOptionalAction, Namespace
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from cli_utils import Parser, RunError, add_common_arguments, number, parse_arguments, run_main
 from cli_utils import seed_number, take_from_run, value_sources, whole
-from tasks.cascade.settings import SECTIONS, adopt_settings, saved_settings, stages_of_flags, wrong_flags
+from tasks.cascade.settings import SECTIONS, adopt_settings, saved_settings, stages_of_flags
+from tasks.cascade.settings import views_to_render, wrong_flags
 from tasks.cascade.stages import StageChoice, choose_stages, stage_list
+from tasks.cascade.views import DEFAULT_VIEWS, view_list, views_of
 
-FORMAT = "cascade/1"
+FORMAT = "cascade/2"
 LOSSES = ["loss", "diffusion_loss", "physics_loss", "grad_norm", "skipped"]
 CURVES = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
 
@@ -39,22 +38,25 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("data").add_argument
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
     add("--split_seed", type=seed_number, default=42, help="seed of the 80/10/10 split by patient")
-    add("--split_files", nargs=3, metavar=("TRAIN", "VAL", "TEST"), help="text files of patient ids, for the split")
+    add("--split_files", nargs="+", metavar="FILE", help="ids of TRAIN VAL TEST, or of TRAIN TEST: a tenth validates")
     add("--flip_drrs_vertical", action=yes_no, default=True, help="X-rays show the head at the top; --no-...: the feet")
     add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), default="none", help="views stored mirrored")
     add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
     add("--cache_in_memory", action=yes_no, default=False, help="patients in EACH process: 35 MB each at 256^3")
     add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
     add("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
-    add("--make_drrs", metavar="DIR", help="render missing pa and lat images of every CT below DIR, and end")
+    add("--make_drrs", metavar="DIR", help="render the missing X-rays of every CT below DIR, and end")
 
     add = parser.add_argument_group("model").add_argument
     add("--img_size", type=whole(32), default=512, help="side of the X-rays in the encoder, pixels; lower it on OOM")
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
+    add("--views", type=view_list, metavar="JSON", help="1 to 4 views, with angles or cone beams; see the task's page")
     add("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
     add("--stage_configs", type=stage_list, metavar="JSON", help="list of stages; left out: 64^3, 128^3, 256^3")
     add("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
     add("--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise")
+    add("--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling")
+    add("--regression", action=yes_no, default=False, help="give the volume in one step, without diffusion: a rival")
     add("--gradient_checkpointing", action=yes_no, help="less memory, a third slower; left out: where it is needed")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -72,6 +74,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("output and evaluation").add_argument
     add("--checkpoint_dir", default="checkpoints_4gpu", help="run folder: checkpoints, logs, figures, samples")
     add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")
+    add("--num_samples", type=whole(1), default=1, help="of each test patient, for their mean, spread and coverage")
+    add("--regression_run", metavar="DIR", help="run folder of a finished --regression on the same patients")
     add("--check_conditioning", action="store_true", help="test with others' X-rays, and with the stage before zeroed")
     add("--sample", metavar="DIR", help="write the CT volumes (NIfTI, HU) of the X-rays in DIR to samples/")
 
@@ -80,8 +84,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     args.source = value_sources(parser, args, argv, SECTIONS)
     if args.eval_only:
         take_from_run(parser, args, args.checkpoint_dir, ("dataset_path", "split_files", "cache_dir"))
-    if reason := wrong_flags(vars(args)):
+    if reason := wrong_flags(vars(args), args.source):
         parser.error(reason)
+    args.views = args.views or DEFAULT_VIEWS[: args.num_views]
+    args.num_views = len(args.views)
     args.stage_configs = stages_of_flags(vars(args), args.source)
     return args
 
@@ -107,22 +113,24 @@ from loop_utils import explain_out_of_memory, keep_best, next_epoch, optimizer_s
 from loop_utils import restore_training, say_if_finished, say_saved, sync_gradients
 
 # the cascade
-from tasks.cascade.alignment import UNKNOWN_GREY, GreyFit
-from tasks.cascade.data import Data, Source, made_up_batch, prepare
-from tasks.cascade.diffusion import Draw, denoise, make_diffusion, training_draw, training_target
+from tasks.cascade.agreement import prior_state
+from tasks.cascade.data import made_up_batch, prepare, source_of_flags
+from tasks.cascade.diffusion import Draw, denoise, diffused, scales, training_draw
 from tasks.cascade.evaluation import evaluate, mean_losses
+from tasks.cascade.figures import draw_evaluation, draw_inputs
 from tasks.cascade.files import make_drrs
 from tasks.cascade.metrics import projection_error
 from tasks.cascade.model import Ema, StageNet, XraySettings, seed_weights
+from tasks.cascade.sampling import as_estimated, sample_folder
+from tasks.cascade.setup import Setup
 
 # its stages, and what is said of them
 from tasks.cascade.plan import Learner, RehearsedParts, StagePlan, begin_stage, end_of_run, load_models
 from tasks.cascade.plan import log_to_resume, lr_factor, measure_stage, out_of_memory_advice, part_of_run
 from tasks.cascade.plan import plan_stages, reduce_on_plateau, rehearse_stages, resume_stages
 from tasks.cascade.plan import write_rest_of_stage
-from tasks.cascade.report import begin_speed, draw_inputs, draw_result, finish_cascade, note_speed
-from tasks.cascade.report import print_metrics, print_run, write_evaluation
-from tasks.cascade.sampling import sample_folder
+from tasks.cascade.report import begin_speed, describe_agreement, finish_cascade, note_speed, print_metrics, print_run
+from tasks.cascade.report import write_evaluation
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -130,8 +138,8 @@ from tasks.cascade.sampling import sample_folder
 def build_model(k: int, args: Namespace, device: torch.device) -> StageNet:
     """The model of stage k (from 0) with the same random weights on every rank."""
     seed_weights(args.seed, k)
-    xray = XraySettings(args.num_views, args.img_size, args.encoder_dim)
-    model = StageNet(args.stage_configs[k], xray, first=k == 0)
+    xray = XraySettings(views_of(args.views), args.img_size, args.encoder_dim)
+    model = StageNet(args.stage_configs[k], xray)
     model.checkpointing = bool(args.gradient_checkpointing)
     return model.to(device)
 
@@ -146,49 +154,29 @@ def make_optimizer(model: StageNet, args: Namespace) -> torch.optim.AdamW:
     )
 
 
-@dataclass
-class Setup:
-    """What all stages of a run share. models: the averaged ones of the stages that are trained.
-
-    data: None where a step is only tried. best_step: of the checkpoint that the last of the models is from.
-    """
-
-    args: Namespace
-    device: torch.device
-    precision: str
-    data: Data | None = None
-    accelerator: object = None
-    models: list[StageNet] = field(default_factory=list)
-    best_step: int = 0
-
-    def __post_init__(self):
-        self.diffusion = make_diffusion(
-            self.args.num_timesteps,
-            self.args.ddim_steps,
-            self.args.v_parameterization,
-            self.args.seed,
-            self.args.stage_configs,
-        )
-
-
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def training_batch(batch: dict, k: int, epoch: int, setup: Setup) -> tuple[dict, Draw]:
+def training_batch(
+    batch: dict,
+    k: int,
+    epoch: int,
+    setup: Setup,
+) -> tuple[dict, Draw]:
     """A batch of stage k on the device, augmented, and what is drawn for it."""
     seed = None
     if setup.args.augmentation:
         seed = setup.args.seed + 1000003 * (k + 1)
-    batch = prepare(batch, setup.device, seed, epoch)
-    draw = training_draw(batch, k, epoch, setup.diffusion)
-    return batch, draw
+    batch = prepare(batch, setup.device, seed, epoch, setup.moved)
+    # a step that is only tried has no stages before
+    previous = as_estimated(setup.cascade(k), batch, epoch)
+    return batch, training_draw(k, batch, previous, epoch, setup.diffusion)
 
 
 def sample_losses(
     model: nn.Module,
     batch: dict,
     draw: Draw,
-    greys: list[GreyFit],
     setup: Setup,
 ) -> tuple[Tensor, Tensor]:
     """(diffusion loss, physics loss) of each patient, (B,) fp32.
@@ -197,16 +185,17 @@ def sample_losses(
     that the model implies with the X-rays; at high noise levels that volume is a guess, so each patient counts by its
     share of signal, alpha_bar(t).
     """
-    volume = batch["volume"]
-    scheduler = setup.diffusion.scheduler
+    diffusion = setup.diffusion
     with autocast(setup.device, setup.precision):
-        noisy = scheduler.add_noise(volume, draw.noise, draw.timestep)
-        output, clean = denoise(model, scheduler, noisy, draw.timestep, batch["seen"], draw.previous)
-        target = training_target(scheduler, volume, draw)
-        squares = (output - target).square()
-        errors = projection_error(clean, batch["extent"], batch["xrays"], greys)
-        signal = scheduler.alphas_cumprod.to(setup.device)[draw.timestep]
-        return squares.mean((1, 2, 3, 4)), signal * errors.mean(1)
+        noisy, target = diffused(batch["volume"], draw, diffusion)
+        v, clean = denoise(model, noisy, draw.timestep, batch, draw.start, diffusion)
+        signal = scales(diffusion, draw.timestep)[0].flatten().square()
+        loss = (v - target).square().mean((1, 2, 3, 4))
+        # an error of v is one of the noise, times the signal's scale
+        if not setup.args.v_parameterization:
+            loss = signal * loss
+        errors = projection_error(clean, batch["extent"], batch["xrays"], diffusion.prior.greys)
+        return loss, signal * errors.mean(1)
 
 
 def trial_step(model: StageNet, stage: StagePlan, setup: Setup, batch_size: int) -> None:
@@ -214,11 +203,9 @@ def trial_step(model: StageNet, stage: StagePlan, setup: Setup, batch_size: int)
     args = setup.args
     batch = made_up_batch(batch_size, stage.config["volume_size"], args.num_views, args.img_size)
     batch, draw = training_batch(batch, stage.number, 0, setup)
-    greys = [UNKNOWN_GREY] * args.num_views
-    losses = sample_losses(model.train(), batch, draw, greys, setup)
-    diffusion_loss, physics_loss = (loss.mean() for loss in losses)
+    diffusion_loss, physics_loss = sample_losses(model.train(), batch, draw, setup)
     loss = diffusion_loss + stage.config["physics_weight"] * physics_loss
-    loss.backward()
+    loss.mean().backward()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -275,7 +262,7 @@ def train_one_epoch(
         for batch, last in step.micro_batches():
             batch, draw = training_batch(batch, k, progress.epoch, setup)
             with training.log.count_flops(step.samples), sync_gradients(learner.wrapped, now=last):
-                parts = sample_losses(learner.wrapped, batch, draw, setup.data.greys, setup)
+                parts = sample_losses(learner.wrapped, batch, draw, setup)
                 share = step.weight / step.samples
                 diffusion_loss, physics_loss = (part.sum() * share for part in parts)
                 loss = diffusion_loss + physics_weight * physics_loss
@@ -352,7 +339,7 @@ def fit_stage(
         if stage.number > 0:
             part.save()
         make_batch = partial(training_batch, k=stage.number, epoch=0, setup=setup)
-        draw_figure = partial(draw_inputs, stage, setup.data, setup.diffusion.scheduler, make_batch)
+        draw_figure = partial(draw_inputs, stage, setup.data, setup.diffusion, make_batch)
         training.log.figures(draw_figure, training.progress.step)
     if code := train_epochs(stage, learner, loader, part, setup):
         return code
@@ -374,8 +361,18 @@ def validation_loss(k: int, model: StageNet, setup: Setup) -> dict[str, float]:
     """val/loss and its parts, the same on all ranks. Raises RunError."""
     stage = setup.args.stage_configs[k]
     dataset = setup.data.set("val", stage["volume_size"])
-    losses = partial(sample_losses, model, greys=setup.data.greys, setup=setup)
-    diffusion_loss, physics_loss = mean_losses(k, dataset, setup.diffusion, setup.device, losses)
+    before = partial(as_estimated, setup.cascade(k), epoch=0)
+    losses = partial(sample_losses, model, setup=setup)
+
+    # at fixed noise
+    diffusion_loss, physics_loss = mean_losses(
+        k,
+        dataset,
+        setup.diffusion,
+        setup.device,
+        before,
+        losses,
+    )
     loss = diffusion_loss + stage["physics_weight"] * physics_loss
     if not math.isfinite(loss):
         raise RunError("the validation loss is not finite; lower --learning_rate")
@@ -389,23 +386,25 @@ def validation_loss(k: int, model: StageNet, setup: Setup) -> dict[str, float]:
 def log_evaluation(split: str, stage: StagePlan, setup: Setup, training: TrainingRun, **more) -> int:
     """All ranks: evaluate the cascade up to a stage, log and draw it; the exit code of a stop signal, else 0."""
     progress = training.progress
+    args = setup.args
     result = evaluate(
         split,
-        setup.models,
+        setup.cascade(),
         setup.data,
-        setup.diffusion,
-        setup.precision,
-        setup.args.check_conditioning,
+        args.num_samples,
+        args.check_conditioning,
         training.stop,
     )
     if result.code:
         say_saved(progress.step)
         return result.code
 
-    training.log.write(progress.step, progress.epoch + 1, result.metrics | more)
-    print_metrics(f"{split}, {stage.name}", split, result.metrics)
+    # the table, beside it what a regression gives, and the figures
+    metrics = result.metrics | setup.regression_beside(split)
+    training.log.write(progress.step, progress.epoch + 1, metrics | more)
+    print_metrics(f"{split}, {stage.name}", split, metrics, result.kinds)
     name = f"{stage.name}_val" if split == "val" else split
-    training.log.figures(lambda: {name: draw_result(result.example, setup.args.stage_configs)}, progress.step)
+    training.log.figures(partial(draw_evaluation, name, result.example, metrics), progress.step)
     return 0
 
 
@@ -418,7 +417,7 @@ def checkpoint_contents(stage: StagePlan, learner: Learner, setup: Setup) -> dic
         "format": FORMAT,
         "run": stage.run_facts(setup.args.seed, setup.data.fingerprint),
         "settings": saved_settings(vars(setup.args), setup.precision),
-        "greys": [tuple(fit) for fit in setup.data.greys],
+        "prior": prior_state(setup.diffusion.prior),
         "extent": setup.data.extent,
         "trained_patients": setup.data.ids["train"],
         "net": trained_state(learner.model),
@@ -428,15 +427,6 @@ def checkpoint_contents(stage: StagePlan, learner: Learner, setup: Setup) -> dic
         "scaler": learner.scaler.state_dict(),
         "split": stage.batch.record(),
     }
-
-
-def data_source(args: Namespace, device: torch.device) -> Source:
-    """Where the patients are, and how their files are read."""
-    values = {name: getattr(args, name) for name in Source._fields}
-    # by default there are no loading processes on a CPU
-    if device.type == "cpu" and args.source["num_workers"] == "default":
-        values["num_workers"] = 0
-    return Source(**values)
 
 
 def use_checkpoint(precision: str, reason: str, args: Namespace, ranks: Ranks) -> None:
@@ -449,30 +439,37 @@ def use_checkpoint(precision: str, reason: str, args: Namespace, ranks: Ranks) -
     # an `accelerate config` that is of no use here is refused, as in training
     make_accelerator(precision, args.gradient_accumulation_steps, ranks)
     setup = Setup(args, ranks.device, precision)
-    source = data_source(args, ranks.device)
+    source = source_of_flags(vars(args), args.source, ranks.device)
     build = partial(build_model, args=args, device=ranks.device)
     setup.models = load_models(checkpoint, build)
+    setup.take_prior(checkpoint)
     if args.sample:
         sample_folder(
             Path(args.sample),
             run_folder / "samples",
-            setup.models,
+            setup.cascade(),
             source.decoder(),
-            setup.diffusion,
             checkpoint["extent"],
-            precision,
+            args.num_samples,
         )
         return
 
     # the test patients, unless the cascade was trained on them
     setup.data = source.load([setup.models[-1].size])
-    setup.data.take_greys(checkpoint)
+    setup.take_prior(checkpoint)
     setup.data.refuse_trained(checkpoint, path)
-    checks = args.check_conditioning
-    result = evaluate("test", setup.models, setup.data, setup.diffusion, precision, checks)
-    print_metrics(f"test, {Path(path).name}", "test", result.metrics)
+    setup.take_regression(setup.models[-1].size)
+    result = evaluate(
+        "test",
+        setup.cascade(),
+        setup.data,
+        args.num_samples,
+        args.check_conditioning,
+    )
+    metrics = result.metrics | setup.regression
+    print_metrics(f"test, {Path(path).name}", "test", metrics, result.kinds)
     facts = {"step": checkpoint["step"], "stage": len(setup.models)}
-    write_evaluation(run_folder, result.metrics | facts, result.example, args.stage_configs, setup.data)
+    write_evaluation(run_folder, metrics | facts, result.example, setup.data)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -520,9 +517,10 @@ def open_run(
     this_run = first.run_facts(args.seed, setup.data.fingerprint)
     progress = resume_stages(checkpoint, this_run, choice, run_folder / f"{first.name}_best.pt")
     if checkpoint:
-        setup.data.take_greys(checkpoint)
         build = partial(build_model, args=args, device=ranks.device)
         setup.models = load_models(checkpoint, build)[: choice.first]
+    setup.take_prior(checkpoint)
+    setup.take_regression(args.stage_configs[choice.last]["volume_size"])
 
     last_step = end_of_run(plan, choice, progress, args.stage, args.max_steps, run_folder)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
@@ -562,7 +560,7 @@ def fit(precision: str, reason: str, args: Namespace, ranks: Ranks) -> int:
     # which stages, their patients, and the batch of each
     choice = choose_stages(args.stage, args.stage_configs, checkpoint, args.resume_from)
     sizes = [stage["volume_size"] for stage in args.stage_configs[: choice.last + 1]]
-    data = data_source(args, ranks.device).load(sizes)
+    data = source_of_flags(vars(args), args.source, ranks.device).load(sizes)
     setup = Setup(args, ranks.device, precision, data, accelerator)
     begun_stage = None if choice.anew else checkpoint
     plan = plan_stages(
@@ -576,15 +574,17 @@ def fit(precision: str, reason: str, args: Namespace, ranks: Ranks) -> int:
 
     training = open_run(plan, choice, checkpoint, setup, ranks)
     engine = accelerator.distributed_type.value
+    agreement = describe_agreement(setup.diffusion.prior, args.xray_agreement)
+    more = {"precision": reason, "agreement": agreement}
     print_run(
         plan,
         choice.last,
         training,
         data,
         engine,
-        reason,
-        values=vars(args),
-        source=args.source,
+        more,
+        vars(args),
+        args.source,
     )
 
     # the weights of a stage before are in the models; let go of the rest
@@ -592,14 +592,15 @@ def fit(precision: str, reason: str, args: Namespace, ranks: Ranks) -> int:
     with training.stop, contextlib.closing(training.log):
         if code := train_stages(choice.of(plan), begun_stage, setup, training):
             return code
-        finish_cascade(plan, setup.models, training, begun, ranks.device)
+        finish_cascade(plan, setup.models, training, data, vars(args), begun)
     return 0
 
 
 def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     if args.make_drrs:
-        rendered = make_drrs(Path(args.make_drrs))
+        views = views_to_render(vars(args), args.source)
+        rendered = make_drrs(Path(args.make_drrs), views)
         print_main(f"{rendered} pictures rendered below {args.make_drrs}")
         return 0
     asked_by = args.source["mixed_precision"]

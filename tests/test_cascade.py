@@ -17,6 +17,8 @@ from conftest import ROOT, SMALL_STAGES, kill_then_stop, records, torchrun
 from scipy.ndimage import uniform_filter
 from torch.utils.data import default_collate
 
+from tasks.cascade.views import LAT, PA
+
 CASCADE = str(ROOT / "train_accelerate.py")
 CPU = torch.device("cpu")
 TRAIN_NAMES = ("loss", "diffusion_loss", "physics_loss", "grad_norm", "lr", "skipped")
@@ -126,7 +128,7 @@ def launch(command: list, seconds: int = 200) -> str:
 def one(run, tmp_path_factory) -> Path:
     """A whole run in one process, 6 patients a step: 2 steps an epoch, the second with the 5 that are left."""
     out = tmp_path_factory.mktemp("one") / "run"
-    done = run(out, ["--batch_size", "6", "--check_conditioning"], figures=True)
+    done = run(out, ["--batch_size", "6", "--check_conditioning", "--num_samples", "3"], figures=True)
     # the table of stages, and that of the scores
     assert "stage1  " in done.stdout
     assert re.search(r"cascade +\d", done.stdout)
@@ -152,14 +154,18 @@ RECOMPUTED = ["--batch_size", "1", "--gradient_accumulation_steps", "3", "--grad
 def test_same_curve_and_metrics(run, one, tmp_path, ranks, more):
     """An uneven last step, 1 validation and 1 test patient, of which one rank at most has any."""
     out = tmp_path / "run"
-    run(out, [*more, "--check_conditioning"], ranks)
+    run(out, [*more, "--check_conditioning", "--num_samples", "3"], ranks)
     assert len(curve(one)) == 8 + 4 + 2 + 1
     assert off(curve(out), curve(one)) < 1e-5
 
     summary = read_json(out / "summary.json")
     expected = read_json(one / "summary.json")
-    for name in ("psnr_other_patient", "psnr_previous_zeroed", "psnr_backprojection", "projection_error_lat"):
-        assert summary[f"test/{name}"] == pytest.approx(expected[f"test/{name}"], rel=1e-5)
+    judged = {name: value for name, value in expected.items() if name.startswith("test/")}
+    assert len(judged) == 10 * 6 + 3 * 2 + 4 + 2
+    for name, value in judged.items():
+        # a voxel at an interval's end is in or out by the last bit
+        least = 1e-3 if "coverage" in name else 1e-6
+        assert summary[name] == pytest.approx(value, rel=1e-5, abs=least), name
     assert summary["world_size"] == ranks
     assert summary["effective_batch_size"] == 6
     assert summary["stages"] == 2
@@ -302,7 +308,10 @@ def test_ten_kills(run, words_of, whole, tmp_path):
     chance = random.Random(5)
     for k in range(10):
         out = tmp_path / str(k)
-        step = chance.choice([STAGE_STEPS - 1, STAGE_STEPS]) if k % 2 else chance.randrange(2 * STAGE_STEPS - 1)
+        steps = range(2 * STAGE_STEPS - 1)
+        if k % 2:
+            steps = [STAGE_STEPS - 1, STAGE_STEPS]
+        step = chance.choice(steps)
         who = chance.choice(["worker", "rank0", "all"])
         delay = chance.uniform(0, 0.8)
         command = [CASCADE, *words_of(out, KILLED)]
@@ -327,7 +336,8 @@ def test_resume_at_another_world_size_and_from_any_best(run, one, tmp_path):
     assert best["state"]["stage"] == 0
     other = tmp_path / "other"
     run(other, ["--batch_size", "6", "--resume_from", out / "stage1_best.pt"])
-    assert off(training_lines(other), [line for line in expected if line.step > best["step"]]) < 1e-5
+    rest = [line for line in expected if line.step > best["step"]]
+    assert off(training_lines(other), rest) < 1e-5
     assert (other / "stage2_best.pt").exists()
 
 
@@ -351,8 +361,10 @@ def test_stages_one_at_a_time(run, one, tmp_path):
     # the second stage alone, in another folder, from the best checkpoint of the first
     alone = tmp_path / "alone"
     run(alone, [*flags, "--stage", "2", "--resume_from", out / "stage1_best.pt"])
+    second_stage = [line for line in training if line.stage == 2]
+    expected = [(line[1:], line.values["train/loss"]) for line in second_stage]
     losses = [(line[1:], line.values["train/loss"]) for line in training_lines(alone)]
-    assert losses == [(line[1:], line.values["train/loss"]) for line in training if line.stage == 2]
+    assert losses == expected
 
     # the second stage after an unfinished first
     unfinished = tmp_path / "unfinished"
@@ -374,7 +386,7 @@ def test_going_on_with_fewer_epochs_cuts_no_later_stage(run, tmp_path):
 
 def test_what_the_checkpoint_knows(run, zygote, cascade_data, one, tmp_path):
     """No test patient was trained on; the precision stays; --stage counts the checkpoint's own stages."""
-    names = sorted(path.name for path in cascade_data.iterdir())
+    names = sorted(path.name for path in cascade_data.glob("patient_*"))
     files = [tmp_path / f"{k}.txt" for k in range(3)]
     parts = [names[4:], names[:2], names[2:4]]
     for path, part in zip(files, parts, strict=True):
@@ -489,7 +501,7 @@ def test_metrics_against_numpy(cascade_data, one):
     from tasks.cascade.projector import resize
 
     summary = read_json(one / "summary.json")
-    patients = find_patients(cascade_data, 2)
+    patients = find_patients(cascade_data, (PA, LAT))
     split = split_patients(patients, 42)
     (test,) = split["test"]
     true = volume_of(patients[test])
@@ -510,7 +522,9 @@ def test_metrics_against_numpy(cascade_data, one):
     integral = mu.sum(0) * spacing[0]
 
     # in the X-ray's grey values: 0..10 of a line integral are 0..255, -1..1
-    slope, offset, _ = load(one / "last.pt")["greys"][1]
+    view, slope, offset, _, noise = load(one / "last.pt")["prior"]["greys"][1]
+    assert view[:2] == ("lat", 90.0)
+    assert 0 < noise < 0.1
     assert 0.19 < slope < 0.21
     assert -1.02 < offset < -0.98
     xray = read_xray(patients[test].xrays[1], 32, True, False)
@@ -569,17 +583,128 @@ def test_sampled_volumes_lie_where_the_ct_does(run, cascade_data, one, tmp_path)
 def test_eval_only_repeats_the_test_metrics(run, one, tmp_path):
     out = tmp_path / "run"
     summary = read_json(one / "summary.json")
-    run(out, ["--eval_only", "--resume_from", one / "stage2_best.pt", "--check_conditioning"], 2)
+    flags = ["--eval_only", "--resume_from", one / "stage2_best.pt", "--check_conditioning", "--num_samples", "3"]
+    run(out, flags, 2)
     results = read_json(out / "eval_test.json")
     metrics = {name: value for name, value in results.items() if name.startswith("test/")}
-    assert len(metrics) == 17
+    assert len(metrics) == 10 * 6 + 3 * 2 + 4 + 2
     for name, value in metrics.items():
-        assert value == pytest.approx(summary[name], rel=1e-5), name
-    assert (out / "figures" / "eval_test.png").stat().st_size > 5000
+        least = 1e-3 if "coverage" in name else 1e-6
+        assert value == pytest.approx(summary[name], rel=1e-5, abs=least), name
+    for figure in ("eval_test", "eval_test_coverage"):
+        assert (out / "figures" / f"{figure}.png").stat().st_size > 5000
 
     # the first stage alone
     run(out, ["--eval_only", "--resume_from", one / "stage1_best.pt"])
     assert read_json(out / "eval_test.json")["stage"] == 1
+
+
+def without(path: Path, changed: Path, **values) -> None:
+    """A checkpoint with other values."""
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save(checkpoint | values, changed)
+
+
+def test_several_samples_of_x_rays_alone(run, one, cascade_data, tmp_path):
+    """--num_samples: mean and standard deviation, each patient's own, by one process and by two; held to the X-rays."""
+    from tasks.cascade.files import read_xray
+    from tasks.cascade.projector import normalise, project, resize
+
+    folder = tmp_path / "new"
+    folder.mkdir()
+    for name in ("patient_0001", "patient_0002", "patient_0003"):
+        for view in ("pa", "lat"):
+            shutil.copy(cascade_data / name / f"{name}_{view}_drr.png", folder)
+
+    # {(samples, processes): {file: volume}}
+    flags = ["--sample", folder, "--resume_from", one / "stage2_best.pt"]
+    volumes = {}
+    for count, ranks in ((1, 1), (3, 1), (3, 2)):
+        out = tmp_path / f"{count}-{ranks}"
+        done = run(out, [*flags, "--num_samples", str(count)], ranks)
+        if count > 1:
+            assert "3 means and standard deviations of 3 samples of 16 x 16 x 16" in done.stdout
+        files = sorted((out / "samples").iterdir())
+        assert len(files) == 3 * (2 if count > 1 else 1)
+        volumes[count, ranks] = {path.name: nibabel.load(path).get_fdata() for path in files}
+
+    # two processes give what one gives, to 1 HU
+    for name, volume in volumes[3, 1].items():
+        difference = volumes[3, 2][name] - volume
+        assert np.abs(difference).max() <= 1
+    std = volumes[3, 1]["patient_0001_std.nii.gz"]
+    assert 5 < std.mean() < 500
+    assert not np.array_equal(std, volumes[3, 1]["patient_0002_std.nii.gz"])
+
+    # the projections of what is written are the X-rays, which another patient's are not
+    checkpoint = load(one / "last.pt")
+    spacing = torch.tensor([checkpoint["extent"]]) / 16
+
+    def error(written: str, shown: str) -> float:
+        volume = torch.from_numpy(volumes[1, 1][f"{written}.nii.gz"]).float()
+        errors = []
+        for (view, *_), slope, offset, *_ in checkpoint["prior"]["greys"]:
+            image = read_xray(folder / f"{shown}_{view}_drr.png", 32, True, False) * 2 - 1
+            integral = (resize(image[None, None], (16, 16)) - offset) / slope
+            difference = project(normalise(volume)[None, None], spacing, view) - integral
+            errors.append(float(difference.square().mean().sqrt()))
+        return max(errors)
+
+    assert error("patient_0001", "patient_0001") < 0.1
+    assert error("patient_0001", "patient_0002") > 0.3
+
+
+def test_a_regression_stands_beside(run, one, tmp_path):
+    """--regression is trained at one timestep and gives one volume; its row is in the other run's table."""
+    out = tmp_path / "regression"
+    run(out, ["--batch_size", "6", "--regression"])
+    summary = read_json(out / "summary.json")
+    assert summary["regression"] is True
+    beside = ["--eval_only", "--resume_from", one / "stage2_best.pt", "--regression_run", out]
+    done = run(tmp_path / "eval", beside)
+    results = read_json(tmp_path / "eval" / "eval_test.json")
+    for score in ("psnr", "gradient_error", "projection_error_lat"):
+        assert results[f"test/{score}_regression"] == summary[f"test/{score}"]
+    assert re.search(rf"\nregression +{summary['test/psnr']:.4f}", done.stdout)
+    assert "\nregression" not in run(tmp_path / "alone", beside[:3]).stdout
+
+    # whatever --ddim_steps says, a regression is one step
+    again = ["--eval_only", "--resume_from", out / "best.pt", "--ddim_steps", "5"]
+    run(tmp_path / "again", again)
+    repeated = read_json(tmp_path / "again" / "eval_test.json")
+    assert repeated["test/psnr"] == pytest.approx(summary["test/psnr"], rel=1e-6)
+
+    # a run that is none, one on other patients, and another last grid
+    beside[-1] = one
+    assert "of a run by diffusion" in run(tmp_path / "bad", beside, code=2).stderr
+    for fact in ("patients", "views", "volume_size"):
+        changed = tmp_path / fact
+        changed.mkdir()
+        (changed / "summary.json").write_text(json.dumps(summary | {fact: "other"}))
+        refused = run(tmp_path / "bad", [*beside[:-1], changed], code=2)
+        assert "of other patients, views or another last stage" in refused.stderr
+
+
+def test_a_cascade_without_agreement(run, one, tmp_path):
+    """--no-xray_agreement is the run's own: kept in its checkpoints, with nothing to compare in the table."""
+    out = tmp_path / "run"
+    run(out, ["--batch_size", "6", "--no-xray_agreement"])
+    summary = read_json(out / "summary.json")
+    assert "test/psnr_free" not in summary
+    assert "test/psnr_start" not in summary
+    whole = read_json(one / "summary.json")
+    assert summary["test/psnr_mean_consistent"] == pytest.approx(whole["test/psnr_mean_consistent"], rel=1e-6)
+    assert summary["test/projection_error_pa"] > 3 * whole["test/projection_error_pa"]
+    assert load(out / "best.pt")["settings"]["xray_agreement"] is False
+    refused = run(tmp_path / "eval", ["--eval_only", "--resume_from", out / "best.pt", "--xray_agreement"], code=2)
+    assert "a run with --xray_agreement False, now True; leave it out" in refused.stderr
+
+
+def test_a_checkpoint_of_the_format_before_is_refused(run, one, tmp_path):
+    without(one / "last.pt", tmp_path / "old.pt", format="cascade/1")
+    refused = run(tmp_path / "run", ["--eval_only", "--resume_from", tmp_path / "old.pt"], code=2)
+    assert re.search(r"^error: .*old.pt: .*cascade/1", refused.stderr)
+    assert len(refused.stderr.strip().splitlines()) == 1
 
 
 def test_run_folder(one):
@@ -587,7 +712,7 @@ def test_run_folder(one):
     assert {"args.yaml", "metrics.jsonl", "summary.json", "last.pt", "best.pt", "manifest.sha256"} <= names
     assert {"stage1_best.pt", "stage2_best.pt", "model.safetensors", "logs"} <= names
     figures = {path.stem for path in (one / "figures").iterdir() if path.suffix == ".png"}
-    assert figures == {"stage1_inputs", "stage2_inputs", "stage1_val", "stage2_val", "test", "curves"}
+    assert figures == {"stage1_inputs", "stage2_inputs", "stage1_val", "stage2_val", "test", "test_coverage", "curves"}
     assert len(list((one / "figures").iterdir())) == len(figures)
 
     # the weights of both stages are those of the best checkpoint
@@ -615,7 +740,7 @@ def small_setup(cascade_data: Path, flags: list | tuple = ()):
 
 
 def load_data(script, setup, sizes: list[list[int]]):
-    return script.data_source(setup.args, CPU).load(sizes)
+    return script.source_of_flags(vars(setup.args), setup.args.source, CPU).load(sizes)
 
 
 def prepared_batch(data, size: list[int], places) -> dict:
@@ -646,7 +771,7 @@ def test_every_weight_learns_and_no_earlier_stage(cascade_data):
     previous = torch.randn(2, 1, 16, 16, 16, requires_grad=True)
     time = torch.tensor([0.2, 0.7])
     level = torch.tensor([0.05, 0.1])
-    output = model(noisy, time, xrays, previous, level)
+    output = model(noisy, time, xrays, previous, level, torch.full((2, 3), 300.0))
     output.square().sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -677,39 +802,13 @@ def test_scheduler_goes_from_noise_to_the_clean_volume(cascade_data):
         assert torch.allclose(x, clean, atol=1e-4)
 
 
-def wavy_model(x, time, xrays, previous=None, level=None):
-    return torch.sin(3 * x)
-
-
-def model_of_ones(x, time, xrays, previous=None, level=None):
+def model_of_ones(x, time, xrays, start, level, extent):
     return torch.ones_like(x)
-
-
-def test_prediction_of_v_and_noise_agree(cascade_data):
-    """denoise() of any model: the clean volume it names and the v or noise it returns are the same statement."""
-    from tasks.cascade.diffusion import Previous, denoise
-
-    for more in ([], ["--no-v_parameterization"]):
-        _, setup = small_setup(cascade_data, more)
-        scheduler = setup.diffusion.scheduler
-        torch.manual_seed(0)
-        volume = torch.rand(3, 1, 8, 8, 8) - 1
-        noise = torch.randn(3, 1, 8, 8, 8)
-        timesteps = torch.tensor([1, 9, 18])
-        noisy = scheduler.add_noise(volume, noise, timesteps)
-        xrays = torch.zeros(3, 2, 8, 8)
-        level = torch.full((3,), 0.05)
-        before = Previous(torch.rand(3, 1, 4, 4, 4) - 1, level)
-        for previous in (None, before):
-            output, clean = denoise(wavy_model, scheduler, noisy, timesteps, xrays, previous)
-            for i, timestep in enumerate(timesteps.tolist()):
-                _, named = scheduler.step(output[i], timestep, noisy[i])
-                assert torch.allclose(named, clean[i].clamp(-1, 1), atol=1e-3)
 
 
 def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(cascade_data):
     """The true volume fits its X-rays; a moved one does not; the same error counts less where there is more noise."""
-    from tasks.cascade.diffusion import Draw, denoise
+    from tasks.cascade.diffusion import denoise, diffused, training_draw
     from tasks.cascade.metrics import projection_error
 
     script, setup = small_setup(cascade_data)
@@ -720,6 +819,9 @@ def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(cascade_da
     def error_of(x: torch.Tensor) -> torch.Tensor:
         return projection_error(x, batch["extent"], batch["xrays"], data.greys)
 
+    def mean_square(x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean((1, 2, 3, 4))
+
     # a move along x shows in the frontal view, and not in the lateral one, whose rays run along x
     right = error_of(volume)
     wrong = error_of(volume.roll(3, 2))
@@ -729,16 +831,28 @@ def test_projection_loss_is_in_the_x_ray_s_units_and_weighs_by_signal(cascade_da
     assert (wrong[:, 1] < 2 * right[:, 1] + 1e-4).all()
 
     # at little and at much noise
-    scheduler = setup.diffusion.scheduler
+    setup.data = data
+    setup.take_prior(None)
+    diffusion = setup.diffusion
+    alphas = diffusion.scheduler.alphas_cumprod
+    drawn = training_draw(1, batch, None, 0, diffusion)
     for timestep in (2, 17):
-        timesteps = torch.full((4,), timestep)
-        noise = torch.randn_like(volume)
-        draw = Draw(timesteps, noise, None)
-        _, physics = script.sample_losses(model_of_ones, batch, draw, data.greys, setup)
-        noisy = scheduler.add_noise(volume, noise, timesteps)
-        _, clean = denoise(model_of_ones, scheduler, noisy, timesteps, batch["xrays"], None)
-        assert torch.allclose(physics, scheduler.alphas_cumprod[timestep] * error_of(clean).mean(1))
-    assert scheduler.alphas_cumprod[2] > 10 * scheduler.alphas_cumprod[17]
+        draw = drawn._replace(timestep=torch.full((4,), timestep), noise=torch.randn_like(volume))
+        loss, physics = script.sample_losses(model_of_ones, batch, draw, setup)
+        noisy, v = diffused(volume, draw, diffusion)
+        _, clean = denoise(model_of_ones, noisy, draw.timestep, batch, draw.start, diffusion)
+        assert torch.allclose(physics, alphas[timestep] * error_of(clean).mean(1))
+        assert torch.allclose(loss, mean_square(1 - v))
+
+        # in noise prediction the noise's own error counts
+        setup.args.v_parameterization = False
+        of_noise, _ = script.sample_losses(model_of_ones, batch, draw, setup)
+        setup.args.v_parameterization = True
+        signal = alphas[timestep].sqrt()
+        noise = signal * 1 + (1 - alphas[timestep]).sqrt() * noisy
+        expected = mean_square(noise - draw.noise)
+        assert torch.allclose(of_noise, expected, rtol=1e-4)
+    assert alphas[2] > 10 * alphas[17]
 
 
 def test_gradient_checkpointing_keeps_less(cascade_data):
@@ -835,17 +949,28 @@ def test_config_keys_have_an_effect(start, cascade_data, one, tmp_path):
 def test_overfits_one_volume(cascade_data):
     """v-prediction at 32^3 on one volume: loss below 0.05, and PSNR above 30 dB by sampling."""
     from distributed_utils import schedule
-    from tasks.cascade.diffusion import Draw
+    from tasks.cascade.diffusion import training_draw
     from tasks.cascade.model import Ema
-    from tasks.cascade.sampling import sample_cascade
+    from tasks.cascade.sampling import Sampling, Trained, sample_cascade
 
-    stage = {"name": "stage1", "volume_size": [32, 32, 32], "voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
+    stage = {
+        "name": "stage1",
+        "volume_size": [32, 32, 32],
+        "voxel_dim": 64,
+        "vit_depth": 2,
+        "num_heads": 4,
+        "token_grid": 8,
+    }
     flags = ["--num_timesteps", "1000", "--ddim_steps", "50", "--no-augmentation"]
-    flags += ["--stage_configs", json.dumps([stage | {"token_grid": 8}])]
+    flags += ["--no-xray_agreement", "--stage_configs", json.dumps([stage])]
+
     script, setup = small_setup(cascade_data, flags)
     torch.set_num_threads(2)
     data = load_data(script, setup, [[32, 32, 32]])
+    setup.data = data
+    setup.take_prior(None)
     batch = prepared_batch(data, [32, 32, 32], [0] * 4)
+
     model = script.build_model(0, setup.args, CPU)
     averaged = Ema(model, 0.99)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
@@ -855,10 +980,8 @@ def test_overfits_one_volume(cascade_data):
     for step in range(500):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * schedule(step, 500, 10, "cosine")
-        timesteps = torch.randint(1000, (4,), generator=torch.Generator().manual_seed(step))
-        noise = torch.randn(batch["volume"].shape, generator=torch.Generator().manual_seed(step))
-        draw = Draw(timesteps, noise, None)
-        diffusion_loss, physics_loss = script.sample_losses(model, batch, draw, data.greys, setup)
+        draw = training_draw(0, batch | {"index": [0, 1, 2, 3]}, None, step, setup.diffusion)
+        diffusion_loss, physics_loss = script.sample_losses(model, batch, draw, setup)
         (diffusion_loss + 0.3 * physics_loss).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -866,7 +989,9 @@ def test_overfits_one_volume(cascade_data):
         averaged.update(model, step + 1)
         kept.append(float(diffusion_loss.detach().mean()))
 
-    volume = sample_cascade([averaged.model], batch["xrays"][:1], [0], setup.diffusion, "no")[0]
+    cascade = Trained([averaged.model], ["stage1"], setup.diffusion, "no")
+    patient = prepared_batch(data, [32, 32, 32], [0])
+    volume = sample_cascade(cascade, patient, Sampling())[0]
     mse = (volume - batch["volume"][:1]).square().mean()
     psnr = float(10 * torch.log10(4 / mse))
     loss = np.mean(kept[-50:])

@@ -8,7 +8,7 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,21 +19,27 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
 
-from cache_utils import DiskCache, identity
+from cache_utils import DiskCache
 from cli_utils import InputError
 from distributed_utils import agree_on_errors, create_distributed_dataloader, gather_objects, print_main, reduce_sum
 from distributed_utils import world
 from hardware_utils import available_ram_gb, usable_cores
 from sampler_utils import permute
+from tasks.cascade.agreement import Prior, start_volume
 from tasks.cascade.alignment import GreyFit, check_alignment, fit_greys
 from tasks.cascade.diffusion import draw_noise
-from tasks.cascade.files import Patient, find_patients, read_ct, read_xray, voxel_spacing
-from tasks.cascade.projector import HU_MAX, HU_MIN, VIEWS, normalise, project, resize
+from tasks.cascade.files import Patient, find_patients, identity_of, read_ct, read_xray, voxel_spacing
+from tasks.cascade.projector import HU_MAX, HU_MIN, normalise, project, resize
+from tasks.cascade.rays import check_views
 from tasks.cascade.stages import eval_batch
+from tasks.cascade.views import View, views_of, wrong_extent
 
 SPLITS = ("train", "val", "test")
 # The side of the images that the alignment check compares.
 CHECK_SIZE = 32
+# Of a voxel among the training patients, and of what the first stage starts from, where all of them are equal.
+LEAST_VARIANCE = 1e-4
+LEAST_STD = 0.005
 # A cache entry begins with the field of view, three numbers of 4 bytes.
 EXTENT_BYTES = 12
 
@@ -46,12 +52,16 @@ def split_patients(
     seed: int,
     files: list[str] | None = None,
 ) -> dict[str, list[int]]:
-    """{"train", "val", "test": places in `patients`}: 80/10/10 by patient, or as three text files of ids say.
+    """{"train", "val", "test": places in `patients`}: 80/10/10 by patient, or as text files of ids say.
 
-    At least one patient in each part. Raises InputError.
+    They are three, or two of training and test patients: then a tenth of the former validates. At least one patient in
+    each part. Raises InputError.
     """
+    if files and len(files) == 3:
+        return read_split(patients, files, SPLITS)
     if files:
-        return read_split(patients, files)
+        parts = read_split(patients, files, ("train", "test"))
+        return hold_out(parts, seed, files[0])
     if len(patients) < 3:
         raise InputError(f"--dataset_path: {len(patients)} patients; training, validation and test need at least 3")
     order = permute(np.arange(len(patients)), len(patients), seed, 0).tolist()
@@ -63,12 +73,35 @@ def split_patients(
     }
 
 
-def read_split(patients: list[Patient], files: list[str]) -> dict[str, list[int]]:
-    """{"train", "val", "test": places in `patients`} of three text files with one id a line. Raises InputError."""
+def hold_out(
+    parts: dict[str, list[int]],
+    seed: int,
+    path: str,
+) -> dict[str, list[int]]:
+    """Training and test patients, of the file at path, with a tenth of the former for validation. Raises InputError."""
+    # the order of the file does not matter
+    named = sorted(parts["train"])
+    if len(named) < 2:
+        raise InputError(f"{path}: names one patient; training and validation need at least 2")
+    order = permute(np.arange(len(named)), len(named), seed, 0)
+    held = max(1, round(len(named) / 10))
+    return {
+        "train": [named[number] for number in order[held:]],
+        "val": [named[number] for number in order[:held]],
+        "test": parts["test"],
+    }
+
+
+def read_split(
+    patients: list[Patient],
+    files: list[str],
+    splits: tuple[str, ...],
+) -> dict[str, list[int]]:
+    """{split: places in `patients`} of a text file each, with one id a line. Raises InputError."""
     places = {patient.id: place for place, patient in enumerate(patients)}
     parts: dict[str, list[int]] = {}
     seen: dict[str, str] = {}
-    for split, path in zip(SPLITS, files, strict=True):
+    for split, path in zip(splits, files, strict=True):
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -112,7 +145,7 @@ FLIPS = {
 
 
 class Decoded:
-    """Decoded files, kept on disk: volumes on a stage's grid, and X-rays at the encoder's size.
+    """Decoded files, kept on disk: volumes on a stage's grid, and X-rays of some views at the encoder's size.
 
     in_memory: a data set keeps what it has read. workers: loading processes beside each process. Everything here raises
     InputError for a file that cannot be used.
@@ -121,12 +154,14 @@ class Decoded:
     def __init__(
         self,
         img_size: int,
+        views: tuple[View, ...],
         flips: Flips,
         cache_dir: str | None = None,
         in_memory: bool = False,
         workers: int = 0,
     ):
         self.img_size = img_size
+        self.views = views
         self.flips = flips
         self.cache_dir = cache_dir
         self.cache = DiskCache(cache_dir, ".bin")
@@ -140,7 +175,7 @@ class Decoded:
     ) -> str:
         """A key that changes when the file does; empty where nothing is kept. content: what is made of the file."""
         try:
-            return f"{identity(path)}|{content}|2" if self.cache.folder else ""
+            return f"{identity_of(path)}|{content}|2" if self.cache.folder else ""
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}); check --dataset_path") from None
 
@@ -164,12 +199,13 @@ class Decoded:
         path: Path,
         sizes: list,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(field of view in mm (3,), line integrals of both views (2, CHECK_SIZE, CHECK_SIZE)), float32.
+        """(field of view in mm (3,), line integrals of all views (views, CHECK_SIZE, CHECK_SIZE)), float32.
 
         The integrals are of the file's own resolution. The file is read once, and only if these or a grid are not kept.
         """
-        shape = (len(VIEWS), CHECK_SIZE, CHECK_SIZE)
-        content = self.cache.get(self.key(path, "survey"), EXTENT_BYTES + 4 * math.prod(shape))
+        shape = (len(self.views), CHECK_SIZE, CHECK_SIZE)
+        key = self.key(path, ("survey", self.views))
+        content = self.cache.get(key, EXTENT_BYTES + 4 * math.prod(shape))
         missing = []
         if self.cache.folder:
             missing = [size for size in sizes if not self.cache.has(self.key(path, tuple(size)), volume_bytes(size))]
@@ -180,11 +216,14 @@ class Decoded:
                 self.keep_volume(path, clipped, extent, size)
 
             # what the alignment check compares
+            for view in self.views:
+                if reason := wrong_extent(view, tuple(extent)):
+                    raise InputError(f"{path}: {reason}; correct --views")
             mm = torch.from_numpy(spacing).float()[None]
             volume = normalise(clipped)[None, None]
-            integrals = [resize(project(volume, mm, view), shape[1:])[0, 0] for view in VIEWS]
+            integrals = [resize(project(volume, mm, view), shape[1:])[0, 0] for view in self.views]
             content = extent.tobytes() + torch.stack(integrals).contiguous().numpy().tobytes()
-            self.cache.put(self.key(path, "survey"), content)
+            self.cache.put(key, content)
         extent = np.frombuffer(content, np.float32, 3)
         return extent, np.frombuffer(content, np.float32, offset=EXTENT_BYTES).reshape(shape)
 
@@ -204,11 +243,11 @@ class Decoded:
     def xray(
         self,
         path: Path,
-        view: str,
+        view: View,
     ) -> Tensor:
         """int16 (img_size, img_size), grey values 0..1 as -32768..32767: see grey()."""
         shape = (self.img_size, self.img_size)
-        mirrored = self.flips.pa if view == "pa" else self.flips.lat
+        mirrored = {"pa": self.flips.pa, "lat": self.flips.lat}.get(view.name, False)
         key = self.key(path, (self.img_size, (self.flips.vertical, mirrored)))
         content = self.cache.get(key, 2 * math.prod(shape))
         if content is None:
@@ -219,7 +258,7 @@ class Decoded:
 
     def xrays(self, patient: Patient) -> Tensor:
         """int16 (views, img_size, img_size)."""
-        images = [self.xray(path, view) for path, view in zip(patient.xrays, VIEWS, strict=False)]
+        images = [self.xray(path, view) for path, view in zip(patient.xrays, self.views, strict=True)]
         return torch.stack(images)
 
 
@@ -269,7 +308,7 @@ def survey_patient(
     try:
         extent, integrals = decoded.survey(patient.ct, sizes)
         images = resize(grey(decoded.xrays(patient))[None], shape[1:])[0]
-        return Survey(integrals[: shape[0]], images.numpy(), extent)
+        return Survey(integrals, images.numpy(), extent)
     except InputError as error:
         empty = np.zeros(shape, np.float32)
         return Survey(empty, empty, np.zeros(3, np.float32), str(error))
@@ -333,9 +372,9 @@ class Data:
         # the X-rays must be those of the CTs; how their grey values follow from line integrals is learned from training
         with agree_on_errors():
             if check:
-                check_alignment(chosen, integrals, images)
+                check_alignment(chosen, integrals, images, decoded.views)
             train = np.isin(places, split["train"])
-            self.greys: list[GreyFit] = fit_greys(integrals[train], images[train])
+            self.greys: list[GreyFit] = fit_greys(integrals[train], images[train], decoded.views)
             self.extent = extents[train].mean(0).tolist()
             if any(not abs(fit.slope) > 1e-6 for fit in self.greys):
                 raise InputError("--dataset_path: the X-rays have nothing to do with the CTs; see --make_drrs")
@@ -361,7 +400,9 @@ class Data:
         """All ranks: (1, 1, X, Y, Z) on the CPU, the mean of the training patients, which is the first baseline."""
         grid = tuple(size)
         if grid not in self.means:
-            self.means = {grid: mean_of_volumes(self.set("train", size))}
+            dataset = self.set("train", size)
+            mean = mean_over(dataset, grid, torch.device("cpu"), lambda batch: batch["volume"][:, 0])
+            self.means = {grid: mean.float()[None, None]}
         return self.means[grid]
 
     def refuse_trained(
@@ -393,16 +434,12 @@ class Data:
         dataset = self.set(split, size)
         return default_collate([dataset[place] for place in range(min(2, len(dataset)))])
 
-    def take_greys(self, checkpoint: dict) -> None:
-        """Let the grey values follow from line integrals as a checkpoint has it."""
-        self.greys = [GreyFit._make(fit) for fit in checkpoint["greys"]]
-
 
 class Source(NamedTuple):
     """Where the patients of a run are, and how their files are read; each field is a flag's value."""
 
     dataset_path: str
-    num_views: int
+    views: list[dict]
     split_seed: int
     split_files: list[str] | None
     skip_alignment_check: bool
@@ -418,27 +455,78 @@ class Source(NamedTuple):
         flips = FLIPS[self.flip_drrs_horizontal]._replace(vertical=self.flip_drrs_vertical)
         # no loading processes where the patients are in memory
         workers = 0 if self.cache_in_memory else self.num_workers
-        return Decoded(self.img_size, flips, self.cache_dir, self.cache_in_memory, workers)
+        return Decoded(self.img_size, views_of(self.views), flips, self.cache_dir, self.cache_in_memory, workers)
 
     def load(self, sizes: list) -> Data:
         """All ranks: the patients, on the grids that will be needed. Raises InputError."""
         with agree_on_errors():
-            patients = find_patients(Path(self.dataset_path), self.num_views)
+            views = views_of(self.views)
+            check_views(views, on_gpu=torch.cuda.is_available())
+            patients = find_patients(Path(self.dataset_path), views)
             split = split_patients(patients, self.split_seed, self.split_files)
         return Data(patients, split, self.decoder(), sizes, check=not self.skip_alignment_check)
 
 
-def mean_of_volumes(dataset: "XrayCtDataset") -> Tensor:
-    """All ranks: (1, 1, X, Y, Z) on the CPU, the mean volume of some patients. Raises InputError."""
-    rank, world_size = world()
-    total = torch.zeros(dataset.size, dtype=torch.float64)
+def source_of_flags(values: dict, source: dict[str, str], device: torch.device) -> Source:
+    """Where the flags' values say that the patients are. source: where each of them comes from."""
+    fields = {name: values[name] for name in Source._fields}
+    # by default there are no loading processes on a CPU
+    if device.type == "cpu" and source["num_workers"] == "default":
+        fields["num_workers"] = 0
+    return Source(**fields)
+
+
+def mean_over(
+    dataset: "XrayCtDataset",
+    shape: tuple[int, ...],
+    device: torch.device,
+    statistic: Callable[[dict], Tensor],
+) -> Tensor:
+    """All ranks: the mean, on the CPU in float64, of a statistic of each of some patients. Raises InputError.
+
+    statistic(batch): of each patient of a prepared batch, (B, *shape).
+    """
+    total = torch.zeros(shape, dtype=torch.float64)
     with agree_on_errors():
-        for place in range(rank, len(dataset), world_size):
-            item = dataset[place]
-            if item["error"]:
-                raise InputError(item["error"])
-            total += normalise(item["volume"].double())
-    return (reduce_sum(total) / len(dataset)).float()[None, None]
+        for _, batch in eval_batches(dataset, device):
+            values = statistic(batch).double()
+            total += values.sum(0).cpu()
+    return reduce_sum(total) / len(dataset)
+
+
+def learn_prior(
+    dataset: "XrayCtDataset",
+    greys: list[GreyFit],
+    agreement: bool,
+    device: torch.device,
+) -> Prior:
+    """All ranks: what a cascade knows before it sees a patient, from the training patients. Raises InputError.
+
+    agreement: whether what the first stage starts from is made to agree with the X-rays.
+    """
+
+    def moments(batch: dict) -> Tensor:
+        volume = batch["volume"][:, 0].double()
+        return torch.stack([volume, volume.square()], 1)
+
+    mean, mean_square = mean_over(dataset, (2, *dataset.size), device, moments)
+    variance = (mean_square - mean.square()).clamp(min=LEAST_VARIANCE)
+    prior = Prior(
+        greys,
+        mean.float()[None, None].to(device),
+        variance.float()[None, None].to(device),
+        std=1.0,
+    )
+
+    # how wrong that is for one patient
+    def squared_error(batch: dict) -> Tensor:
+        start = start_volume(prior, batch, dataset.size, agreement)
+        return (start - batch["volume"]).double().square().mean((1, 2, 3, 4))
+
+    mean_error = float(mean_over(dataset, (), device, squared_error))
+    # few digits, as the order of the sum depends on the number of processes
+    std = float(f"{math.sqrt(mean_error):.4g}")
+    return prior._replace(std=max(std, LEAST_STD))
 
 
 # --- the data set and its batches -------------------------------------------------------------------------------------
@@ -525,18 +613,19 @@ def prepare(
     device: torch.device,
     seed: int | None = None,
     epoch: int = 0,
+    moved: bool = True,
 ) -> dict:
     """A batch on the device: volume (B, 1, X, Y, Z), xrays and seen (B, views, H, W) in -1..1, and extent (B, 3) mm.
 
     xrays: projections of the volume. seen: those that the model gets, of varied exposure. seed: of the augmentation;
-    None for none, as in evaluations.
+    None for none, as in evaluations. moved: patients are moved up and down in it.
     """
     volume = normalise(batch["volume"].to(device, non_blocking=True).float())[:, None]
     xrays = grey(batch["xrays"].to(device, non_blocking=True))
     seen = xrays
     index = batch["index"].tolist()
     if seed is not None:
-        volume, xrays, seen = augment(volume, xrays, index, seed, epoch)
+        volume, xrays, seen = augment(volume, xrays, index, seed, epoch, moved)
     extent = batch["extent"].to(device, non_blocking=True)
     return {
         "volume": volume,
@@ -564,12 +653,13 @@ def augment(
     indices: list[int],
     seed: int,
     epoch: int,
+    moved: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, 1, X, Y, Z), (B, views, H, W) -> (volume, X-rays that belong to it, X-rays as the model sees them).
 
-    The patient is moved up or down by up to 5 %: rows of both views run along z, so they stay true projections; a flip
-    would break the lateral view. What the model sees also varies in brightness, contrast and noise, as exposures do. A
-    function of (seed, epoch, patient).
+    With `moved` the patient is moved up or down by up to 5 %: rows of parallel views run along z, so they stay true
+    projections, which those of a cone would not; a flip would break the lateral view. What the model sees also varies
+    in brightness, contrast and noise, as exposures do. A function of (seed, epoch, patient).
     """
     volumes = []
     projections = []
@@ -577,7 +667,7 @@ def augment(
     seeds = []
     for one, images, index in zip(volume, xrays, indices, strict=True):
         generator = np.random.default_rng([seed % 2**63, epoch, int(index)])
-        most = int(0.05 * one.shape[-1])
+        most = int(0.05 * one.shape[-1]) if moved else 0
         shift = int(generator.integers(-most, most + 1))
         if shift:
             one, images = move_up(one, images, shift)

@@ -1,4 +1,13 @@
-"""The diffusion of guide 3's cascade: what is drawn for a batch, and the model's estimate of the clean volume."""
+"""The diffusion of guide 3's cascade: what is drawn for a batch, and the model's estimate of the clean volume.
+
+A stage starts from an estimate of the volume: the first from the mean of the training patients, each later one from
+the volume of the stage before. By default both are made to agree with the X-rays. What is diffused is the residual,
+(true volume - start) / std, of about unit variance: so the model need not learn what is known already.
+
+At the last timestep nothing is left of the residual, and the model is given zeros there instead of noise. Half of the
+training draws are of that timestep: the model's answer is then the mean of all volumes that are possible, from which
+sampling goes on.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -8,55 +17,86 @@ import torch
 from torch import Tensor, nn
 
 from fixed_order_utils import interpolate
+from tasks.cascade.agreement import Prior, agree, measure_xrays, start_volume
+from tasks.cascade.alignment import UNKNOWN_GREY
 from tasks.cascade.projector import resize
+from tasks.cascade.views import views_of
 
 # Each validation patient's loss is taken at so many noise levels.
 LOSS_DRAWS = 4
+# The share of the training draws that are of the last timestep.
+LAST_TIMESTEP_SHARE = 0.5
 # Noise on the volume of the stage before: up to this in training, and so much in sampling, which hides its mistakes.
 PREVIOUS_NOISE = 0.1
 PREVIOUS_NOISE_SAMPLING = 0.02
-# Of a torso CT in -1..1, roughly, and of what the stage before lacks.
+# Of a torso CT in -1..1, roughly.
 CT_MEAN = -0.75
 CT_STD = 0.25
-RESIDUAL_STD = 0.06
 # Threads of each process that draw large noise.
 NOISE_THREADS = 4
 
 
 class Diffusion(NamedTuple):
-    """The diffusion of a cascade. scheduler: MONAI's. sizes: of each stage's volume."""
+    """The diffusion of a cascade. scheduler: MONAI's. sizes: of each stage's volume.
+
+    prior: of the training patients. agreement: --xray_agreement. regression: --regression.
+    """
 
     scheduler: object
     seed: int
     sizes: list[list[int]]
+    prior: Prior
+    agreement: bool
+    regression: bool
+
+    def starting_from(self, prior: Prior) -> "Diffusion":
+        """The same, with what is known of the training patients, on the device."""
+        device = self.prior.mean.device
+        prior = prior._replace(mean=prior.mean.to(device), variance=prior.variance.to(device))
+        return self._replace(prior=prior)
+
+    @property
+    def last_timestep(self) -> int:
+        """The one at which nothing is left of the residual."""
+        return self.scheduler.num_train_timesteps - 1
+
+    @property
+    def starts_blind(self) -> bool:
+        """Whether the model is trained without noise at the last timestep. Noise prediction learns nothing there."""
+        return self.scheduler.prediction_type == "v_prediction"
 
 
-class Previous(NamedTuple):
-    """The volume (B, 1, X, Y, Z) of the stage before, and the level (B,) of the noise on it."""
+class Start(NamedTuple):
+    """What a stage starts from: a volume (B, 1, X, Y, Z) on its own grid, and the level (B,) of the noise in it.
+
+    std: how far it is from the true volume, roughly.
+    """
 
     volume: Tensor
     level: Tensor
+    std: float
 
 
 class Draw(NamedTuple):
-    """What is drawn for a batch: timestep (B,), noise (B, 1, X, Y, Z), and the stage before, None in the first."""
+    """What is drawn for a batch: timestep (B,), noise (B, 1, X, Y, Z), and what the stage starts from."""
 
     timestep: Tensor
     noise: Tensor
-    previous: Previous | None
+    start: Start
 
 
-def make_diffusion(
-    num_timesteps: int,
-    ddim_steps: int,
-    v_parameterization: bool,
-    seed: int,
-    stages: list[dict],
-) -> Diffusion:
-    """The diffusion of a cascade as the flags say. stages: the entries of --stage_configs."""
-    scheduler = make_scheduler(num_timesteps, ddim_steps, v_parameterization)
-    sizes = [stage["volume_size"] for stage in stages]
-    return Diffusion(scheduler, seed, sizes)
+def make_diffusion(values: dict, device: torch.device) -> Diffusion:
+    """The diffusion of a cascade as the flags' values say, before anything is known of the training patients."""
+    scheduler = make_scheduler(
+        values["num_timesteps"],
+        values["ddim_steps"],
+        values["v_parameterization"],
+    )
+    sizes = [stage["volume_size"] for stage in values["stage_configs"]]
+    greys = [UNKNOWN_GREY._replace(view=view) for view in views_of(values["views"])]
+    mean = torch.full((1, 1, *sizes[0]), CT_MEAN, device=device)
+    unknown = Prior(greys, mean, torch.full_like(mean, CT_STD**2), CT_STD)
+    return Diffusion(scheduler, values["seed"], sizes, unknown, values["xray_agreement"], values["regression"])
 
 
 def make_scheduler(
@@ -64,11 +104,14 @@ def make_scheduler(
     ddim_steps: int,
     v_parameterization: bool,
 ):
-    """MONAI's DDIM scheduler: cosine schedule (Nichol & Dhariwal 2021, s = .008), v or noise prediction."""
+    """MONAI's DDIM scheduler: cosine schedule (Nichol & Dhariwal 2021, s = .008), v or noise prediction.
+
+    A residual has no bounds at which to clip it.
+    """
     from monai.networks.schedulers import DDIMScheduler
 
     kind = "v_prediction" if v_parameterization else "epsilon"
-    scheduler = DDIMScheduler(num_timesteps, schedule="cosine", prediction_type=kind, clip_sample=True)
+    scheduler = DDIMScheduler(num_timesteps, schedule="cosine", prediction_type=kind, clip_sample=False)
     scheduler.set_timesteps(ddim_steps)
 
     # step() goes back by T / steps; set_timesteps spaces the times by (T - 1) / (steps - 1), which is more
@@ -82,9 +125,9 @@ def make_scheduler(
 def draw_noise(
     shape: tuple[int, ...],
     device: torch.device,
-    seeds: list[int],
+    seeds: list[int | None],
 ) -> Tensor:
-    """Gaussian noise (len(seeds), *shape) on the device, each part a function of its seed alone.
+    """Gaussian noise (len(seeds), *shape) on the device, each part a function of its seed alone; zeros without a seed.
 
     Drawn on the CPU: CUDA's generator deals its numbers out by the GPU's number of multiprocessors, so that a large
     tensor differs between GPU models. Large parts are drawn side by side, in threads that end here, as a data loader
@@ -93,6 +136,9 @@ def draw_noise(
     noise = torch.empty(len(seeds), *shape, pin_memory=device.type == "cuda")
 
     def draw(place: int) -> None:
+        if seeds[place] is None:
+            noise[place].zero_()
+            return
         generator = torch.Generator().manual_seed(seeds[place])
         noise[place].normal_(generator=generator)
 
@@ -114,10 +160,10 @@ def generator_of(key: tuple[int, ...]) -> np.random.Generator:
 def noise_like(
     shape: tuple[int, ...],
     device: torch.device,
-    keys: list[tuple[int, ...]],
+    keys: list[tuple[int, ...] | None],
 ) -> Tensor:
-    """Gaussian noise (len(keys), *shape), each part a function of its key alone."""
-    seeds = [int(generator_of(key).integers(2**62)) for key in keys]
+    """Gaussian noise (len(keys), *shape), each part a function of its key alone; zeros without a key."""
+    seeds = [None if key is None else int(generator_of(key).integers(2**62)) for key in keys]
     return draw_noise(shape, device, seeds)
 
 
@@ -129,113 +175,163 @@ def on_device(values: list, device: torch.device) -> Tensor:
     return tensor
 
 
-def noised_previous(
-    volume: Tensor,
+def start_of_stage(
     k: int,
+    batch: dict,
+    previous: Tensor | None,
     levels: list[float],
     keys: list[tuple],
     diffusion: Diffusion,
-) -> Previous | None:
-    """What stage k is given of the stage before, made from the true volume; None for the first stage.
+) -> Start:
+    """What stage k starts from. previous: the volume of the stage before, None in the first.
 
-    This is the noise-conditioning augmentation of Ho et al. 2022.
+    Noise of the given levels is added to it, the noise-conditioning augmentation of Ho et al. 2022. keys: of the noise.
     """
-    if k == 0:
-        return None
-    low = resize(volume, diffusion.sizes[k - 1])
-    grain = noise_like(low.shape[1:], low.device, [(*key, 2) for key in keys])
-    level = on_device(levels, low.device)
-    return Previous(low + level[:, None, None, None, None] * grain, level)
+    prior = diffusion.prior
+    size = diffusion.sizes[k]
+    extent = batch["extent"]
+    if previous is None:
+        volume = start_volume(prior, batch, size, diffusion.agreement)
+        return Start(volume, torch.zeros(len(extent), device=extent.device), prior.std)
+
+    grain = noise_like(previous.shape[1:], previous.device, [(*key, 2) for key in keys])
+    level = on_device(levels, previous.device)
+    noised = previous + level[:, None, None, None, None] * grain
+    volume = interpolate(noised, size)
+    if diffusion.agreement:
+        measured = measure_xrays(batch["xrays"], extent, prior.greys, size)
+        volume = agree(volume, measured, prior.std**2)
+    return Start(volume, level, prior.std)
+
+
+def make_draw(
+    k: int,
+    batch: dict,
+    previous: Tensor | None,
+    times: list[int],
+    levels: list[float],
+    keys: list[tuple],
+    diffusion: Diffusion,
+) -> Draw:
+    """What the patients of a batch are shown to stage k with, at some timesteps. keys: of all noise.
+
+    previous: as the stages before estimate it; None in the first, and where they are not trained yet, as in a step that
+    is only tried: then it is made from the true volume.
+    """
+    volume = batch["volume"]
+    if k > 0 and previous is None:
+        previous = resize(volume, diffusion.sizes[k - 1])
+    if diffusion.regression:
+        times = [diffusion.last_timestep] * len(times)
+    noise_keys: list[tuple | None] = []
+    for time, key in zip(times, keys, strict=True):
+        blind = diffusion.starts_blind and time == diffusion.last_timestep
+        noise_keys.append(None if blind else (*key, 1))
+    timestep = on_device(times, volume.device)
+    noise = noise_like(volume.shape[1:], volume.device, noise_keys)
+    return Draw(timestep, noise, start_of_stage(k, batch, previous, levels, keys, diffusion))
 
 
 def training_draw(
-    batch: dict,
     k: int,
+    batch: dict,
+    previous: Tensor | None,
     epoch: int,
     diffusion: Diffusion,
 ) -> Draw:
-    """What each patient of a batch is trained with: a function of (seed, stage, epoch, patient)."""
-    volume = batch["volume"]
+    """What each patient of a batch is trained with: a function of (seed, stage, epoch, patient).
+
+    previous: the volumes of the stage before; see make_draw.
+    """
     times: list[int] = []
     levels: list[float] = []
     keys = [(diffusion.seed, 1, k, epoch, index) for index in batch["index"]]
     for key in keys:
         generator = generator_of(key)
-        times.append(int(generator.integers(diffusion.scheduler.num_train_timesteps)))
+        timestep = int(generator.integers(diffusion.last_timestep + 1))
+        if diffusion.starts_blind and generator.uniform() < LAST_TIMESTEP_SHARE:
+            timestep = diffusion.last_timestep
+        times.append(timestep)
         levels.append(float(generator.uniform(0, PREVIOUS_NOISE)))
-    timestep = on_device(times, volume.device)
-    noise = noise_like(volume.shape[1:], volume.device, [(*key, 1) for key in keys])
-    return Draw(timestep, noise, noised_previous(volume, k, levels, keys, diffusion))
+    return make_draw(k, batch, previous, times, levels, keys, diffusion)
 
 
 def validation_draw(
-    batch: dict,
-    places: list[int],
     k: int,
+    batch: dict,
+    previous: Tensor | None,
+    places: list[int],
     number: int,
     diffusion: Diffusion,
 ) -> Draw:
     """What each patient of a batch is validated with, in one of LOSS_DRAWS draws; places: in the data set.
 
-    The noise levels are spread evenly over the draws and the patients.
+    The noise levels are spread evenly over the draws and the patients; the last draw is of the last timestep.
     """
-    volume = batch["volume"]
-    num_timesteps = diffusion.scheduler.num_train_timesteps
-    shares = [(number + place * 0.618034 % 1) / LOSS_DRAWS for place in places]
-    timestep = on_device([int(share * num_timesteps) for share in shares], volume.device)
+    shares = [(number + place * 0.618034 % 1) / (LOSS_DRAWS - 1) for place in places]
+    times = [min(int(share * (diffusion.last_timestep + 1)), diffusion.last_timestep) for share in shares]
     keys = [(diffusion.seed, 2, k, number, index) for index in batch["index"]]
-    noise = noise_like(volume.shape[1:], volume.device, [(*key, 1) for key in keys])
     levels = [PREVIOUS_NOISE_SAMPLING] * len(keys)
-    return Draw(timestep, noise, noised_previous(volume, k, levels, keys, diffusion))
+    return make_draw(k, batch, previous, times, levels, keys, diffusion)
 
 
 # --- what the model says ----------------------------------------------------------------------------------------------
 
 
-def training_target(
-    scheduler,
+def scales(diffusion: Diffusion, timestep: Tensor) -> tuple[Tensor, Tensor]:
+    """(signal, noise), both (B, 1, 1, 1, 1): what residual and noise are multiplied by at timesteps (B,)."""
+    signal = diffusion.scheduler.alphas_cumprod.to(timestep.device)[timestep]
+    signal = signal[:, None, None, None, None]
+    return signal.sqrt(), (1 - signal).sqrt()
+
+
+def diffused(
     volume: Tensor,
     draw: Draw,
-) -> Tensor:
-    """What denoise() is to return first: v, or the noise."""
-    if scheduler.prediction_type == "v_prediction":
-        return scheduler.get_velocity(volume, draw.noise, draw.timestep)
-    return draw.noise
+    diffusion: Diffusion,
+) -> tuple[Tensor, Tensor]:
+    """(noisy residual, v that denoise() is to return), both (B, 1, X, Y, Z), of true volumes."""
+    start = draw.start
+    residual = (volume - start.volume) / start.std
+    scheduler = diffusion.scheduler
+    noisy = scheduler.add_noise(residual, draw.noise, draw.timestep)
+    if diffusion.starts_blind:
+        seeing = draw.timestep != diffusion.last_timestep
+        noisy = noisy * seeing[:, None, None, None, None]
+    return noisy, scheduler.get_velocity(residual, draw.noise, draw.timestep)
 
 
 def denoise(
     model: nn.Module,
-    scheduler,
     noisy: Tensor,
     timestep: Tensor,
-    xrays: Tensor,
-    previous: Previous | None,
+    batch: dict,
+    start: Start,
+    diffusion: Diffusion,
 ) -> tuple[Tensor, Tensor]:
-    """(v or noise as the scheduler expects it, clean volume), both (B, 1, X, Y, Z) fp32, at timesteps (B,).
+    """(v, clean volume), both (B, 1, X, Y, Z) fp32, of a noisy residual at timesteps (B,).
 
-    The model sees inputs of unit variance and predicts, in unit variance, what a linear estimate from the noisy volume
-    leaves of the clean one (Karras et al. 2022, here for v). The estimate's prior is the volume of the stage before;
-    in the first stage a uniform one. So the model need not learn to copy its inputs, which are nearly right.
+    All that the model is given has about unit variance, and so has v (Salimans & Ho 2022). batch: X-rays as the model
+    sees them, and the field of view.
     """
-    signal = scheduler.alphas_cumprod.to(noisy.device)[timestep][:, None, None, None, None]
-    signal_scale = signal.sqrt()
-    noise_scale = (1 - signal).sqrt()
+    time = (timestep + 1) / diffusion.scheduler.num_train_timesteps
+    known = (start.volume - CT_MEAN) / CT_STD
+    v = model(noisy, time, batch["seen"], known, start.level, batch["extent"])
+    signal, noise = scales(diffusion, timestep)
+    return v, start.volume + start.std * (signal * noisy - noise * v)
 
-    # the prior of the clean volume, and what the model is given of it
-    mean = CT_MEAN
-    std = CT_STD
-    given = ()
-    if previous:
-        mean = interpolate(previous.volume, noisy.shape[2:])
-        std = RESIDUAL_STD
-        given = ((mean - CT_MEAN) / CT_STD, previous.level)
 
-    # the linear estimate, and what the model adds to it
-    deviation = (signal * std**2 + noise_scale**2).sqrt()
-    centred = noisy - signal_scale * mean
-    time = (timestep + 1) / scheduler.num_train_timesteps
-    output = model(centred / deviation, time, xrays, *given)
-    clean = mean + signal_scale * (std / deviation) ** 2 * centred + std * noise_scale / deviation * output
-    if scheduler.prediction_type == "v_prediction":
-        return (signal_scale * noisy - clean) / noise_scale, clean
-    return (noisy - signal_scale * clean) / noise_scale, clean
+def prediction_of(
+    clean: Tensor,
+    noisy: Tensor,
+    timestep: Tensor,
+    start: Start,
+    diffusion: Diffusion,
+) -> Tensor:
+    """The v or noise, as the scheduler's step() expects it, that says that the clean volume is this one."""
+    signal, noise = scales(diffusion, timestep)
+    residual = (clean - start.volume) / start.std
+    grain = (noisy - signal * residual) / noise
+    if diffusion.scheduler.prediction_type == "epsilon":
+        return grain
+    return diffusion.scheduler.get_velocity(residual, grain, timestep)

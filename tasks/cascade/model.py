@@ -8,20 +8,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn, randn
-from torch.nn import GELU, Conv2d, Conv3d, ConvTranspose3d, LayerNorm, Linear, ModuleList, Parameter, Sequential, SiLU
+from torch.nn import GELU, Conv2d, Conv3d, ConvTranspose3d, LayerNorm, Linear
+from torch.nn import ModuleList, Parameter, Sequential, SiLU
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fixed_order_utils import adaptive_avg_pool2d
 from hardware_utils import GroupNorm
-from tasks.cascade.projector import VIEWS, lift
+from tasks.cascade.projector import lift
 from tasks.cascade.stages import halvings
+from tasks.cascade.views import View
 
 
 class XraySettings(NamedTuple):
-    """What the models of all stages know of the X-rays: their number, their side in pixels, the encoder's channels."""
+    """What the models of all stages know of the X-rays: the views, their side in pixels, the encoder's channels."""
 
-    views: int
+    views: tuple[View, ...]
     img_size: int
     encoder_dim: int
 
@@ -210,24 +212,22 @@ class ConvBlock(nn.Module):
 
 
 class StageNet(nn.Module):
-    """One stage: noisy volume, X-rays and the stage before -> v (or the noise), at full resolution.
+    """One stage: noisy residual, X-rays and what the stage starts from -> v, at full resolution.
 
     A convolutional stem with skips around the transformer: tokens alone cannot represent the noise that the model must
     predict. Each view enters twice, lifted along its own rays: as an image beside the noisy volume, and as encoder
-    features on the tokens. stage: its entry of --stage_configs. first: there is no stage before. checkpointing:
-    activations are recomputed in the backward pass.
+    features on the tokens. stage: its entry of --stage_configs. checkpointing: activations are recomputed in the
+    backward pass.
     """
 
     def __init__(
         self,
         stage: dict,
         xray: XraySettings,
-        first: bool,
     ):
         super().__init__()
         self.size = tuple(stage["volume_size"])
         self.views = xray.views
-        self.first = first
         self.checkpointing = False
         dim = stage["voxel_dim"]
         # how often the grid is halved before the transformer
@@ -237,18 +237,17 @@ class StageNet(nn.Module):
         pairs = list(pairwise(widths))
         self.grid = tuple(n // 2**times for n in self.size)
 
-        # the condition: X-rays, time, and how noisy the stage before is
-        self.encoder = XrayEncoder(xray.views, xray.encoder_dim)
+        # the condition: X-rays, time, and how noisy is what the stage starts from
+        self.encoder = XrayEncoder(len(xray.views), xray.encoder_dim)
         self.token_grid = min(16, xray.img_size // 8)
         self.picture_position = Parameter(0.02 * randn(1, self.token_grid**2, dim))
         self.to_tokens = Linear(xray.encoder_dim, dim)
         self.time = embedding_mlp(dim)
-        if not first:
-            self.noise = embedding_mlp(dim)
+        self.noise = embedding_mlp(dim)
         self.whole_picture = Linear(dim, dim)
 
         # down to the tokens
-        channels = 1 + (not first) + xray.views
+        channels = 2 + len(xray.views)
         self.stem = same_size_conv(channels, widths[0])
         self.down_blocks = ModuleList(ConvBlock(width, dim) for width in widths[1:-1])
         self.shrink = ModuleList(Conv3d(wide, deep, 2, 2) for wide, deep in pairs)
@@ -290,33 +289,32 @@ class StageNet(nn.Module):
         self,
         images: Tensor,
         size: tuple[int, int, int],
+        extent: Tensor,
     ) -> list[Tensor]:
         """Each view's (B, channels, H, W) of (B, views, channels, H, W), lifted along its rays into a grid."""
-        views = VIEWS[: self.views]
-        return [lift(images[:, k], view, size) for k, view in enumerate(views)]
+        return [lift(images[:, k], view, size, extent) for k, view in enumerate(self.views)]
 
     def forward(
         self,
         noisy: Tensor,
         time: Tensor,
         xrays: Tensor,
-        previous: Tensor | None = None,
-        noise: Tensor | None = None,
+        start: Tensor,
+        level: Tensor,
+        extent: Tensor,
     ) -> Tensor:
         """noisy (B, 1, X, Y, Z); time (B,) in 0..1; xrays (B, views, H, W) in -1..1.
 
-        previous (B, 1, X, Y, Z): the volume of the stage before on this stage's grid, with noise of the level `noise`
-        (B,).
+        start (B, 1, X, Y, Z): what the stage starts from, with noise of the level (B,). extent (B, 3): mm of the field
+        of view.
         """
         features, tokens = self.encode(xrays)
         width = self.position.shape[-1]
         condition = self.time(sinusoid(time, width))
         condition = condition + self.whole_picture(tokens.mean(1))
-        inputs = [noisy]
-        if not self.first:
-            condition = condition + self.noise(sinusoid(noise, width))
-            inputs.append(previous)
-        inputs += self.lifted(xrays[:, :, None], self.size)
+        condition = condition + self.noise(sinusoid(level, width))
+        images = xrays[:, :, None]
+        inputs = [noisy, start, *self.lifted(images, self.size, extent)]
 
         # down; at full resolution, where memory and time go, only the decoder has a block
         x = torch.cat(inputs, 1)
@@ -329,7 +327,8 @@ class StageNet(nn.Module):
                 skips.append(x)
 
         # the transformer: tokens of the volume, of the X-rays' features at their place, and of the place itself
-        lifted = sum(self.lifted(features, self.grid)) / self.views
+        lifted = self.lifted(features, self.grid, extent)
+        lifted = sum(lifted) / len(lifted)
         x = self.enter(tokens_of(x))
         x = x + self.to_tokens(tokens_of(lifted)) + self.position
         for block in self.blocks:
@@ -338,7 +337,8 @@ class StageNet(nn.Module):
         x = x.unflatten(2, self.grid)
 
         # up, with what was skipped
-        for grow, block in zip(reversed(self.grow), reversed(self.up_blocks), strict=True):
+        deepest_first = zip(reversed(self.grow), reversed(self.up_blocks), strict=True)
+        for grow, block in deepest_first:
             x = grow(x) + skips.pop()
             x = self.part(block, x, condition)
         return self.last(x).float()

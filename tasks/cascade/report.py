@@ -1,36 +1,35 @@
-"""Guide 3's tables, banner rows, figures, and volumes as NIfTI."""
+"""Guide 3's tables, banner rows, results on disk, and volumes as NIfTI."""
 
 import gzip
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint_utils import export_weights
-from cli_utils import RunError
-from distributed_utils import print_main, world
-from figure_utils import figure_text
+from cli_utils import InputError, RunError
+from distributed_utils import agree_on_errors, print_main, world
 from hardware_utils import available_ram_gb
 from logging_utils import RunLog, print_table, save_figure, write_result
 from loop_utils import TrainingRun, finish_run, print_start, say_where
 from manifest_utils import write_atomically
+from tasks.cascade.agreement import Prior
 from tasks.cascade.data import Data
-from tasks.cascade.diffusion import Draw
+from tasks.cascade.figures import Example, draw_evaluation
 from tasks.cascade.files import Patient, read_ct
-from tasks.cascade.metrics import CHECKS, KINDS
+from tasks.cascade.metrics import CHECKS, COVERAGES, FIELD_SCORES, REGRESSION, SCORES
 from tasks.cascade.model import StageNet
 from tasks.cascade.plan import StagePlan, stage_weights
-from tasks.cascade.projector import VIEWS, as_image, project, spacing_of, to_hu
+from tasks.cascade.projector import hu_difference
 
+# A projection error of the cascade; no view's name has an underscore, and other kinds follow one.
+PROJECTION_ERROR = re.compile(r"(projection_error_[a-z0-9-]+)")
 # The guide's table of GB by side, for its batches of 16, 8 and 4, and the throughput per GPU that it aims for.
 GUIDE_MEMORY_GB = {64: 15, 128: 40, 256: 70}
 GUIDE_SAMPLES_PER_S = 10
-SLICES = ("axial slice", "coronal slice", "sagittal slice")
-VIEW_NAMES = {"pa": "frontal", "lat": "lateral"}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -40,14 +39,17 @@ def print_metrics(
     title: str,
     split: str,
     metrics: dict[str, float],
+    kinds: dict[str, str],
 ) -> None:
-    """Rank 0 prints the scores of the cascade beside those of the two baselines."""
+    """Rank 0 prints the scores of the cascade beside those of its rivals. kinds: {end of a score's name: row}."""
     if world()[0]:
         return
     rows: dict[str, dict[str, float]] = {}
-    for kind, row in KINDS.items():
+    if f"{split}/psnr_regression" in metrics:
+        kinds = kinds | REGRESSION
+    for kind, row in kinds.items():
         rows[row] = {}
-        for score in ("psnr", "ssim", "mae_hu", "projection_error_pa", "projection_error_lat"):
+        for score in scores_in(metrics, split):
             name = f"{split}/{score}{kind}"
             if name in metrics:
                 rows[row][score.replace("projection_error", "projection")] = metrics[name]
@@ -55,6 +57,56 @@ def print_metrics(
         if f"{split}/{score}" in metrics:
             rows[row] = {"psnr": metrics[f"{split}/{score}"]}
     print_table(title, rows)
+
+    # of several samples
+    if f"{split}/coverage_90" in metrics:
+        shares = [f"{share:.0%}: {metrics[f'{split}/{name}']:.1%}" for name, share in COVERAGES.items()]
+        print(f"true voxels within the samples' intervals: {', '.join(shares)}", flush=True)
+
+
+def scores_in(metrics: dict, split: str) -> list[str]:
+    """The scores of a volume that are among some metrics of a split."""
+    names = [name.removeprefix(f"{split}/") for name in metrics]
+    return [name for name in names if name in SCORES + FIELD_SCORES or PROJECTION_ERROR.fullmatch(name)]
+
+
+def comparable_facts(
+    data: Data,
+    views: list[dict],
+    size: list[int],
+) -> dict:
+    """What must be the same in two runs whose tests stand side by side. size: of the last volume."""
+    return {"patients": data.fingerprint, "views": views, "volume_size": size}
+
+
+def read_regression(run_folder: str | None, facts: dict) -> dict[str, float]:
+    """All ranks: the scores, by name, of the finished --regression run that is to stand beside this one.
+
+    facts: those of comparable_facts. Raises InputError for a run of another test.
+    """
+    if run_folder is None:
+        return {}
+    with agree_on_errors():
+        return load_regression(Path(run_folder) / "summary.json", facts)
+
+
+def load_regression(path: Path, facts: dict) -> dict[str, float]:
+    """See read_regression."""
+    advice = "--regression_run wants the folder of a finished run with --regression"
+    try:
+        summary = json.loads(path.read_text())
+        regression = summary["regression"]
+        comparable = {name: summary[name] for name in facts}
+        scores = {f"test/{score}_regression": summary[f"test/{score}"] for score in scores_in(summary, "test")}
+    except OSError as error:
+        raise InputError(f"{path}: not read ({error.strerror}); {advice}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: not the summary of a cascade; {advice}") from None
+    if not regression or "test/psnr_regression" not in scores:
+        raise InputError(f"{path}: of a run by diffusion, or not tested; {advice}")
+    if comparable != facts:
+        raise InputError(f"{path}: of other patients, views or another last stage; {advice} on the same ones")
+    return scores
 
 
 def print_stages(plan: list[StagePlan]) -> None:
@@ -100,15 +152,24 @@ def finish_cascade(
     plan: list[StagePlan],
     models: list[StageNet],
     training: TrainingRun,
+    data: Data,
+    values: dict,
     begun: float,
-    device: torch.device,
 ) -> None:
-    """All ranks, after the test: the weights, the summary and the curves of a run. begun: time.time() at its start."""
+    """All ranks, after the test: the weights, the summary and the curves of a run.
+
+    values: of the flags. begun: time.time() at its start.
+    """
     export_weights(stage_weights(plan, models), training.run_folder / "model.safetensors")
     last = plan[len(models) - 1]
-    facts = {"stages": len(models), "effective_batch_size": last.effective_batch_size}
+    facts = {
+        "stages": len(models),
+        "effective_batch_size": last.effective_batch_size,
+        "regression": values["regression"],
+    }
+    facts |= comparable_facts(data, values["views"], last.config["volume_size"])
     finish_run(training, begun, facts)
-    print_speed(plan, training.log, device)
+    print_speed(plan, training.log, models[-1].position.device)
     say_where(training.run_folder)
 
 
@@ -151,18 +212,20 @@ def print_run(
     training: TrainingRun,
     data: Data,
     engine: str,
-    reason: str,
+    more: dict[str, str],
     values: dict,
     source: dict[str, str],
 ) -> None:
     """Rank 0 prints the banner and the table of the stages.
 
-    last: the last stage of this run. engine: how Accelerate sees the processes. reason: for the precision. values,
-    source: of the flags by name, and where each comes from.
+    last: the last stage of this run. engine: how Accelerate sees the processes. more: further rows. values, source: of
+    the flags by name, and where each comes from.
     """
     ranks = training.log.ranks
     prediction = "v" if values["v_parameterization"] else "noise"
     diffusion = f"{values['num_timesteps']} steps, cosine, {prediction} prediction, DDIM {values['ddim_steps']}"
+    if values["regression"]:
+        diffusion = "none: regression, the volume in one step"
     lr = f"{values['learning_rate']:g} ({source['learning_rate']}), {values['scheduler']}, not scaled"
     recomputed = values["gradient_checkpointing"]
 
@@ -170,10 +233,10 @@ def print_run(
         "launcher": f"{ranks.launcher}, world size {ranks.world_size}, {ranks.device}, by Accelerate ({engine})",
         "batch": describe_batches(plan),
         "learning rate": lr,
-        "precision": reason,
         "diffusion": f"{diffusion}, EMA {values['ema_decay']:g}",
         "recomputation": describe_recomputation(plan, recomputed, source["gradient_checkpointing"]),
     }
+    rows |= more
     split_source = "split files" if values["split_files"] else f"split seed {values['split_seed']}"
     size = plan[last].config["volume_size"]
     rows |= describe_data(data, size, split_source)
@@ -194,9 +257,9 @@ def describe_data(
     num_views = len(data.greys)
     views = f"{num_views} view{'s' * (num_views > 1)} at {data.decoded.img_size}^2"
     greys = []
-    for view, fit in zip(VIEWS, data.greys, strict=False):
+    for fit in data.greys:
         line = f"{fit.slope:.3f} * line integral {fit.offset:+.3f}"
-        greys.append(f"{line} ({view}, r = {fit.correlation:.3f})")
+        greys.append(f"{line} ({fit.view.name}, r = {fit.correlation:.3f})")
     kept = f"on disk in {data.decoded.cache_dir}"
     if data.decoded.in_memory:
         kept = f"in memory, {data.set('train', size).gib():.2f} GB per process"
@@ -206,6 +269,15 @@ def describe_data(
         "memory": f"decoded patients {kept}",
         "loading": f"{data.decoded.workers} workers per process",
     }
+
+
+def describe_agreement(prior: Prior, agreement: bool) -> str:
+    """The banner's row about what volumes owe the X-rays, and how far the first stage's start is from the truth."""
+    away = f"the first stage starts {float(hu_difference(torch.tensor(prior.std))):.0f} HU (rms) from the truth"
+    if not agreement:
+        return f"no (--no-xray_agreement); {away}"
+    noise = ", ".join(f"{fit.noise:.3f} ({fit.view.name})" for fit in prior.greys)
+    return f"volumes are held to them, within line integrals of {noise}; {away}"
 
 
 def describe_batches(plan: list[StagePlan]) -> str:
@@ -246,133 +318,6 @@ def warn_of_full_memory(data: Data, size: list[int]) -> None:
         print_main(f"warning: --cache_in_memory takes {gib:.1f} GB per process; {free:.1f} are free")
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-class Example(NamedTuple):
-    """A patient for a figure. volumes: sampled, of each stage. batch: of which it is the first. mean, back: baselines.
-
-    All volumes are (1, 1, X, Y, Z).
-    """
-
-    volumes: list[Tensor]
-    batch: dict
-    mean: Tensor
-    back: Tensor
-
-
-class Row(NamedTuple):
-    """A row of a figure: its name, and an image for each column, None for a place that stays free.
-
-    grey_values: the images behind the slices are X-rays, and not projections.
-    """
-
-    name: str
-    images: list[np.ndarray | None]
-    grey_values: bool = False
-
-
-def middle_slices(volume: Tensor) -> list[np.ndarray]:
-    """Axial, coronal and sagittal slices through the middle of (X, Y, Z), as one looks at them (front up, head up)."""
-    volume = volume.float().cpu()
-    x, y, z = (side // 2 for side in volume.shape)
-    axial = volume[:, :, z].transpose(0, 1).flip(0, 1)
-    coronal = as_image(volume[:, y])
-    sagittal = as_image(volume[x])
-    return [axial.numpy(), coronal.numpy(), sagittal.numpy()]
-
-
-def draw_rows(
-    heading: str,
-    columns: list[str],
-    rows: list[Row],
-):
-    """A matplotlib figure: one row of images per name, below the columns' titles.
-
-    The first three columns are slices, shown from -1000 to 1000 HU. Projections of one column are on the scale of its
-    first; grey values are on their own.
-    """
-    from matplotlib.figure import Figure
-
-    width = 2.2 * len(columns) + 1
-    height = 2.3 * len(rows) + 0.8
-    figure = Figure(figsize=(width, height))
-    figure.suptitle(heading, fontsize=11, y=1 - 0.12 / height)
-    axes = figure.subplots(len(rows), len(columns), squeeze=False)
-    for cell, title in zip(axes[0], columns, strict=True):
-        cell.set_title(title, fontsize=9)
-
-    scales: dict[int, tuple[float, float]] = dict.fromkeys(range(len(SLICES)), (-1.0, 0.0))
-    for cells, row in zip(axes, rows, strict=True):
-        cells[0].set_ylabel(row.name, fontsize=9)
-        for place, cell in enumerate(cells):
-            cell.set(xticks=[], yticks=[])
-            image = row.images[place] if place < len(row.images) else None
-            if image is None:
-                for side in cell.spines.values():
-                    side.set_visible(False)
-                continue
-            scale = (-1.0, float(image.max()))
-            if not row.grey_values or place < len(SLICES):
-                scale = scales.setdefault(place, (float(image.min()), float(image.max())))
-            cell.imshow(image, cmap="gray", vmin=scale[0], vmax=scale[1], aspect="auto")
-    figure.subplots_adjust(left=0.6 / width, right=0.99, bottom=0.01, top=1 - 0.75 / height, wspace=0.03, hspace=0.05)
-    return figure
-
-
-def draw_inputs(
-    stage: StagePlan,
-    data: Data,
-    scheduler,
-    make_batch: Callable[[dict], tuple[dict, Draw]],
-) -> dict:
-    """A figure, by name, of what the model of a stage is given in training, and what is to come out.
-
-    make_batch(items): a batch of the first epoch, and what is drawn for it.
-    """
-    batch, draw = make_batch(data.first_items("train", stage.config["volume_size"]))
-    noisy = scheduler.add_noise(batch["volume"], draw.noise, draw.timestep)
-    rows = []
-    for i, place in enumerate(batch["index"]):
-        name = data.patients[place].id
-        xrays = list(batch["seen"][i].cpu().numpy())
-        noisy_slices = middle_slices(noisy[i, 0])
-        label = f"input: noisy CT\nt = {int(draw.timestep[i])}"
-        rows.append(Row(label, noisy_slices + xrays, grey_values=True))
-        if draw.previous:
-            label = f"input: stage before\nnoise {float(draw.previous.level[i]):.2f}"
-            rows.append(Row(label, middle_slices(draw.previous.volume[i, 0])))
-        rows.append(Row(f"target: CT of\n{figure_text(name, 16)}", middle_slices(batch["volume"][i, 0])))
-
-    num_views = batch["seen"].shape[1]
-    columns = [*SLICES, *(f"input X-ray, {VIEW_NAMES[view]}" for view in VIEWS[:num_views])]
-    heading = f"{figure_text(stage.name)}: what the net is given in training (t of {scheduler.num_train_timesteps})"
-    return {f"{stage.name}_inputs": draw_rows(heading, columns, rows)}
-
-
-def draw_result(example: Example, stages: list[dict]):
-    """X-rays, true and sampled volume of one patient, of every stage, and the projections of each volume."""
-    stage_names = [stage["name"] for stage in stages]
-    batch = example.batch
-    xrays = list(batch["xrays"][0].cpu().numpy())
-    views = VIEWS[: len(xrays)]
-
-    def volume_row(name: str, volume: Tensor) -> Row:
-        spacing = spacing_of(batch["extent"][:1], volume.shape[2:])
-        projections = [project(volume, spacing, view)[0, 0].cpu().numpy() for view in views]
-        return Row(name, middle_slices(volume[0, 0]) + projections)
-
-    rows = [Row("input X-rays", [None, None, None, *xrays], grey_values=True)]
-    rows.append(volume_row("true CT", batch["volume"][:1]))
-    for name, volume in reversed(list(zip(stage_names, example.volumes, strict=False))):
-        size = " x ".join(map(str, volume.shape[2:]))
-        rows.append(volume_row(f"sample of {figure_text(name, 16)}\n{size}", volume))
-    rows.append(volume_row("mean of the training CTs", example.mean))
-    rows.append(volume_row("back-projected X-rays", example.back))
-    columns = [*SLICES, *(f"{VIEW_NAMES[view]} projection" for view in views)]
-    return draw_rows("one patient: middle slices, and the projections beside the X-rays", columns, rows)
-
-
 # --- results on disk --------------------------------------------------------------------------------------------------
 
 
@@ -380,16 +325,16 @@ def write_evaluation(
     run_folder: Path,
     facts: dict,
     example: Example | None,
-    stages: list[dict],
     data: Data,
 ) -> None:
-    """Rank 0 writes, for --eval_only, the metrics of the test patients, and a figure of the first."""
+    """Rank 0 writes, for --eval_only, the metrics of the test patients, and the figures."""
     if world()[0]:
         return
     text = json.dumps(facts, indent=2) + "\n"
     write_result(run_folder / "eval_test.json", text.encode())
     if example:
-        save_figure(run_folder / "figures" / "eval_test.png", draw_result(example, stages))
+        for name, figure in draw_evaluation("eval_test", example, facts).items():
+            save_figure(run_folder / "figures" / f"{name}.png", figure)
     written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
     print(f"{len(data.ids['test'])} patients; written: {written}", flush=True)
 
@@ -418,10 +363,10 @@ def write_volume(
     volume: Tensor,
     grid: np.ndarray,
 ) -> None:
-    """A volume (X, Y, Z) in -1..1 as NIfTI in HU. Raises RunError on a full disk."""
+    """A volume (X, Y, Z) in HU as NIfTI, in whole numbers. Raises RunError on a full disk."""
     import nibabel
 
-    values = to_hu(volume).round().to(torch.int16).cpu().numpy()
+    values = volume.round().to(torch.int16).cpu().numpy()
     image = nibabel.Nifti1Image(values, grid)
     image.header.set_xyzt_units("mm")
     try:

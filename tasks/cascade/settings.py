@@ -7,14 +7,15 @@ import json
 
 from cli_utils import InputError
 from tasks.cascade.stages import OPTIONAL, STAGES, check_stages, stage_list
+from tasks.cascade.views import LAT, PA, View, views_of
 
 # The keys in the sections of a config file.
 SECTION_KEYS = {
-    "xray_config": "img_size num_views encoder_dim",
+    "xray_config": "img_size num_views views encoder_dim",
     "training": (
         "batch_size num_timesteps v_parameterization learning_rate num_epochs_per_stage gradient_checkpointing "
         "mixed_precision accumulation_steps physics_weight weight_decay scheduler warmup_steps ema_decay grad_clip "
-        "ddim_steps seed"
+        "ddim_steps seed xray_agreement regression num_samples"
     ),
     "data": (
         "dataset_path augmentation cache_in_memory num_workers cache_dir split_seed split_files flip_drrs_vertical "
@@ -25,21 +26,27 @@ SECTION_KEYS = {
 SECTIONS = {section: {key: key for key in keys.split()} for section, keys in SECTION_KEYS.items()}
 SECTIONS["training"]["accumulation_steps"] = "gradient_accumulation_steps"
 # What a checkpoint prescribes to a run that resumes from it or uses it.
-FIXED = ("img_size", "num_views", "encoder_dim", "num_timesteps", "v_parameterization")
+FIXED = ("img_size", "num_views", "views", "encoder_dim")
+FIXED += ("num_timesteps", "v_parameterization", "xray_agreement", "regression")
 FIXED_DATA = ("split_seed", "flip_drrs_vertical", "flip_drrs_horizontal")
 
 
-def wrong_flags(values: dict) -> str:
-    """What is wrong with the flags' values together, or empty."""
+def wrong_flags(values: dict, source: dict[str, str]) -> str:
+    """What is wrong with the flags' values together, or empty. source: where each of them comes from."""
     for name, divisor in (("encoder_dim", 16), ("img_size", 8)):
         if values[name] % divisor:
             return f"--{name} {values[name]}: must be a multiple of {divisor}"
+    if values["split_files"] and len(values["split_files"]) not in (2, 3):
+        return f"--split_files: {len(values['split_files'])} files; give TRAIN VAL TEST, or TRAIN TEST"
     num_timesteps = values["num_timesteps"]
     ddim_steps = values["ddim_steps"]
     if num_timesteps % ddim_steps:
         divisors = [n for n in range(1, num_timesteps + 1) if num_timesteps % n == 0]
         near = min(divisors, key=lambda n: abs(n - ddim_steps))
         return f"--ddim_steps {ddim_steps}: must divide --num_timesteps {num_timesteps}; nearest {near}"
+
+    if reason := wrong_views(values, source) or wrong_rival(values):
+        return reason
 
     # modes that exclude each other
     uses_checkpoint = values["eval_only"] or values["sample"]
@@ -49,6 +56,37 @@ def wrong_flags(values: dict) -> str:
         return "--eval_only and --sample exclude each other"
     if values["stage"] and uses_checkpoint:
         return "--stage is for training; name the stage's checkpoint with --resume_from"
+    return ""
+
+
+def wrong_views(values: dict, source: dict[str, str]) -> str:
+    """What is wrong with the views, or empty. source: of the flags."""
+    views = values["views"]
+    num_views = values["num_views"]
+    if views and source["num_views"] != "default" and num_views != len(views):
+        return f"--num_views {num_views}: --views lists {len(views)}; leave out --num_views"
+    names = [view["name"] for view in views] if views else ["pa", "lat"][:num_views]
+    mirrored = values["flip_drrs_horizontal"]
+    if mirrored in ("pa", "lat") and mirrored not in names:
+        return f"--flip_drrs_horizontal {mirrored}: there is no such view; the views are {', '.join(names)}"
+    return ""
+
+
+def wrong_rival(values: dict) -> str:
+    """What is wrong with the flags of a regression, or of a run beside one, or empty."""
+    if values["regression"] and not values["v_parameterization"]:
+        return "--regression: the noise of one step is not predicted; leave out --no-v_parameterization"
+    if values["regression"] and values["physics_weight"] is not None:
+        return "--physics_weight: counts by the share of signal, which a regression has none of; leave it out"
+    if values["regression_run"] and (values["regression"] or values["sample"]):
+        return "--regression_run: stands beside a cascade's test; leave it out"
+    return too_many_samples(values)
+
+
+def too_many_samples(values: dict) -> str:
+    """What is wrong with --num_samples, or empty."""
+    if values["regression"] and values["num_samples"] > 1:
+        return "--num_samples: a regression gives one volume; leave it out"
     return ""
 
 
@@ -64,6 +102,13 @@ def stages_of_flags(values: dict, source: dict[str, str]) -> list[dict]:
         if values["physics_weight"] is not None:
             stage["physics_weight"] = values["physics_weight"]
     return stages
+
+
+def views_to_render(values: dict, source: dict[str, str]) -> tuple[View, ...]:
+    """The views of --make_drrs: those of --views, or the usual two, whatever --num_views a model is to have."""
+    if source["views"] == "default":
+        return PA, LAT
+    return views_of(values["views"])
 
 
 def saved_settings(values: dict, precision: str) -> dict:
@@ -89,6 +134,8 @@ def adopt_settings(values: dict, source: dict[str, str], checkpoint: dict, path:
         if given and values[name] != settings[name]:
             raise InputError(f"{path}: a run with --{name} {settings[name]}, now {values[name]}; leave it out")
         adopted[name] = settings[name]
+    if reason := too_many_samples(values | adopted):
+        raise InputError(f"{path}: {reason}")
 
     # steps of sampling that fit to those of the training
     num_timesteps = settings["num_timesteps"]
