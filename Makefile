@@ -24,7 +24,7 @@ endif
 setup: .venv/requirements.txt
 setup-dev: .venv/requirements-dev.txt
 
-.venv/%.txt: requirements.txt requirements-dev.txt
+.venv/%.txt: requirements.txt requirements-dev.txt requirements-cone.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $*.txt
 	cp $*.txt $@
@@ -59,8 +59,7 @@ demo-cascade:
 	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
 	    $(T) --stage 1 && \
-	torchrun --standalone --nproc_per_node=$$processes $(T) --resume_from auto
-	$(BIN)/python $(T) --eval_only --check_conditioning
+	torchrun --standalone --nproc_per_node=$$processes $(T) --resume_from auto --check_conditioning --num_samples 4
 
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad

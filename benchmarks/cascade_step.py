@@ -31,10 +31,11 @@ from hardware_utils import out_of_memory
 from logging_utils import RunLog
 from loop_utils import LossScaler, TrainingRun
 from tasks.cascade import model as cascade_model
-from tasks.cascade.alignment import GreyFit
+from tasks.cascade.data import prepare, source_of_flags
 from tasks.cascade.diffusion import Draw, training_draw
 from tasks.cascade.model import Ema
 from tasks.cascade.plan import StageProgress, plan_as_asked
+from tasks.cascade.sampling import Sampling, Trained, sample_cascade
 
 # What is measured: the script's own functions.
 from train_accelerate import (
@@ -42,7 +43,6 @@ from train_accelerate import (
     Learner,
     Setup,
     build_model,
-    data_source,
     make_optimizer,
     parse_args,
     sample_losses,
@@ -70,7 +70,6 @@ class Setting(NamedTuple):
 
     k: int
     setup: Setup
-    greys: list[GreyFit]
 
     @property
     def config(self) -> dict:
@@ -112,7 +111,7 @@ def bare_loop(setting: Setting, learner: Learner, batches: Iterable[dict], steps
     model.train()
     for step, batch in enumerate(itertools.islice(batches, steps), start=1):
         batch, draw = training_batch(batch, setting.k, 0, setup)
-        diffusion_loss, physics_loss = sample_losses(model, batch, draw, setting.greys, setup)
+        diffusion_loss, physics_loss = sample_losses(model, batch, draw, setup)
         loss = diffusion_loss.mean() + physics_weight * physics_loss.mean()
         loss.backward()
 
@@ -237,7 +236,7 @@ def seconds_of_step(setting: Setting, model: torch.nn.Module, batch: dict, draw:
     """Seconds of one forward and backward pass."""
     synchronize()
     begun = time.perf_counter()
-    losses = sample_losses(model, batch, draw, setting.greys, setting.setup)
+    losses = sample_losses(model, batch, draw, setting.setup)
     total = sum(loss.sum() for loss in losses)
     total.backward()
     model.zero_grad(set_to_none=True)
@@ -265,7 +264,7 @@ def compare(setting: Setting, rounds: int) -> dict:
     """Ratios of time and of memory: gradient checkpointing on over off, SDPA over naive attention."""
     model = build_model(setting.k, setting.setup.args, setting.setup.device)
     batch = random_batch(setting)
-    draw = training_draw(batch, setting.k, 0, setting.setup.diffusion)
+    draw = training_draw(setting.k, batch, None, 0, setting.setup.diffusion)
     sdpa = cascade_model.attention
     variants = {
         "plain": Variant(False, sdpa),
@@ -345,13 +344,12 @@ def speed_of_stage(setting: Setting, compiled: bool, seconds: float, row: dict) 
 def real_size(ranks: Ranks, seconds: float) -> None:
     """The guide's stages as configs/multi_view_config.json has them, on made-up data, one GPU."""
     precision, _ = choose_launched_precision("auto", "default", ranks)
-    greys = [GreyFit(slope=0.2, offset=-1.0, correlation=1.0)] * 2
     stages = [(0, False), (1, False), (2, False), (2, True)]
     for compiled, (k, checkpointing) in itertools.product((False, True), stages):
         args = parse_args(["--config", str(ROOT / "configs" / "multi_view_config.json")])
         args.gradient_checkpointing = checkpointing
         setup = Setup(args, ranks.device, precision)
-        setting = Setting(k, setup, greys)
+        setting = Setting(k, setup)
         row = {
             "stage": setting.config["name"],
             "batch": setting.config["batch_size"],
@@ -371,6 +369,74 @@ def real_size(ranks: Ranks, seconds: float) -> None:
         gc.collect()
         torch.compiler.reset()
         print(json.dumps(row), flush=True)
+
+
+# --- what it costs to be held to the X-rays ---------------------------------------------------------------------------
+
+
+def stage_before(setup: Setup) -> torch.nn.Module:
+    """A first stage that has learned nothing, whose estimate the second starts from in each step."""
+    model = build_model(0, setup.args, setup.device)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def agreement_setting(folder: str, ranks: Ranks, flag: str) -> Setting:
+    """The demo's last two stages, 32^3 and 64^3, with made-up data. flag: --xray_agreement or --no-xray_agreement."""
+    size = {
+        "voxel_dim": 64,
+        "vit_depth": 2,
+        "num_heads": 4,
+        "token_grid": 8,
+    }
+    stages = [size | {"volume_size": [side] * 3} for side in (32, 64)]
+    flags = ["--stage_configs", json.dumps(stages), "--ddim_steps", "4", flag]
+    flags += ["--img_size", "64", "--encoder_dim", "64"]
+    flags += ["--dataset_path", f"{folder}/data", "--cache_dir", f"{folder}/cache"]
+    args = parse_args(flags)
+    data = source_of_flags(vars(args), args.source, ranks.device).load([[32] * 3, [64] * 3])
+    setup = Setup(args, ranks.device, "no", data)
+    setup.take_prior(None)
+    setup.models = [stage_before(setup)]
+    return Setting(1, setup)
+
+
+def cost_of_agreement(folder: str, ranks: Ranks, rounds: int) -> dict:
+    """Time of a sample and of a training step at 64^3, of two patients, over the same without agreement, in turns."""
+    settings = []
+    for flag in ("--xray_agreement", "--no-xray_agreement"):
+        settings.append(agreement_setting(folder, ranks, flag))
+    model = build_model(1, settings[0].setup.args, ranks.device)
+    items = settings[0].setup.data.first_items("train", [64] * 3)
+
+    def sample(setting: Setting) -> None:
+        setup = setting.setup
+        models = [*setup.models, model]
+        cascade = Trained(models, ["stage1", "stage2"], setup.diffusion, setup.precision)
+        sample_cascade(cascade, prepare(items, ranks.device), Sampling())
+
+    def train(setting: Setting) -> None:
+        batch, draw = training_batch(items, 1, 0, setting.setup)
+        losses = sample_losses(model, batch, draw, setting.setup)
+        sum(loss.sum() for loss in losses).backward()
+        model.zero_grad(set_to_none=True)
+
+    figures = {}
+    for name, work in (("sample", sample), ("training_step", train)):
+        ratios = []
+        for number in range(rounds + 1):
+            seconds = []
+            for setting in settings:
+                synchronize()
+                begun = time.perf_counter()
+                work(setting)
+                synchronize()
+                seconds.append(time.perf_counter() - begun)
+            # The first round warms up.
+            if number:
+                ratios.append(seconds[0] / seconds[1])
+        figures[f"agreement_{name}"] = statistics.median(ratios)
+    return figures
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -393,9 +459,12 @@ def small_setting(folder: str, ranks: Ranks) -> Setting:
     args = parse_args(flags)
 
     precision, _ = choose_launched_precision("auto", "default", ranks)
-    data = data_source(args, ranks.device).load([stage["volume_size"] for stage in args.stage_configs])
+    sizes = [stage["volume_size"] for stage in args.stage_configs]
+    data = source_of_flags(vars(args), args.source, ranks.device).load(sizes)
     setup = Setup(args, ranks.device, precision, data)
-    return Setting(1, setup, data.greys)
+    setup.take_prior(None)
+    setup.models = [stage_before(setup)]
+    return Setting(1, setup)
 
 
 def main() -> None:
@@ -421,6 +490,7 @@ def main() -> None:
         figures = overhead(setting, ranks, options.rounds, options.steps)
         print(json.dumps(figures), flush=True)
         print(json.dumps(compare(setting, options.rounds)), flush=True)
+        print(json.dumps(cost_of_agreement(folder, ranks, options.rounds)), flush=True)
 
 
 if __name__ == "__main__":

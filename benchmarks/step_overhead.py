@@ -339,8 +339,11 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     stage = 1
     config = args.stage_configs[stage]
     sizes = [each["volume_size"] for each in args.stage_configs]
-    patients = script.data_source(args, ranks.device).load(sizes)
+    patients = script.source_of_flags(vars(args), args.source, ranks.device).load(sizes)
     setup = script.Setup(args, ranks.device, "no", patients)
+    setup.take_prior(None)
+    # the stage before, whose estimate each step starts from
+    setup.models = [script.build_model(0, args, ranks.device).requires_grad_(False).eval()]
     volumes = patients.set("train", config["volume_size"])
     read_all(volumes)
     loader = create_distributed_dataloader(volumes, args.batch_size)
@@ -364,7 +367,7 @@ def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
 
     def one_step(batch: dict, epoch: int) -> None:
         batch, draw = script.training_batch(batch, stage, epoch, setup)
-        losses = script.sample_losses(wrapped, batch, draw, patients.greys, setup)
+        losses = script.sample_losses(wrapped, batch, draw, setup)
         diffusion_loss, physics_loss = (loss.mean() for loss in losses)
         loss = diffusion_loss + config["physics_weight"] * physics_loss
         backward_and_step(loss, model, optimizer, args)
