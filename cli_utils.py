@@ -71,6 +71,16 @@ def seed_number(text: str) -> int:
     return value
 
 
+def json_value(text: str, noun: str):
+    """What the JSON of a flag says. noun: what it should be. Raises ArgumentTypeError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON ({error.msg})") from None
+    except (RecursionError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"not {noun} ({error})") from None
+
+
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
     """argparse type: a finite number in [low, high], or in (low, high] with `above`."""
 

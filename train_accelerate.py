@@ -442,7 +442,10 @@ def use_checkpoint(precision: str, reason: str, args: Namespace, ranks: Ranks) -
     source = source_of_flags(vars(args), args.source, ranks.device)
     build = partial(build_model, args=args, device=ranks.device)
     setup.models = load_models(checkpoint, build)
+    if args.eval_only:
+        setup.data = source.load([setup.models[-1].size])
     setup.take_prior(checkpoint)
+
     if args.sample:
         sample_folder(
             Path(args.sample),
@@ -454,9 +457,6 @@ def use_checkpoint(precision: str, reason: str, args: Namespace, ranks: Ranks) -
         )
         return
 
-    # the test patients, unless the cascade was trained on them
-    setup.data = source.load([setup.models[-1].size])
-    setup.take_prior(checkpoint)
     setup.data.refuse_trained(checkpoint, path)
     setup.take_regression(setup.models[-1].size)
     result = evaluate(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fixed_order_utils import interpolate
 from tasks.cascade.alignment import GreyFit
-from tasks.cascade.projector import project, project_back, resize, spacing_of, sum_rays
+from tasks.cascade.projector import project, project_back, resize, spacing_of, sum_of_rays_back, sum_rays
 from tasks.cascade.rays import image_shape
 from tasks.cascade.views import View
 
@@ -27,6 +27,8 @@ LAST_CORRECTIONS = 4
 RIVAL_ROUNDS = 2
 RIVAL_CORRECTIONS = 30
 RIVAL_VARIANCE = 0.1**2
+# No line integral is known better, as fp32 rounds sums: what two views contradict each other by is noise, at least.
+LEAST_NOISE = 1e-4
 
 
 class Prior(NamedTuple):
@@ -58,7 +60,7 @@ def prior_of(checkpoint: dict) -> Prior:
 class Measured(NamedTuple):
     """What the X-rays of some patients say of volumes on one grid.
 
-    integrals: of each view (B, 1, rows, columns). noise: of each view, the standard deviation of a line integral.
+    Of each of the views: integrals (B, 1, rows, columns), and noise, the standard deviation of a line integral.
     spacing: (B, 3) mm per voxel.
     """
 
@@ -90,7 +92,7 @@ def measure_xrays(
     return Measured(
         views=[fit.view for fit in greys],
         integrals=integrals,
-        noise=[fit.noise for fit in greys],
+        noise=[max(fit.noise, LEAST_NOISE) for fit in greys],
         spacing=spacing_of(extent, size),
     )
 
@@ -101,6 +103,41 @@ def inner(first: list[Tensor], second: list[Tensor]) -> Tensor:
     for x, y in zip(first, second, strict=True):
         total = total + (x * y).sum((1, 2, 3), keepdim=True)
     return total
+
+
+def spread(
+    images: list[Tensor],
+    measured: Measured,
+    variance: Tensor | float,
+    size: tuple[int, ...],
+) -> Tensor:
+    """C A' of images (B, 1, rows, columns) of all views: (B, 1, X, Y, Z)."""
+    pairs = zip(images, measured.views, strict=True)
+    first, *others = [project_back(image, measured.spacing, view, size) for image, view in pairs]
+    return variance * sum(others, first)
+
+
+def seen_again(
+    images: list[Tensor],
+    measured: Measured,
+    variance: Tensor | float,
+    size: tuple[int, ...],
+) -> list[Tensor]:
+    """A C A' of images (B, 1, rows, columns) of all views: images like them."""
+    views = measured.views
+    spacing = measured.spacing
+    along_axes = all(view.ray_axis is not None for view in views)
+    if not (along_axes and isinstance(variance, float)):
+        added = spread(images, measured, variance, size)
+        return [sum_rays(added, spacing, view) for view in views]
+
+    # with one variance for all voxels, rays along the axes need no volume
+    out = []
+    for view in views:
+        pairs = zip(images, views, strict=True)
+        parts = [sum_of_rays_back(image, spacing, other, view, size) for image, other in pairs]
+        out.append(variance * sum(parts))
+    return out
 
 
 def correct(
@@ -116,25 +153,12 @@ def correct(
     """
     spacing = measured.spacing
     size = volume.shape[2:]
-    views = measured.views
-
-    def spread(images: list[Tensor]) -> Tensor:
-        """C A' of the images of all views."""
-        parts = [project_back(image, spacing, view, size) for image, view in zip(images, views, strict=True)]
-        return variance * sum(parts)
-
-    def predicted(images: list[Tensor]) -> list[Tensor]:
-        """(A C A' + N) of the images of all views."""
-        added = spread(images)
-        out = []
-        for view, noise, image in zip(views, measured.noise, images, strict=True):
-            out.append(sum_rays(added, spacing, view) + noise**2 * image)
-        return out
+    noise_variance = [noise**2 for noise in measured.noise]
 
     # what the volume's projections lack, but for noise
     residual = []
-    for view, integral, noise, z in zip(views, measured.integrals, measured.noise, explained, strict=True):
-        residual.append(integral - project(volume, spacing, view) - noise**2 * z)
+    for view, integral, noise, z in zip(measured.views, measured.integrals, noise_variance, explained, strict=True):
+        residual.append(integral - project(volume, spacing, view) - noise * z)
     direction = residual
     solution = [torch.zeros_like(image) for image in residual]
     square = inner(residual, residual)
@@ -143,7 +167,8 @@ def correct(
 
     # conjugate gradients
     for _ in range(rounds):
-        image = predicted(direction)
+        image = seen_again(direction, measured, variance, size)
+        image = [seen + noise * x for seen, noise, x in zip(image, noise_variance, direction, strict=True)]
         step = square / (inner(direction, image) + least)
         solution = [x + step * y for x, y in zip(solution, direction, strict=True)]
         residual = [x - step * y for x, y in zip(residual, image, strict=True)]
@@ -152,7 +177,7 @@ def correct(
         share = square / (before + least)
         direction = [x + share * y for x, y in zip(residual, direction, strict=True)]
     explained = [z + more for z, more in zip(explained, solution, strict=True)]
-    return volume + spread(solution), explained
+    return volume + spread(solution, measured, variance, size), explained
 
 
 @torch.no_grad()
@@ -178,7 +203,7 @@ def agree(
 
 def made_consistent(volume: Tensor, measured: Measured) -> Tensor:
     """A rival without training: volumes that are corrected evenly along each ray until they agree with the X-rays."""
-    exact = measured._replace(noise=[0.0] * len(measured.noise))
+    exact = measured._replace(noise=[LEAST_NOISE] * len(measured.noise))
     return agree(volume, exact, RIVAL_VARIANCE, RIVAL_ROUNDS, RIVAL_CORRECTIONS)
 
 
@@ -197,4 +222,5 @@ def start_volume(
     if not agreement:
         return mean
     measured = measure_xrays(batch["xrays"], extent, prior.greys, size)
-    return agree(mean, measured, interpolate(prior.variance, size))
+    variance = interpolate(prior.variance, size)
+    return agree(mean, measured, variance)

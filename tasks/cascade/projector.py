@@ -89,9 +89,10 @@ def project(
     axis = view.ray_axis
     if axis is None:
         return ray_sums(attenuation(volume), spacing, view, image_shape(view, volume.shape[-3:]))
-    total = attenuation(volume).sum(axis - 3)
+    # attenuation is 0 at -1 and linear, so it can be taken of the sums, which are far smaller
+    total = volume.sum(axis - 3) + volume.shape[axis - 3]
     length = spacing[:, axis, None, None, None]
-    return as_image(total * length)
+    return as_image(total * (length * MU_PER_UNIT))
 
 
 def sum_rays(
@@ -128,6 +129,29 @@ def project_back(
     length = spacing[:, axis, None, None, None]
     plane = as_plane(image * (length * MU_PER_UNIT))
     return plane.unsqueeze(axis - 3).expand(*image.shape[:2], *size)
+
+
+def sum_of_rays_back(
+    image: Tensor,
+    spacing: Tensor,
+    view: View,
+    other: View,
+    size: tuple[int, int, int],
+) -> Tensor:
+    """sum_rays, along the rays of another view, of project_back(image): without the volume that lies between.
+
+    Of views whose rays run along an axis alone, where what is spread along a ray is the same in all its voxels.
+    """
+    axis = view.ray_axis
+    other_axis = other.ray_axis
+    if axis == other_axis:
+        total = image * size[axis]
+    else:
+        columns = size[1 - other_axis]
+        total = image.sum(-1, keepdim=True).expand(-1, -1, -1, columns)
+    lengths = spacing[:, axis] * spacing[:, other_axis]
+    weight = lengths[:, None, None, None] * MU_PER_UNIT**2
+    return total * weight
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,8 +13,8 @@ from distributed_utils import EvalBatchSampler, agree_on_errors, print_main, wor
 from hardware_utils import autocast
 from tasks.cascade.agreement import CORRECTIONS, LAST_CORRECTIONS, agree, measure_xrays
 from tasks.cascade.data import Decoded, grey
-from tasks.cascade.diffusion import PREVIOUS_NOISE_SAMPLING, Diffusion, Start, denoise, noise_like
-from tasks.cascade.diffusion import prediction_of, scales, start_of_stage
+from tasks.cascade.diffusion import PREVIOUS_NOISE_SAMPLING, Diffusion, Start, denoise, noise_like, prediction_of
+from tasks.cascade.diffusion import start_of_stage
 from tasks.cascade.files import Patient, find_patients
 from tasks.cascade.model import StageNet
 from tasks.cascade.projector import hu_difference, to_hu
@@ -115,8 +115,8 @@ def sample_stage(
         last = timestep == times[-1]
         if measured:
             # an estimate is the surer, the less noise is left; the last one agrees as well as it can
-            _, share = scales(diffusion, now)
-            variance = start.std**2 if last else (share * start.std).square()
+            share = 1 if last else 1 - float(diffusion.scheduler.alphas_cumprod[timestep])
+            variance = share * start.std**2
             clean = agree(clean, measured, variance, corrections=LAST_CORRECTIONS if last else CORRECTIONS)
         if not last:
             output = prediction_of(clean, noisy, now, start, diffusion)

@@ -3,7 +3,6 @@
 Light on purpose (no torch): the command line is parsed with it.
 """
 
-import json
 import math
 import re
 from argparse import ArgumentTypeError
@@ -11,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError
+from cli_utils import InputError, json_value
 
 # Most tokens along an axis.
 TOKEN_GRID = 16
@@ -59,12 +58,7 @@ def halvings(size: list[int], token_grid: int) -> int:
 
 def stage_list(text: str) -> list[dict]:
     """argparse type of --stage_configs: JSON list of stages, checked and with defaults filled in."""
-    try:
-        stages = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ArgumentTypeError(f"not valid JSON ({error.msg})") from None
-    except (RecursionError, ValueError) as error:
-        raise ArgumentTypeError(f"not a list of stages ({error})") from None
+    stages = json_value(text, "a list of stages")
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise ArgumentTypeError("must be a list of at least one stage, each with name, volume_size, voxel_dim ...")
 

@@ -17,6 +17,8 @@ from argparse import ArgumentTypeError
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from cli_utils import json_value
+
 # What renders cone beams, and parallel ones at other angles; see requirements-cone.txt.
 LIBRARY = "nanodrr==0.1.7"
 MOST_VIEWS = 4
@@ -107,12 +109,7 @@ def view_list(text: str) -> list[dict]:
     Dicts, as they go into args.yaml and checkpoints; views_of makes views of them. "pa" and "lat" are short for the
     parallel ones.
     """
-    try:
-        entries = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ArgumentTypeError(f"not valid JSON ({error.msg})") from None
-    except (RecursionError, ValueError) as error:
-        raise ArgumentTypeError(f"not a list of views ({error})") from None
+    entries = json_value(text, "a list of views")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MOST_VIEWS:
         raise ArgumentTypeError(f"must be a list of 1 to {MOST_VIEWS} views, each with name, angle ...")
 
