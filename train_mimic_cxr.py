@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from tasks.mimic_cxr.flags import add_engine_flags, is_given, read_arguments
+from question_utils import add_question_flags
+from tasks.mimic_cxr.flags import add_engine_flags, add_output_flags, is_given, read_arguments
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
@@ -66,12 +67,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
 
     add_engine_flags(parser)
-
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
-    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
-    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
-    add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
+    add_output_flags(parser)
+    add_question_flags(parser)
     add_common_arguments(parser, {"learning_rate": "lr"})
     return read_arguments(parser, argv)
 

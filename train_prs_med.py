@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from tasks.prs_med.flags import read_arguments
+from question_utils import add_question_flags
+from tasks.prs_med.flags import add_output_flags, read_arguments
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -59,14 +60,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
     add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
 
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--checkpoint_dir", default="checkpoints", help="run folder: checkpoints, logs, figures, summary")
-    add("--save_full_state", action="store_true", help="save the frozen weights, too (14 GB for a 7B model)")
-    add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
-    add("--shuffle_questions", action="store_true", help="with --eval_only: swap an image's questions; Dice must fall")
-    add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
-    add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this image")
-    add("--question", help="the question for --predict")
+    add_output_flags(parser)
+    add_question_flags(parser)
     add_common_arguments(parser, {"learning_rate": "lr"})
 
     return read_arguments(parser, argv)

@@ -86,6 +86,15 @@ def add_engine_flags(parser: Parser) -> None:
     add("--prefetch_factor", type=whole(1), default=2, help="batches each worker prepares; lower it when RAM is short")
 
 
+def add_output_flags(parser: Parser) -> None:
+    """Where a run writes, and how a trained model is judged."""
+    add = parser.add_argument_group("output and evaluation").add_argument
+    add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
+    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
+    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
+    add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
+
+
 def read_arguments(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
     """The command line and --config, with the guide's keys; what cannot be ends the process with one line.
 

@@ -1,9 +1,21 @@
-"""Which flags of PRS-Med go together. Light: read before torch is imported."""
+"""Flags of PRS-Med beside those of its training, and which go together. Light: read before torch is imported."""
 
 from argparse import Namespace
 from pathlib import Path
 
-from cli_utils import Parser, parse_arguments, take_from_run, value_sources
+from cli_utils import Parser, parse_arguments, take_from_run, value_sources, whole
+
+
+def add_output_flags(parser: Parser) -> None:
+    """Where a run writes, and what a trained model is used for."""
+    add = parser.add_argument_group("output and evaluation").add_argument
+    add("--checkpoint_dir", default="checkpoints", help="run folder: checkpoints, logs, figures, summary")
+    add("--save_full_state", action="store_true", help="save the frozen weights, too (14 GB for a 7B model)")
+    add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
+    add("--shuffle_questions", action="store_true", help="with --eval_only: swap an image's questions; Dice must fall")
+    add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
+    add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this image")
+    add("--question", help="the question for --predict")
 
 
 def read_arguments(parser: Parser, argv: list[str] | None) -> Namespace:
