@@ -18,10 +18,9 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from question_utils import add_question_flags
+from question_utils import add_question_flags, split_interval
 from tasks.prs_med.flags import add_output_flags, read_arguments
 
 FORMAT = "prs_med/1"
@@ -77,7 +76,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 # processes, precision and memory
-from distributed_utils import Ranks, agree_on_errors, gather_objects, launch_workers, print_main
+from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
 from hardware_utils import choose_precision, set_numerics
 from memory_utils import BatchSize
@@ -85,19 +84,21 @@ from memory_utils import BatchSize
 # the loop, its log and its checkpoints
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
-from logging_utils import RunLog
+from logging_utils import RunLog, with_bar
 from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 
 # images, questions and results
-from tasks.prs_med.data import PositionData, evaluation_loader, make_datasets, read_annotations, swap_questions
-from tasks.prs_med.data import training_loader
+from tasks.prs_med.blind import look_away
+from tasks.prs_med.data import PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
+from tasks.prs_med.data import read_annotations, swap_questions, training_loader
 from tasks.prs_med.data_check import read_rows
-from tasks.prs_med.metrics import add_up_rows, mean_metrics, score_batch
+from tasks.prs_med.evaluation import gather_examples, gather_scores, log_results, mean_metrics
+from tasks.prs_med.metrics import add_up_rows, score_batch
 from tasks.prs_med.prediction import predict_image
-from tasks.prs_med.report import Example, describe_run, draw_inputs, draw_predictions
-from tasks.prs_med.report import print_metrics, spread, write_evaluation
+from tasks.prs_med.report import Results, describe_run, draw_inputs, draw_predictions, print_metrics
+from tasks.prs_med.report import take_examples, write_cases, write_evaluation
 
 # the model, and what a step of it takes
 from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse_model
@@ -260,76 +261,36 @@ def train_one_epoch(
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-class Results(NamedTuple):
-    """An evaluation's metrics by name, and a few rows to show."""
-
-    metrics: dict[str, float]
-    examples: list[Example]
-
-
 @torch.no_grad()
 def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> Results:
     """Metrics of a split, the same on every rank and for any number of ranks.
 
-    dice, iou: means over rows at image_size, also per modality. position_accuracy: the GENERATED answer names the
+    dice, iou, hd95: means over rows at image_size, also per modality. position_accuracy: the GENERATED answer names the
     position computed from the true mask; position_accuracy_mask: the predicted mask lies there. loss, loss_seg,
     loss_txt: as in training, over the whole split. text_loss: another name of loss_txt.
     """
     model.eval()
-    rows = loader.dataset.rows
-    shown = spread(len(rows))
+    data = loader.dataset
     scores = []
     examples = {}
     error = ""
-    for batch in loader:
+    for batch in with_bar(loader, split):
         error = error or batch["error"]
         batch = to_device(batch, model.device)
         logits, text_loss = model(batch)
-        answers = model.answer(batch, args.max_new_tokens)
+        answers = None if args.no_generate else model.answer(batch, args.max_new_tokens)
 
         # what is added up over pixels and tokens comes to the host in one transfer
-        target = batch["mask"]
         predicted = logits > 0
-        sums = add_up_rows(predicted, batch, mask_loss(logits, target), text_loss)
-
+        sums = add_up_rows(predicted, batch, mask_loss(logits, batch["mask"]), text_loss)
         masks = predicted.cpu().numpy()
         batch_scores = score_batch(batch, sums, masks, answers)
         scores += batch_scores
-        for k, row in enumerate(batch_scores):
-            if row.index in shown:
-                image = batch["sam"][k].cpu().numpy()
-                true_mask = target[k].cpu().numpy()
-                examples[row.index] = Example(rows[row.index], image, masks[k], true_mask, answers[k], row.dice)
+        examples |= take_examples(data.rows, batch, masks, batch_scores)
 
-    with agree_on_errors():
-        if error:
-            raise InputError(error)
-
-    # in row order, so that sums do not depend on the ranks
-    scores = sorted(row for part in gather_objects(scores) for row in part)
-    modalities = [row.modality for row in rows]
-    metrics = mean_metrics(scores, modalities, split, args.lambda_seg, args.lambda_txt)
-    for part in gather_objects(examples):
-        examples |= part
-    ordered = [examples[index] for index in sorted(examples)]
-    return Results(metrics, ordered)
-
-
-def evaluate_and_log(
-    model: PRSMed,
-    loader: DataLoader,
-    split: str,
-    training: TrainingRun,
-    args: Namespace,
-) -> Results:
-    """What evaluate gives, in the log; its figure, too, but not that of every short epoch."""
-    results = evaluate(model, loader, split, args)
-    log = training.log
-    step = training.progress.step
-    log.write(step, training.progress.epoch + 1, results.metrics)
-    seconds_apart = 0 if split == "test" else 60
-    log.figures(lambda: {f"{split}_predictions": draw_predictions(results.examples)}, step, seconds_apart)
-    return results
+    scores = gather_scores(scores, error)
+    metrics = mean_metrics(scores, data, split, args.lambda_seg, args.lambda_txt)
+    return Results(metrics, gather_examples(examples), scores)
 
 
 def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespace) -> None:
@@ -343,31 +304,45 @@ def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespa
         load_weights(model, best)
         # it was evaluated and logged when it was chosen; a checkpoint of an older script does not tell
         if progress.best_metrics is None:
-            progress.best_metrics = evaluate_and_log(model, loaders["val"], "val", training, args).metrics
-        print_metrics("val, best.pt", progress.best_metrics, loaders["val"].dataset.rows)
+            results = evaluate(model, loaders["val"], "val", args)
+            log_results(results, "val", training)
+            progress.best_metrics = results.metrics
+        print_metrics("val, best.pt", progress.best_metrics)
     if "test" in loaders:
-        results = evaluate_and_log(model, loaders["test"], "test", training, args)
-        print_metrics(title, results.metrics, loaders["test"].dataset.rows)
+        loader = loaders["test"]
+        results = evaluate(model, loader, "test", args)
+        print_metrics(title, results.metrics)
+        if args.blind_scores:
+            evaluate_test = partial(evaluate, model, split="test", args=args)
+            rows = loaders["train"].dataset.rows
+            results.metrics.update(look_away(evaluate_test, loader, results, rows, "test", args.seed))
+        log_results(results, "test", training)
+        write_cases(run_folder / "test_cases.csv", loader.dataset.rows, results.scores)
 
 
 def evaluate_only(
     model: PRSMed,
-    data: PositionData,
+    sets: dict[str, PositionData],
     step: int,
     args: Namespace,
 ) -> None:
     """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, with their figure."""
     name = args.eval_split
+    data = sets[name]
     facts = {"step": step}
     if args.shuffle_questions:
         name = f"{name}_shuffled"
         data.rows, changed = swap_questions(data.rows)
         facts |= {"rows": len(data), "rows_with_another_question": changed}
         print_main(f"{changed} of {len(data)} rows ask another question about their image")
+    data = limit_rows(data, args.eval_max_samples, args.seed)
     loader = evaluation_loader(data, args.batch_size, args.num_workers)
-    metrics, examples = evaluate(model, loader, args.eval_split, args)
-    print_metrics(name, metrics, data.rows)
-    write_evaluation(Path(args.checkpoint_dir), name, metrics | facts, examples)
+    results = evaluate(model, loader, args.eval_split, args)
+    print_metrics(name, results.metrics)
+    if args.blind_scores and not args.shuffle_questions:
+        evaluate_split = partial(evaluate, model, split=args.eval_split, args=args)
+        facts |= look_away(evaluate_split, loader, results, sets["train"].rows, args.eval_split, args.seed)
+    write_evaluation(Path(args.checkpoint_dir), name, results.metrics | facts, results, data.rows)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -447,7 +422,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
         return 0
     sets = make_datasets(rows, model.reader, args.cache_gb)
     if args.eval_only:
-        evaluate_only(model, sets[args.eval_split], checkpoint["step"], args)
+        evaluate_only(model, sets, checkpoint["step"], args)
         return 0
     code = fit(model, sets, checkpoint, reason, args, ranks)
     print_main(f"{time.time() - begun:.0f} seconds in all")
@@ -465,9 +440,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     )
     train_loader = training_loader(sets["train"], batch.size, batch.accumulation, args.seed, args.num_workers)
     loaders = {"train": train_loader}
-    for split in ("val", "test"):
-        if len(sets[split]):
-            loaders[split] = evaluation_loader(sets[split], batch.size, args.num_workers)
+    loaders |= evaluation_loaders(sets, batch.size, args.eval_max_samples, args.seed, args.num_workers)
 
     # what is trained, by how many steps, and what is logged
     sampler = train_loader.batch_sampler
@@ -494,6 +467,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
     )
+    training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
     # begin, or resume where the checkpoint stands
     seed_ranks(args.seed)
@@ -554,23 +528,30 @@ def train(
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
         log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
+    # a checkpoint of a step with an evaluation is older than that
+    waiting = training.pauses() and progress.samples > 0
     while True:
-        train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
+        if not waiting:
+            train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
+        waiting = False
         code = end_epoch(training)
         if code:
             return code
 
-        # the epoch's validation; best.pt is the checkpoint of the highest Dice
-        if "val" in loaders:
-            metrics, examples = evaluate_and_log(model, loaders["val"], "val", training, args)
-            loss = metrics["val/loss"]
-            dice = metrics["val/dice"]
+        # the validation, where it is due and at the end; best.pt is the checkpoint of the highest Dice
+        epoch_complete = progress.samples >= loaders["train"].batch_sampler.used
+        planned = training.plans_evaluation(epoch_complete)
+        at_end = progress.step >= training.last_step
+        if "val" in loaders and (planned or at_end):
+            results = evaluate(model, loaders["val"], "val", args)
+            log_results(results, "val", training)
+            loss = results.metrics["val/loss"]
+            dice = results.metrics["val/dice"]
             print_main(f"epoch {progress.epoch + 1}: val loss {loss:.4f}, dice {dice:.4f}")
-            epoch_complete = progress.samples >= loaders["train"].batch_sampler.used
-            if keep_best(training, dice, epoch_complete):
-                progress.best_metrics = metrics
-                best_examples = examples
-        if not next_epoch(training):
+            if keep_best(training, dice, planned):
+                progress.best_metrics = results.metrics
+                best_examples = results.examples
+        if at_end or (epoch_complete and not next_epoch(training)):
             break
 
     test_best(model, loaders, training, args)

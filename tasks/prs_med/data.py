@@ -3,7 +3,6 @@
 import csv
 import re
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 
+from blind_utils import choose_rows
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader, print_main
 from tasks.prs_med.metrics import position_of
@@ -41,6 +41,11 @@ class Row(NamedTuple):
     def identity(self) -> str:
         """What rows of one image share, also where copies of it have other names; without a digest, its path."""
         return self.digest or self.image
+
+
+def case_of(row: Row) -> str:
+    """What rows that are not independent share: their image."""
+    return row.identity
 
 
 # --- annotations ------------------------------------------------------------------------------------------------------
@@ -153,11 +158,6 @@ def first_file(folder: Path, names: list[str]) -> str | None:
     return None
 
 
-def count_rows(rows: list[Row]) -> dict[str, int]:
-    """Number of rows in `all` and of each modality."""
-    return {"all": len(rows), **Counter(row.modality for row in rows)}
-
-
 def swap_questions(rows: list[Row]) -> tuple[list[Row], int]:
     """Give each row the question of the next row of the same image; also counts the rows whose question changed."""
     groups: dict[str, list[int]] = {}
@@ -241,11 +241,12 @@ def misfit(mask: tuple[int, int], image: tuple[int, int]) -> str:
 class PositionData(Dataset):
     """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
 
-    keep: what was decoded stays in memory.
+    keep: what was decoded stays in memory. of_rows: how many rows they were chosen from.
     """
 
     def __init__(self, rows: list[Row], reader: Reader, keep: bool):
         self.rows = rows
+        self.of_rows = len(rows)
         self.reader = reader
         self.keep = keep
         self.kept: dict[str, tuple] = {}
@@ -316,6 +317,21 @@ def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str,
     return datasets
 
 
+def some_rows(data: PositionData, indices: list[int]) -> PositionData:
+    """The data set of some rows of another one, with what that keeps in memory."""
+    some = PositionData([data.rows[index] for index in indices], data.reader, data.keep)
+    some.kept = data.kept
+    some.of_rows = len(data)
+    return some
+
+
+def limit_rows(data: PositionData, most: int, seed: int) -> PositionData:
+    """--eval_max_samples: up to `most` rows for an evaluation, spread evenly over the cases; 0: all."""
+    cases = [case_of(row) for row in data.rows]
+    chosen = choose_rows(cases, most, seed)
+    return some_rows(data, chosen)
+
+
 def training_loader(data: PositionData, batch_size: int, accumulation: int, seed: int, num_workers: int) -> DataLoader:
     """This rank's share of each global batch of a shuffled epoch; its last step is uneven."""
     return create_distributed_dataloader(
@@ -338,3 +354,19 @@ def evaluation_loader(data: PositionData, batch_size: int, num_workers: int) -> 
         num_workers=0 if data.keep else num_workers,
         collate_fn=data.reader.collate,
     )
+
+
+def evaluation_loaders(
+    sets: dict[str, PositionData],
+    batch_size: int,
+    most: int,
+    seed: int,
+    num_workers: int,
+) -> dict[str, DataLoader]:
+    """The loaders of the validation and the test where there are rows, of up to `most` of them; 0: of all."""
+    loaders = {}
+    for split in ("val", "test"):
+        data = limit_rows(sets[split], most, seed)
+        if len(data):
+            loaders[split] = evaluation_loader(data, batch_size, num_workers)
+    return loaders

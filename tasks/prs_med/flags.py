@@ -14,6 +14,7 @@ def add_output_flags(parser: Parser) -> None:
     add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
     add("--shuffle_questions", action="store_true", help="with --eval_only: swap an image's questions; Dice must fall")
     add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
+    add("--no_generate", action="store_true", help="evaluate masks and losses alone: no generated answers, much faster")
     add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this image")
     add("--question", help="the question for --predict")
 
