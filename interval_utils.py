@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+# the share of test sets whose interval holds the truth, and what is left at each end
 CONFIDENCE = 0.95
+TAIL = (1 - CONFIDENCE) / 2
 # of a costly statistic no more values than these are computed: cases are then left out in so many groups
 MOST_GROUPS = 200
 
@@ -25,7 +27,14 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> Interval:
+UNKNOWN = Interval(math.nan, math.nan)
+
+
+def interval_of_mean(
+    values: Sequence[float],
+    cases: Sequence,
+    bounded: bool = True,
+) -> Interval:
     """The interval of the mean over rows; cases: of each row. Rows whose value is nan are left out.
 
     bounded: the values lie in 0..1. Fewer than two cases tell nothing: nan.
@@ -33,69 +42,95 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
     values = np.asarray(values, np.float64)
     known = ~np.isnan(values)
     values = values[known]
-    names, case = np.unique(np.asarray(cases)[known], return_inverse=True)
+    cases = np.asarray(cases)[known]
+    names, case = np.unique(cases, return_inverse=True)
     if len(names) < 2:
-        return Interval(math.nan, math.nan)
+        return UNKNOWN
 
     # the mean without each case, from the sums of all
     rows = np.bincount(case)
     sums = np.bincount(case, weights=values)
-    without = (sums.sum() - sums) / (rows.sum() - rows)
-    return from_jackknife(float(sums.sum() / rows.sum()), without, len(names), bounded)
+    total = sums.sum()
+    without = (total - sums) / (len(values) - rows)
+    mean = float(total / len(values))
+    return from_jackknife(mean, without, len(names), bounded)
 
 
-def interval(statistic: Callable[[np.ndarray], float], cases: Sequence, bounded: bool = True) -> Interval:
+def interval(
+    statistic: Callable[[np.ndarray], float],
+    cases: Sequence,
+    bounded: bool = True,
+) -> Interval:
     """The interval of any number computed from rows, such as an AUROC; cases: of each row.
 
     statistic: gives the number for the indices of some rows, nan where these have none (an AUROC of one class). It is
     called up to 201 times. bounded: it lies in 0..1. Fewer than two cases, or a statistic without a value: nan.
     """
     names, case = np.unique(np.asarray(cases), return_inverse=True)
+    if len(names) < 2:
+        return UNKNOWN
     everything = np.arange(len(case))
-    estimate = float(statistic(everything)) if len(case) else math.nan
-    groups = min(len(names), MOST_GROUPS)
-    if groups < 2 or math.isnan(estimate):
-        return Interval(math.nan, math.nan)
+    estimate = float(statistic(everything))
+    if math.isnan(estimate):
+        return UNKNOWN
 
     # which cases are left out together has nothing to do with their names, and is the same each time
-    shuffled = np.random.default_rng(0).permutation(len(names))
+    groups = min(len(names), MOST_GROUPS)
+    rng = np.random.default_rng(0)
+    shuffled = rng.permutation(len(names))
     group = shuffled[case] % groups
-    without = [statistic(everything[group != number]) for number in range(groups)]
-    return from_jackknife(estimate, np.asarray(without, np.float64), len(names), bounded)
+    without = []
+    for number in range(groups):
+        others = everything[group != number]
+        without.append(statistic(others))
+    return from_jackknife(estimate, np.array(without), len(names), bounded)
 
 
-def from_jackknife(estimate: float, without: np.ndarray, cases: int, bounded: bool) -> Interval:
+def from_jackknife(
+    estimate: float,
+    without: np.ndarray,
+    cases: int,
+    bounded: bool,
+) -> Interval:
     """The interval around an estimate, from its values without each group of cases; cases: how many there are."""
     from scipy.stats import t as student_t
 
     without = without[~np.isnan(without)]
     groups = len(without)
     if groups < 2:
-        return Interval(math.nan, math.nan)
-    variance = (groups - 1) / groups * float(((without - without.mean()) ** 2).sum())
-    quantile = float(student_t.ppf((1 + CONFIDENCE) / 2, groups - 1))
+        return UNKNOWN
+
+    # the jackknife's variance, and how unsure that is itself
+    squares = (without - without.mean()) ** 2
+    variance = (groups - 1) / groups * float(squares.sum())
+    quantile = float(student_t.ppf(1 - TAIL, groups - 1))
     if bounded:
         return binomial(estimate, variance, quantile, cases)
     half = quantile * math.sqrt(variance)
     return Interval(estimate - half, estimate + half)
 
 
-def binomial(estimate: float, variance: float, quantile: float, cases: int) -> Interval:
+def binomial(
+    estimate: float,
+    variance: float,
+    quantile: float,
+    cases: int,
+) -> Interval:
     """Clopper and Pearson's interval of as many rows as vary by this variance.
 
-    quantile: of Student's t, which says by how much the variance itself is unsure. Without any variance (all rows are
-    right), a case counts as one row.
+    quantile: of Student's t. Without any variance (all rows are right), a case counts as one row.
     """
     from scipy.stats import beta, norm
 
-    spread = estimate * (1 - estimate)
-    # rounding is no variance
-    rows = spread / variance if variance > 1e-15 and spread > 0 else cases
-    tail = (1 - CONFIDENCE) / 2
-    rows *= (norm.ppf(1 - tail) / quantile) ** 2
+    of_one_row = estimate * (1 - estimate)
+    # what rounding leaves is no variance
+    varies = variance > 1e-15 and of_one_row > 0
+    rows = of_one_row / variance if varies else cases
+    normal = norm.ppf(1 - TAIL)
+    rows *= (normal / quantile) ** 2
 
     right = rows * estimate
     wrong = rows * (1 - estimate)
-    low = beta.ppf(tail, right, wrong + 1) if estimate > 0 else 0.0
-    high = beta.ppf(1 - tail, right + 1, wrong) if estimate < 1 else 1.0
+    low = beta.ppf(TAIL, right, wrong + 1) if right > 0 else 0.0
+    high = beta.ppf(1 - TAIL, right + 1, wrong) if wrong > 0 else 1.0
     return Interval(float(low), float(high))
