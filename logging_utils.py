@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from async_save_utils import WRITER
 from checkpoint_utils import Checkpoint, begin_run, cut_metrics, settle_checkpoint
 from cli_utils import InputError, RunError, save_args
-from distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum
+from distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum, world
 from figure_utils import figure_png, plot_curves
 from flops_utils import FlopCount, matmul_rate
 from hardware_utils import peak_memory_gb
@@ -401,6 +401,12 @@ class RunLog:
                 reason = error.strerror or error
                 print(f"warning: {self.run_folder}: log not written ({reason})", file=sys.stderr, flush=True)
             self.warned = True
+
+
+def show_progress(passes: int, title: str) -> Iterator[int]:
+    """range(passes), with a progress bar on rank 0 where someone looks, which leaves nothing behind."""
+    hidden = world()[0] > 0 or not sys.stderr.isatty()
+    return iter(tqdm(range(passes), desc=title, unit="batch", leave=False, dynamic_ncols=True, disable=hidden))
 
 
 def finite_or_none(value):

@@ -15,7 +15,14 @@ from tasks.mimic_cxr.model import ChestModel
 
 MIMIC = str(ROOT / "train_mimic_cxr.py")
 # a transformer of two layers
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "image_size": 32,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 def write_encoder(folder: Path, kind: str, **more) -> Path:
@@ -23,7 +30,8 @@ def write_encoder(folder: Path, kind: str, **more) -> Path:
     make_config = getattr(transformers, f"{kind}Config")
     make_model = getattr(transformers, f"{kind}Model")
     torch.manual_seed(0)
-    make_model(make_config(**{"image_size": 32, "patch_size": 8} | SMALL | more)).save_pretrained(folder)
+    config = make_config(**SMALL | more)
+    make_model(config).save_pretrained(folder)
     return folder
 
 
@@ -32,9 +40,9 @@ def test_a_vision_transformer_is_trained(mimic_cxr_flags, zygote, tmp_path, engi
     """Two steps at twice its own image size, recomputed, by two processes: what it is made of moves, then it tests."""
     encoder = write_encoder(tmp_path / "vit", "ViT")
     out = tmp_path / "run"
-    flags = [*mimic_cxr_flags, "--image_encoder", encoder, "--output_dir", out, "--max_steps", "2", engine]
-    flags += ["--max_samples", "32", "--batch_size", "4", "--learning_rate", "1e-2", "--warmup_steps", "0"]
-    done = zygote(MIMIC, *flags, "--gradient_checkpointing", ranks=2)
+    flags = [*mimic_cxr_flags, "--image_encoder", encoder, "--output_dir", out, engine, "--gradient_checkpointing"]
+    flags += "--max_steps 2 --max_samples 32 --batch_size 4 --learning_rate 1e-2 --warmup_steps 0".split()
+    done = zygote(MIMIC, *flags, ranks=2)
     assert done.code == 0, done.stderr
     assert json.loads((out / "summary.json").read_text())["test/vqa_accuracy"] >= 0
 
@@ -78,21 +86,25 @@ def test_other_transformers(mimic_cxr_flags, tmp_path, kind):
     assert not torch.allclose(first[0].mean(0), first[1].mean(0), atol=1e-4)
 
 
+IMAGENET = [0.485, 0.456, 0.406]
+HALF = [0.5, 0.5, 0.5]
 PROCESSORS = [
-    (None, 3, [0.485, 0.456, 0.406]),
-    (None, 1, [0.449]),
-    ({"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}, 3, [0.5, 0.5, 0.5]),
+    (None, IMAGENET),
+    (None, [0.449]),
+    ({"size": 224}, IMAGENET),
+    ({"image_mean": HALF, "image_std": HALF}, HALF),
     # one grey channel, by a number or a list
-    ({"image_mean": 0.53, "image_std": 0.25}, 1, [0.53]),
-    ({"image_mean": [0.53], "image_std": [0.25]}, 3, [0.53] * 3),
+    ({"image_mean": 0.53, "image_std": 0.25}, [0.53]),
+    ({"image_mean": [0.53], "image_std": [0.25]}, [0.53, 0.53, 0.53]),
     # nothing is subtracted
-    ({"do_normalize": False, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}, 3, [0.0] * 3),
-    ({"size": 224}, 3, [0.485, 0.456, 0.406]),
+    ({"do_normalize": False, "image_mean": HALF, "image_std": HALF}, [0.0, 0.0, 0.0]),
 ]
 
 
-@pytest.mark.parametrize(("settings", "channels", "expected"), PROCESSORS)
-def test_what_pixels_are_normalised_by(tmp_path, settings, channels, expected):
+@pytest.mark.parametrize(("settings", "expected"), PROCESSORS)
+def test_what_pixels_are_normalised_by(tmp_path, settings, expected):
+    """By a processor's config, by ImageNet's statistics where there is none, as many as the encoder has channels."""
+    channels = len(expected)
     encoder = write_encoder(tmp_path / "vit", "ViT", num_channels=channels)
     if settings is not None:
         (encoder / "preprocessor_config.json").write_text(json.dumps(settings))
