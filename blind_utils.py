@@ -28,7 +28,7 @@ def choose_rows(
     if not most or count <= most:
         return list(range(count))
 
-    # the cases in a drawn order, the rows of each in a drawn order: every so manieth of these
+    # the cases in a drawn order, the rows of each in a drawn order: of these, rows equally far apart
     rng = np.random.default_rng(seed % 2**63)
     names, case = np.unique(np.asarray(cases), return_inverse=True)
     place = rng.permutation(len(names))

@@ -122,12 +122,12 @@ def binomial(
     """
     from scipy.stats import beta, norm
 
+    rows = cases
     of_one_row = estimate * (1 - estimate)
     # what rounding leaves is no variance
-    varies = variance > 1e-15 and of_one_row > 0
-    rows = of_one_row / variance if varies else cases
-    normal = norm.ppf(1 - TAIL)
-    rows *= (normal / quantile) ** 2
+    if variance > 1e-15 and of_one_row > 0:
+        normal = norm.ppf(1 - TAIL)
+        rows = of_one_row / variance * (normal / quantile) ** 2
 
     right = rows * estimate
     wrong = rows * (1 - estimate)

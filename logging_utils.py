@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -403,17 +403,17 @@ class RunLog:
             self.warned = True
 
 
-def show_progress(passes: int, title: str) -> Iterator[int]:
-    """range(passes), with a progress bar on rank 0 where someone looks, which leaves nothing behind."""
-    hidden = world()[0] > 0 or not sys.stderr.isatty()
-    return iter(tqdm(range(passes), desc=title, unit="batch", leave=False, dynamic_ncols=True, disable=hidden))
-
-
 def finite_or_none(value):
     """The value, or None for a number that JSON cannot hold."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def with_bar(batches: Iterable, title: str) -> Iterator:
+    """The batches of an evaluation; rank 0 shows on a terminal how many of its own are done."""
+    hidden = world()[0] > 0 or not sys.stderr.isatty()
+    return iter(tqdm(batches, desc=title, unit="batch", dynamic_ncols=True, leave=False, disable=hidden))
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
@@ -424,10 +424,14 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     names = [title, *rows]
     width = max(len(name) for name in names)
-    lines = [f"{title:<{width}}" + "".join(f"  {column:>12}" for column in columns)]
-    for name, row in rows.items():
-        cells = [format_cell(row.get(column, "-")) for column in columns]
-        lines.append(f"{name:<{width}}" + "".join(f"  {cell:>12}" for cell in cells))
+    table = [columns]
+    for row in rows.values():
+        table.append([format_cell(row.get(column, "-")) for column in columns])
+    widths = [max(12, *map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for name, cells in zip(names, table, strict=True):
+        aligned = [f"  {cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True)]
+        lines.append(f"{name:<{width}}" + "".join(aligned))
     print("\n".join(lines), flush=True)
 
 

@@ -86,7 +86,7 @@ import deepspeed_utils
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
 from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
-from logging_utils import RunLog, show_progress
+from logging_utils import RunLog, with_bar
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
 from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
 from loop_utils import seed_ranks
@@ -280,7 +280,7 @@ def answer_questions(
     batches = iter(loader)
     local = []
     error = ""
-    for _ in show_progress(passes, data.split):
+    for _ in with_bar(range(passes), data.split):
         batch = next(batches, None)
         has_share = batch is not None
         if not has_share:
@@ -298,7 +298,12 @@ def answer_questions(
     return gather_predictions(local)
 
 
-def evaluate(model: nn.Module, data: QuestionData, batch_size: int, args: Namespace) -> Evaluation:
+def evaluate(
+    model: nn.Module,
+    data: QuestionData,
+    batch_size: int,
+    args: Namespace,
+) -> Evaluation:
     """All ranks: answer every question of a split, and judge the answers. Raises InputError on all ranks."""
     predictions = answer_questions(model, data, batch_size, args)
     return judge(data, predictions, HEAD_WEIGHT, args.chexpert_weight)

@@ -6,17 +6,20 @@ same at any number of them.
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from blind_utils import choose_rows, other_cases
-from distributed_utils import gather_objects, world
+from distributed_utils import reduce_sum, world
 from interval_utils import interval_of_mean
+from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.index_files import map_table
-from tasks.mimic_cxr.metrics import Metrics, Predictions, add_interval, patients_of, usual_answers
+from tasks.mimic_cxr.metrics import MOST_CLASSES, Metrics, Predictions, add_interval, patients_of, usual_answers
 
 # Of a split so many are answered blind, three times over.
 MOST_QUESTIONS = 1000
@@ -45,7 +48,8 @@ class ChosenRows:
 
     def take(self, place: int) -> dict:
         """One row as Questions.take gives it."""
-        row = self.data.row(int(self.chosen[place]))
+        own = int(self.chosen[place])
+        row = self.data.row(own)
         if self.shown is not None:
             row |= {"study": int(self.shown[place])}
         if self.silent:
@@ -54,7 +58,10 @@ class ChosenRows:
 
     def studies(self) -> Iterator[np.ndarray]:
         """The study of each row, as Questions.studies gives it."""
-        yield self.data.image_of()[self.chosen] if self.shown is None else self.shown
+        studies = self.shown
+        if studies is None:
+            studies = self.data.image_of()[self.chosen]
+        yield studies
 
 
 class BlankImages:
@@ -75,15 +82,20 @@ def with_rows(data: QuestionData, rows: ChosenRows) -> QuestionData:
     return other
 
 
-def limit_questions(sets: dict[str, QuestionData], most: int, seed: int) -> None:
+def limit_questions(
+    sets: dict[str, QuestionData],
+    most: int,
+    seed: int,
+) -> None:
     """--eval_max_samples: so many questions of validation and test, the same at any number of ranks; 0 for all."""
     for split in ("val", "test"):
         data = sets[split]
         if most and len(data) > most:
             patients = patients_of(data.index.studies, data.image_of())
-            chosen = np.array(choose_rows(patients, most, seed))
-            sets[split] = with_rows(data, ChosenRows(data, chosen))
-            sets[split].drawn_from = len(data)
+            chosen = choose_rows(patients, most, seed)
+            limited = with_rows(data, ChosenRows(data, np.array(chosen)))
+            limited.drawn_from = len(data)
+            sets[split] = limited
 
 
 # --- what is right without looking ------------------------------------------------------------------------------------
@@ -95,8 +107,8 @@ def blind_metrics(
     training: QuestionData,
     predictions: Predictions,
     seed: int,
-) -> tuple[Metrics, int]:
-    """All ranks: ({metric: value} of a split's answers without looking, of how many questions).
+) -> Metrics:
+    """All ranks: the metrics of a split's answers without looking, <split>/blind/<way to answer>/<metric>.
 
     answer: what the model says, by index. predictions: of the whole split. Each has its accuracy, and what looking
     gains over it, question by question; both with their intervals by patient.
@@ -104,6 +116,7 @@ def blind_metrics(
     studies = data.image_of()
     patient = patients_of(data.index.studies, studies)
     chosen = np.array(choose_rows(patient, MOST_QUESTIONS, seed))
+    patient = patient[chosen]
     target = predictions["target"][chosen]
     right = {"model": predictions["predicted"][chosen] == target}
 
@@ -111,83 +124,103 @@ def blind_metrics(
     blank = with_rows(data, ChosenRows(data, chosen))
     blank.cache = BlankImages(data.cache.size)
     hidden = {"no_image": blank}
-    others = other_cases(patient[chosen], [""] * len(chosen), seed)
+    others = other_cases(patient, [""] * len(chosen), seed)
     if others is not None:
         shown = studies[chosen[others]]
-        hidden["other_image"] = with_rows(data, ChosenRows(data, chosen, shown=shown))
-    hidden["no_question"] = with_rows(data, ChosenRows(data, chosen, silent=True))
+        rows = ChosenRows(data, chosen, shown=shown)
+        hidden["other_image"] = with_rows(data, rows)
+    rows = ChosenRows(data, chosen, silent=True)
+    hidden["no_question"] = with_rows(data, rows)
     for name, questions in hidden.items():
         right[name] = answer(questions)["predicted"] == target
 
     # no model at all
-    usual = usual_answers(predictions["type"][chosen], data.index.facts["classes"])
-    texts = [data.row(int(i))["question"] for i in chosen]
-    heads = predictions["head"][chosen]
-    right["commonest"] = answers_by_text(training, texts, heads, usual) == target
+    kinds = predictions["type"][chosen]
+    usual = usual_answers(kinds, data.index.facts["classes"])
+    asked = []
+    for place in chosen.tolist():
+        row = data.row(place)
+        asked.append(Asked(row["question"], row["head"]))
+    right["commonest_answer"] = answers_by_text(training, asked, usual) == target
     right["majority"] = usual == target
-    return compare(data.split, right, patient[chosen]), len(chosen)
+    return compare(data.split, right, patient)
 
 
-def compare(split: str, right: dict[str, np.ndarray], patient: np.ndarray) -> Metrics:
+def compare(
+    split: str,
+    right: dict[str, np.ndarray],
+    patient: np.ndarray,
+) -> Metrics:
     """The accuracy of each way to answer, and what the model gains over it. right: of each question."""
-    metrics: Metrics = {}
-    for name, values in right.items():
-        metrics[f"{split}/blind_accuracy/{name}"] = float(values.mean())
-        add_interval(metrics, f"{split}/blind_accuracy", interval_of_mean(values, patient), f"/{name}")
-        if name == "model":
+    metrics: Metrics = {
+        f"{split}/blind/rows": len(patient),
+        f"{split}/blind/cases": len(np.unique(patient)),
+    }
+    for way, values in right.items():
+        name = f"{split}/blind/{way}/accuracy"
+        metrics[name] = float(values.mean())
+        add_interval(metrics, name, interval_of_mean(values, patient))
+        if way == "model":
             continue
         gained = right["model"].astype(np.float64) - values
-        metrics[f"{split}/blind_gain/{name}"] = float(gained.mean())
-        found = interval_of_mean(gained, patient, bounded=False)
-        add_interval(metrics, f"{split}/blind_gain", found, f"/{name}")
+        metrics[f"{name}_gain"] = float(gained.mean())
+        add_interval(metrics, f"{name}_gain", interval_of_mean(gained, patient, bounded=False))
     return metrics
+
+
+class Asked(NamedTuple):
+    """A question, word for word, and the number of the head that answers it."""
+
+    text: str
+    head: int
 
 
 def answers_by_text(
     training: QuestionData,
-    texts: list[str],
-    heads: np.ndarray,
+    asked: list[Asked],
     otherwise: np.ndarray,
 ) -> np.ndarray:
     """All ranks: the answer that each question has most often in training; otherwise: of those that it does not have.
 
-    texts: the questions, word for word.
+    Of equally many the first class is taken.
     """
-    counts: dict[tuple, int] = {}
-    for local in gather_objects(count_answers(training, texts)):
-        for key, count in local.items():
-            counts[key] = counts.get(key, 0) + count
-
-    # of equally many the first class
-    best: dict[tuple, tuple] = {}
-    for (text, head, target), count in sorted(counts.items()):
-        if count > best.get((text, head), (0, 0))[0]:
-            best[text, head] = (count, target)
+    wanted = sorted({question.text for question in asked})
+    counts = count_answers(training, wanted)
+    counts = reduce_sum(torch.from_numpy(counts)).numpy()
+    place_of = {text: place for place, text in enumerate(wanted)}
     found = otherwise.copy()
-    for place, (text, head) in enumerate(zip(texts, heads.tolist(), strict=True)):
-        if (text, head) in best:
-            found[place] = best[text, head][1]
+    for place, question in enumerate(asked):
+        classes = counts[place_of[question.text], question.head]
+        if classes.any():
+            found[place] = np.argmax(classes)
     return found
 
 
-def count_answers(training: QuestionData, texts: list[str]) -> dict[tuple, int]:
-    """{(question, head, target): how often} in this rank's share of the parts of the index, of some questions."""
+def count_answers(training: QuestionData, wanted: list[str]) -> np.ndarray:
+    """(texts, heads, classes): how often each class is the answer to some questions, of this rank's share of training.
+
+    A share is every so many parts of the index; no Python object is made of a row.
+    """
     rank, world_size = world()
-    wanted = pa.array(sorted(set(texts)), pa.string())
     questions = training.rows
+    texts = pa.array(wanted, pa.string())
+    shape = (len(wanted), len(HEADS), MOST_CLASSES)
+    counts = np.zeros(shape, np.int64)
+
+    # which rows are trained on: all, or some evenly spaced
     used = np.arange(training.count) * len(questions) // max(1, training.count)
-    counts: dict[tuple, int] = {}
-    begin = 0
-    for number, (part, end) in enumerate(zip(questions.parts, questions.ends.tolist(), strict=True)):
-        if number % world_size == rank:
-            first, last = np.searchsorted(used, [begin, end])
-            table = pa.Table.from_batches([map_table(questions.path(part))]).select(["question", "head", "target"])
-            if last - first < end - begin:
-                table = table.take(used[first:last] - begin)
-            table = table.filter(pc.is_in(table["question"], value_set=wanted))
-            grouped = table.group_by(["question", "head", "target"]).aggregate([([], "count_all")])
-            for row in grouped.to_pylist():
-                key = (row["question"], row["head"], row["target"])
-                counts[key] = counts.get(key, 0) + row["count_all"]
-        begin = end
+    ends = questions.ends.tolist()
+    begins = [0, *ends[:-1]]
+    for number in range(rank, len(ends), world_size):
+        first, last = np.searchsorted(used, [begins[number], ends[number]])
+        rows = used[first:last] - begins[number]
+        batch = map_table(questions.path(questions.parts[number]))
+
+        # which of the texts it is, -1 for another one
+        text = pc.index_in(batch.column("question"), value_set=texts)
+        text = text.fill_null(-1).to_numpy()[rows]
+        rows = rows[text >= 0]
+        head = batch.column("head").to_numpy()[rows]
+        target = batch.column("target").to_numpy()[rows]
+        np.add.at(counts, (text[text >= 0], head, target), 1)
     return counts

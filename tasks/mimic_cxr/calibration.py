@@ -5,7 +5,6 @@ validation, never on the split that it is judged on.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,17 +32,20 @@ class Bins(NamedTuple):
 
 def given_probability(predictions: Predictions) -> np.ndarray:
     """(N,) the probability of each answer that was given."""
-    return np.take_along_axis(predictions["p"], predictions["predicted"][:, None], 1)[:, 0]
+    given = predictions["predicted"][:, None]
+    probability = np.take_along_axis(predictions["p"], given, 1)
+    return probability[:, 0]
 
 
 def reliability(probability: np.ndarray, true: np.ndarray) -> Bins:
     """How often what is given a probability is true, in equal ranges of it."""
-    place = np.minimum((probability * BINS).astype(np.int64), BINS - 1)
-    count = np.bincount(place, minlength=BINS)
-    sums = np.bincount(place, probability, BINS)
-    trues = np.bincount(place, true, BINS)
-    held = count > 0
-    return Bins(sums[held] / count[held], trues[held] / count[held], count[held])
+    place = (probability * BINS).astype(np.int64)
+    place = np.minimum(place, BINS - 1)
+    _, place = np.unique(place, return_inverse=True)
+    count = np.bincount(place)
+    sums = np.bincount(place, probability)
+    trues = np.bincount(place, true)
+    return Bins(sums / count, trues / count, count)
 
 
 def calibration_error(probability: torch.Tensor, true: torch.Tensor) -> float | None:
@@ -52,7 +54,13 @@ def calibration_error(probability: torch.Tensor, true: torch.Tensor) -> float | 
 
     if not len(true):
         return None
-    return float(binary_calibration_error(probability.double(), true.long(), n_bins=BINS, norm="l1"))
+    error = binary_calibration_error(
+        probability.double(),
+        true.long(),
+        n_bins=BINS,
+        norm="l1",
+    )
+    return float(error)
 
 
 def calibration_metrics(
@@ -71,10 +79,12 @@ def calibration_metrics(
 
     # a mean over the labels that have any study
     name = f"{split}/chexpert_ece"
-    errors = {label: calibration_error(judged.scores, judged.truth) for label, judged in labels.items()}
+    errors = {}
+    for label, judged in labels.items():
+        errors[f"{name}/{label}"] = calibration_error(judged.scores, judged.truth)
     defined = [error for error in errors.values() if error is not None]
     metrics[name] = sum(defined) / len(defined) if defined else None
-    return metrics | {f"{name}/{label}": error for label, error in errors.items()}
+    return metrics | errors
 
 
 # --- thresholds -------------------------------------------------------------------------------------------------------
@@ -90,10 +100,15 @@ class Decision(NamedTuple):
 def decisions(predictions: Predictions, labels: dict[str, Judged]) -> dict[str, Decision]:
     """What has a threshold: the binary answers, and each CheXpert label; only those with both truths."""
     rows = predictions["head"] == BINARY
-    found = {"binary": Decision(predictions["p"][rows, 1].astype(np.float64), predictions["target"][rows])}
+    scores = predictions["p"][rows, 1].astype(np.float64)
+    found = {}
+    if len(np.unique(predictions["target"][rows])) == 2:
+        found["binary"] = Decision(scores, predictions["target"][rows])
     for label, judged in labels.items():
-        found[label] = Decision(judged.scores.double().numpy(), judged.truth.numpy())
-    return {name: decision for name, decision in found.items() if len(np.unique(decision.truth)) == 2}
+        if judged.has_both:
+            scores = judged.scores.double().numpy()
+            found[label] = Decision(scores, judged.truth.numpy())
+    return found
 
 
 def best_threshold(decision: Decision) -> float:
@@ -109,16 +124,20 @@ def best_threshold(decision: Decision) -> float:
     # what is missed below each place, and what is rightly denied
     missed = np.append(0, np.cumsum(truth))
     denied = np.append(0, np.cumsum(1 - truth))
-    balanced = (1 - missed / truth.sum() + denied / (1 - truth).sum()) / 2
+    sensitivity = 1 - missed / missed[-1]
+    specificity = denied / denied[-1]
+    balanced = (sensitivity + specificity) / 2
 
     # halfway between neighbours; no place lies between equal scores
     edges = np.concatenate([[0.0], scores, [1.0]])
     middles = (edges[:-1] + edges[1:]) / 2
-    possible = np.append(True, scores[1:] > scores[:-1])
-    possible = np.append(possible, True)
+    possible = np.ones(len(middles), bool)
+    possible[1:-1] = scores[1:] > scores[:-1]
     best = balanced[possible].max()
-    candidates = middles[possible & (balanced >= best - 1e-12)]
-    return float(candidates[np.abs(candidates - 0.5).argmin()])
+    possible &= balanced >= best - 1e-12
+    candidates = middles[possible]
+    nearest = np.abs(candidates - 0.5).argmin()
+    return float(candidates[nearest])
 
 
 def chosen_thresholds(
@@ -127,8 +146,10 @@ def chosen_thresholds(
     labels: dict[str, Judged],
 ) -> Metrics:
     """The threshold that suits a split best, of each decision, among its metrics."""
-    found = decisions(predictions, labels)
-    return {f"{split}/threshold/{name}": best_threshold(decision) for name, decision in found.items()}
+    metrics: Metrics = {}
+    for name, decision in decisions(predictions, labels).items():
+        metrics[f"{split}/threshold/{name}"] = best_threshold(decision)
+    return metrics
 
 
 def thresholds_in(metrics: Metrics | None) -> dict[str, float]:
@@ -151,9 +172,12 @@ def decision_metrics(
     for name, decision in decisions(predictions, labels).items():
         if name not in thresholds:
             continue
-        for threshold, suffix in ((0.5, ""), (thresholds[name], " tuned")):
-            for measure, value in judge_decision(decision, threshold).items():
-                metrics[f"{split}/decision_{measure}/{name}{suffix}"] = value
+        as_given = judge_decision(decision, 0.5)
+        tuned = judge_decision(decision, thresholds[name])
+        for measure, value in as_given.items():
+            metrics[f"{split}/decision_{measure}/{name}"] = value
+        for measure, value in tuned.items():
+            metrics[f"{split}/decision_{measure}/{name} tuned"] = value
     return metrics
 
 
@@ -179,7 +203,8 @@ def judge_decision(decision: Decision, threshold: float) -> dict[str, float]:
 def write_thresholds(run_folder: Path, metrics: Metrics, step: int) -> bool:
     """Rank 0: thresholds.json of the validation that chose best.pt, which is of this step; whether the disk took it."""
     content = {"step": step, "chosen_by": "balanced accuracy on val", "thresholds": thresholds_in(metrics)}
-    return write_result(run_folder / FILE, (json.dumps(content, indent=2) + "\n").encode())
+    text = json.dumps(content, indent=2) + "\n"
+    return write_result(run_folder / FILE, text.encode())
 
 
 def read_thresholds(run_folder: Path, checkpoint: str | None, step: int) -> dict[str, float]:
@@ -195,7 +220,7 @@ def read_thresholds(run_folder: Path, checkpoint: str | None, step: int) -> dict
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         of_step = content["step"]
-        thresholds = {str(name): float(value) for name, value in content["thresholds"].items()}
+        thresholds = {name: float(value) for name, value in content["thresholds"].items()}
     except FileNotFoundError:
         print_main(f"{path}: not there, as in a run without validation; {advice}")
         return {}
@@ -206,4 +231,4 @@ def read_thresholds(run_folder: Path, checkpoint: str | None, step: int) -> dict
     if of_step != step:
         print_main(f"{path}: of step {of_step}, not of step {step}; {advice}")
         return {}
-    return {name: value for name, value in thresholds.items() if math.isfinite(value)}
+    return thresholds

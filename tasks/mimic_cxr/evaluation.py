@@ -68,16 +68,12 @@ def judge_further(
     answer: what the model says to some questions; None leaves the blind scores out.
     """
     metrics = dict(result.metrics)
-    sizes = dict(result.sizes)
     if data.split != "val":
         labels = judge_labels(result.predictions, data.index.studies)
         metrics |= decision_metrics(data.split, result.predictions, labels, thresholds)
     if answer:
-        blind, count = blind_metrics(answer, data, training, result.predictions, seed)
-        metrics |= blind
-        metrics[f"{data.split}/blind_questions"] = count
-        sizes["blind"] = count
-    return result._replace(metrics=metrics, sizes=sizes)
+        metrics |= blind_metrics(answer, data, training, result.predictions, seed)
+    return result._replace(metrics=metrics)
 
 
 def name_split(data: QuestionData, name: str) -> str:

@@ -22,44 +22,22 @@ CLASSES = list(HEADS.values())
 # Characters of a line above an image, and of a question there.
 LINE = 48
 LONGEST_QUESTION = 600
-# The tables, and the row of all in them.
+# The tables, the row of all in them, and their columns in order.
 TITLES = {
     "vqa": "answers",
     "chexpert": "CheXpert",
     "decision": "yes or no",
-    "blind": "without looking",
 }
 OF_ALL = {"vqa": "all", "chexpert": "macro"}
-# The columns in order; `from` and `to` are 95 % intervals by patient.
-COLUMNS = {
-    "accuracy": "accuracy",
-    "accuracy_low": "95% from",
-    "accuracy_high": "to",
-    "auroc": "auroc",
-    "auroc_low": "95% from",
-    "auroc_high": "to",
-    "majority": "majority",
-    # of heads and labels
-    "f1": "f1",
-    "ap": "ap",
-    "ece": "ece",
-    # of decisions
-    "threshold": "threshold",
-    "balanced": "balanced",
-    "sensitivity": "sensitivity",
-    "specificity": "specificity",
-    # of blind scores
-    "gain": "looking adds",
-    "gain_low": "95% from ",
-    "gain_high": "to ",
-}
-ROW_NAMES = {
-    "model": "image and question",
+COLUMNS = ("threshold", "accuracy", "majority", "auroc", "ap", "f1", "ece", "balanced", "sensitivity", "specificity")
+# Ways to answer, as the metrics and the table name them.
+BLIND = {
+    "model": "the model",
     "no_image": "without the image",
     "other_image": "another patient's image",
     "no_question": "without the question",
-    "commonest": "commonest training answer",
-    "majority": "commonest of its type",
+    "commonest_answer": "commonest training answer",
+    "majority": "majority of its type",
 }
 # What a CheXpert label says.
 LABEL_WORDS = {"present": 1, "uncertain": -1, "absent": 0}
@@ -84,42 +62,59 @@ def print_metrics(
     metrics: Metrics,
     sizes: dict[str, int],
 ) -> None:
-    """A table for each family of metrics: the loss and its parts, answers, labels, decisions, scores unseen.
+    """A table for each family of metrics: the loss and its parts, answers, labels, decisions, scores without looking.
 
-    sizes: how many questions or studies each row stands for.
+    sizes: how many questions or studies each row stands for. In brackets are 95 % intervals by patient.
     """
-    tables: dict[str, dict[str, dict]] = {"loss": {}, "vqa": {}, "chexpert": {}, "decision": {}, "blind": {}}
-    for name, value in metrics.items():
-        _, metric, *group = name.split("/", 2) if "/" in name else ("", "")
+    losses: dict[str, dict] = {}
+    tables: dict[str, dict[str, dict]] = {family: {} for family in TITLES}
+    for name in metrics:
+        split, metric, *group = name.split("/", 2) if "/" in name else ("", "")
         family, _, column = metric.partition("_")
-        if family not in tables:
-            continue
-
-        # a metric of a group, or of all
-        shown = "undefined" if value is None else value
         if family == "loss":
-            tables[family][metric] = {"mean": shown}
-        elif column in COLUMNS:
+            losses[metric] = {"mean": cell_of(metrics, name)}
+        elif family in tables and column in COLUMNS:
             row = group[0] if group else OF_ALL[family]
-            tables[family].setdefault(row, {})[column] = shown
+            line = tables[family].setdefault(row, {"n": sizes[row.removesuffix(" tuned")]})
+            line[column] = cell_of(metrics, f"{split}/{metric}", f"/{group[0]}" if group else "")
 
-    print_table(f"{title}: loss", tables.pop("loss"))
+    print_table(f"{title}: loss", losses)
     for family, rows in tables.items():
         if rows:
-            print_table(f"{title}: {TITLES[family]}", order_columns(family, rows, sizes))
+            print_table(f"{title}: {TITLES[family]}", rows)
+    print_blind(f"{title}: what looking adds", metrics)
 
 
-def order_columns(family: str, rows: dict[str, dict], sizes: dict[str, int]) -> dict[str, dict]:
-    """The rows of a table with their n, in the words and the order of its head."""
-    ordered = {}
-    for name, row in rows.items():
-        group = "blind" if family == "blind" else name.removesuffix(" tuned")
-        line = {"n": sizes.get(group, "-")}
-        for column, head in COLUMNS.items():
-            if column in row:
-                line[head] = row[column]
-        ordered[ROW_NAMES.get(name, name)] = line
-    return ordered
+def cell_of(
+    metrics: Metrics,
+    name: str,
+    ending: str = "",
+    sign: str = "",
+) -> str:
+    """A metric with its 95 % interval where it has one; sign: `+` for one that tells a difference."""
+    value = metrics[f"{name}{ending}"]
+    if value is None:
+        return "undefined"
+    low = metrics.get(f"{name}_low{ending}")
+    high = metrics.get(f"{name}_high{ending}")
+    text = format(value, f"{sign}.4f")
+    return text if low is None else f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def print_blind(title: str, metrics: Metrics) -> None:
+    """The table of blind_metrics, where there are any: each way to answer, and how far the model is above it."""
+    rows = {}
+    for name in metrics:
+        split, *way, metric = name.split("/")
+        if way[:1] != ["blind"] or metric != "accuracy":
+            continue
+        line = {"n": metrics[f"{split}/blind/rows"], "patients": metrics[f"{split}/blind/cases"]}
+        line["accuracy"] = cell_of(metrics, name)
+        if way[1] != "model":
+            line["model above"] = cell_of(metrics, f"{name}_gain", sign="+")
+        rows[BLIND[way[1]]] = line
+    if rows:
+        print_table(title, rows)
 
 
 def write_evaluation(
