@@ -105,14 +105,16 @@ def print_blind(title: str, metrics: Metrics) -> None:
     """The table of blind_metrics, where there are any: each way to answer, and how far the model is above it."""
     rows = {}
     for name in metrics:
-        split, *way, metric = name.split("/")
-        if way[:1] != ["blind"] or metric != "accuracy":
+        # <split>/blind/<way to answer>/accuracy
+        *family, way, metric = ["", *name.split("/")]
+        if family[-1:] != ["blind"] or metric != "accuracy":
             continue
+        split = family[1]
         line = {"n": metrics[f"{split}/blind/rows"], "patients": metrics[f"{split}/blind/cases"]}
         line["accuracy"] = cell_of(metrics, name)
-        if way[1] != "model":
+        if way != "model":
             line["model above"] = cell_of(metrics, f"{name}_gain", sign="+")
-        rows[BLIND[way[1]]] = line
+        rows[BLIND[way]] = line
     if rows:
         print_table(title, rows)
 
