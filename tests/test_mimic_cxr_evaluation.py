@@ -254,6 +254,8 @@ def test_predictions_hold_every_probability(one_process):
             assert sum(values) == pytest.approx(1, abs=1e-5)
             assert names[int(np.argmax(values))] == row["answer"]
             assert max(values) == row["p(answer)"]
+
+        # the answer at the threshold
         expected = None
         if row["head"] == "binary":
             expected = "yes" if row["p(binary: yes)"] >= threshold else "no"
@@ -390,6 +392,8 @@ def test_what_is_hidden_is_hidden(sets):
         predictions[name] = np.array([row[name] for row in rows])
     predictions["predicted"] = predictions["target"]
     metrics = blind.blind_metrics(answer, data, sets["train"], predictions, 0)
+
+    # what the model saw
     black, other, silent = seen.values()
     patients = data.index.studies["subject_id"].to_numpy()
     assert not any(item["image"].any() for item in black)

@@ -250,7 +250,10 @@ def note_trained_labels(sets: dict[str, QuestionData], checkpoint: dict | None) 
     known = (checkpoint or {}).get("trained_labels")
     data = sets["train"]
     if known is None and len(data):
-        _, there = data.training_labels(np.unique(data.image_of()).tolist())
+        # part by part: of all questions together the studies would take some hundred MB
+        parts = data.rows.studies() if data.count == len(data.rows) else [data.image_of()]
+        studies = np.concatenate([np.unique(part) for part in parts])
+        _, there = data.training_labels(studies.tolist())
         known = [label for label, any_study in zip(CHEXPERT, there.any(0).tolist(), strict=True) if any_study]
     if known is not None:
         for questions in sets.values():
