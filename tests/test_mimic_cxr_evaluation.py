@@ -441,7 +441,9 @@ def test_a_label_never_trained_has_no_probability(mimic_cxr_flags, tmp_path):
     assert f"val/threshold/{label}" not in result.metrics
     assert f"val/threshold/{label}" in whole
     areas = [result.metrics[f"val/chexpert_auroc/{name}"] for name in CHEXPERT]
-    assert result.metrics["val/chexpert_auroc"] == pytest.approx(np.mean([value for value in areas if value]))
+    assert result.metrics["val/chexpert_auroc"] == pytest.approx(
+        np.mean([value for value in areas if value is not None])
+    )
 
     assert write_predictions(tmp_path, sets["val"], result.predictions, {})
     table = pq.read_table(tmp_path / "predictions_val.parquet")
