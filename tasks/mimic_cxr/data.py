@@ -111,6 +111,10 @@ def open_image_cache(index: Index, size: int, cache_gb: float) -> ImageCache:
 class QuestionData(Dataset):
     """The questions of one split, each with the image and the CheXpert labels of its study."""
 
+    # the labels that training knows, and of how many questions these were drawn (see limit_questions)
+    trained: tuple[str, ...] = CHEXPERT
+    drawn_from: int | None = None
+
     def __init__(
         self,
         index: Index,
@@ -136,6 +140,13 @@ class QuestionData(Dataset):
 
     def __len__(self) -> int:
         return self.count
+
+    def image_of(self) -> np.ndarray:
+        """int32 (N,): the study of each question, whose image it is about."""
+        studies = np.concatenate(list(self.rows.studies()))
+        if self.count == len(studies):
+            return studies
+        return studies[np.arange(self.count) * len(studies) // self.count]
 
     def row(self, i: int) -> dict:
         """Question i as in the index."""
@@ -229,6 +240,24 @@ def open_sets(
             index, split, root, cache, tokenizer, max_question_length, chexpert_uncertain, max_samples
         )
     return sets
+
+
+def note_trained_labels(sets: dict[str, QuestionData], checkpoint: dict | None) -> None:
+    """Tell each split which CheXpert labels are trained: those that the checkpoint names, or of the training studies.
+
+    A label that no study of training knows has a probability that means nothing.
+    """
+    known = (checkpoint or {}).get("trained_labels")
+    data = sets["train"]
+    if known is None and len(data):
+        # part by part: of all questions together the studies would take some hundred MB
+        parts = data.rows.studies() if data.count == len(data.rows) else [data.image_of()]
+        studies = np.concatenate([np.unique(part) for part in parts])
+        _, there = data.training_labels(studies.tolist())
+        known = [label for label, any_study in zip(CHEXPERT, there.any(0).tolist(), strict=True) if any_study]
+    if known is not None:
+        for questions in sets.values():
+            questions.trained = tuple(known)
 
 
 def check_split(

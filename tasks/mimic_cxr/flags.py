@@ -67,6 +67,9 @@ OF_THE_RUN = (
     "chexpert_uncertain",
     "max_samples",
     "max_missing",
+    # which questions are drawn
+    "eval_max_samples",
+    "seed",
 )
 # What --debug sets.
 DEBUG = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
