@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
 from question_utils import add_question_flags
-from tasks.prs_med.flags import add_output_flags, read_arguments
+from tasks.prs_med.flags import add_data_flags, add_output_flags, read_arguments
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -32,12 +32,7 @@ CURVES = ["val/loss", "val/dice", "val/iou", "val/position_accuracy", "val/posit
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
 
-    add = parser.add_argument_group("data").add_argument
-    add("--data_root", help="folder with annotations/*.csv; left out with --eval_only, --predict: the run's")
-    add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
-    add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field")
-    add("--skip_data_check", action="store_true", help="do not read every image first; copies then go unnoticed")
-    add("--cache_gb", type=number(0), default=4.0, help="GiB of RAM PER PROCESS for decoded images; 0: none are kept")
+    add_data_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
@@ -91,8 +86,8 @@ from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, k
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 
 # images, questions and results
-from tasks.prs_med.data import PositionData, evaluation_loader, make_datasets, read_annotations, swap_questions
-from tasks.prs_med.data import training_loader
+from tasks.prs_med.data import Patients, PositionData, evaluation_loader, make_datasets, read_annotations
+from tasks.prs_med.data import swap_questions, training_loader
 from tasks.prs_med.data_check import read_rows
 from tasks.prs_med.metrics import add_up_rows, mean_metrics, score_batch
 from tasks.prs_med.prediction import predict_image
@@ -419,7 +414,9 @@ def run(args: Namespace, ranks: Ranks) -> int:
         root = Path(args.data_root)
         needed_split = args.eval_split if args.eval_only else "train"
         check = not args.skip_data_check
-        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks)
+        patients = Patients(args.patient_column, args.patient_pattern)
+        limit = args.max_contradictions
+        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks, patients, limit)
 
     # a training has the run folder to itself from here on
     apply_only = bool(args.eval_only or args.predict)

@@ -25,7 +25,8 @@ NEEDED = ("image_path", "split", "question", "answer")
 class Row(NamedTuple):
     """One question: `image` and `mask` are existing files, `source` is `file:row` of the CSV.
 
-    digest: of the image's content, empty where that was not read.
+    digest: of the image's content, empty where that was not read. patient: as Patients finds it, else empty. position:
+    the column of that name, which only the data check reads. findings: names of what the data check noticed.
     """
 
     modality: str
@@ -36,6 +37,9 @@ class Row(NamedTuple):
     answer: str
     source: str
     digest: str = ""
+    patient: str = ""
+    position: str = ""
+    findings: tuple[str, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -43,10 +47,43 @@ class Row(NamedTuple):
         return self.digest or self.image
 
 
+class Patients(NamedTuple):
+    """Where a row's patient stands: a column of the CSV, or a pattern found in the image's file name; or nowhere."""
+
+    column: str | None = None
+    pattern: str | None = None
+
+    def find(self, record: dict, image: str, source: str) -> str:
+        """The patient of a line of a CSV: the pattern's first group, or all that it matches. Raises InputError."""
+        if self.column:
+            patient = (record.get(self.column) or "").strip()
+            if not patient:
+                raise InputError(f"{source}: empty {self.column!r}; complete the row or correct --patient_column")
+            return patient
+        if self.pattern:
+            name = Path(image).name
+            match = re.search(self.pattern, name)
+            patient = match[match.re.groups and 1] if match else ""
+            if not patient:
+                raise InputError(f"{source}: --patient_pattern finds nothing in {name}; correct the pattern")
+            return patient
+        return ""
+
+
+NO_PATIENTS = Patients()
+
+
+def case_of(row: Row) -> str:
+    """What rows that are not independent share: their patient where that is known, else their image."""
+    return row.patient or row.identity
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 
-def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -> list[Row]:
+def read_annotations(
+    root: Path, names: list[str] | None, skip_bad_rows: bool, patients: Patients = NO_PATIENTS
+) -> list[Row]:
     """All rows of the annotation CSVs, or of those with these names, in file order.
 
     Raises InputError naming file and row.
@@ -64,14 +101,14 @@ def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -
     rows = []
     for file in files:
         if file.stem in wanted:
-            rows += read_csv(file, root, skip_bad_rows)
+            rows += read_csv(file, root, skip_bad_rows, patients)
     dropped = rows.count(None)
     if dropped:
         print_main(f"{dropped} rows with a missing field dropped")
     return [row for row in rows if row is not None]
 
 
-def read_csv(file: Path, root: Path, skip_bad_rows: bool) -> Iterator[Row | None]:
+def read_csv(file: Path, root: Path, skip_bad_rows: bool, patients: Patients) -> Iterator[Row | None]:
     """The rows of one annotation CSV, None for one to be dropped. Raises InputError."""
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
@@ -80,8 +117,13 @@ def read_csv(file: Path, root: Path, skip_bad_rows: bool) -> Iterator[Row | None
             lacking = [name for name in NEEDED if name not in columns]
             if lacking:
                 raise InputError(f"{file}:1: no column {lacking[0]!r}; the header must hold {', '.join(NEEDED)}")
+            if patients.column and patients.column not in columns:
+                there = ", ".join(columns)
+                raise InputError(f"{file}:1: no column {patients.column!r} but {there}; correct --patient_column")
             for record in reader:
-                yield parse_record(record, file.stem, f"{file}:{reader.line_num}", root, skip_bad_rows)
+                source = f"{file}:{reader.line_num}"
+                row = parse_record(record, file.stem, source, root, skip_bad_rows)
+                yield row and row._replace(patient=patients.find(record, row.image, source))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file}: not a readable UTF-8 CSV ({error}); repair the file") from None
 
@@ -108,6 +150,7 @@ def parse_record(record: dict, modality: str, source: str, root: Path, skip_bad_
         question=record["question"].strip(),
         answer=record["answer"].strip(),
         source=source,
+        position=(record.get("position") or "").strip(),
     )
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, gather_objects
-from tasks.prs_med.data import Row, foreground, misfit, open_upright, read_annotations
+from tasks.prs_med.data import NO_PATIENTS, Patients, Row, foreground, misfit, open_upright, read_annotations
 from tasks.prs_med.report import print_data_check
 
 # mask values below this, beside values above 127, can be what JPEG made of 0
@@ -32,7 +32,14 @@ class FileFacts(NamedTuple):
 
 
 def read_rows(
-    root: Path, names: list[str] | None, skip_bad_rows: bool, needed_split: str, check: bool, ranks: Ranks
+    root: Path,
+    names: list[str] | None,
+    skip_bad_rows: bool,
+    needed_split: str,
+    check: bool,
+    ranks: Ranks,
+    patients: Patients = NO_PATIENTS,
+    max_contradictions: float = 1.0,
 ) -> list[Row]:
     """All ranks: the annotations' rows; with `check`, each with the digest of its image's content.
 
@@ -40,7 +47,7 @@ def read_rows(
     """
     rows: list[Row] = []
     with agree_on_errors():
-        rows = read_annotations(root, names, skip_bad_rows)
+        rows = read_annotations(root, names, skip_bad_rows, patients)
         if not any(row.split == needed_split for row in rows):
             problem = f"no rows in split {needed_split!r}"
             raise InputError(f"{root}: {problem}; correct the CSVs or choose another --eval_split")
@@ -162,10 +169,21 @@ def odd_facts(mask: FileFacts, image: FileFacts) -> list[str]:
 
 
 def check_splits(rows: list[Row]) -> None:
-    """InputError naming an image (not a row, and a copy under another name counts) that lies in two splits."""
+    """InputError naming an image, also where it is a copy under another name, or a patient that lies in two splits.
+
+    A patient of two CSVs may be two people: numbers are given anew in each data set.
+    """
     seen: dict[str, Row] = {}
     for row in rows:
         first = seen.setdefault(row.identity, row)
         if first.split != row.split:
             splits = f"{row.split!r} and, at {first.source}, in {first.split!r}"
             raise InputError(f"{row.source}: picture {row.image} is in split {splits}; keep its rows in one split")
+
+    patients: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (row.modality, row.patient)
+        first = patients.setdefault(key, row)
+        if row.patient and first.split != row.split:
+            splits = f"{row.split!r} and, at {first.source}, in {first.split!r}"
+            raise InputError(f"{row.source}: patient {row.patient!r} is in split {splits}; keep a patient in one split")
