@@ -550,7 +550,8 @@ def train(
     best_examples = []
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
-        log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
+        data_sets = [loader.dataset for loader in loaders.values()]
+        log.figures(lambda: {"inputs": draw_inputs(data_sets)}, 0)
     while True:
         train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
         code = end_epoch(training)

@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,19 @@ SPLITS = ("train", "val", "test")
 NEEDED = ("image_path", "split", "question", "answer")
 
 
+class Finding(NamedTuple):
+    """Something odd about a row, by its index; name: see findings.py; how: what it is like."""
+
+    index: int
+    name: str
+    how: str = ""
+
+
 class Row(NamedTuple):
     """One question: `image` and `mask` are existing files, `source` is `file:row` of the CSV.
 
     digest: of the image's content, empty where that was not read. patient: as Patients finds it, else empty. position:
-    the column of that name, which only the data check reads. findings: names of what the data check noticed.
+    the column of that name, which only the data check reads. findings: what the data check noticed.
     """
 
     modality: str
@@ -39,7 +47,7 @@ class Row(NamedTuple):
     digest: str = ""
     patient: str = ""
     position: str = ""
-    findings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -233,27 +241,35 @@ def turn_upright(image: Image.Image) -> bool:
         return False
 
 
-def open_upright(path: str) -> tuple[Image.Image, bool]:
-    """The image as 8-bit RGB, upright, and whether it had to be turned for that.
+def open_upright(file: str | BinaryIO) -> tuple[Image.Image, bool]:
+    """The image as 8-bit grey or RGB, upright, and whether it had to be turned for that.
 
     16-bit and float images are scaled to their own range.
     """
-    with Image.open(path) as image:
+    with Image.open(file) as image:
         image.load()
         turned = turn_upright(image)
+        if image.mode in ("1", "L", "LA"):
+            return image.convert("L"), turned
         if image.mode[:1] not in "IF":
             return image.convert("RGB"), turned
         values = np.asarray(image, np.float32)
     low = float(values.min())
     high = float(values.max())
     scaled = 255 * (values - low) / max(high - low, 1e-6)
-    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB"), turned
+    return Image.fromarray(scaled.astype(np.uint8)), turned
 
 
 def open_image(path: str) -> Image.Image:
     """The image as 8-bit RGB, upright."""
     image, _ = open_upright(path)
-    return image
+    return image.convert("RGB")
+
+
+def mask_values(mask: Image.Image) -> np.ndarray:
+    """(H, W) uint8 values of a mask with 1 or 3 channels."""
+    values = np.asarray(mask)
+    return values if values.ndim == 2 else values.max(axis=2)
 
 
 def foreground(values: np.ndarray) -> np.ndarray:
@@ -263,7 +279,8 @@ def foreground(values: np.ndarray) -> np.ndarray:
 
 def open_mask(path: str) -> np.ndarray:
     """(H, W) bool mask of a file with 1 or 3 channels."""
-    return foreground(np.asarray(open_image(path)).max(axis=2))
+    mask, _ = open_upright(path)
+    return foreground(mask_values(mask))
 
 
 def misfit(mask: tuple[int, int], image: tuple[int, int]) -> str:
