@@ -362,7 +362,8 @@ def test_the_worst_is_shown_first(clean, tmp_path):
     rows = check(root, limit=1.0)
     splits = [Shown([row for row in rows if row.split == split]) for split in ("train", "val", "test")]
     figure = draw_inputs(splits)
-    texts = [axes.texts[0].get_text() for axes in figure.axes if axes.texts]
+    captions = [axes.texts[0].get_text() for axes in figure.axes if axes.texts]
+    texts = [" ".join(caption.split()) for caption in captions]
     assert len(texts) == 9
     assert texts[0].startswith("ODD: nearly the same image in another split (case00001_mass.png of train)")
     assert "test" in texts[0]
