@@ -35,7 +35,7 @@ def turn(y, x, last: int) -> dict[str, tuple]:
 
 def edges_of(image: Image.Image) -> np.ndarray:
     """(SIDE, SIDE) strength of the edges of a grey image, by that of their neighbourhood, whose mean is about 1."""
-    small = image.resize((SIDE, SIDE), Image.Resampling.BOX)
+    small = image.resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=1)
     values = np.asarray(small, np.float32)
     strength = np.hypot(sobel(values, axis=0), sobel(values, axis=1))
     around = uniform_filter(strength, NEIGHBOURHOOD)
@@ -77,8 +77,10 @@ def turned_masks(scores: list[tuple[float, ...]]) -> list[str]:
             found[index] = names[best]
         return found
 
-    # a single one
+    # a single one, where the others lie on edges
     usual = np.median(logs[:, 0])
+    if usual < np.log(1.3):
+        return found
     spread = 1.48 * np.median(np.abs(logs[:, 0] - usual)) + 0.05
     best_ways = logs.argmax(axis=1)
     for row, way in enumerate(best_ways):
