@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,19 +71,28 @@ def image_facts(path: str) -> tuple[ImageFacts, np.ndarray]:
     grey = image.convert("L")
     histogram = np.array(grey.histogram())
     levels = np.flatnonzero(histogram)
-    low = int(levels[0])
-    high = int(levels[-1])
-    between = histogram[low + NEAR + 1 : max(low + NEAR + 1, high - NEAR)].sum()
-    two_valued = len(levels) == 2 or (high - low > 4 * NEAR and between <= 0.005 * histogram.sum())
+    span = int(levels[-1]) - int(levels[0])
+    two_valued = has_two_values(histogram)
     facts = ImageFacts(
         size=image.size,
         turned=turned,
         digest=digest_of(content),
-        blank=high - low <= 2 and not two_valued,
+        blank=span <= 2 and not two_valued,
         two_valued=two_valued,
         thumbnail=thumbnail(grey),
     )
     return facts, edges_of(grey)
+
+
+def has_two_values(histogram: np.ndarray) -> bool:
+    """Whether an image has two values, as JPEG may have smeared them; histogram: of 256 values."""
+    levels = np.flatnonzero(histogram)
+    if len(levels) == 2:
+        return True
+    low = levels[0] + NEAR
+    high = levels[-1] - NEAR
+    between = histogram[low + 1 : high]
+    return bool(high - low > 2 * NEAR and between.sum() <= 0.005 * histogram.sum())
 
 
 def mask_facts(path: str, edges: np.ndarray) -> MaskFacts:
@@ -92,34 +100,47 @@ def mask_facts(path: str, edges: np.ndarray) -> MaskFacts:
     content = Path(path).read_bytes()
     image, turned = open_upright(io.BytesIO(content))
     values = mask_values(image)
-    histogram = np.array(image.histogram()) if image.mode == "L" else np.bincount(values.ravel(), minlength=256)
+    histogram = np.array(image.histogram())
+    if image.mode != "L":
+        histogram = np.bincount(values.ravel(), minlength=256)
     inside = foreground(values)
+    packed = np.packbits(inside)
     border = np.concatenate([inside[0], inside[-1], inside[:, 0], inside[:, -1]])
 
-    # two values can neither be lost nor be several labels
+    # two values, 0 among them, can neither be lost nor be several labels
     lost = []
     labels = 1
-    if len(np.flatnonzero(histogram)) > 2 or histogram[0] == 0:
+    if np.count_nonzero(histogram) > 2 or histogram[0] == 0:
         solid = solid_pixels(values)
         lost = lost_levels(values, solid)
         labels = merged_labels(histogram, solid)
     if image.mode == "RGB":
-        labels = max(labels, merged_colours(np.asarray(image)))
+        colours = merged_colours(np.asarray(image))
+        labels = max(labels, colours)
 
-    several = np.count_nonzero(histogram) > 64
     return MaskFacts(
         size=image.size,
         turned=turned,
         digest=digest_of(content),
-        shape=digest_of(np.packbits(inside).tobytes()),
+        shape=digest_of(packed.tobytes()),
+        # shares
         foreground=float(inside.mean()),
         border=float(border.mean()),
+        # values
         lost=lost,
         labels=labels,
-        grey=bool(several and histogram[NOISE : 256 - NOISE].sum() > 0.2 * values.size),
+        grey=has_grey_values(histogram),
+        # places
         position=position_of(inside),
         outline=outline_scores(edges, inside),
     )
+
+
+def has_grey_values(histogram: np.ndarray) -> bool:
+    """Whether a mask has values as an image does: many, a fifth of the pixels between dark and bright."""
+    between = histogram[NOISE : 256 - NOISE]
+    several = np.count_nonzero(histogram) > 64
+    return bool(several and between.sum() > 0.2 * histogram.sum())
 
 
 # --- the values of a mask ---------------------------------------------------------------------------------------------
@@ -168,10 +189,12 @@ def merged_labels(histogram: np.ndarray, pixels: np.ndarray) -> int:
     if not bright and len(levels) > 64:
         return 1
     lowest = 128 if bright else 1
-    smallest = max(1, 0.01 * histogram[lowest:].sum())
+    marked = histogram[lowest:]
+    smallest = max(1, 0.01 * marked.sum())
     solid = [level for level in range(lowest, 256) if pixels[level] >= smallest]
     apart = NOISE if bright else 1
-    return 1 + sum(second - first >= apart for first, second in pairwise(solid))
+    gaps = np.diff(solid)
+    return 1 + int((gaps >= apart).sum())
 
 
 def merged_colours(values: np.ndarray) -> int:
@@ -179,6 +202,9 @@ def merged_colours(values: np.ndarray) -> int:
     red, green, blue = np.moveaxis(values, 2, 0)
     if np.array_equal(red, green) and np.array_equal(red, blue):
         return 1
-    codes = 4 * (red > 127) + 2 * (green > 127) + (blue > 127)
-    counts = np.bincount(codes.ravel(), minlength=8)[1:]
-    return max(1, int((counts > 0.01 * counts.sum()).sum()))
+    codes = 4 * (red > 127) + 2 * (green > 127)
+    codes = codes + (blue > 127)
+    counts = np.bincount(codes.ravel(), minlength=8)
+    counts = counts[1:]
+    common = counts > 0.01 * counts.sum()
+    return max(1, int(common.sum()))

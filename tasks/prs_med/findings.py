@@ -54,11 +54,16 @@ def all_findings(rows: list[Row], facts: Facts, ranks: Ranks) -> list[Finding]:
 
 def name_findings(rows: list[Row], findings: list[Finding]) -> list[Row]:
     """The rows, each with its findings, the worst first."""
-    order = list(ADVICE)
-    of_row: list[list[Finding]] = [[] for _ in rows]
-    for finding in sorted(findings, key=lambda finding: order.index(finding.name)):
-        of_row[finding.index].append(finding)
-    return [row._replace(findings=tuple(odd)) for row, odd in zip(rows, of_row, strict=True)]
+    of_row: dict[int, list[Finding]] = {}
+    for name in ADVICE:
+        for finding in findings:
+            if finding.name == name:
+                of_row.setdefault(finding.index, []).append(finding)
+
+    named = list(rows)
+    for index, odd in of_row.items():
+        named[index] = rows[index]._replace(findings=tuple(odd))
+    return named
 
 
 def summarise(rows: list[Row], findings: list[Finding]) -> dict[str, tuple[dict, str]]:
@@ -66,12 +71,16 @@ def summarise(rows: list[Row], findings: list[Finding]) -> dict[str, tuple[dict,
     summary = {}
     for name, advice in ADVICE.items():
         of_name = [finding for finding in findings if finding.name == name]
-        if of_name:
-            first = min(of_name, key=lambda finding: finding.index)
-            counts = {"rows": len(of_name), "first": rows[first.index].source}
-            how = f"{first.how}: " if first.how else ""
-            summary[name] = (counts, how + advice)
+        if not of_name:
+            continue
+        first = min(of_name)
+        how = f"{first.how}: " if first.how else ""
+        counts = {"rows": len(of_name), "first": rows[first.index].source}
+        summary[name] = (counts, how + advice)
     return summary
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------
 
 
 def row_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
@@ -87,37 +96,60 @@ def row_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
 def odd_pair(image: ImageFacts, mask: MaskFacts) -> dict[str, bool]:
     """{finding: whether it holds} of an image and its mask."""
     part = 0 < mask.foreground < 1
-    ratio = (mask.size[0] * image.size[1]) / (mask.size[1] * image.size[0])
-    # a smaller mask's sides are rounded
-    rounding = 1 / min(*mask.size, *image.size)
-    swapped = mask.size != image.size and mask.size == image.size[::-1]
-    return {
+    covers_border = mask.foreground > 0.5 and mask.border > 0.95
+    swapped = is_swapped(mask.size, image.size)
+
+    # a mask with grey values is no label map
+    facts = {
+        "mask holds grey values, as an image does": mask.grey,
+        "several labels or colours in one mask": mask.labels > 1,
+        f"mask values below {NOISE} left out": bool(mask.lost),
+    }
+    if mask.grey:
+        facts = {"mask holds grey values, as an image does": True}
+
+    return facts | {
         "mask empty": mask.foreground == 0,
         "mask all foreground": mask.foreground == 1,
-        "mask covers the border: inverted?": part and mask.foreground > 0.5 and mask.border > 0.95,
-        "mask holds grey values, as an image does": mask.grey,
-        "several labels or colours in one mask": mask.labels > 1 and not mask.grey,
-        f"mask values below {NOISE} left out": bool(mask.lost) and not mask.grey,
+        "mask covers the border: inverted?": part and covers_border,
         "image of one value": image.blank,
         "image of two values, as a mask": image.two_valued,
         "only one of image and mask turned as EXIF says": image.turned != mask.turned,
         "turned as EXIF says": image.turned and mask.turned,
         "mask's width and height swapped": swapped,
-        "mask's proportions up to 2 % off": abs(ratio - 1) > rounding and not swapped,
+        "mask's proportions up to 2 % off": is_stretched(mask.size, image.size) and not swapped,
     }
+
+
+def is_swapped(mask: tuple[int, int], image: tuple[int, int]) -> bool:
+    """Whether the width and height of a mask are the height and width of its image."""
+    return mask != image and mask == image[::-1]
+
+
+def is_stretched(mask: tuple[int, int], image: tuple[int, int]) -> bool:
+    """Whether the proportions of a mask differ from its image's by more than the rounding of the smaller's sides."""
+    mask_width, mask_height = mask
+    image_width, image_height = image
+    ratio = mask_width * image_height
+    ratio = ratio / (mask_height * image_width)
+    smallest = min(mask + image)
+    return abs(ratio - 1) > 1 / smallest
 
 
 def odd_texts(row: Row, mask: MaskFacts) -> dict[str, bool]:
     """{finding: whether it holds} of what is said about a mask."""
     answered = position_in(row.answer)
     column = position_in(row.position)
-    true = mask.position
+    if mask.position is None:
+        return {"answer names a position, the mask is empty": answered is not None}
     return {
-        "answer names another position than the mask": bool(true and answered) and answered != true,
-        "answer names a position, the mask is empty": not true and bool(answered),
-        "answer names no position": bool(true) and not answered,
-        "`position` column contradicts the mask": bool(true and column) and column != true,
+        "answer names another position than the mask": answered not in (None, mask.position),
+        "answer names no position": answered is None,
+        "`position` column contradicts the mask": column not in (None, mask.position),
     }
+
+
+# --- several rows -----------------------------------------------------------------------------------------------------
 
 
 def repeated_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
@@ -126,49 +158,65 @@ def repeated_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
     for row in rows:
         image, mask = facts.of(row)
         if 0 < mask.foreground < 1:
-            images_of_mask.setdefault(mask.shape, set()).add(image.digest)
-    first_answers: dict[tuple[str, str], str] = {}
+            images = images_of_mask.setdefault(mask.shape, set())
+            images.add(image.digest)
     for index, row in enumerate(rows):
         _, mask = facts.of(row)
-        if len(images_of_mask.get(mask.shape, ())) > 1:
+        images = images_of_mask.get(mask.shape, ())
+        if len(images) > 1:
             yield Finding(index, "one mask for several images")
+
+    first_answers: dict[tuple[str, str], str] = {}
+    for index, row in enumerate(rows):
+        asked = (row.identity, row.question.casefold())
         answer = row.answer.casefold()
-        if first_answers.setdefault((row.identity, row.question.casefold()), answer) != answer:
+        first = first_answers.setdefault(asked, answer)
+        if answer != first:
             yield Finding(index, "question repeated with another answer")
 
 
 def turned_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
     """Masks whose outline lies on edges of the image only when they are transposed or mirrored, CSV by CSV."""
-    for modality in dict.fromkeys(row.modality for row in rows):
-        pairs: dict[tuple[str, str], list[int]] = {}
-        for index, row in enumerate(rows):
-            if row.modality == modality:
-                pairs.setdefault((row.image, row.mask), []).append(index)
-        ways = turned_masks([facts.masks[pair].outline for pair in pairs])
-        for indices, way in zip(pairs.values(), ways, strict=True):
-            for index in indices if way else ():
-                yield Finding(index, "mask fits its image only when turned", way)
+    of_csv: dict[str, dict[str, tuple[float, ...]]] = {}
+    for row in rows:
+        _, mask = facts.of(row)
+        outlines = of_csv.setdefault(row.modality, {})
+        outlines[row.mask] = mask.outline
+
+    ways: dict[str, str] = {}
+    for outlines in of_csv.values():
+        of_masks = turned_masks(list(outlines.values()))
+        ways.update(zip(outlines, of_masks, strict=True))
+    for index, row in enumerate(rows):
+        if ways[row.mask]:
+            yield Finding(index, "mask fits its image only when turned", ways[row.mask])
 
 
 def copy_findings(rows: list[Row], facts: Facts, ranks: Ranks) -> Iterator[Finding]:
     """Images that are nearly the same as one of another split; each split is compared with those before it."""
-    first_rows: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
-    for index, row in enumerate(rows):
-        first_rows[row.split].setdefault(row.identity, index)
+    # one file of each image, by its identity
+    images: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
+    for row in rows:
+        images[row.split].setdefault(row.identity, row.image)
 
     copies: dict[str, str] = {}
     for place, split in enumerate(SPLITS):
-        second = list(first_rows[split].values())
         for other in SPLITS[:place]:
-            first = list(first_rows[other].values())
-            found = near_copies(thumbnails(rows, first, facts), thumbnails(rows, second, facts), ranks)
+            first = list(images[other].values())
+            second = list(images[split].values())
+            found = near_copies(thumbnails(first, facts), thumbnails(second, facts), ranks)
+            identities = list(images[split])
             for query, partner in sorted(found.items()):
-                name = Path(rows[first[partner]].image).name
-                identity = rows[second[query]].identity
-                copies.setdefault(identity, f"{name} of {other}")
+                name = Path(first[partner]).name
+                copies.setdefault(identities[query], f"{name} of {other}")
+
     for index, row in enumerate(rows):
         if row.identity in copies:
             yield Finding(index, "nearly the same image in another split", copies[row.identity])
+
+
+def thumbnails(images: list[str], facts: Facts) -> list[bytes]:
+    return [facts.images[path].thumbnail for path in images]
 
 
 def patient_findings(rows: list[Row]) -> Iterator[Finding]:
@@ -179,7 +227,3 @@ def patient_findings(rows: list[Row]) -> Iterator[Finding]:
         if row.patient and first.split != row.split:
             how = f"{row.patient}, {first.split} in {first.modality}"
             yield Finding(index, "patient also in another split of another CSV", how)
-
-
-def thumbnails(rows: list[Row], indices: list[int], facts: Facts) -> list[bytes]:
-    return [facts.images[rows[index].image].thumbnail for index in indices]

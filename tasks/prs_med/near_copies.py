@@ -16,68 +16,107 @@ NEIGHBOURHOOD = 7
 LEAST_CORRELATION = 0.93
 # of the details at half the size, which are compared first; those of copies correlate by more
 LEAST_AT_HALF_SIZE = 0.92
-# images compared at a time
+# images compared at a time: so many, with so many in 8 orientations
 BLOCK = 1024
+QUERIES = 128
 
 
 def thumbnail(image: Image.Image) -> bytes:
     """SIDE x SIDE grey values of a grey image."""
-    return image.resize((SIDE, SIDE), Image.Resampling.LANCZOS, reducing_gap=3).tobytes()
+    small = image.resize(
+        (SIDE, SIDE),
+        Image.Resampling.LANCZOS,
+        reducing_gap=3,
+    )
+    return small.tobytes()
 
 
 def details_of(thumbnails: list[bytes]) -> np.ndarray:
     """(N, SIDE, SIDE) details of thumbnails, with a mean of 0 and a norm of 1; 0 for an image without any."""
-    values = np.frombuffer(b"".join(thumbnails), np.uint8)
-    values = values.reshape(-1, SIDE, SIDE).astype(np.float32)
+    content = b"".join(thumbnails)
+    values = np.frombuffer(content, np.uint8)
+    values = values.reshape(-1, SIDE, SIDE)
+    values = values.astype(np.float32)
+
+    # what differs from the mean around, by the contrast there; 1: a grey value's rounding is no detail
     window = (1, NEIGHBOURHOOD, NEIGHBOURHOOD)
     details = values - uniform_filter(values, window)
-    contrast = np.sqrt(uniform_filter(details**2, window))
-    # 1: a grey value's rounding is no detail
-    details = details / (contrast + 1)
-    return normalise(details) * (values.std(axis=(1, 2), keepdims=True) > 2)
+    power = uniform_filter(details**2, window)
+    contrast = np.sqrt(power) + 1
+    details = normalise(details / contrast)
+
+    # a blank image has none
+    axes = (1, 2)
+    spread = values.std(axes, keepdims=True)
+    return np.where(spread > 2, details, 0)
 
 
 def normalise(details: np.ndarray) -> np.ndarray:
     """(N, S, S) details with a mean of 0 and a norm of 1."""
-    details = details - details.mean(axis=(1, 2), keepdims=True)
-    norm = np.sqrt((details**2).sum(axis=(1, 2), keepdims=True))
-    return details / (norm + 1e-6)
+    axes = (1, 2)
+    details = details - details.mean(axes, keepdims=True)
+    power = details**2
+    power = power.sum(axes, keepdims=True)
+    norm = np.sqrt(power) + 1e-6
+    return details / norm
 
 
 def half_size(details: np.ndarray) -> np.ndarray:
     """(N, S / 2 * S / 2) rows of details at half the size."""
     count, side, _ = details.shape
-    blocks = details.reshape(count, side // 2, 2, side // 2, 2)
-    return normalise(blocks.mean(axis=(2, 4))).reshape(count, -1)
+    half = side // 2
+    blocks = details.reshape(count, half, 2, half, 2)
+    small = blocks.mean(axis=(2, 4))
+    return normalise(small).reshape(count, -1)
 
 
 def all_orientations(details: np.ndarray) -> np.ndarray:
-    """(8 N, SIDE, SIDE): as they are, mirrored, and both turned by 90, 180 and 270 degrees."""
-    mirrored = details[:, :, ::-1]
-    turns = [np.rot90(either, quarter, (1, 2)) for either in (details, mirrored) for quarter in range(4)]
-    return np.concatenate(turns)
+    """(8 N, SIDE, SIDE): as they are and mirrored, and both turned by 90, 180 and 270 degrees."""
+    ways = []
+    mirrored = np.flip(details, axis=2)
+    for either in (details, mirrored):
+        turned = either
+        for _ in range(4):
+            ways.append(turned)
+            turned = np.rot90(turned, axes=(1, 2))
+    return np.concatenate(ways)
+
+
+def compare(first: np.ndarray, second: np.ndarray) -> dict[int, int]:
+    """{index in `second`: that of one in `first`} of details that are nearly the same, in any orientation."""
+    # most pairs are told apart at half the size
+    turned = all_orientations(second)
+    small = half_size(turned)
+    products = small @ half_size(first).T
+    close = products > LEAST_AT_HALF_SIZE
+    likely, partners = np.nonzero(close)
+
+    pairs = turned[likely] * first[partners]
+    correlations = pairs.sum(axis=(1, 2))
+    same = correlations > LEAST_CORRELATION
+    queries = likely % len(second)
+    found = {}
+    for query, partner in zip(queries[same], partners[same], strict=True):
+        found.setdefault(int(query), int(partner))
+    return found
 
 
 def near_copies(first: list[bytes], second: list[bytes], ranks: Ranks) -> dict[int, int]:
-    """{index in `second`: that of the image in `first` that it is nearly the same as}; the ranks share the work."""
-    local = range(ranks.rank, len(second), ranks.world_size)
+    """{index in `second`: that of the thumbnail in `first` that it is nearly the same as}; the ranks share the work."""
+    local = range(len(second))[ranks.rank :: ranks.world_size]
     found: dict[int, int] = {}
     for begin in range(0, len(first), BLOCK):
-        details = details_of(first[begin : begin + BLOCK])
-        small = half_size(details)
-        for start in range(0, len(local), BLOCK // 8):
-            queries = local[start : start + BLOCK // 8]
-            turned = all_orientations(details_of([second[index] for index in queries]))
+        block = first[begin : begin + BLOCK]
+        details = details_of(block)
+        for start in range(0, len(local), QUERIES):
+            queries = local[start : start + QUERIES]
+            asked = details_of([second[index] for index in queries])
+            copies = compare(details, asked)
+            for query, partner in copies.items():
+                index = queries[query]
+                found.setdefault(index, begin + partner)
 
-            # most pairs are told apart at half the size
-            likely, partners = np.nonzero(half_size(turned) @ small.T > LEAST_AT_HALF_SIZE)
-            pairs = turned[likely] * details[partners]
-            correlations = pairs.sum(axis=(1, 2))
-            for k in np.flatnonzero(correlations > LEAST_CORRELATION):
-                query = queries[likely[k] % len(queries)]
-                found.setdefault(query, begin + int(partners[k]))
-
-    everything: dict[int, int] = {}
+    everything = {}
     for part in gather_objects(found):
         everything |= part
     return everything

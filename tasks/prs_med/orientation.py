@@ -4,6 +4,8 @@ A mask that was written transposed or mirrored has the size of its image and loo
 longer runs along edges of the image. One outline proves little, those of a whole CSV do.
 """
 
+from collections import Counter
+
 import numpy as np
 from PIL import Image
 from scipy.ndimage import binary_dilation, binary_erosion, sobel, uniform_filter
@@ -17,78 +19,117 @@ EDGE_NOISE = 4.0
 # a CSV with fewer masks says nothing
 FEWEST_MASKS = 8
 AS_IT_IS = "as it is"
+A_FIFTH = np.log(1.2)
 
 
 def turn(y, x, last: int) -> dict[str, tuple]:
     """{name: (y, x)} of where the points of a square image come to lie when it is turned; last: its side - 1."""
+    below = last - y
+    beside = last - x
     return {
         AS_IT_IS: (y, x),
         "transposed": (x, y),
-        "mirrored left to right": (y, last - x),
-        "mirrored top to bottom": (last - y, x),
-        "turned by 180 degrees": (last - y, last - x),
-        "turned by 90 degrees to the left": (last - x, y),
-        "turned by 90 degrees to the right": (x, last - y),
-        "mirrored at the other diagonal": (last - x, last - y),
+        "mirrored left to right": (y, beside),
+        "mirrored top to bottom": (below, x),
+        "turned by 180 degrees": (below, beside),
+        "turned by 90 degrees to the left": (beside, y),
+        "turned by 90 degrees to the right": (x, below),
+        "mirrored at the other diagonal": (beside, below),
     }
 
 
 def edges_of(image: Image.Image) -> np.ndarray:
     """(SIDE, SIDE) strength of the edges of a grey image, by that of their neighbourhood, whose mean is about 1."""
-    small = image.resize((SIDE, SIDE), Image.Resampling.BOX, reducing_gap=1)
+    small = image.resize(
+        (SIDE, SIDE),
+        Image.Resampling.BOX,
+        reducing_gap=1,
+    )
     values = np.asarray(small, np.float32)
-    strength = np.hypot(sobel(values, axis=0), sobel(values, axis=1))
+    vertical = sobel(values, axis=0)
+    horizontal = sobel(values, axis=1)
+    strength = np.hypot(vertical, horizontal)
     around = uniform_filter(strength, NEIGHBOURHOOD)
     return strength / (around + EDGE_NOISE)
 
 
 def outline_scores(edges: np.ndarray, mask: np.ndarray) -> tuple[float, ...]:
     """Mean strength of an image's edges along a mask's outline, for the mask turned in each way; () without outline."""
-    small = Image.fromarray(mask).resize((SIDE, SIDE), Image.Resampling.NEAREST)
+    size = (SIDE, SIDE)
+    image = Image.fromarray(mask)
+    small = image.resize(size, Image.Resampling.NEAREST)
     inside = np.asarray(small)
-    outline = binary_dilation(inside) & ~binary_erosion(inside, border_value=1)
+    core = binary_erosion(inside, border_value=1)
+    outline = binary_dilation(inside) & ~core
     y, x = np.nonzero(outline)
     if not len(y):
         return ()
-    return tuple(float(edges[points].mean()) for points in turn(y, x, SIDE - 1).values())
+    scores = []
+    for points in turn(y, x, SIDE - 1).values():
+        strength = edges[points].mean()
+        scores.append(float(strength))
+    return tuple(scores)
 
 
 def turned_masks(scores: list[tuple[float, ...]]) -> list[str]:
-    """How each of a CSV's masks seems to be turned, empty where it seems right; scores: outline_scores of each.
-
-    All of them are, when their outlines lie on edges in one other way clearly better, by mean and by number. One is,
-    when it scores far below the others, and as they do when it is turned.
-    """
-    found = ["" for _ in scores]
+    """How each of a CSV's masks seems to be turned, empty where it seems right; scores: outline_scores of each."""
+    found = [""] * len(scores)
     known = [index for index, score in enumerate(scores) if score]
     if len(known) < FEWEST_MASKS:
         return found
+
     names = list(turn(0, 0, 0))
-    logs = np.log(np.maximum([scores[index] for index in known], 0.2))
-    gains = logs - logs[:, :1]
-
-    # all of them: a gain of a fifth, of at least 3 of 4 masks, and no chance by a paired t-test
-    deviations = gains.std(axis=0, ddof=1) + 1e-6
-    tests = gains.mean(axis=0) / deviations * np.sqrt(len(known))
-    best = int(tests.argmax())
-    common = (gains[:, best] > 0).mean() >= 0.75
-    if tests[best] > 5 and gains[:, best].mean() > np.log(1.2) and common:
-        for index in known:
-            found[index] = names[best]
-        return found
-
-    # a single one, where the others lie on edges
-    usual = np.median(logs[:, 0])
-    if usual < np.log(1.3):
-        return found
-    spread = 1.48 * np.median(np.abs(logs[:, 0] - usual)) + 0.05
-    best_ways = logs.argmax(axis=1)
-    for row, way in enumerate(best_ways):
-        far_below = logs[row, 0] < usual - 3 * spread
-        as_others = logs[row, way] > usual - spread
-        if far_below and as_others and gains[row, way] > np.log(1.5):
-            found[known[row]] = names[way]
+    values = [scores[index] for index in known]
+    values = np.maximum(values, 0.2)
+    logs = np.log(values)
+    way = common_way(logs)
+    ways = [way] * len(known)
+    if not way:
+        ways = single_ways(logs)
+    for index, chosen in zip(known, ways, strict=True):
+        if chosen:
+            found[index] = names[chosen]
     return found
+
+
+def common_way(logs: np.ndarray) -> int:
+    """The way in which all masks lie on edges clearly better, 0 for none; logs: (masks, ways) of their scores.
+
+    That is by a fifth on average, for at least 3 of 4 masks, and not by chance in a paired t-test.
+    """
+    gains = logs - logs[:, :1]
+    means = gains.mean(axis=0)
+    deviations = gains.std(axis=0, ddof=1)
+    errors = deviations / np.sqrt(len(gains))
+    tests = means / (errors + 1e-6)
+
+    # what is best, and whether it is clearly so
+    best = int(tests.argmax())
+    better = gains[:, best] > 0
+    clear = tests[best] > 5
+    clear = clear and means[best] > A_FIFTH
+    clear = clear and better.mean() >= 0.75
+    return best if clear else 0
+
+
+def single_ways(logs: np.ndarray) -> np.ndarray:
+    """The way of each mask, 0 for as it is; logs: (masks, ways) of their scores.
+
+    Another one is taken where a mask scores far below the others as it is, and as they do when it is turned. The others
+    must lie on edges for that.
+    """
+    as_it_is = logs[:, 0]
+    best = logs.max(axis=1)
+    usual = np.median(as_it_is)
+    deviations = np.abs(as_it_is - usual)
+    spread = 1.48 * np.median(deviations) + 0.05
+
+    turned = usual > np.log(1.3)
+    turned = turned & (as_it_is < usual - 3 * spread)
+    turned = turned & (best > usual - spread)
+    gain = best - as_it_is
+    turned = turned & (gain > np.log(1.5))
+    return np.where(turned, logs.argmax(axis=1), 0)
 
 
 def turned_position(position: str) -> dict[str, str]:
@@ -96,18 +137,23 @@ def turned_position(position: str) -> dict[str, str]:
     if position == "center":
         return dict.fromkeys(turn(0, 0, 1), position)
     vertical, side = position.split()
-    points = turn(int(vertical == "bottom"), int(side == "right"), 1)
+    rows = ("top", "bottom")
+    columns = ("left", "right")
+    y = rows.index(vertical)
+    x = columns.index(side)
     words = {}
-    for name, (y, x) in points.items():
-        words[name] = ("bottom " if y else "top ") + ("right" if x else "left")
+    for name, (row, column) in turn(y, x, last=1).items():
+        words[name] = f"{rows[row]} {columns[column]}"
     return words
 
 
 def explain_positions(stated: list[str], true: list[str]) -> str:
     """How all masks would have to be turned so that 9 of 10 stated positions are theirs; empty where none helps."""
-    counts: dict[str, int] = {}
+    counts = Counter()
     for said, position in zip(stated, true, strict=True):
-        for name, turned in turned_position(position).items():
-            counts[name] = counts.get(name, 0) + (turned == said)
-    best = max(counts, key=counts.get)
-    return best if best != AS_IT_IS and counts[best] >= 0.9 * len(stated) else ""
+        turned = turned_position(position)
+        counts.update(name for name in turned if turned[name] == said)
+    for name, count in counts.most_common(1):
+        if name != AS_IT_IS and count >= 0.9 * len(stated):
+            return name
+    return ""
