@@ -121,6 +121,12 @@ def parse_shares(text: str) -> Shares:
     return Shares._make(values)
 
 
+def shares_text(text: str) -> str:
+    """argparse type: shares as text, which args.yaml can hold; see parse_shares."""
+    parse_shares(text)
+    return text
+
+
 def split_of(patient: str, seed: int, shares: Shares) -> str:
     """Where a patient belongs by seed and name alone, so that another patient moves none."""
     digest = hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8)

@@ -17,7 +17,6 @@ from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.metrics import Metrics, Predictions, judge_labels
 from tasks.mimic_cxr.releases import largest_first
 
-CLASSES = list(HEADS.values())
 # Characters of a line above an image, and of a question there.
 LINE = 48
 LONGEST_QUESTION = 600
@@ -37,6 +36,13 @@ def print_index(facts: dict) -> None:
         rows = {name: {"count": count} for name, count in facts[title].items()}
         if rows:
             print_table(title, rows)
+
+    # a user's table, and what is odd about it
+    if "table" in facts:
+        print_table(facts["table"], facts["splits"])
+        print(f"split {facts['rule']}")
+        for note in facts["notes"]:
+            print(f"note: {note}", flush=True)
 
 
 def print_metrics(
@@ -113,6 +119,8 @@ def write_predictions(run_folder: Path, data: QuestionData, predictions: Predict
         "answer": class_names(predictions, "predicted"),
         "truth": class_names(predictions, "target"),
     }
+    if "image" in data.index.studies.schema.names:
+        table = {"image": [data.study_column("image", row["study"]) for row in rows]} | table
     for i, label in enumerate(CHEXPERT):
         table[f"p({label})"] = predictions["chexpert"][:, i]
 
@@ -125,7 +133,8 @@ def write_predictions(run_folder: Path, data: QuestionData, predictions: Predict
 def class_names(predictions: Predictions, column: str) -> list[str]:
     """The names of the classes in a column, each of its question's head."""
     pairs = zip(predictions["head"], predictions[column], strict=True)
-    return [CLASSES[head][number] for head, number in pairs]
+    classes = list(HEADS.values())
+    return [classes[head][number] for head, number in pairs]
 
 
 # --- the banner -------------------------------------------------------------------------------------------------------
@@ -236,11 +245,12 @@ def short_question(item: dict) -> str:
 
 def draw_inputs(data: QuestionData):
     """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+    classes = list(HEADS.values())
     images = []
     texts = []
     for i in evenly(len(data), 9):
         item = data[i]
-        lines = [short_question(item), f"answer: {CLASSES[item['head']][item['target']]}"]
+        lines = [short_question(item), f"answer: {classes[item['head']][item['target']]}"]
         for word, value in LABEL_WORDS.items():
             names = labels_of(data, item["study"], value)
             if names:

@@ -52,11 +52,13 @@ def read_values(path: Path, keep_labels: bool) -> np.ndarray:
             turn_upright(image)
             return pixel_values(image, keep_labels)
     except UnidentifiedImageError:
+        # DICOM, or nothing that is known
         if is_dicom(path):
             return dicom_mask(path)
         raise InputError(f"{path}: not a readable mask (unknown format); replace it") from None
     except InputError:
         raise
+    # what a damaged file raises
     except Exception as error:
         reason = str(error).replace(str(path), "file")
         raise InputError(f"{path}: not a readable mask ({reason}); replace it") from None
