@@ -122,6 +122,7 @@ def studies_of(own: OwnTable) -> pa.Table:
         "patient": patients,
     }
     for place, label in enumerate(CHEXPERT):
+        # one label of each image
         values = [image.labels[place] for image in own.images]
         columns[label] = pa.array(values, pa.int8())
     return pa.table(columns)
@@ -151,6 +152,8 @@ def fill_part(path: Path, own: OwnTable) -> Part:
         # a question is named by its place in the table
         values = (place, HEAD_NUMBER[head], target, kind, f"row {number}", row.question)
         split = RELEASE_SPLITS[SPLITS.index(image.split)]
+
+        # a row of its split
         columns = part.columns[split].values()
         for column, value in zip(columns, values, strict=True):
             column.append(value)
