@@ -88,6 +88,8 @@ def write_raw_set(folder: Path, count: int = 20) -> None:
     for number in range(count):
         mask = square(corners[number % 5])
         values = gray(mask)
+        # no two images are alike
+        values[-1, number % SIDE] = 50 + number
         kind = number % 4
         if kind == 0:
             Image.fromarray(values.astype(np.uint16) * 16 + 200).save(scans / f"patient {number:02d}.png")

@@ -4,6 +4,7 @@ What is written first lies in a hidden folder, and is moved into place once all 
 """
 
 import csv
+import hashlib
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ class Writer:
         self.seed = seed
         self.rows: list[dict] = []
         self.sources: dict[str, Path] = {}
+        self.pixels: dict[bytes, tuple[str, Path]] = {}
         self.levels: dict[float, Path] = {}
 
     def add(self, pair: Pair, view: View) -> None:
@@ -43,6 +45,7 @@ class Writer:
         source = self.sources.setdefault(simplify(image_name), pair.image)
         if source != pair.image:
             raise InputError(f"{pair.image}: would be written as {image_name}, as {source} is; rename it")
+        self.check_copy(pair, view, split)
 
         # a mask of several has its structure in the name
         for structure, mask in view.masks.items():
@@ -55,6 +58,15 @@ class Writer:
                 raise InputError(f"{pair.mask}: {mask_name} would be the name of two masks; rename a structure")
             save(path, Image.fromarray(mask).convert("L"))
             self.add_rows(pair, view, structure, image_name, f"{self.name}/{split}_masks/{mask_name}")
+
+    def check_copy(self, pair: Pair, view: View, split: str) -> None:
+        """Raises InputError where an image of another split has the same pixels, which a training refuses."""
+        content = view.image.mode.encode() + view.image.tobytes()
+        digest = hashlib.blake2b(content, digest_size=16)
+        before, first = self.pixels.setdefault(digest.digest(), (split, pair.image))
+        if before != split:
+            reason = f"shows what {first} does, which is in split {before!r}, and this in {split!r}"
+            raise InputError(f"{pair.image}: {reason}; keep one, or give both one patient")
 
     def check_level(self, pair: Pair, view: View) -> None:
         """Raises InputError where masks have 1 here and 2 there: they are label maps, of which each holds one."""

@@ -38,7 +38,7 @@ def describe_images(
     column: the table's, with the patient. pattern: group 1 is the patient in an image's name.
     """
     if column and not table_path:
-        raise InputError(f"--patient_column {column}: needs --table, the CSV that has this column")
+        raise InputError(f"--patient_column {column}: is that of a table; give the CSV by --table")
     if column and pattern:
         raise InputError("--patient_column and --patient_pattern exclude each other; give one")
     table = None
