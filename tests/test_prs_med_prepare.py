@@ -293,7 +293,6 @@ def test_a_table_with_splits_questions_and_structures(tmp_path):
 
 def test_an_empty_split_is_said_with_a_seed_that_fills_it(tmp_path, capsys):
     small_set(tmp_path, count=4)
-    # the names that follow decide
     seed = next(
         seed for seed in range(99) if {split_of(f"p{n}_1", seed, Shares(70, 15, 15)) for n in range(4)} == {"train"}
     )
@@ -604,7 +603,7 @@ BAD = {
     "a copy": Bad(
         lambda f: (put("t.csv", SPLIT_TABLE)(f), shutil.copy(f / "scans" / "p0_1.png", f / "scans" / "p1_1.png")),
         BY_TABLE,
-        "scans/p1_1.png: shows what {folder}/scans/p0_1.png does, which is in split 'train', and this in 'test'; keep one",
+        "scans/p1_1.png: shows what {folder}/scans/p0_1.png does, which is in split 'train', and this in 'test'",
     ),
     "no table": Bad(nothing, BY_TABLE, "t.csv: no such table; check its name"),
     "no file column": Bad(put("t.csv", "who\na\n"), BY_TABLE, "t.csv:1: no column 'file' or 'image' or"),
