@@ -43,6 +43,8 @@ def save_dicom(path: Path, values: np.ndarray, **tags) -> None:
     meta.MediaStorageSOPInstanceUID = generate_uid()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian
     dataset = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
+
+    # what a viewer needs
     facts = {
         "SOPClassUID": meta.MediaStorageSOPClassUID,
         "SOPInstanceUID": meta.MediaStorageSOPInstanceUID,
@@ -55,6 +57,8 @@ def save_dicom(path: Path, values: np.ndarray, **tags) -> None:
         "HighBit": 15,
         "PixelRepresentation": 0,
     }
+
+    # with what is asked for
     for name, value in (facts | tags).items():
         setattr(dataset, name, value)
     if "NumberOfFrames" not in tags:
@@ -91,6 +95,8 @@ def write_raw_set(folder: Path, count: int = 20) -> None:
         # no two images are alike
         values[-1, number % SIDE] = 50 + number
         kind = number % 4
+
+        # a name and a format of each kind
         if kind == 0:
             Image.fromarray(values.astype(np.uint16) * 16 + 200).save(scans / f"patient {number:02d}.png")
             Image.fromarray(mask.astype(np.uint8) * 255).save(masks / f"patient {number:02d}_mask.PNG")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from conftest import ROOT, records
@@ -165,10 +166,14 @@ def own_flags(zygote, tmp_path_factory) -> list:
         labels = "Lung Lesion" if place < 2 else "No Finding"
         rows.append([name, f"P{number // 2}", "Is it high?", "yes" if place < 2 else "no", labels])
         rows.append([name, f"P{number // 2}", "Where is it?", POSITIONS[place], ""])
+
+    # looked at, with tiny encoders for it
     table = write_table(folder / "xrays.csv", rows, ("image", "patient", "question", "answer", "labels"))
     done = zygote(PREPARE, "mimic_cxr", table, "--small_models", folder / "small")
     assert done.code == 0, done.stderr
     assert "category: bottom left" in done.stdout
+
+    # small and the same each time
     flags = ["--table", table, "--index_dir", folder / "index", "--image_size", "64", "--dropout", "0"]
     flags += ["--image_encoder", folder / "small" / "convnext_tiny", "--text_encoder", folder / "small" / "bert_tiny"]
     return flags + [
@@ -220,8 +225,6 @@ def test_a_table_is_trained_on_stopped_resumed_and_judged(own_flags, zygote, tmp
     train(zygote, [], whole, "--eval_only", "--save_predictions", "--no_auto_optimize", "--num_workers", "0")
     judged = json.loads((whole / "eval_test.json").read_text())
     assert judged["test/vqa_accuracy"] == summary["test/vqa_accuracy"]
-    import pyarrow.parquet as pq
-
     predictions = pq.read_table(whole / "predictions_test.parquet").to_pylist()
     assert {row["answer"] for row in predictions} <= {"yes", "no", *POSITIONS}
     assert all(row["image"].startswith("my scans/") for row in predictions)
@@ -262,14 +265,18 @@ BAD = {
     "a column twice": Bad("image,Question,question,answer\na,b,c,d\n", "t.csv:1: column 'question' is there twice"),
     "empty": Bad("", "t.csv: is empty; its first row must name the columns"),
     "no rows": Bad(f"{HEAD}\n", "t.csv: holds no rows; a row for each question is needed"),
+    # rows
     "empty answer": Bad(f"{HEAD}\n{GOOD}\na.png,Q?,\n", "t.csv:3: empty 'answer'; complete or remove the row"),
     "empty image": Bad(f"{HEAD}\n,Q?,yes\n", "t.csv:2: empty 'image'; complete the row"),
+    # paths
     "outside": Bad(f"{HEAD}\n../a.png,Q?,yes\n", "t.csv:2: image '../a.png' leaves the table's folder; use a path"),
     "absolute": Bad(f"{HEAD}\n/a.png,Q?,yes\n", "t.csv:2: image '/a.png' leaves the table's folder; use a path"),
     "drive": Bad(f"{HEAD}\nC:\\a.png,Q?,yes\n", "t.csv:2: image 'C:/a.png' leaves the table's folder; use a path"),
+    # not a table
     "extra field": Bad(f"{HEAD}\n{GOOD},more\n", "t.csv:2: more fields than the header has columns; quote texts"),
     "latin": Bad(f"{HEAD}\na.png,Ödem?,yes\n".encode("latin-1"), "t.csv: not a readable UTF-8 CSV ("),
     "open quote": Bad(f'{HEAD}\na.png,"Q?,yes\n', "t.csv: not a readable UTF-8 CSV ("),
+    # patients and splits
     "odd split": Bad(f"{HEAD},split\n{GOOD},dev\n", "t.csv:2: split 'dev' is not train, val or test; correct the row"),
     "no patient": Bad(f"{HEAD},patient\n{GOOD},\n", "t.csv:2: empty 'patient'; complete the row"),
     "two patients": Bad(f"{HEAD},patient\n{GOOD},1\n{GOOD},2\n", "t.csv:3: another patient than in"),
@@ -277,6 +284,7 @@ BAD = {
         f"{HEAD},patient,split\n{GOOD},1,train\nb.png,Q?,no,1,test\n",
         "t.csv:3: patient '1' is in split 'test' and, at",
     ),
+    # labels
     "odd label": Bad(
         f"{HEAD},labels\n{GOOD},Edma\n", "t.csv:2: label 'Edma' is none of CheXpert's 14, nearest is Edema"
     ),
@@ -287,6 +295,7 @@ BAD = {
     "labels against each other": Bad(
         f"{HEAD},Edema\n{GOOD},1\n{GOOD},0\n", "t.csv:3: Edema is 0, and 1 in another row"
     ),
+    # answers
     "free text": Bad(
         "\n".join([HEAD, *(f"{n}.png,Q?,The text number {n}" for n in range(101))]),
         "t.csv:2: 101 different answers such as 'The text number 0' are free text, and this model chooses among",

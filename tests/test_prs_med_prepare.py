@@ -12,7 +12,7 @@ from typing import NamedTuple
 import nibabel
 import numpy as np
 import pytest
-from conftest import PRS_MED, ROOT, tree
+from conftest import PRS_MED, ROOT, tree, words_of
 from PIL import Image
 from raw_images import SIDE, drawn_on_nothing, gray, palette_image, save_dicom, save_turned, square, write_raw_set
 
@@ -28,9 +28,12 @@ LESION = ["--structure", "lesion"]
 
 
 def prepare(folder: Path, *flags, out: str = "out") -> list[dict]:
-    """Run the command on scans/ and masks/ of a folder, in this process; the rows of its table."""
-    words = ["prs_med", folder / "scans", folder / "masks", folder / out, *flags]
-    args = prepare_data.parse_args([str(word) for word in words])
+    """Run the command on scans/ and masks/ of a folder, in this process; the rows of its table.
+
+    A list among the flags stands for its items.
+    """
+    words = words_of(["prs_med", folder / "scans", folder / "masks", folder / out, words_of(flags)])
+    args = prepare_data.parse_args(words)
     name = args.name or "scans"
     prepare_data.main(args)
     with open(folder / out / "annotations" / f"{name}.csv", newline="", encoding="utf-8") as file:
@@ -117,7 +120,7 @@ def test_a_dicom_window(tmp_path):
     scans, masks = folders(tmp_path)
     shutil.copy(tmp_path / "a.dcm", scans / "a.dcm")
     save(masks / "a.png", square().astype(np.uint8))
-    prepare(tmp_path, *LESION, "--window", "0,2000", "--split", "100,0,0")
+    prepare(tmp_path, LESION, "--window", "0,2000", "--split", "100,0,0")
     written = np.asarray(Image.open(tmp_path / "out" / "scans" / "train_images" / "a.png"))
     assert np.abs(written - (255 * (hu + 1000) / 2000)).max() <= 1
 
@@ -149,7 +152,7 @@ def test_masks_of_every_format(tmp_path, name):
     scans, masks = folders(tmp_path)
     save(scans / f"{Path(name).stem}.png", gray(mask))
     MASK_FORMATS[name](mask).save(masks / name)
-    (row,) = prepare(tmp_path, *LESION, "--split", "100,0,0")
+    (row,) = prepare(tmp_path, LESION, "--split", "100,0,0")
     assert row["position"] == "bottom left"
     written = open_mask(str(tmp_path / "out" / row["image_path"]))
     assert np.array_equal(written, mask)
@@ -162,7 +165,7 @@ def test_image_and_mask_are_turned_alike(tmp_path):
     scans, masks = folders(tmp_path)
     save_turned(scans / "a.png", gray(mask))
     save(masks / "a.png", mask.astype(np.uint8))
-    (row,) = prepare(tmp_path, *LESION, "--split", "100,0,0")
+    (row,) = prepare(tmp_path, LESION, "--split", "100,0,0")
     image = Image.open(tmp_path / "out" / "scans" / "train_images" / "a.png")
     assert np.array_equal(np.asarray(image), gray(mask))
     assert not image.getexif()
@@ -202,7 +205,7 @@ def test_each_file_without_a_partner_is_named(tmp_path, capsys):
     save(tmp_path / "scans" / "lonely.png", gray(square()))
     save(tmp_path / "masks" / "astray_mask.png", gray(square()))
     (tmp_path / "scans" / "notes.txt").write_text("no image")
-    assert len(prepare(tmp_path, *LESION)) == 3
+    assert len(prepare(tmp_path, LESION)) == 3
     printed = capsys.readouterr().out
     assert f"no partner: {tmp_path}/scans/lonely.png\n" in printed
     assert f"no partner: {tmp_path}/masks/astray_mask.png\n" in printed
@@ -254,7 +257,7 @@ def many_images(folder: Path) -> list[str]:
 def test_patients_by_pattern_and_by_column(tmp_path, capsys):
     names = many_images(tmp_path)
     flags = [*LESION, "--seed", "2", "--split", "50,25,25"]
-    by_pattern = prepare(tmp_path, *flags, "--patient_pattern", r"^(P\d)", out="a")
+    by_pattern = prepare(tmp_path, flags, "--patient_pattern", r"^(P\d)", out="a")
     assert set(patients_of(by_pattern)) == {f"P{number}" for number in range(6)}
     assert all(len(splits) == 1 for splits in patients_of(by_pattern).values())
 
@@ -262,12 +265,12 @@ def test_patients_by_pattern_and_by_column(tmp_path, capsys):
     lines = ["Datei;File;Who", *(f"x;{name}.PNG;{name[:2]}" for name in names)]
     table = tmp_path / "t.csv"
     table.write_text("\n".join(lines))
-    by_column = prepare(tmp_path, *flags, "--table", table, "--patient_column", "who", out="b")
+    by_column = prepare(tmp_path, flags, "--table", table, "--patient_column", "who", out="b")
     assert by_column == by_pattern
     assert "split by patient (column 'who'), 50, 25 and 25 %, seed 2" in capsys.readouterr().out
 
     # without patients each image is one, which is said
-    by_image = prepare(tmp_path, *flags, out="c")
+    by_image = prepare(tmp_path, flags, out="c")
     assert len(patients_of(by_image)) == 18
     assert "split by image, as no patients are known" in capsys.readouterr().out
 
@@ -296,11 +299,11 @@ def test_an_empty_split_is_said_with_a_seed_that_fills_it(tmp_path, capsys):
     seed = next(
         seed for seed in range(99) if {split_of(f"p{n}_1", seed, Shares(70, 15, 15)) for n in range(4)} == {"train"}
     )
-    prepare(tmp_path, *LESION, "--seed", seed, out="a")
+    prepare(tmp_path, LESION, "--seed", seed, out="a")
     note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
     assert note.startswith("note: no patient falls into test and val; --seed ")
     better = note.split("--seed ")[1].split(" ")[0]
-    rows = prepare(tmp_path, *LESION, "--seed", better, out="b")
+    rows = prepare(tmp_path, LESION, "--seed", better, out="b")
     assert {row["split"] for row in rows} == {"train", "val", "test"}
 
 
@@ -387,28 +390,28 @@ def test_volumes_of_the_decathlon(tmp_path, capsys, codes):
 
 def test_nothing_is_overwritten_and_an_error_leaves_nothing(tmp_path):
     small_set(tmp_path)
-    prepare(tmp_path, *LESION)
+    prepare(tmp_path, LESION)
     before = tree(tmp_path / "out")
     with pytest.raises(InputError, match="is there already; choose another --name or folder, or pass --overwrite"):
-        prepare(tmp_path, *LESION)
+        prepare(tmp_path, LESION)
 
     # a second set beside it, one that cannot be read, and the first anew
-    prepare(tmp_path, *LESION, "--name", "second")
+    prepare(tmp_path, LESION, "--name", "second")
     (tmp_path / "scans" / "p2_1.png").write_bytes(b"no image")
     for flags in (["--name", "third"], ["--overwrite"]):
         with pytest.raises(InputError, match="not a readable image"):
-            prepare(tmp_path, *LESION, *flags)
+            prepare(tmp_path, LESION, *flags)
     assert before.items() <= tree(tmp_path / "out").items()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["annotations", "scans", "second"]
     (tmp_path / "scans" / "p2_1.png").unlink()
-    assert len(prepare(tmp_path, *LESION, "--overwrite")) == 2
+    assert len(prepare(tmp_path, LESION, "--overwrite")) == 2
     assert len(list((tmp_path / "out" / "scans").rglob("*_images/*"))) == 2
 
 
 def test_the_same_bytes_each_time(tmp_path):
     write_raw_set(tmp_path, 8)
-    prepare(tmp_path, *LESION, out="a")
-    prepare(tmp_path, *LESION, out="b")
+    prepare(tmp_path, LESION, out="a")
+    prepare(tmp_path, LESION, out="b")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
@@ -417,19 +420,19 @@ def test_from_raw_images_to_a_trained_model(tmp_path, zygote):
     write_raw_set(tmp_path)
     paths = [tmp_path / name for name in ("scans", "masks", "out")]
     seed = next(seed for seed in range(99) if all_filled(tmp_path, seed))
-    done = zygote(PREPARE, "prs_med", *paths, *LESION, "--small_models", "--small_size", "32", "--seed", seed)
+    done = zygote(PREPARE, "prs_med", paths, LESION, "--small_models", "--small_size", "32", "--seed", seed)
     assert done.code == 0, done.stderr
     assert len(list((tmp_path / "out" / "scans").rglob("*_images/*.png"))) == 20
     assert "0 files without a partner" in done.stdout
 
     run = ["--checkpoint_dir", tmp_path / "run", "--max_new_tokens", "2"]
-    done = zygote(PRS_MED, "--data_root", tmp_path / "out", *run, "--max_steps", "1", "--num_workers", "0")
+    done = zygote(PRS_MED, "--data_root", tmp_path / "out", run, "--max_steps", "1", "--num_workers", "0")
     assert done.code == 0, done.stderr
     assert (tmp_path / "run" / "summary.json").is_file()
 
     # a new image in DICOM, as it is
     asked = ["--predict", tmp_path / "scans" / "d03.dcm", "--question", "Where is the lesion located in this image?"]
-    done = zygote(PRS_MED, *asked, *run)
+    done = zygote(PRS_MED, asked, run)
     assert done.code == 0, done.stderr
     assert (tmp_path / "run" / "predictions" / "d03_mask.png").is_file()
 
@@ -549,6 +552,7 @@ BAD = {
     "two masks": Bad(
         put("masks/p0_1_seg.png", MAP), "--structure x", "p0_1_seg.png: p0_1.png is a mask of p0_1.png too"
     ),
+    # what masks show
     "no structure": Bad(
         nothing, "", 'masks/p0_1.png: what it shows is not known; give --structure liver, or --labels "1='
     ),
@@ -557,6 +561,7 @@ BAD = {
     ),
     "structure twice": Bad(nothing, "--structure x X", "--structure x X: a name is there twice; remove one"),
     "both ways": Bad(nothing, "--structure x --labels 1=x", "--structure and --labels exclude each other"),
+    # label maps
     "label map": Bad(put("masks/p0_1.png", MAP), "--structure x", "p0_1.png: a label map (values 0, 1, 2); name them"),
     "label without name": Bad(
         put("masks/p0_1.png", MAP), "--labels 1=x,255=z", "holds label 2, which has no name (1=x, 255=z)"
@@ -569,6 +574,7 @@ BAD = {
     "no background": Bad(
         put("masks/p0_1.png", MAP // 2 + 1), "--structure x", "holds 1 and 2, and no 0 for the background"
     ),
+    # their values
     "coloured labels": Bad(
         put("masks/p0_1.png", COLORED), "--labels 1=x", "coloured, so that its labels have no numbers"
     ),
@@ -577,6 +583,7 @@ BAD = {
         "--labels 1=x",
         "p0_1.tif: holds 0.5, and a label is a whole number; write the labels without smoothing",
     ),
+    # files
     "broken image": Bad(put("scans/p1_1.png", b"\x89PNG"), "--structure x", "scans/p1_1.png: not a readable image ("),
     "broken mask": Bad(put("masks/p1_1.png", b"GIF89a"), "--structure x", "masks/p1_1.png: not a readable mask ("),
     "not a number": Bad(
@@ -584,12 +591,14 @@ BAD = {
         "--structure x",
         "p0_1.tif: not a readable image (holds values that are not finite numbers); replace it",
     ),
+    # several images in one
     "two pages": Bad(
         pages, "--structure x", "p0_1.tif: not a readable image (2 pages; write each as a file); replace it"
     ),
     "two frames": Bad(
         frames, "--structure x", "p0_1.dcm: not a readable image (DICOM of 2 frames; export each as a file)"
     ),
+    # what fits nothing
     "another shape": Bad(
         put("masks/p0_1.png", np.eye(30, 60, dtype=np.uint8)),
         "--structure x",
@@ -600,11 +609,13 @@ BAD = {
         "--structure x",
         "masks: no mask of a training image shows anything; check the masks",
     ),
+    # copies
     "a copy": Bad(
         lambda f: (put("t.csv", SPLIT_TABLE)(f), shutil.copy(f / "scans" / "p0_1.png", f / "scans" / "p1_1.png")),
         BY_TABLE,
         "scans/p1_1.png: shows what {folder}/scans/p0_1.png does, which is in split 'train', and this in 'test'",
     ),
+    # tables
     "no table": Bad(nothing, BY_TABLE, "t.csv: no such table; check its name"),
     "no file column": Bad(put("t.csv", "who\na\n"), BY_TABLE, "t.csv:1: no column 'file' or 'image' or"),
     "no such column": Bad(
@@ -612,6 +623,7 @@ BAD = {
     ),
     "no row": Bad(put("t.csv", "file,patient\np0_1,a\n"), BY_TABLE, "p1_1.png: has no row in {folder}/t.csv; add one"),
     "unknown file": Bad(put("t.csv", TABLE + "q,a\n"), BY_TABLE, "t.csv:5: no image with a mask is named 'q'; correct"),
+    # patients and splits of tables
     "empty patient": Bad(
         put("t.csv", TABLE.replace(",b", ",")), BY_TABLE, "t.csv:3: empty 'patient'; complete the row"
     ),
@@ -619,8 +631,10 @@ BAD = {
         put("t.csv", TABLE + "p0_1,z\n"), BY_TABLE, "t.csv:5: another patient than in {folder}/t.csv:2"
     ),
     "too many fields": Bad(put("t.csv", TABLE + "p0_1,a,b\n"), BY_TABLE, "t.csv:5: more fields than the header has"),
+    # not a table
     "latin table": Bad(put("t.csv", "file,patient\nä,b\n".encode("latin-1")), BY_TABLE, "not a readable UTF-8 CSV ("),
     "empty table": Bad(put("t.csv", "file,patient\n"), BY_TABLE, "t.csv: holds no rows; a row for each question"),
+    # splits
     "a patient in two splits": Bad(
         put("t.csv", "file,patient,split\np0_1,a,train\np1_1,a,test\np2_1,c,val\n"),
         BY_TABLE,
@@ -629,16 +643,19 @@ BAD = {
     "odd split": Bad(
         put("t.csv", "file,split\np0_1,dev\np1_1,test\np2_1,val\n"), BY_TABLE, "t.csv:2: split 'dev' is not"
     ),
+    # flags
     "column without table": Bad(
         nothing, "--structure x --patient_column a", "--patient_column a: is that of a table; give the CSV by --table"
     ),
     "pattern that misses": Bad(
         nothing, r"--structure x --patient_pattern ^(q\d)", "does not fit the name 'p0_1'; correct"
     ),
+    # volumes
     "flat and volume": Bad(
         flat_and_volume, "--structure x", "p0_1.nii: a volume and a flat image (p0_1.png) are no pair"
     ),
     "grids": Bad(volumes(np.ones((6, 6, 5), np.uint8)), ALL_TRAIN, "v.nii.gz: has 6 x 6 x 5 voxels, and v.nii.gz 6"),
+    # where volumes lie
     "places": Bad(volumes(np.ones((6, 6, 6), np.uint8), 3.0), ALL_TRAIN, "v.nii.gz: lies elsewhere in space than"),
     "several labels": Bad(volumes(TWO_LABELS), ALL_TRAIN, "v.nii.gz: holds several labels; name them, such as"),
     "channel": Bad(
@@ -647,6 +664,7 @@ BAD = {
         "v.nii.gz: has 2 channels; lower --channel",
     ),
     "cut volume": Bad(cut_volume, ALL_TRAIN, "scans/v.nii.gz: not a readable NIfTI volume ("),
+    # the rest
     "bad dataset.json": Bad(
         put("dataset.json", "{}"), "", "dataset.json: holds no labels (no key 'labels'); give them"
     ),
@@ -662,7 +680,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, name):
     before = tree(tmp_path)
     flags = [flag.format(folder=tmp_path) for flag in case.flags.split(" ") if flag]
     with pytest.raises(InputError) as raised:
-        prepare(tmp_path, *flags)
+        prepare(tmp_path, flags)
     line = str(raised.value)
     assert "\n" not in line
     assert case.message.format(folder=tmp_path) in line

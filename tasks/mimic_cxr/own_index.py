@@ -90,6 +90,8 @@ def write_own(folder: Path, path: Path, own: OwnTable) -> None:
     lines = [f"{name}\n" for name in facts["missing"]]
     text = "".join(lines)
     write_file(folder / "missing.txt", text.encode())
+
+    # what is printed at each start
     facts |= {
         "ratings": {},
         "studies": {},
