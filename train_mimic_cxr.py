@@ -7,6 +7,7 @@
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
+    python train_mimic_cxr.py --table xrays.csv               # X-rays of your own, with questions and answers
 
 Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimic_qa_path) as they are downloaded. The
 report-derived scene graph is never an input: the answers come from the same report.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
 from question_utils import add_question_flags, split_interval
-from tasks.mimic_cxr.flags import add_engine_flags, add_output_flags, is_given, read_arguments
+from tasks.mimic_cxr.flags import add_engine_flags, add_output_flags, add_table_flags, is_given, read_arguments
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
@@ -65,6 +66,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
 
+    add_table_flags(parser)
     add_engine_flags(parser)
     add_output_flags(parser)
     add_question_flags(parser)
@@ -93,12 +95,11 @@ from loop_utils import seed_ranks
 from memory_utils import BatchSize
 
 # questions and answers
-from tasks.mimic_cxr.answers import HEADS
+from tasks.mimic_cxr.answers import HEADS, use_categories
 from tasks.mimic_cxr.blind import limit_questions
 from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, note_trained_labels, open_sets
 from tasks.mimic_cxr.evaluation import Evaluation, evaluate_only, judge, judge_further, keep_predictions
 from tasks.mimic_cxr.evaluation import keep_validation, log_evaluation, log_validation, name_split, thresholds_of
-from tasks.mimic_cxr.index import open_index
 from tasks.mimic_cxr.metrics import Predictions, batch_predictions, gather_predictions
 from tasks.mimic_cxr.report import draw_inputs, print_index, print_metrics
 
@@ -108,7 +109,7 @@ from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
 from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, most_passes, prepare_deepspeed
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
 from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run
-from tasks.mimic_cxr.settings import out_of_memory_advice, rehearse_model
+from tasks.mimic_cxr.settings import open_questions, out_of_memory_advice, rehearse_model
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 
@@ -122,6 +123,8 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> tuple[
         raise InputError(f"--max_question_length {args.max_question_length}: {reason}; lower it")
 
     # the same new layers on every rank
+    if args.categories:
+        use_categories(args.categories)
     torch.manual_seed(args.seed)
     model = ChestModel(encoders, precision, args.fusion_layers, args.dropout)
     model.image.requires_grad_(not args.freeze_image)
@@ -361,15 +364,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
     begun = time.time()
     run_folder = Path(args.output_dir)
     setup = choose_setup(args, ranks)
-    index = open_index(
-        Path(args.index_dir),
-        Path(args.mimic_cxr_path),
-        Path(args.mimic_qa_path),
-        args.quality_grade,
-        args.view,
-        args.max_missing,
-        limit=64 if args.debug else 0,
-    )
+    index = open_questions(args)
 
     # the split that is used must have questions
     with agree_on_errors():
@@ -432,6 +427,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     progress = ValidatedProgress()
     questions = len(sets["train"])
     this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
+    if args.table:
+        this_run["categories"] = "; ".join(args.categories)
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)

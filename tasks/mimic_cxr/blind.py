@@ -19,7 +19,7 @@ from interval_utils import interval_of_mean
 from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.index_files import map_table
-from tasks.mimic_cxr.metrics import MOST_CLASSES, Metrics, Predictions, add_interval, patients_of, usual_answers
+from tasks.mimic_cxr.metrics import Metrics, Predictions, add_interval, most_classes, patients_of, usual_answers
 
 # Of a split so many are answered blind, three times over.
 MOST_QUESTIONS = 1000
@@ -204,7 +204,7 @@ def count_answers(training: QuestionData, wanted: list[str]) -> np.ndarray:
     rank, world_size = world()
     questions = training.rows
     texts = pa.array(wanted, pa.string())
-    shape = (len(wanted), len(HEADS), MOST_CLASSES)
+    shape = (len(wanted), len(HEADS), most_classes())
     counts = np.zeros(shape, np.int64)
 
     # which rows are trained on: all, or some evenly spaced

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader
+from image_utils import open_gray
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.index import Index
 from tasks.mimic_cxr.releases import image_name
@@ -42,9 +43,7 @@ def decode(path: str, size: int) -> np.ndarray:
     The JPEG is decoded at the smallest scale that is still twice the wanted size: several times faster, no difference
     that a 224-pixel image shows.
     """
-    with Image.open(path) as file:
-        file.draft("L", (2 * size, 2 * size))
-        image = file.convert("L")
+    image = open_gray(path, 2 * size)
     scale = size / max(image.size)
     sides = [max(1, round(side * scale)) for side in image.size]
     small = image.resize(sides, Image.Resampling.BILINEAR)
@@ -157,7 +156,9 @@ class QuestionData(Dataset):
         return self.index.studies[name][study].as_py()
 
     def image_path(self, study: int) -> str:
-        """The JPEG of a study."""
+        """The image of a study: the release's JPEG, or as a user's table names it."""
+        if "image" in self.index.studies.schema.names:
+            return f"{self.root}/{self.study_column('image', study)}"
         subject_id = self.study_column("subject_id", study)
         study_id = self.study_column("study_id", study)
         dicom_id = self.study_column("dicom_id", study)
@@ -268,6 +269,9 @@ def check_split(
 ) -> None:
     """InputError where a split has no questions. cxr, qba: where the releases lie."""
     if not len(index.questions(RELEASE_SPLITS[split])):
+        if "table" in index.facts:
+            advice = "add a column 'split', or choose other shares by --split or another --split_seed"
+            raise InputError(f"{index.facts['table']}: no questions in split {split!r}; {advice}")
         advice = f"see {cxr}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
         raise InputError(f"{qba}: no questions in split {split!r}; {advice}")
 

@@ -14,7 +14,6 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 
 Metrics = dict[str, float | None]
 Predictions = dict[str, np.ndarray]
-MOST_CLASSES = max(len(names) for names in HEADS.values())
 
 
 class Judged(NamedTuple):
@@ -31,6 +30,11 @@ class Judged(NamedTuple):
     def has_both(self) -> bool:
         """Whether there are both classes, without which no curve is defined."""
         return len(self.truth.unique()) == 2
+
+
+def most_classes() -> int:
+    """The classes of the answer head that has the most."""
+    return max(len(names) for names in HEADS.values())
 
 
 # --- losses and answers -----------------------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def batch_predictions(
     """
     classes = torch.stack([logits.argmax(1) for logits in answers], 1)
     predicted = classes.gather(1, batch["head"][:, None])
-    probability = torch.zeros(len(chexpert), MOST_CLASSES, device=chexpert.device)
+    probability = torch.zeros(len(chexpert), most_classes(), device=chexpert.device)
     for place, logits in enumerate(answers):
         asked = batch["head"] == place
         probability[asked, : logits.shape[1]] = logits[asked].softmax(1)

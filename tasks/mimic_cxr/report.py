@@ -18,7 +18,6 @@ from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.metrics import Metrics, Predictions, judge_labels
 from tasks.mimic_cxr.releases import largest_first
 
-CLASSES = list(HEADS.values())
 # Characters of a line above an image, and of a question there.
 LINE = 48
 LONGEST_QUESTION = 600
@@ -55,6 +54,13 @@ def print_index(facts: dict) -> None:
         rows = {name: {"count": count} for name, count in facts[title].items()}
         if rows:
             print_table(title, rows)
+
+    # a user's table, and what is odd about it
+    if "table" in facts:
+        print_table(facts["table"], facts["splits"])
+        print(f"split {facts['rule']}")
+        for note in facts["notes"]:
+            print(f"note: {note}", flush=True)
 
 
 def print_metrics(
@@ -179,6 +185,8 @@ def write_predictions(
         of_others = predictions["head"] != number
         for place, name in enumerate(names):
             table[f"p({head}: {name})"] = pa.array(predictions["p"][:, place], mask=of_others)
+    if "image" in data.index.studies.schema.names:
+        table = {"image": [data.study_column("image", row["study"]) for row in rows]} | table
     for i, label in enumerate(CHEXPERT):
         table[f"p({label})"] = pa.array(predictions["chexpert"][:, i], from_pandas=True)
 
@@ -194,13 +202,14 @@ def answers_at_threshold(predictions: Predictions, thresholds: dict[str, float])
         return [None] * len(predictions["head"])
     said = predictions["p"][:, 1].astype(np.float64) >= thresholds["binary"]
     binary = predictions["head"] == list(HEADS).index("binary")
-    return [CLASSES[0][int(yes)] if asked else None for yes, asked in zip(said, binary, strict=True)]
+    return [HEADS["binary"][int(yes)] if asked else None for yes, asked in zip(said, binary, strict=True)]
 
 
 def class_names(predictions: Predictions, column: str) -> list[str]:
     """The names of the classes in a column, each of its question's head."""
     pairs = zip(predictions["head"], predictions[column], strict=True)
-    return [CLASSES[head][number] for head, number in pairs]
+    classes = list(HEADS.values())
+    return [classes[head][number] for head, number in pairs]
 
 
 # --- the banner -------------------------------------------------------------------------------------------------------
@@ -311,11 +320,12 @@ def short_question(item: dict) -> str:
 
 def draw_inputs(data: QuestionData):
     """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+    classes = list(HEADS.values())
     images = []
     texts = []
     for i in evenly(len(data), 9):
         item = data[i]
-        lines = [short_question(item), f"answer: {CLASSES[item['head']][item['target']]}"]
+        lines = [short_question(item), f"answer: {classes[item['head']][item['target']]}"]
         for word, value in LABEL_WORDS.items():
             names = labels_of(data, item["study"], value)
             if names:

@@ -2,19 +2,19 @@
 
 import csv
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from blind_utils import choose_rows
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader, print_main
+from image_utils import open_image, open_upright
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
 
@@ -97,7 +97,8 @@ def read_annotations(
     Raises InputError naming file and row.
     """
     folder = root / "annotations"
-    files = sorted(folder.glob("*.csv"))
+    # the newer release has its questions one level deeper, beside those of another kind
+    files = sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))
     if not files:
         raise InputError(f"{folder}: holds no CSV file; check --data_root")
     present = [file.stem for file in files]
@@ -149,7 +150,7 @@ def parse_record(record: dict, modality: str, source: str, root: Path, skip_bad_
     if split not in SPLITS:
         raise InputError(f"{source}: split {split!r} is not train, val or test; correct the row")
 
-    image, mask = find_pair(root, record["image_path"], source)
+    image, mask = find_pair(root, record["image_path"], source, record.get("image_name") or "")
     return Row(
         modality=modality,
         image=image,
@@ -162,10 +163,11 @@ def parse_record(record: dict, modality: str, source: str, root: Path, skip_bad_
     )
 
 
-def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
+def find_pair(root: Path, path: str, source: str, image_name: str = "") -> tuple[str, str]:
     """(image, mask) files of a CSV's image_path, which is the path of the mask. Raises InputError.
 
-    The path may hold backslashes, and ISIC's names of masks differ from those of their images.
+    The path may hold backslashes, and ISIC's names of masks differ from those of their images. image_name: of an image
+    that has several masks, and so another name than they.
     """
     slashed = path.strip().replace("\\", "/")
     parts = [part for part in slashed.split("/") if part not in ("", ".")]
@@ -181,11 +183,15 @@ def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
     stem = Path(name).stem.removesuffix("_Segmentation")
     mask_names = [name, f"{stem}_Segmentation.png", f"{stem}.png", f"{stem}.jpg"]
     image_names = [name, f"{stem}.jpg", f"{stem}.png", f"{stem}.jpeg", f"{stem}.JPG"]
-    image_names = [image_name for image_name in image_names if "_Segmentation" not in image_name]
+    image_names = [candidate for candidate in image_names if "_Segmentation" not in candidate]
+    if image_name and not re.search(r"[/\\]", image_name):
+        image_names.append(image_name)
 
-    # the folder as it is written, as a fork has it one level deeper, or without the levels above the modality
+    # the folder as it is written, as a fork and the newer release have it one level deeper, or without the levels
+    # above the modality
     written = "/".join(folders)
-    for above in (written, f"images_and_masks/{written}", "/".join(folders[-1:])):
+    modality = "/".join(folders[-1:])
+    for above in (written, f"images_and_masks/{written}", f"data/{written}", modality, f"data/{modality}"):
         mask = first_file(root / above / mask_folder, mask_names)
         if mask:
             image = first_file(root / above / image_folder, image_names)
@@ -222,43 +228,6 @@ def swap_questions(rows: list[Row]) -> tuple[list[Row], int]:
 
 
 # --- images and masks -------------------------------------------------------------------------------------------------
-
-
-def turn_upright(image: Image.Image) -> bool:
-    """Turn a loaded image as its EXIF tag says, in place; returns whether the tag said so."""
-    try:
-        turned = image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
-        if turned:
-            ImageOps.exif_transpose(image, in_place=True)
-        return turned
-    except (SyntaxError, ValueError, struct.error):
-        # a damaged EXIF block says nothing about the orientation
-        return False
-
-
-def open_upright(file: str | BinaryIO) -> tuple[Image.Image, bool]:
-    """The image as 8-bit grey or RGB, upright, and whether it had to be turned for that.
-
-    16-bit and float images are scaled to their own range.
-    """
-    with Image.open(file) as image:
-        image.load()
-        turned = turn_upright(image)
-        if image.mode in ("1", "L", "LA"):
-            return image.convert("L"), turned
-        if image.mode[:1] not in "IF":
-            return image.convert("RGB"), turned
-        values = np.asarray(image, np.float32)
-    low = float(values.min())
-    high = float(values.max())
-    scaled = 255 * (values - low) / max(high - low, 1e-6)
-    return Image.fromarray(scaled.astype(np.uint8)), turned
-
-
-def open_image(path: str) -> Image.Image:
-    """The image as 8-bit RGB, upright."""
-    image, _ = open_upright(path)
-    return image.convert("RGB")
 
 
 def mask_values(mask: Image.Image) -> np.ndarray:
