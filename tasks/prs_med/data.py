@@ -14,6 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
+from dicom_utils import is_dicom, open_dicom
 from distributed_utils import create_distributed_dataloader, print_main
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
@@ -195,6 +196,8 @@ def open_upright(path: str) -> tuple[Image.Image, bool]:
 
     16-bit and float images are scaled to their own range.
     """
+    if is_dicom(path):
+        return open_dicom(path).convert("RGB"), False
     with Image.open(path) as image:
         image.load()
         turned = turn_upright(image)
