@@ -1,7 +1,7 @@
 """--predict of guides 0 and 1: questions about images, from a file, a folder or a table, answered in batches.
 
 A batch is made of the same questions at any number of processes, and each process takes whole ones: so the files are
-the same, too. Nothing is left over from a call that was killed but whole files; the next call makes all of them anew.
+the same, too. A call that was killed leaves whole files without predictions.csv; the next one makes all of them anew.
 """
 
 import csv
@@ -218,13 +218,18 @@ def answer_questions(
     batch_size: int,
     open_image: Callable[[str], object],
     answer_batch: Callable[[list[Asked], list], list[dict]],
+    folder: Path,
 ) -> list[dict]:
     """All ranks: a record for each question, in order, the same on every rank; the ranks share the batches.
 
+    The folder gets predictions.csv, last of all: while it is not there, files of an earlier call may be among the new.
     open_image: what a path holds; whatever it raises makes the image one that cannot be read. answer_batch: the
     records of questions whose images are these, their files written. The record of an image that cannot be read holds
-    its `error` alone. Raises InputError on all ranks.
+    its `error` alone. Raises InputError on all ranks, as where no image can be read.
     """
+    with agree_on_errors():
+        if world()[0] == 0:
+            remove_table(folder)
     rank, world_size = world()
     batches = [asked[first : first + batch_size] for first in range(0, len(asked), batch_size)]
     rounds = -(-len(batches) // world_size)
@@ -244,7 +249,9 @@ def answer_questions(
     merged = {}
     for part in gather_objects(local):
         merged |= part
-    return [record for number in sorted(merged) for record in merged[number]]
+    records = [record for number in sorted(merged) for record in merged[number]]
+    finish(asked, records, folder)
+    return records
 
 
 def answer_readable(batch: list[Asked], open_image: Callable, answer_batch: Callable, pool) -> list[dict]:
@@ -282,6 +289,20 @@ def try_to_open(path: str, open_image: Callable):
 
 
 # --- what is left -----------------------------------------------------------------------------------------------------
+
+
+def remove_table(folder: Path) -> None:
+    """Take away predictions.csv of an earlier call. Raises InputError."""
+    try:
+        (folder / "predictions.csv").unlink(missing_ok=True)
+    except OSError as error:
+        raise not_written(folder / "predictions.csv", error) from None
+
+
+def not_written(path: Path, error: OSError) -> InputError:
+    """The error of a file that the disk does not take."""
+    advice = "free space, or name another run folder and the checkpoint by --resume_from"
+    return InputError(f"{path}: not written ({error.strerror or error}); {advice}")
 
 
 def finish(asked: list[Asked], records: list[dict], folder: Path) -> None:
@@ -337,9 +358,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
             os.makedirs(folder, exist_ok=True)
             write_atomically(folder / name, lambda file, content=content: file.write(content))
         except OSError as error:
-            reason = error.strerror or error
-            advice = "free space, or name another run folder and the checkpoint by --resume_from"
-            raise InputError(f"{folder / name}: not written ({reason}); {advice}") from None
+            raise not_written(folder / name, error) from None
 
 
 def png(image: Image.Image) -> bytes:

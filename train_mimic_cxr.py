@@ -7,6 +7,7 @@
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
+    python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
 Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimic_qa_path) as they are downloaded. The
 report-derived scene graph is never an input: the answers come from the same report.
@@ -98,7 +99,9 @@ from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, open_sets
 from tasks.mimic_cxr.index import open_index
 from tasks.mimic_cxr.metrics import Metrics, Predictions, answer_metrics, batch_predictions, chexpert_metrics
+from tasks.mimic_cxr.heads import describe_training
 from tasks.mimic_cxr.metrics import gather_predictions, group_sizes, split_losses
+from tasks.mimic_cxr.prediction import predict
 from tasks.mimic_cxr.report import draw_inputs, draw_split, make_results_folder, print_index, print_metrics
 from tasks.mimic_cxr.report import write_evaluation, write_predictions
 
@@ -365,10 +368,10 @@ def trial_step(model: ChestModel, size: int, args: Namespace) -> None:
     losses[0].backward()
 
 
-def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict) -> dict:
+def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict, asked: dict) -> dict:
     """All ranks: what a checkpoint holds beside position, log and random state; the same from every engine.
 
-    this_run: what may not differ where the run is resumed.
+    this_run: what may not differ where the run is resumed. asked: see describe_training.
     """
     return {
         "format": FORMAT,
@@ -378,12 +381,15 @@ def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_r
         "run": this_run,
         "precision": precision,
         "split": batch.record(),
+        "training": asked,
     }
 
 
 def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
+    if args.predict:
+        return predict(build_model, FORMAT, args, ranks)
     setup = choose_setup(args, ranks)
     index = open_index(
         Path(args.index_dir),
@@ -455,6 +461,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     progress = ValidatedProgress()
     questions = len(sets["train"])
     this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
+    with agree_on_errors():
+        asked = describe_training(sets["train"])
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)
@@ -475,7 +483,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
         effective_batch_size=effective_batch_size,
         precision=setup.precision,
         log=log,
-        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run),
+        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, asked),
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,

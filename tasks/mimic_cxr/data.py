@@ -11,6 +11,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
+from dicom_utils import is_dicom, open_dicom, to_8_bit
 from distributed_utils import create_distributed_dataloader
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.index import Index
@@ -36,15 +37,27 @@ NO_QUESTION = {
 }
 
 
+def open_gray(path: str, size: int) -> Image.Image:
+    """The image in 8-bit gray, a JPEG at the smallest scale that is still twice this size.
+
+    Images of 16 bits or floats, and DICOM, are scaled to their own range.
+    """
+    if is_dicom(path):
+        return open_dicom(path).convert("L")
+    with Image.open(path) as file:
+        file.draft("L", (2 * size, 2 * size))
+        if file.mode[:1] not in "IF":
+            return file.convert("L")
+        return Image.fromarray(to_8_bit(np.asarray(file)))
+
+
 def decode(path: str, size: int) -> np.ndarray:
     """(size, size) uint8: the whole image, its sides in proportion, black beside it.
 
     The JPEG is decoded at the smallest scale that is still twice the wanted size: several times faster, no difference
     that a 224-pixel image shows.
     """
-    with Image.open(path) as file:
-        file.draft("L", (2 * size, 2 * size))
-        image = file.convert("L")
+    image = open_gray(path, size)
     scale = size / max(image.size)
     sides = [max(1, round(side * scale)) for side in image.size]
     small = image.resize(sides, Image.Resampling.BILINEAR)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed_utils import print_main, to_device
-from predict_utils import Asked, answer_questions, finish, png, write_files
+from predict_utils import Asked, answer_questions, png, write_files
 from tasks.prs_med.data import open_image
 from tasks.prs_med.metrics import position_of
 
@@ -23,8 +23,7 @@ def predict(model: nn.Module, asked: list[Asked], batch_size: int, max_new_token
     model.eval()
     folder = run_folder / "predictions"
     answer = partial(answer_batch, model, max_new_tokens, folder)
-    records = answer_questions(asked, batch_size, open_image, answer)
-    finish(asked, records, folder)
+    records = answer_questions(asked, batch_size, open_image, answer, folder)
 
     # a single one is told at once
     if len(asked) == 1:
