@@ -227,9 +227,6 @@ def answer_questions(
     records of questions whose images are these, their files written. The record of an image that cannot be read holds
     its `error` alone. Raises InputError on all ranks, as where no image can be read.
     """
-    with agree_on_errors():
-        if world()[0] == 0:
-            remove_table(folder)
     rank, world_size = world()
     batches = [asked[first : first + batch_size] for first in range(0, len(asked), batch_size)]
     rounds = -(-len(batches) // world_size)
@@ -241,7 +238,7 @@ def answer_questions(
             # the ranks stay together, so that none waits for long and all end at an error of one
             with agree_on_errors():
                 if own < len(batches):
-                    local[own] = answer_readable(batches[own], open_image, answer_batch, pool)
+                    local[own] = answer_readable(batches[own], open_image, answer_batch, folder, pool)
             progress.advance(batch_size * world_size)
     progress.close()
 
@@ -254,14 +251,24 @@ def answer_questions(
     return records
 
 
-def answer_readable(batch: list[Asked], open_image: Callable, answer_batch: Callable, pool) -> list[dict]:
+def answer_readable(
+    batch: list[Asked],
+    open_image: Callable,
+    answer_batch: Callable,
+    folder: Path,
+    pool: ThreadPoolExecutor,
+) -> list[dict]:
     """The records of a batch. Its images are opened by the threads of a pool, each once."""
     paths = list(dict.fromkeys(str(one.path) for one in batch))
     opened = dict(zip(paths, pool.map(lambda path: try_to_open(path, open_image), paths), strict=True))
     readable = [one for one in batch if not isinstance(opened[str(one.path)], Unreadable)]
     images = [opened[str(one.path)] for one in readable]
-    answers = iter(answer_batch(readable, images) if readable else ())
+    answers = iter(())
+    if readable:
+        remove_table(folder)
+        answers = iter(answer_batch(readable, images))
 
+    # what was read and what was not, in the order of the questions
     records = []
     for one in batch:
         image = opened[str(one.path)]

@@ -142,6 +142,8 @@ def choose_heads(
     known: dict[str, ChosenHead] = {}
     nearest = Wordings(wordings) if wordings else None
     chosen = []
+
+    # a wording that is asked of many images is looked up once
     for one in asked:
         row = f"{one.source}: " if one.source else ""
         try:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,17 +50,24 @@ def predict(build_model: Callable, format: str, args: Namespace, ranks: Ranks) -
         load_trained(model, checkpoint["model"])
     tell_of_training(asked, heads, training)
 
-    # the images at the model's size, and larger for the overlay
+    # each image at the model's size, and at the overlay's
     model.eval()
-    folder = run_folder / "predictions"
-    head_of_question = {one.stem: head for one, head in zip(asked, heads, strict=True)}
-    trained = [name for name, known in training["labels"].items() if known]
-    tokens = partial(tokenizer, padding=True, truncation=True, max_length=args.max_question_length, return_tensors="pt")
-    answer = partial(answer_batch, model, tokens, head_of_question, trained, folder)
-    records = answer_questions(asked, args.batch_size, partial(open_xray, args.image_size), answer, folder)
+    run = Predictor(
+        model=model,
+        tokenizer=tokenizer,
+        max_question_length=args.max_question_length,
+        heads={one.stem: head for one, head in zip(asked, heads, strict=True)},
+        trained=[name for name, known in training["labels"].items() if known],
+        folder=run_folder / "predictions",
+    )
+    answer = partial(answer_batch, run)
+    open_image = partial(open_xray, args.image_size)
+    records = answer_questions(asked, args.batch_size, open_image, answer, run.folder)
+
+    # a single one is told at once
     if len(asked) == 1:
         print_main(f"{describe(asked[0], records[0])}\n{NOTE}")
-        print_main(f"written: {folder / asked[0].stem}_overlay.png, .txt, and {folder}/predictions.csv")
+        print_main(f"written: {run.folder / asked[0].stem}_overlay.png, .txt, and {run.folder}/predictions.csv")
     return 0
 
 
@@ -84,55 +92,97 @@ def open_xray(size: int, path: str) -> tuple[np.ndarray, np.ndarray]:
 # --- a batch ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def answer_batch(
-    model: ChestModel,
-    tokens: Callable,
-    heads: dict[str, ChosenHead],
-    trained: list[str],
-    folder: Path,
-    asked: list[Asked],
-    images: list[tuple[np.ndarray, np.ndarray]],
-) -> list[dict]:
-    """What predictions.csv says of each question about its image; overlay and text are written.
+class Predictor(NamedTuple):
+    """A trained model and what belongs to it.
 
-    heads: of each question, by its stem. trained: the CheXpert labels that are given.
+    heads: of each question, by its stem. trained: the CheXpert labels that are given. folder: of what is written.
     """
-    words = tokens([one.question for one in asked])
-    pixels = np.stack([small for small, _ in images])
-    batch = {"image": torch.from_numpy(pixels[:, None]), "ids": words["input_ids"], "mask": words["attention_mask"]}
-    batch = to_device(batch, model.mean.device)
-    with watch_attention(model) as watched:
-        *logits, chexpert = model(batch["image"], batch["ids"], batch["mask"])
 
-    # to the host: of each head and label, and where each answer's token attends to
-    answers = {name: values.softmax(1).cpu() for name, values in zip(HEADS, logits, strict=True)}
-    findings = chexpert.sigmoid().cpu()
-    attention = torch.stack(watched).float().mean(0)[:, 0].cpu()
+    model: ChestModel
+    tokenizer: Callable
+    max_question_length: int
+    heads: dict[str, ChosenHead]
+    trained: list[str]
+    folder: Path
+
+
+def answer_batch(run: Predictor, asked: list[Asked], images: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]:
+    """What predictions.csv says of each question about its image; overlay and text are written."""
+    small = [image for image, _ in images]
+    answers, findings, attention = look(run, asked, small)
     records = []
     for place, one in enumerate(asked):
-        head = heads[one.stem]
-        record = likeliest(answers[head.head][place], HEADS[head.head])
-        record |= {"head": head.head, "head_chosen": head.reason}
-        for name, probability in zip(CHEXPERT, findings[place].tolist(), strict=True):
-            record[f"p({name})"] = round(probability, 4) if name in trained else ""
-        record |= {"overlay": f"{one.stem}_overlay.png", "text": f"{one.stem}.txt"}
+        chosen = run.heads[one.stem]
+        record = likeliest(answers[chosen.head][place], HEADS[chosen.head])
+        record["head"] = chosen.head
+        record["head_chosen"] = chosen.reason
+        probabilities = findings[place].tolist()
+        for name, probability in zip(CHEXPERT, probabilities, strict=True):
+            record[f"p({name})"] = round(probability, 4) if name in run.trained else ""
+
+        # its files
         overlay = draw_attention(images[place][1], attention[place])
-        files = {record["overlay"]: png(overlay), record["text"]: f"{describe(one, record)}\n{NOTE}\n".encode()}
-        write_files(folder, files)
+        text = f"{describe(one, record)}\n{NOTE}\n"
+        record["overlay"] = f"{one.stem}_overlay.png"
+        record["text"] = f"{one.stem}.txt"
+        files = {record["overlay"]: png(overlay), record["text"]: text.encode()}
+        write_files(run.folder, files)
         records.append(record)
     return records
 
 
+@torch.no_grad()
+def look(
+    run: Predictor,
+    asked: list[Asked],
+    images: list[np.ndarray],
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """(probabilities (B, classes) of each head, those of the labels (B, 14), attention (B, P)), on the host.
+
+    attention: of the token that all answers are read from, the mean over the fusion layers and their heads.
+    """
+    questions = [one.question for one in asked]
+    tokens = run.tokenizer(
+        questions,
+        padding=True,
+        truncation=True,
+        max_length=run.max_question_length,
+        return_tensors="pt",
+    )
+    pixels = np.stack(images)
+
+    # where the weights are
+    batch = {
+        "image": torch.from_numpy(pixels[:, None]),
+        "ids": tokens["input_ids"],
+        "mask": tokens["attention_mask"],
+    }
+    batch = to_device(batch, run.model.mean.device)
+    with watch_attention(run.model) as watched:
+        *logits, chexpert = run.model(batch["image"], batch["ids"], batch["mask"])
+
+    answers = {}
+    for name, values in zip(HEADS, logits, strict=True):
+        answers[name] = values.softmax(1).cpu()
+    attention = torch.stack(watched).float()
+    attention = attention.mean(0)[:, 0]
+    return answers, chexpert.sigmoid().cpu(), attention.cpu()
+
+
 def likeliest(probabilities: Tensor, names: tuple[str, ...]) -> dict:
     """The likeliest answers and their probabilities: answer, probability, answer_2, probability_2, ..."""
-    order = probabilities.argsort(descending=True, stable=True).tolist()
+    order = probabilities.argsort(descending=True, stable=True)
     record = {}
     for number in range(ANSWERS):
         ending = f"_{number + 1}" if number else ""
-        known = number < len(order)
-        record[f"answer{ending}"] = names[order[number]] if known else ""
-        record[f"probability{ending}"] = round(float(probabilities[order[number]]), 4) if known else ""
+        answer = ""
+        probability = ""
+        if number < len(names):
+            place = int(order[number])
+            answer = names[place]
+            probability = round(float(probabilities[place]), 4)
+        record[f"answer{ending}"] = answer
+        record[f"probability{ending}"] = probability
     return record
 
 
