@@ -6,6 +6,8 @@ import numpy as np
 from PIL import Image
 
 ENDINGS = (".dcm", ".dicom")
+# Files that need no look inside: most, and on a network each look takes its time.
+PLAIN = (".jpg", ".jpeg", ".png")
 # A DICOM file without such an ending begins with 128 bytes of anything and this.
 MARK = b"DICM"
 MARK_AT = 128
@@ -13,8 +15,9 @@ MARK_AT = 128
 
 def is_dicom(path: str | Path) -> bool:
     """Whether a file is DICOM, by its ending or by its first bytes. Raises OSError where it cannot be read."""
-    if str(path).lower().endswith(ENDINGS):
-        return True
+    name = str(path).lower()
+    if name.endswith(ENDINGS + PLAIN):
+        return name.endswith(ENDINGS)
     with open(path, "rb") as file:
         head = file.read(MARK_AT + len(MARK))
     return head[MARK_AT:] == MARK

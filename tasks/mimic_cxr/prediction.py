@@ -28,9 +28,7 @@ from tasks.mimic_cxr.model import ChestModel
 OVERLAY = 512
 # Answers that predictions.csv has, the likeliest first.
 ANSWERS = 3
-NOTE = (
-    "overlay: where the answer's token attends to, mean over heads and layers; it does not prove why it is so answered"
-)
+NOTE = "overlay: where the answer's token attends to, mean over heads and layers; no proof of why it answers so"
 
 
 def predict(build_model: Callable, format: str, args: Namespace, ranks: Ranks) -> int:
