@@ -275,10 +275,12 @@ BAD = {
     "empty folder": ({}, f"--predict {{tmp}} {ASK}", "holds no image"),
     "folder without images": ({"a.txt": "x"}, f"--predict {{tmp}} {ASK}", "holds no image"),
     "no readable image": ({"a.png": "x", "b.jpg": ""}, f"--predict {{tmp}} {ASK}", "nor can the other 1"),
+    # tables
     "no column": ({"a.csv": "image\n{image}\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'question'"),
     "no image column": ({"a.csv": "file,question\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'image'"),
     "semicolons": ({"a.csv": "image;question\na;b\n"}, "--predict {tmp}/a.csv", "no column 'image'"),
     "column twice": ({"a.csv": "image,question,image\n"}, "--predict {tmp}/a.csv", "'image' is there twice"),
+    # their rows
     "no rows": ({"a.csv": "image,question\n"}, "--predict {tmp}/a.csv", "a.csv: holds no rows"),
     "empty table": ({"a.csv": ""}, "--predict {tmp}/a.csv", "a.csv:1: no column 'image'"),
     "empty question": ({"a.csv": CSV + "{image}, \n,?\n"}, "--predict {tmp}/a.csv", "a.csv:3: empty 'question' (and 1"),
@@ -286,6 +288,7 @@ BAD = {
     "fewer fields": ({"a.csv": CSV + "{image}\n"}, "--predict {tmp}/a.csv", "a.csv:3: fewer fields"),
     "images elsewhere": ({"a.csv": "image,question\nno.png,?\n"}, "--predict {tmp}/a.csv", "relative to the CSV"),
     "Latin-1": ({"a.csv": "image,question\n\udce4,?\n"}, "--predict {tmp}/a.csv", "not a readable UTF-8 CSV"),
+    # flags that do not go together
     "image without question": ({}, "--predict {image}", "need each other; a CSV has a column"),
     "question without image": ({}, ASK, "--predict and --question need each other"),
     "blank question": ({}, ["--predict", "{image}", "--question", " "], "--question: must not be blank"),
@@ -293,6 +296,8 @@ BAD = {
     "overwrite": ({}, f"--predict {{image}} {ASK} --overwrite", "excludes --predict"),
     "no run": ({}, f"--predict {{image}} {ASK} {{where}} {{tmp}}", "best.pt"),
 }
+
+# of guide 1 alone
 BAD_MIMIC = {
     "head without a question": ({}, "--head binary", "--head and --question_type are about --predict"),
     "two heads": ({}, f"--predict {{image}} {ASK} --head region --question_type D02_has_finding", "exclude each other"),
