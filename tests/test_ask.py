@@ -266,6 +266,7 @@ def check_wordings(wordings: dict[str, list[str]]) -> None:
 
 # --- what cannot be answered ------------------------------------------------------------------------------------------
 
+
 CSV = "image,question\n{image},Where is it?\n"
 ASK = "--question ?"
 # name: (a file's content by its name, the flags, the message); {tmp}, {image} and {run} are places
@@ -280,9 +281,9 @@ BAD = {
     "no image column": ({"a.csv": "file,question\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'image'"),
     "semicolons": ({"a.csv": "image;question\na;b\n"}, "--predict {tmp}/a.csv", "no column 'image'"),
     "column twice": ({"a.csv": "image,question,image\n"}, "--predict {tmp}/a.csv", "'image' is there twice"),
-    # their rows
     "no rows": ({"a.csv": "image,question\n"}, "--predict {tmp}/a.csv", "a.csv: holds no rows"),
     "empty table": ({"a.csv": ""}, "--predict {tmp}/a.csv", "a.csv:1: no column 'image'"),
+    # named with their number
     "empty question": ({"a.csv": CSV + "{image}, \n,?\n"}, "--predict {tmp}/a.csv", "a.csv:3: empty 'question' (and 1"),
     "more fields": ({"a.csv": CSV + "{image},a,b\n"}, "--predict {tmp}/a.csv", "a.csv:3: more fields"),
     "fewer fields": ({"a.csv": CSV + "{image}\n"}, "--predict {tmp}/a.csv", "a.csv:3: fewer fields"),
