@@ -208,6 +208,8 @@ def test_mimic_cxr_says_what_its_model_gives(mimic_cxr, tmp_path, zygote):
     model.load_state_dict(saved["model"], strict=False)
     model.eval()
     pixels = torch.from_numpy(decode(image, 64))[None, None]
+
+    # row by row
     for row in found:
         words = tokenizer([row["question"]], return_tensors="pt")
         with torch.no_grad():
@@ -230,6 +232,8 @@ def check_attention(model, pixels, words) -> None:
         plain = model(pixels, words["input_ids"], words["attention_mask"])
         with watch_attention(model) as watched:
             again = model(pixels, words["input_ids"], words["attention_mask"])
+
+        # the first layer by hand
         image = model.image_tokens(pixels)
         text = model.text(input_ids=words["input_ids"], attention_mask=words["attention_mask"]).last_hidden_state
         layer = model.fusion[0]
