@@ -1,7 +1,7 @@
 """What guides 0 and 1 share: questions about images. Light: read before torch is imported."""
 
 import re
-from argparse import ArgumentTypeError, BooleanOptionalAction
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 
 from cli_utils import Parser, whole
 
@@ -19,6 +19,11 @@ def add_question_flags(parser: Parser) -> None:
     text = "in the last test: scores without the image or the question (default: %(default)s)"
     add("--blind_scores", action=BooleanOptionalAction, default=True, help=text)
 
+    add = parser.add_argument_group("asking a trained model").add_argument
+    text = "no training: answer about this image, all images of a folder, or a CSV (image,question)"
+    add("--predict", metavar="PATH", help=text)
+    add("--question", metavar="TEXT", help="the question for --predict; of a CSV's rows, those that have none")
+
 
 def evaluation_interval(text: str) -> str:
     """argparse type: `2` (epochs) or `500steps`."""
@@ -31,3 +36,25 @@ def split_interval(text: str) -> tuple[int, int]:
     """(epochs, optimizer steps) between evaluations, one of which is 0."""
     count, steps = EVERY.fullmatch(text).groups()
     return (0, int(count)) if steps else (int(count), 0)
+
+
+def check_predict(parser: Parser, args: Namespace) -> None:
+    """End with one line where --predict and --question do not go together or with other modes."""
+    path = args.predict
+    question = args.question
+    is_table = bool(path) and path.lower().endswith(".csv")
+
+    # a table has its own questions
+    reason = ""
+    if question and not path:
+        reason = "--predict and --question need each other"
+    elif path and not question and not is_table:
+        reason = "--predict and --question need each other; a CSV has a column of questions"
+    elif question and not question.strip():
+        reason = "--question: must not be blank"
+    elif path and args.eval_only:
+        reason = "--predict and --eval_only exclude each other; give one"
+    elif path and args.overwrite:
+        reason = "--overwrite starts afresh and excludes --predict"
+    if reason:
+        parser.error(reason)

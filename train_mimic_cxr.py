@@ -8,6 +8,7 @@
         train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
     python train_mimic_cxr.py --table xrays.csv               # X-rays of your own, with questions and answers
+    python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
 Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimic_qa_path) as they are downloaded. The
 report-derived scene graph is never an input: the answers come from the same report.
@@ -100,7 +101,9 @@ from tasks.mimic_cxr.blind import limit_questions
 from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, note_trained_labels, open_sets
 from tasks.mimic_cxr.evaluation import Evaluation, evaluate_only, judge, judge_further, keep_predictions
 from tasks.mimic_cxr.evaluation import keep_validation, log_evaluation, log_validation, name_split, thresholds_of
+from tasks.mimic_cxr.heads import describe_training
 from tasks.mimic_cxr.metrics import Predictions, batch_predictions, gather_predictions
+from tasks.mimic_cxr.prediction import predict
 from tasks.mimic_cxr.report import draw_inputs, print_index, print_metrics
 
 # the model, its engine and its settings
@@ -340,12 +343,10 @@ def trial_step(model: ChestModel, size: int, args: Namespace) -> None:
     losses[0].backward()
 
 
-def checkpoint_contents(
-    engine: Engine, batch: BatchSize, precision: str, this_run: dict, trained_labels: tuple[str, ...]
-) -> dict:
+def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict, asked: dict) -> dict:
     """All ranks: what a checkpoint holds beside position, log and random state; the same from every engine.
 
-    this_run: what may not differ where the run is resumed.
+    this_run: what may not differ where the run is resumed. asked: see describe_training.
     """
     return {
         "format": FORMAT,
@@ -353,9 +354,9 @@ def checkpoint_contents(
         "optimizer": deepspeed_utils.full_optimizer_state(engine.module, engine.optimizer),
         "scaler": engine.scaler_state(),
         "run": this_run,
-        "trained_labels": list(trained_labels),
         "precision": precision,
         "split": batch.record(),
+        "training": asked,
     }
 
 
@@ -363,6 +364,8 @@ def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.output_dir)
+    if args.predict:
+        return predict(build_model, FORMAT, args, ranks)
     setup = choose_setup(args, ranks)
     index = open_questions(args)
 
@@ -429,6 +432,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
     if args.table:
         this_run["categories"] = "; ".join(args.categories)
+    with agree_on_errors():
+        asked = describe_training(sets["train"])
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)
@@ -452,7 +457,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
         effective_batch_size=effective_batch_size,
         precision=setup.precision,
         log=log,
-        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, sets["train"].trained),
+        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, asked),
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,

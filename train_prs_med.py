@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_prs_med.py --data_root data                                 # node 0 of 2; --node_rank=1 on node 1
     python train_prs_med.py --data_root data --eval_only --resume_from checkpoints/best.pt --eval_split test
-    python train_prs_med.py --data_root data --predict scan.png --question "Where is the cyst located in this image?"
+    python train_prs_med.py --predict scan.png --question "Where is the cyst located in this image?"
 
 Data: <data_root>/annotations/<modality>.csv with image_path,image_name,split,description,position,question,answer,
 where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the image lies in <split>_images.
@@ -85,13 +85,14 @@ from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, k
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 
 # images, questions and results
+from predict_utils import list_questions
 from tasks.prs_med.blind import look_away
 from tasks.prs_med.data import Patients, PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
 from tasks.prs_med.data import read_annotations, swap_questions, training_loader
 from tasks.prs_med.data_check import read_rows
 from tasks.prs_med.evaluation import gather_examples, gather_scores, log_results, mean_metrics
 from tasks.prs_med.metrics import add_up_rows, score_batch
-from tasks.prs_med.prediction import predict_image
+from tasks.prs_med.prediction import predict
 from tasks.prs_med.report import Results, describe_run, draw_inputs, draw_predictions, print_metrics
 from tasks.prs_med.report import take_examples, write_cases, write_evaluation
 
@@ -385,6 +386,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
 
     # what is wrong with the data is said before anything is written
     rows = []
+    asked = list_questions(args.predict, args.question)
     if not args.predict:
         root = Path(args.data_root)
         needed_split = args.eval_split if args.eval_only else "train"
@@ -415,8 +417,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
             load_weights(model, checkpoint)
 
     if args.predict:
-        predict_image(model, args.predict, args.question, args.max_new_tokens, run_folder, ranks)
-        return 0
+        return predict(model, asked, args.batch_size, args.max_new_tokens, run_folder)
     sets = make_datasets(rows, model.reader, args.cache_gb)
     if args.eval_only:
         evaluate_only(model, sets, checkpoint["step"], args)

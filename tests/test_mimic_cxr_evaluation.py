@@ -419,7 +419,7 @@ def test_labels_that_training_does_not_know(release, tmp_path):
         sets = read_sets(index, args, None)
         note_trained_labels(sets, None)
         assert set(sets["test"].trained) == known
-    note_trained_labels(sets, {"trained_labels": ["Edema"]})
+    note_trained_labels(sets, {"training": {"labels": ["Edema"]}})
     assert sets["test"].trained == ("Edema",)
 
 

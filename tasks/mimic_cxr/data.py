@@ -248,7 +248,7 @@ def note_trained_labels(sets: dict[str, QuestionData], checkpoint: dict | None) 
 
     A label that no study of training knows has a probability that means nothing.
     """
-    known = (checkpoint or {}).get("trained_labels")
+    known = (checkpoint or {}).get("training", {}).get("labels")
     data = sets["train"]
     if known is None and len(data):
         # part by part: of all questions together the studies would take some hundred MB

@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from cli_utils import Parser, number, parse_arguments, take_from_run, value_sources, whole
+from question_utils import check_predict
 
 
 def add_data_flags(parser: Parser) -> None:
@@ -36,8 +37,6 @@ def add_output_flags(parser: Parser) -> None:
     add("--shuffle_questions", action="store_true", help="with --eval_only: swap an image's questions; Dice must fall")
     add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--no_generate", action="store_true", help="evaluate masks and losses alone: no generated answers, much faster")
-    add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this image")
-    add("--question", help="the question for --predict")
 
 
 def read_arguments(parser: Parser, argv: list[str] | None) -> Namespace:
@@ -48,12 +47,24 @@ def read_arguments(parser: Parser, argv: list[str] | None) -> Namespace:
     return args
 
 
+# What a run is applied with: its models, and to evaluate its data.
+MODELS = ("vlm_path", "sam_path")
+DATA = ("data_root",)
+
+
 def check_args(parser: Parser, args: Namespace) -> None:
     """Fill in the paths of the run to apply, and end with one line where flags exclude each other."""
-    if args.eval_only or args.predict:
-        take_from_run(parser, args, args.checkpoint_dir, ("data_root", "vlm_path", "sam_path"))
-    if args.rehearse and args.data_root is None and args.vlm_path and args.sam_path:
-        # config.json of both models is enough
+    check_predict(parser, args)
+    run_folder = args.checkpoint_dir
+    if args.eval_only:
+        take_from_run(parser, args, run_folder, DATA + MODELS)
+    if args.predict:
+        take_from_run(parser, args, run_folder, MODELS)
+
+    # the data may be gone, and config.json of both models is enough for a rehearsal
+    models_known = args.vlm_path and args.sam_path
+    needs_no_data = args.predict or (args.rehearse and models_known)
+    if args.data_root is None and needs_no_data:
         args.data_root = "."
     if args.data_root is None:
         models = ", or --vlm_path and --sam_path, of which config.json and tokenizer are enough"
@@ -70,11 +81,10 @@ def check_args(parser: Parser, args: Namespace) -> None:
         parser.error(f"--patient_pattern: {reason}")
 
     # one mode at a time
-    if bool(args.predict) != bool(args.question):
-        parser.error("--predict IMAGE and --question TEXT need each other")
-    if args.overwrite and (args.resume_from or args.eval_only or args.predict):
-        parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
+    if args.overwrite and (args.resume_from or args.eval_only):
+        parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
     if args.shuffle_questions and not args.eval_only:
         parser.error("--shuffle_questions tests a trained model and needs --eval_only")
-    if not Path(args.data_root).is_dir():
+    is_folder = Path(args.data_root).is_dir()
+    if not is_folder and not args.predict:
         parser.error(f"{args.data_root}: no such folder; check --data_root")
