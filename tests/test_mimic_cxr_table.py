@@ -176,17 +176,8 @@ def own_flags(zygote, tmp_path_factory) -> list:
     # small and the same each time
     flags = ["--table", table, "--index_dir", folder / "index", "--image_size", "64", "--dropout", "0"]
     flags += ["--image_encoder", folder / "small" / "convnext_tiny", "--text_encoder", folder / "small" / "bert_tiny"]
-    return flags + [
-        "--no_auto_optimize",
-        "--num_workers",
-        "0",
-        "--warmup_steps",
-        "2",
-        "--log_every",
-        "1",
-        "--epochs",
-        "2",
-    ]
+    flags += ["--no_auto_optimize", "--num_workers", "0", "--warmup_steps", "2", "--log_every", "1"]
+    return [*flags, "--epochs", "2"]
 
 
 def train(zygote, flags: list, out: Path, *more, ranks: int = 1):
