@@ -169,7 +169,7 @@ def batch_loss(
     global batch, weighted 1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and
     micro-batches add up.
     """
-    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
+    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
     entropy, bce = question_losses(answers, chexpert, batch)
     vqa = chexpert.new_zeros(())
     for place, head in enumerate(HEADS):
@@ -218,6 +218,7 @@ def training_loader(data: QuestionData, batch: BatchSize, args: Namespace) -> Da
         seed=args.seed,
         accumulation=batch.accumulation,
         drop_last=False,
+        questions_per_image=args.questions_per_image,
     )
 
 
@@ -296,7 +297,7 @@ def evaluate(
         error = error or batch["error"]
 
         batch = to_device(batch, model.mean.device)
-        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
+        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
         if has_share:
             entropy, bce = question_losses(answers, chexpert, batch)
             local.append(batch_predictions(batch, answers, chexpert, entropy, bce))
@@ -455,6 +456,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     progress = ValidatedProgress()
     questions = len(sets["train"])
     this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
+    this_run["questions_per_image"] = args.questions_per_image
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)

@@ -297,7 +297,7 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
         scores += batch_scores
         for k, row in enumerate(batch_scores):
             if row.index in shown:
-                image = batch["sam"][k].cpu().numpy()
+                image = batch["sam"][batch["image_of"][k]].cpu().numpy()
                 true_mask = target[k].cpu().numpy()
                 examples[row.index] = Example(rows[row.index], image, masks[k], true_mask, answers[k], row.dice)
 
@@ -463,14 +463,13 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     batch = choose_batch_size(
         model, sets["train"], trial, asked_batch(args), args.auto_batch, args.gradient_checkpointing, checkpoint
     )
-    train_loader = training_loader(sets["train"], batch.size, batch.accumulation, args.seed, args.num_workers)
-    loaders = {"train": train_loader}
+    loaders = {"train": training_loader(sets["train"], batch, args.seed, args.num_workers, args.questions_per_image)}
     for split in ("val", "test"):
         if len(sets[split]):
             loaders[split] = evaluation_loader(sets[split], batch.size, args.num_workers)
 
     # what is trained, by how many steps, and what is logged
-    sampler = train_loader.batch_sampler
+    sampler = loaders["train"].batch_sampler
     planned_steps = args.num_epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer = make_optimizer(model, args)
@@ -478,7 +477,8 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
     effective = sampler.effective_batch_size
-    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
+    order = {"seed": args.seed, "questions_per_image": args.questions_per_image}
+    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective} | order
 
     # where it stands, and what a checkpoint of it holds
     training = TrainingRun(

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,11 @@ class Questions:
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
+
+    def studies(self) -> Iterator[np.ndarray]:
+        """int32: the study of each question, part after part, which stay mapped as long as they are held."""
+        for part in self.parts:
+            yield map_table(self.path(part)).column(ROW.get_field_index("study")).to_numpy()
 
     def take(self, row: int) -> dict:
         """One row as {column: value} (see ROW)."""

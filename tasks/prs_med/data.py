@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader, print_main
+from image_order_utils import ImageGroups
+from memory_utils import BatchSize
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
 
@@ -253,6 +255,11 @@ class PositionData(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def image_of(self) -> np.ndarray:
+        """int64 (N,): a number for the image of each row, in the order in which they are first met."""
+        numbers: dict[str, int] = {}
+        return np.array([numbers.setdefault(row.image, len(numbers)) for row in self.rows])
+
     def _decode(self, path: str, source: str, decode) -> tuple:
         try:
             value = self.kept.get(path) or decode(path)
@@ -263,8 +270,7 @@ class PositionData(Dataset):
             reason = str(error).replace(path, "file")
             line = f"{source}: {path} is not a readable image ({reason}); replace it and resume"
             raise InputError(line) from None
-        if self.keep:
-            self.kept[path] = value
+        self.kept[path] = value
         return value
 
     def _image(self, path: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
@@ -288,10 +294,21 @@ class PositionData(Dataset):
         return {"sam": sam, "vlm": vlm, "mask": mask, "position": position, "error": ""}
 
     def __getitem__(self, index: int) -> dict:
-        """A row's tensors; a pair that cannot be used is blank and its `error` says why.
+        """A row's tensors, see __getitems__."""
+        return self.__getitems__([index])[0]
 
-        The error is told to all ranks at the step's exchange, and they end together.
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        """The rows of a batch, in which each file is decoded once: rows of one image hold the same tensors.
+
+        A pair that cannot be used is blank and its `error` says why. The error is told to all ranks at the step's
+        exchange, and they end together.
         """
+        items = [self._row(index) for index in indices]
+        if not self.keep:
+            self.kept.clear()
+        return items
+
+    def _row(self, index: int) -> dict:
         row = self.rows[index]
         prompt, answer = self.reader.tokens(row.question, row.answer)
         try:
@@ -316,17 +333,25 @@ def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str,
     return datasets
 
 
-def training_loader(data: PositionData, batch_size: int, accumulation: int, seed: int, num_workers: int) -> DataLoader:
-    """This rank's share of each global batch of a shuffled epoch; its last step is uneven."""
-    return create_distributed_dataloader(
+def training_loader(
+    data: PositionData, batch: BatchSize, seed: int, num_workers: int, questions_per_image: int
+) -> DataLoader:
+    """This rank's share of each global batch of a shuffled epoch; its last step is uneven.
+
+    questions_per_image: up to so many rows of an image follow each other.
+    """
+    loader = create_distributed_dataloader(
         data,
-        batch_size,
+        batch.size,
         seed=seed,
         num_workers=0 if data.keep else num_workers,
-        accumulation=accumulation,
+        accumulation=batch.accumulation,
         drop_last=False,
         collate_fn=data.reader.collate,
     )
+    if questions_per_image > 1:
+        loader.batch_sampler.groups = ImageGroups(data.image_of(), questions_per_image)
+    return loader
 
 
 def evaluation_loader(data: PositionData, batch_size: int, num_workers: int) -> DataLoader:

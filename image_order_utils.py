@@ -1,0 +1,97 @@
+"""The order of an epoch in which questions about one image come together, so that a step encodes it once for all."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sampler_utils import permute
+
+# Groups whose sizes are looked up at once.
+GROUPS_AT_ONCE = 1 << 20
+
+
+class Groups(NamedTuple):
+    """Some groups: the image of each, how many of its questions come in groups before, and how many in this one."""
+
+    image: np.ndarray
+    before: np.ndarray
+    size: np.ndarray
+
+
+class ImageGroups:
+    """The questions of each image in groups of at most `size`, which an epoch keeps together.
+
+    An image's questions are shuffled by (seed, epoch, image) and cut into groups, and all groups are shuffled by (seed,
+    epoch). Kept in memory are 8 bytes for each group, and for each question where those of an image are no neighbours.
+    """
+
+    def __init__(self, image_of: np.ndarray, size: int):
+        """image_of: integers (N,), which image each question is about."""
+        self.size = size
+        self.sorted = None
+        self.first = begins_of_runs(image_of)
+
+        # the questions of an image one after another
+        images = image_of[self.first]
+        if len(np.unique(images)) < len(images):
+            self.sorted = np.argsort(image_of, kind="stable")
+            self.first = begins_of_runs(image_of[self.sorted])
+        self.questions = np.diff(self.first, append=len(image_of))
+
+        # each image's groups among those of all
+        groups = -(-self.questions // size)
+        self.end = np.cumsum(groups)
+        self.begin = self.end - groups
+        self.count = int(groups.sum())
+
+        # the epoch that `ends` is of, which is made when it is needed
+        self.epoch: tuple[int, int] | None = None
+        self.ends = np.zeros(0, np.int64)
+
+    def describe(self, numbers: np.ndarray) -> Groups:
+        """Which questions some groups hold."""
+        image = np.searchsorted(self.end, numbers, side="right")
+        before = numbers - self.begin[image]
+        before *= self.size
+        left = self.questions[image] - before
+        return Groups(image, before, np.minimum(left, self.size))
+
+    def shuffle(self, seed: int, epoch: int) -> None:
+        """Let `ends` say at which place of the epoch each of its shuffled groups ends."""
+        if self.epoch == (seed, epoch):
+            return
+        self.ends = np.empty(self.count, np.int64)
+        for begin in range(0, self.count, GROUPS_AT_ONCE):
+            end = min(begin + GROUPS_AT_ONCE, self.count)
+            places = np.arange(begin, end)
+            numbers = permute(places, self.count, seed, epoch)
+            self.ends[begin:end] = self.describe(numbers).size
+        np.cumsum(self.ends, out=self.ends)
+        self.epoch = (seed, epoch)
+
+    def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """The questions at some places of the epoch; int64 in and out."""
+        self.shuffle(seed, epoch)
+        group_places = np.searchsorted(self.ends, places, side="right")
+        different, group_of = np.unique(group_places, return_inverse=True)
+        numbers = permute(different, self.count, seed, epoch)
+        groups = self.describe(numbers)
+
+        # each place as one of its image's shuffled questions
+        begins = self.ends[different] - groups.size
+        within = places - begins[group_of]
+        within += groups.before[group_of]
+        questions = np.empty_like(within)
+        for number, image in enumerate(groups.image.tolist()):
+            inside = group_of == number
+            count = int(self.questions[image])
+            shuffled = permute(within[inside], count, seed, epoch, image)
+            questions[inside] = self.first[image] + shuffled
+        return questions if self.sorted is None else self.sorted[questions]
+
+
+def begins_of_runs(values: np.ndarray) -> np.ndarray:
+    """Where equal values begin; int64."""
+    changed = values[1:] != values[:-1]
+    places = np.flatnonzero(changed)
+    return np.append(0, places + 1)
