@@ -87,6 +87,7 @@ import deepspeed_utils
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
 from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
+from image_order_utils import order_facts
 from logging_utils import RunLog
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
 from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
@@ -455,8 +456,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     # begin, or go on where the checkpoint stands
     progress = ValidatedProgress()
     questions = len(sets["train"])
-    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
-    this_run["questions_per_image"] = args.questions_per_image
+    order = order_facts(sampler, args.questions_per_image)
+    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size} | order
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)

@@ -83,6 +83,7 @@ from hardware_utils import choose_precision, set_numerics
 from memory_utils import BatchSize
 
 # the loop, its log and its checkpoints
+from image_order_utils import order_facts
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
 from logging_utils import RunLog
@@ -477,7 +478,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
     effective = sampler.effective_batch_size
-    order = {"seed": args.seed, "questions_per_image": args.questions_per_image}
+    order = order_facts(sampler, args.questions_per_image)
     this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective} | order
 
     # where it stands, and what a checkpoint of it holds

@@ -258,11 +258,12 @@ class PositionData(Dataset):
     def image_of(self) -> np.ndarray:
         """int64 (N,): a number for the image of each row, in the order in which they are first met."""
         numbers: dict[str, int] = {}
-        return np.array([numbers.setdefault(row.image, len(numbers)) for row in self.rows])
+        return np.array([numbers.setdefault(row.identity, len(numbers)) for row in self.rows])
 
-    def _decode(self, path: str, source: str, decode) -> tuple:
+    def _decode(self, key: str, path: str, source: str, decode) -> tuple:
+        """What a file decodes to, or what another one with the same key did."""
         try:
-            value = self.kept.get(path) or decode(path)
+            value = self.kept.get(key) or decode(path)
         except MemoryError:
             raise
         except Exception as error:
@@ -270,7 +271,7 @@ class PositionData(Dataset):
             reason = str(error).replace(path, "file")
             line = f"{source}: {path} is not a readable image ({reason}); replace it and resume"
             raise InputError(line) from None
-        self.kept[path] = value
+        self.kept[key] = value
         return value
 
     def _image(self, path: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
@@ -286,8 +287,8 @@ class PositionData(Dataset):
         return torch.from_numpy(np.array(small)), position_of(native), (width, height)
 
     def _pair(self, row: Row) -> dict:
-        sam, vlm, image_size = self._decode(row.image, row.source, self._image)
-        mask, position, mask_size = self._decode(row.mask, row.source, self._mask)
+        sam, vlm, image_size = self._decode(row.identity, row.image, row.source, self._image)
+        mask, position, mask_size = self._decode(row.mask, row.mask, row.source, self._mask)
         problem = misfit(mask_size, image_size)
         if problem:
             raise InputError(f"{row.source}: {row.mask}: {problem}")
@@ -298,7 +299,7 @@ class PositionData(Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        """The rows of a batch, in which each file is decoded once: rows of one image hold the same tensors.
+        """The rows of a batch, in which each image is decoded once: its rows hold the same tensors.
 
         A pair that cannot be used is blank and its `error` says why. The error is told to all ranks at the step's
         exchange, and they end together.
@@ -322,7 +323,7 @@ def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str,
     """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB."""
     mask_bytes = reader.image_size**2
     image_bytes = 3 * (mask_bytes + reader.vlm_size**2)
-    images = {row.image for row in rows}
+    images = {row.identity for row in rows}
     masks = {row.mask for row in rows}
     needed = len(images) * image_bytes + len(masks) * mask_bytes
     keep = needed <= cache_gb * 2**30

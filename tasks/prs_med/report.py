@@ -94,7 +94,7 @@ def describe_run(
     sam = describe_source(args.sam_path, source["sam_path"])
     flag = args.gradient_checkpointing
     training = sets["train"].rows
-    images = len({row.image for row in training})
+    images = len({row.identity for row in training})
     keep = sets["train"].keep
 
     return {
