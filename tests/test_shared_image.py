@@ -378,7 +378,7 @@ def test_prs_med_at_1_2_and_3_processes_killed_and_resumed(prs_med_data, zygote,
     assert "a run with questions per image 4, now 1; give the same again" in wrong.stderr
 
 
-@pytest.mark.parametrize("engine", ["--use_ddp", "--use_deepspeed"])
+@pytest.mark.parametrize("engine", ["--use_ddp", pytest.param("--use_deepspeed", marks=pytest.mark.soak)])
 def test_mimic_cxr_at_1_and_2_processes(mimic_cxr_flags, zygote, engine, tmp_path):
     flags = [*mimic_cxr_flags, "--dropout", "0", "--log_every", "1", "--max_steps", "4", "--max_samples", "45"]
     flags += ["--learning_rate", "1e-3", "--warmup_steps", "1", "--epochs", "2", "--questions_per_image", "4"]
