@@ -473,7 +473,8 @@ def _is_of_run(contents: Checkpoint, run_folder: Path) -> bool:
 def check_same_run(contents: dict, now: dict) -> None:
     """InputError when a checkpoint cannot be gone on with exactly; contents["run"] holds what `now` must equal."""
     for name, value in now.items():
-        before = contents["run"][name]
+        # runs of earlier versions lack questions_per_image alone, which was 1
+        before = contents["run"].get(name, 1)
         if before != value:
             advice = "give the same again"
             if "batch" in name:

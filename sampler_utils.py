@@ -9,15 +9,19 @@ from collections.abc import Iterator
 import numpy as np
 
 
-def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+def permute(positions: np.ndarray, size: int, seed: int, epoch: int, image: int | None = None) -> np.ndarray:
     """The samples at some positions of an epoch's shuffle of range(size); int64 in and out, of one shape.
 
     A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
-    shuffling 300 million samples takes no memory.
+    shuffling 300 million samples takes no memory. image: for a shuffle of that image's samples alone.
     """
     bits = math.ceil(math.log2(max(size, 2)) / 2)
     # the shuffle's keys, and a range of 4**bits numbers that holds all samples
-    sequence = np.random.SeedSequence([seed % 2**63, epoch])
+    words = [seed % 2**63, epoch]
+    if image is not None:
+        # not 0, which is what numpy puts in the place of a missing word
+        words.append(image + 1)
+    sequence = np.random.SeedSequence(words)
     keys = sequence.generate_state(8, np.uint64)
     values = positions.astype(np.uint64)
 
@@ -52,6 +56,9 @@ class TrainBatchSampler:
     left (a rank without a share of it is given one sample to compute, for which `step_sizes` says 0). With drop_last
     every batch is full, and what is left below one batch of all ranks is left out: that does depend on the world size.
     """
+
+    # ImageGroups where the samples are questions, of which those about one image come together
+    groups = None
 
     def __init__(
         self,
@@ -122,6 +129,8 @@ class TrainBatchSampler:
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """The samples at some consecutive places of the epoch, all of one step."""
+        if self.groups is not None:
+            return self.groups.order(places, self.seed, self.epoch)
         return permute(places, self.num_samples, self.seed, self.epoch)
 
 

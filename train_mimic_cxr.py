@@ -89,6 +89,7 @@ import deepspeed_utils
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
 from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
+from image_order_utils import order_facts
 from logging_utils import RunLog, with_bar
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
 from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
@@ -175,7 +176,7 @@ def batch_loss(
     global batch, weighted 1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and
     micro-batches add up.
     """
-    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
+    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
     entropy, bce = question_losses(answers, chexpert, batch)
     vqa = chexpert.new_zeros(())
     for place, head in enumerate(HEADS):
@@ -224,6 +225,7 @@ def training_loader(data: QuestionData, batch: BatchSize, args: Namespace) -> Da
         seed=args.seed,
         accumulation=batch.accumulation,
         drop_last=False,
+        questions_per_image=args.questions_per_image,
     )
 
 
@@ -294,7 +296,7 @@ def answer_questions(
         error = error or batch["error"]
 
         batch = to_device(batch, model.mean.device)
-        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
+        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
         if has_share:
             entropy, bce = question_losses(answers, chexpert, batch)
             local.append(batch_predictions(batch, answers, chexpert, entropy, bce))
@@ -429,7 +431,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     # begin, or go on where the checkpoint stands
     progress = ValidatedProgress()
     questions = len(sets["train"])
-    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
+    order = order_facts(loader.batch_sampler, args.questions_per_image)
+    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size} | order
     if args.table:
         this_run["categories"] = "; ".join(args.categories)
     with agree_on_errors():

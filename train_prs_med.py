@@ -77,6 +77,7 @@ from hardware_utils import choose_precision, set_numerics
 from memory_utils import BatchSize
 
 # the loop, its log and its checkpoints
+from image_order_utils import order_facts
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
 from logging_utils import RunLog, with_bar
@@ -436,12 +437,11 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     batch = choose_batch_size(
         model, sets["train"], trial, asked_batch(args), args.auto_batch, args.gradient_checkpointing, checkpoint
     )
-    train_loader = training_loader(sets["train"], batch.size, batch.accumulation, args.seed, args.num_workers)
-    loaders = {"train": train_loader}
+    loaders = {"train": training_loader(sets["train"], batch, args.seed, args.num_workers, args.questions_per_image)}
     loaders |= evaluation_loaders(sets, batch.size, args.eval_max_samples, args.seed, args.num_workers)
 
     # what is trained, by how many steps, and what is logged
-    sampler = train_loader.batch_sampler
+    sampler = loaders["train"].batch_sampler
     planned_steps = args.num_epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer = make_optimizer(model, args)
@@ -449,7 +449,8 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
     effective = sampler.effective_batch_size
-    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
+    order = order_facts(sampler, args.questions_per_image)
+    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective} | order
 
     # where it stands, and what a checkpoint of it holds
     training = TrainingRun(

@@ -171,10 +171,16 @@ class ChestModel(nn.Module):
         image: Tensor,
         ids: Tensor,
         mask: Tensor,
+        image_of: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
+        """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32.
+
+        image_of: (B,), which image each question is about, where there is not one for each.
+        """
         with autocast(image.device, self.precision):
             image = self.image_tokens(image)
+            if image_of is not None:
+                image = image.index_select(0, image_of)
             if self.ready_mask:
                 mask = broadcast_mask(mask)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state

@@ -16,6 +16,7 @@ from distributed_utils import Ranks, agree_on_errors, print_main, world
 from hardware_utils import choose_precision, set_numerics, split_batch
 from loop_utils import TrainingRun, agree_on_precision
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from question_utils import describe_sharing
 from table_utils import parse_shares
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.engines import choose_engine, choose_precision_with, config_file, engine_copies
@@ -234,8 +235,11 @@ def describe_run(
     if batch.recomputed and not args.gradient_checkpointing:
         recomputed_source = "one question did not fit without"
 
+    # the questions, and the images that they are about
     questions = ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
     selected = f"grade {args.quality_grade}, {source['quality_grade']}; view {args.view}"
+    train = sets["train"]
+    images = describe_sharing(len(train), train.count_images(), args.questions_per_image)
     if args.table:
         selected = args.table
     epoch_steps = training.planned_steps // args.epochs
@@ -249,6 +253,8 @@ def describe_run(
         "checkpointing": f"{batch.recomputed} ({recomputed_source})",
         "loading": f"{args.num_workers} workers per GPU ({source['num_workers']}), {args.cache_gb:g} GiB disk cache",
         "questions": f"{questions} ({selected})",
+        # each of which is about one
+        "images": images,
         "epochs": f"{args.epochs} epochs ({source['epochs']}), {epoch_steps} steps an epoch",
         "trained": describe_trained(model),
     }

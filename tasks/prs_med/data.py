@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 from blind_utils import choose_rows
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader, print_main
+from image_order_utils import ImageGroups
 from image_utils import open_image, open_upright
+from memory_utils import BatchSize
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
 
@@ -278,9 +280,15 @@ class PositionData(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _decode(self, path: str, source: str, decode) -> tuple:
+    def image_of(self) -> np.ndarray:
+        """int64 (N,): a number for the image of each row, in the order in which they are first met."""
+        numbers: dict[str, int] = {}
+        return np.array([numbers.setdefault(row.identity, len(numbers)) for row in self.rows])
+
+    def _decode(self, key: str, path: str, source: str, decode) -> tuple:
+        """What a file decodes to, or what another one with the same key did."""
         try:
-            value = self.kept.get(path) or decode(path)
+            value = self.kept.get(key) or decode(path)
         except MemoryError:
             raise
         except Exception as error:
@@ -288,8 +296,7 @@ class PositionData(Dataset):
             reason = str(error).replace(path, "file")
             line = f"{source}: {path} is not a readable image ({reason}); replace it and resume"
             raise InputError(line) from None
-        if self.keep:
-            self.kept[path] = value
+        self.kept[key] = value
         return value
 
     def _image(self, path: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
@@ -305,18 +312,29 @@ class PositionData(Dataset):
         return torch.from_numpy(np.array(small)), position_of(native), (width, height)
 
     def _pair(self, row: Row) -> dict:
-        sam, vlm, image_size = self._decode(row.image, row.source, self._image)
-        mask, position, mask_size = self._decode(row.mask, row.source, self._mask)
+        sam, vlm, image_size = self._decode(row.identity, row.image, row.source, self._image)
+        mask, position, mask_size = self._decode(row.mask, row.mask, row.source, self._mask)
         problem = misfit(mask_size, image_size)
         if problem:
             raise InputError(f"{row.source}: {row.mask}: {problem}")
         return {"sam": sam, "vlm": vlm, "mask": mask, "position": position, "error": ""}
 
     def __getitem__(self, index: int) -> dict:
-        """A row's tensors; a pair that cannot be used is blank and its `error` says why.
+        """A row's tensors, see __getitems__."""
+        return self.__getitems__([index])[0]
 
-        The error is told to all ranks at the step's exchange, and they end together.
+    def __getitems__(self, indices: list[int]) -> list[dict]:
+        """The rows of a batch, in which each image is decoded once: its rows hold the same tensors.
+
+        A pair that cannot be used is blank and its `error` says why. The error is told to all ranks at the step's
+        exchange, and they end together.
         """
+        items = [self._row(index) for index in indices]
+        if not self.keep:
+            self.kept.clear()
+        return items
+
+    def _row(self, index: int) -> dict:
         row = self.rows[index]
         prompt, answer = self.reader.tokens(row.question, row.answer)
         try:
@@ -330,7 +348,7 @@ def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str,
     """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB."""
     mask_bytes = reader.image_size**2
     image_bytes = 3 * (mask_bytes + reader.vlm_size**2)
-    images = {row.image for row in rows}
+    images = {row.identity for row in rows}
     masks = {row.mask for row in rows}
     needed = len(images) * image_bytes + len(masks) * mask_bytes
     keep = needed <= cache_gb * 2**30
@@ -356,17 +374,25 @@ def limit_rows(data: PositionData, most: int, seed: int) -> PositionData:
     return some_rows(data, chosen)
 
 
-def training_loader(data: PositionData, batch_size: int, accumulation: int, seed: int, num_workers: int) -> DataLoader:
-    """This rank's share of each global batch of a shuffled epoch; its last step is uneven."""
-    return create_distributed_dataloader(
+def training_loader(
+    data: PositionData, batch: BatchSize, seed: int, num_workers: int, questions_per_image: int
+) -> DataLoader:
+    """This rank's share of each global batch of a shuffled epoch; its last step is uneven.
+
+    questions_per_image: up to so many rows of an image follow each other.
+    """
+    loader = create_distributed_dataloader(
         data,
-        batch_size,
+        batch.size,
         seed=seed,
         num_workers=0 if data.keep else num_workers,
-        accumulation=accumulation,
+        accumulation=batch.accumulation,
         drop_last=False,
         collate_fn=data.reader.collate,
     )
+    if questions_per_image > 1:
+        loader.batch_sampler.groups = ImageGroups(data.image_of(), questions_per_image)
+    return loader
 
 
 def evaluation_loader(data: PositionData, batch_size: int, num_workers: int) -> DataLoader:

@@ -7,6 +7,8 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
+from question_utils import distinct
+
 
 class PixelStatistics(NamedTuple):
     """What an encoder's pixels are normalised by, for each of the three channels."""
@@ -96,17 +98,18 @@ class Reader:
         }
 
     def largest_batch(self, size: int, longest: Longest) -> dict:
-        """A made-up batch, on the host, of rows whose prompt and answer have so many tokens."""
+        """A made-up batch, on the host, of rows whose prompt and answer have so many tokens, each of its own image."""
         prompt = [self.pad] * longest.prompt
         answer = [self.pad] * longest.answer
-        item = {**self.blank(), "index": 0, "prompt": prompt, "answer": answer}
-        return self.collate([item] * size)
+        item = {"index": 0, "prompt": prompt, "answer": answer}
+        return self.collate([self.blank() | item for _ in range(size)])
 
     def collate(self, items: list[dict]) -> dict:
         """A batch of rows.
 
-        ids: prompt and answer, padded on the right, which causal attention never sees. prompt: the prompt alone, padded
-        with -1 on the left, as generation wants it. words: the places of the prompt's text. answer: the answer's
+        sam, vlm: the different images; rows that hold the same tensors share one. image_of: which of them each row is
+        about. ids: prompt and answer, padded on the right, which causal attention never sees. prompt: the prompt alone,
+        padded with -1 on the left, as generation wants it. words: the places of the prompt's text. answer: the answer's
         tokens; token k is predicted at place answer_at[k], the first one at the prompt's last place.
         """
         prompts = [item["prompt"] for item in items]
@@ -122,11 +125,18 @@ class Reader:
 
         errors = [item["error"] for item in items]
         errors = [error for error in errors if error]
+
+        # each image once
+        places, image_of = distinct([item["sam"] for item in items])
         images = {}
-        for name in ("sam", "vlm", "mask"):
-            tensors = [item[name] for item in items]
+        for name in ("sam", "vlm"):
+            tensors = [items[place][name] for place in places]
             images[name] = torch.stack(tensors)
+        masks = [item["mask"] for item in items]
+
         return images | {
+            "image_of": torch.tensor(image_of),
+            "mask": torch.stack(masks),
             "ids": pad_rows(ids, self.pad),
             "prompt": pad_rows(prompts, -1, side="left"),
             "words": pad_rows(words, -1),

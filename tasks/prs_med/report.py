@@ -15,6 +15,7 @@ from distributed_utils import scale_learning_rate, world
 from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
+from question_utils import describe_sharing
 from tasks.prs_med.data import PositionData, Row, case_of
 from tasks.prs_med.findings import ADVICE
 from tasks.prs_med.metrics import Scores
@@ -149,6 +150,8 @@ def describe_run(
     vlm = describe_source(args.vlm_path, source["vlm_path"])
     sam = describe_source(args.sam_path, source["sam_path"])
     flag = args.gradient_checkpointing
+    training = sets["train"].rows
+    images = len({row.identity for row in training})
     keep = sets["train"].keep
 
     return {
@@ -157,6 +160,7 @@ def describe_run(
         "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": reason,
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
+        "images": describe_sharing(len(training), images, args.questions_per_image),
         "models": f"{vlm}, {sam}",
         "loading": "images kept in memory" if keep else f"{args.num_workers} workers per GPU",
         "trained": describe_parameters(model),
@@ -207,7 +211,7 @@ def take_examples(
         if score.index in shown:
             examples[score.index] = Example(
                 row=rows[score.index],
-                image=batch["sam"][k].cpu().numpy(),
+                image=batch["sam"][batch["image_of"][k]].cpu().numpy(),
                 predicted=masks[k],
                 target=batch["mask"][k].cpu().numpy(),
                 answer=score.answer,
