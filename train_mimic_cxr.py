@@ -84,6 +84,7 @@ from torch.utils.data import DataLoader
 
 # processes, the loop, and what becomes of it on disk
 import deepspeed_utils
+from augmentation_utils import change_images, draw_changes
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
 from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
@@ -249,6 +250,9 @@ def train_one_epoch(
         losses = torch.zeros(3, device=engine.device)
         for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
             batch = to_device(batch, engine.device)
+            if args.augmentation:
+                changes = draw_changes(args.seed, progress.epoch, batch["keys"])
+                batch["image"] = change_images(batch["image"], changes)
             with training.log.count_flops(step.samples), engine.micro_batch(last):
                 parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight)
                 parts = parts * weight
@@ -511,7 +515,8 @@ def train(
     sizes: dict[str, int] = {}
     say_if_finished(training, "--epochs")
     if progress.step == 0:
-        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
+        seed = args.seed if args.augmentation else None
+        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"], seed)}, 0)
     while True:
         train_one_epoch(engine, loader, training, args)
         if code := end_epoch(training):

@@ -91,6 +91,7 @@ from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, k
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 
 # images, questions and results
+from tasks.prs_med.augmentation import augment
 from tasks.prs_med.data import PositionData, evaluation_loader, make_datasets, read_annotations, swap_questions
 from tasks.prs_med.data import training_loader
 from tasks.prs_med.data_check import read_rows
@@ -245,6 +246,8 @@ def train_one_epoch(
         losses = torch.zeros(3, device=device)
         for batch, last in step.micro_batches():
             batch = to_device(batch, device)
+            if args.augmentation:
+                batch = augment(batch, args.seed, progress.epoch)
             with training.log.count_flops(step.samples), sync_gradients(model, now=last):
                 parts = batch_loss(model, batch, step.samples, step.totals[0], args)
                 parts = parts * step.weight
@@ -445,7 +448,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
     if args.predict:
         predict_image(model, args.predict, args.question, args.max_new_tokens, run_folder, ranks)
         return 0
-    sets = make_datasets(rows, model.reader, args.cache_gb)
+    sets = make_datasets(rows, model.reader, args.cache_gb, args.augmentation)
     if args.eval_only:
         evaluate_only(model, sets[args.eval_split], checkpoint["step"], args)
         return 0
@@ -553,7 +556,7 @@ def train(
     best_examples = []
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
-        log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
+        log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset, args.seed)}, 0)
     while True:
         train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
         code = end_epoch(training)

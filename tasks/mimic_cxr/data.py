@@ -172,7 +172,10 @@ class QuestionData(Dataset):
         return row | {"index": i, "image": image, "error": error}
 
     def collate(self, items: list[dict]) -> dict:
-        """A batch: images (B, 1, S, S) uint8, question tokens (B, T), targets (B,), CheXpert labels (B, 14)."""
+        """A batch: images (B, 1, S, S) uint8, question tokens (B, T), targets (B,), CheXpert labels (B, 14).
+
+        keys: the number of each image, on the host.
+        """
         questions = [item["question"] for item in items]
         tokens = self.tokenizer(
             questions, padding=True, truncation=True, max_length=self.max_question_length, return_tensors="pt"
@@ -190,6 +193,7 @@ class QuestionData(Dataset):
             "label": label,
             "known": known,
             "type": [item["type"] for item in items],
+            "keys": studies,
             "error": errors[0] if errors else "",
         }
         for name in ("index", "head", "target", "study"):

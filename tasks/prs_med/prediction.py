@@ -30,7 +30,7 @@ def predict_image(
     reader = model.reader
     sam, vlm = reader.pixels(image)
     prompt, answer_tokens = reader.tokens(question, "")
-    item = reader.blank() | {"index": 0, "sam": sam, "vlm": vlm}
+    item = reader.blank() | {"index": 0, "key": 0, "sam": sam, "vlm": vlm}
     item |= {"prompt": prompt, "answer": answer_tokens}
     batch = reader.collate([item])
     batch = to_device(batch, ranks.device)

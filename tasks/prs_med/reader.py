@@ -92,6 +92,7 @@ class Reader:
             "vlm": torch.zeros(3, vlm_side, vlm_side, dtype=torch.uint8),
             "mask": torch.zeros(side, side, dtype=torch.bool),
             "position": None,
+            "extents": [],
             "error": error,
         }
 
@@ -99,7 +100,7 @@ class Reader:
         """A made-up batch, on the host, of rows whose prompt and answer have so many tokens."""
         prompt = [self.pad] * longest.prompt
         answer = [self.pad] * longest.answer
-        item = {**self.blank(), "index": 0, "prompt": prompt, "answer": answer}
+        item = {**self.blank(), "index": 0, "key": 0, "prompt": prompt, "answer": answer}
         return self.collate([item] * size)
 
     def collate(self, items: list[dict]) -> dict:
@@ -132,8 +133,11 @@ class Reader:
             "words": pad_rows(words, -1),
             "answer": pad_rows(answers, -100),
             "answer_at": pad_rows(answer_at, 0),
+            # what stays on the host is a list
             "index": [item["index"] for item in items],
             "position": [item["position"] for item in items],
+            "keys": [item["key"] for item in items],
+            "extents": [item["extents"] for item in items],
             "error": errors[0] if errors else "",
         }
 

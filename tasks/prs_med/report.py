@@ -13,6 +13,7 @@ from distributed_utils import scale_learning_rate, world
 from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
+from tasks.prs_med.augmentation import augment
 from tasks.prs_med.data import PositionData, Row, count_rows
 
 PANEL_INCHES = 4
@@ -149,8 +150,11 @@ def draw_predictions(examples: list[Example]):
     return draw_panels(panels)
 
 
-def draw_inputs(data: PositionData):
-    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used."""
+def draw_inputs(data: PositionData, seed: int = 0):
+    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used.
+
+    seed: of the augmentation, whose first epoch is shown where the data are augmented.
+    """
     panels = []
     for index in spread(len(data)):
         item = data[index]
@@ -159,8 +163,11 @@ def draw_inputs(data: PositionData):
         if item["error"]:
             continue
         position = item["position"] or "none, the mask is empty"
-        image = item["sam"].numpy()
-        mask = item["mask"].numpy()
+        batch = data.reader.collate([item])
+        if data.augmented:
+            batch = augment(batch, seed, epoch=0)
+        image = batch["sam"][0].numpy()
+        mask = batch["mask"][0].numpy()
         sentences = [f"{Path(row.source).name}, position: {position}", row.question, row.answer]
         panels.append(ImagePanel(image, mask, None, sentences))
     return draw_panels(panels) if panels else None
