@@ -86,9 +86,11 @@ def move_points(points: np.ndarray, change: Change) -> np.ndarray:
     """(N, 2) points (x, y) of a square image -> (N, 2) where they are afterwards; 0 to 1 from edge to edge, float64."""
     cosine = change.scale * math.cos(change.angle)
     sine = change.scale * math.sin(change.angle)
-    turn = np.array([[cosine, -sine], [sine, cosine]])
-    shift = [change.shift_x, change.shift_y]
-    return (points - 0.5) @ turn.T + 0.5 + shift
+    x = points[:, 0] - 0.5
+    y = points[:, 1] - 0.5
+    moved_x = cosine * x - sine * y + 0.5 + change.shift_x
+    moved_y = sine * x + cosine * y + 0.5 + change.shift_y
+    return np.stack([moved_x, moved_y], axis=1)
 
 
 def source_row(change: Change) -> list[float]:
@@ -97,13 +99,15 @@ def source_row(change: Change) -> list[float]:
     sine = math.sin(change.angle) / change.scale
     x = 2 * change.shift_x
     y = 2 * change.shift_y
+    before_x = cosine * x + sine * y
+    before_y = cosine * y - sine * x
     return [
         cosine,
         sine,
-        -cosine * x - sine * y,
+        -before_x,
         -sine,
         cosine,
-        sine * x - cosine * y,
+        -before_y,
     ]
 
 
@@ -114,11 +118,16 @@ def sampling_grid(side: int, changes: list[Change], device: torch.device) -> Ten
     """
     rows = [source_row(change) for change in changes]
     table = on_device(torch.tensor(rows), device)
-    a, b, c, d, e, f = table.view(-1, 6, 1, 1).unbind(1)
-    centers = torch.arange(side, device=device)
-    x = (2 * centers + 1) / side - 1
+    table = table.view(-1, 6, 1, 1)
+    a, b, c, d, e, f = table.unbind(1)
+
+    # the middles of the pixels
+    numbers = torch.arange(side, device=device)
+    x = (2 * numbers + 1) / side - 1
     y = x[:, None]
-    return torch.stack([a * x + b * y + c, d * x + e * y + f], dim=-1)
+    from_x = a * x + b * y + c
+    from_y = d * x + e * y + f
+    return torch.stack([from_x, from_y], dim=-1)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -142,16 +151,34 @@ def change_images(images: Tensor, changes: list[Change]) -> Tensor:
     grid = sampling_grid(side, changes, device)
     pixels = F.grid_sample(images / 255, grid, align_corners=False)
 
-    # (((p ** gamma) - 1/2) contrast + 1/2) brightness + noise, the factors in one place
-    gains = [change.contrast * change.brightness for change in changes]
-    offsets = [(1 - change.contrast) * change.brightness / 2 for change in changes]
-    gammas = [change.gamma for change in changes]
-    levels = [change.noise for change in changes]
-    factors = torch.tensor([gammas, gains, offsets, levels])
-    gamma, gain, offset, level = on_device(factors, device).view(4, -1, 1, 1, 1)
-    pixels = pixels.clamp_(0, 1).pow_(gamma).mul_(gain).add_(offset)
-    pixels = pixels.addcmul_(level, draw_grain(side, changes, device))
-    return pixels.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
+    # (((p ** gamma) - 1/2) contrast + 1/2) brightness + noise, in place
+    rows = [intensity_row(change) for change in changes]
+    table = on_device(torch.tensor(rows), device)
+    table = table.view(-1, 4, 1, 1, 1)
+    gamma, gain, offset, noise = table.unbind(1)
+    pixels.clamp_(0, 1)
+    pixels.pow_(gamma)
+    pixels.mul_(gain)
+    pixels.add_(offset)
+
+    grain = draw_grain(side, changes, device)
+    pixels.addcmul_(noise, grain)
+    pixels.clamp_(0, 1)
+    pixels.mul_(255)
+    pixels.round_()
+    return pixels.to(torch.uint8)
+
+
+def intensity_row(change: Change) -> list[float]:
+    """[gamma, gain, offset, noise] of a change."""
+    gain = change.contrast * change.brightness
+    offset = (change.brightness - gain) / 2
+    return [
+        change.gamma,
+        gain,
+        offset,
+        change.noise,
+    ]
 
 
 def draw_grain(side: int, changes: list[Change], device: torch.device) -> Tensor:
@@ -159,8 +186,10 @@ def draw_grain(side: int, changes: list[Change], device: torch.device) -> Tensor
     grains = []
     for change in changes:
         generator = np.random.default_rng(change.noise_seed)
-        grains.append(generator.standard_normal((1, GRAIN, GRAIN), np.float32))
-    noise = on_device(torch.from_numpy(np.stack(grains)), device)
+        grain = generator.standard_normal((1, GRAIN, GRAIN), np.float32)
+        grains.append(torch.from_numpy(grain))
+    noise = torch.stack(grains)
+    noise = on_device(noise, device)
     return F.interpolate(noise, (side, side), mode="bilinear", align_corners=False)
 
 

@@ -90,8 +90,8 @@ from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
 from logging_utils import RunLog
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
-from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
-from loop_utils import seed_ranks
+from loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
+from loop_utils import say_if_finished, say_where, seed_ranks
 from memory_utils import BatchSize
 
 # questions and answers
@@ -106,7 +106,7 @@ from tasks.mimic_cxr.report import write_evaluation, write_predictions
 # the model, its engine and its settings
 from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
-from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, most_passes, prepare_deepspeed
+from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
 from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run
 from tasks.mimic_cxr.settings import out_of_memory_advice, rehearse_model
@@ -241,10 +241,7 @@ def train_one_epoch(
         lr = args.learning_rate * factor
 
         # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
-        fetched = len(step.batches)
-        spare = most_passes(step.samples, batch_size) - fetched
-        weights = [step.weight] * fetched + [0.0] * spare
-        step.batches += step.batches[-1:] * spare
+        weights = pad_passes(step, batch_size)
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
         losses = torch.zeros(3, device=engine.device)

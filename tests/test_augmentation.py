@@ -26,8 +26,9 @@ class OneSize:
     vlm_size = SIDE
 
     def pixels(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
-        values = np.array(image.resize((SIDE, SIDE))).transpose(2, 0, 1)
-        return torch.from_numpy(values), torch.from_numpy(values)
+        values = np.array(image.resize((SIDE, SIDE)))
+        tensor = torch.from_numpy(values).permute(2, 0, 1)
+        return tensor, tensor
 
     def tokens(self, *_) -> tuple[list[int], list[int]]:
         return [1], [2]
@@ -35,10 +36,12 @@ class OneSize:
 
 def ellipse(rng: np.random.Generator) -> np.ndarray:
     """(SIDE, SIDE) bool: an ellipse somewhere, of any size."""
-    y, x = np.mgrid[0:SIDE, 0:SIDE]
-    center_x, center_y = rng.uniform(0.1, 0.9, 2) * SIDE
-    radius_x, radius_y = rng.uniform(1, 0.3 * SIDE, 2)
-    return ((x - center_x) / radius_x) ** 2 + ((y - center_y) / radius_y) ** 2 < 1
+    y, x = np.mgrid[0:SIDE, 0:SIDE] / SIDE
+    center = rng.uniform(0.1, 0.9, 2)
+    radius = rng.uniform(1 / SIDE, 0.3, 2)
+    along = (x - center[0]) / radius[0]
+    across = (y - center[1]) / radius[1]
+    return along**2 + across**2 < 1
 
 
 def hostile(rng: np.random.Generator) -> np.ndarray:
@@ -59,35 +62,52 @@ def geometry(change: Change) -> Change:
 
 def moved(mask: np.ndarray, change: Change) -> np.ndarray:
     """A mask after a change."""
-    return move_masks(torch.from_numpy(mask)[None], [change])[0].numpy()
+    masks = as_tensor(mask)[0]
+    return move_masks(masks, [change])[0].numpy()
 
 
 def reference(values: np.ndarray, change: Change, order: int) -> np.ndarray:
     """What scipy makes of a square image, by the matrix that takes three points to where move_points takes them."""
-    points = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    origin, right, down = move_points(points, change)
-    forward = np.stack([right - origin, down - origin], axis=1)
+    points = np.eye(3, 2, k=-1)
+    moved_points = move_points(points, change)
 
     # scipy counts in rows and columns, from the middle of the first pixel
-    swap = np.array([[0, 1], [1, 0]])
-    inverse = swap @ np.linalg.inv(forward) @ swap
-    offset = inverse @ (0.5 - origin[::-1] * len(values)) - 0.5
+    origin, right, down = moved_points[:, ::-1]
+    forward = np.stack([down - origin, right - origin], axis=1)
+    inverse = np.linalg.inv(forward)
+    offset = inverse @ (0.5 - origin * len(values)) - 0.5
     return affine_transform(values, inverse, offset=offset, order=order, mode="grid-constant")
+
+
+def as_tensor(image: np.ndarray) -> torch.Tensor:
+    """A grey image as a batch of one."""
+    tensor = torch.from_numpy(image)
+    return tensor[None, None]
+
+
+def changed(image: np.ndarray, change: Change) -> np.ndarray:
+    """A grey image after a change, 0 to 255."""
+    images = change_images(as_tensor(image), [change])
+    return images[0, 0].double().numpy()
 
 
 def test_a_change_depends_on_seed_epoch_and_image_alone():
     """Not on the batch that an image is in, nor on its order; each of the three numbers counts."""
-    images = torch.randint(0, 256, (5, 3, 40, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (5, 3, 40, 40), dtype=torch.uint8, generator=generator)
     keys = [7, 3, 3, 900, 12]
     together = change_images(images, draw_changes(1, 2, keys))
     for place in (4, 0, 2):
-        alone = change_images(images[place : place + 1], [draw_change(1, 2, keys[place])])
+        change = draw_change(1, 2, keys[place])
+        alone = change_images(images[place, None], [change])
         assert torch.equal(alone[0], together[place])
 
     # one change for one image
-    assert draw_change(1, 2, 3) == draw_change(1, 2, 3)
-    others = {draw_change(1, 2, 3), draw_change(0, 2, 3), draw_change(1, 3, 3), draw_change(1, 2, 4)}
-    assert len(others) == 4
+    change = draw_change(1, 2, 3)
+    assert change == draw_change(1, 2, 3)
+    assert change != draw_change(0, 2, 3)
+    assert change != draw_change(1, 3, 3)
+    assert change != draw_change(1, 2, 4)
     assert draw_change(-1, 0, 0) != draw_change(1, 0, 0)
 
 
@@ -101,41 +121,50 @@ def test_the_draws_are_what_they_were():
 def test_images_and_masks_move_as_scipy_moves_them():
     """Bilinear and nearest; the intensity by its formula, in float64; black beyond the border."""
     rng = np.random.default_rng(0)
-    smooth = np.array(Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).resize((SIDE, SIDE)))
+    coarse = rng.integers(0, 256, (8, 8), np.uint8)
+    image = Image.fromarray(coarse).resize((SIDE, SIDE))
+    image = np.array(image)
     for key in range(20):
         change = draw_change(0, 0, key)
-        expected = reference(smooth.astype(float), change, order=1)
-        pixels = torch.from_numpy(smooth)[None, None]
-        got = change_images(pixels, [geometry(change)])[0, 0].numpy().astype(float)
-        inside = reference(np.ones((SIDE, SIDE)), change, order=1) == 1
-        assert np.abs(got - expected)[inside].max() < 1
+        expected = reference(image / 255, change, order=1)
+        got = changed(image, geometry(change)) / 255
+        inside = reference(np.ones_like(expected), change, order=1) == 1
+        off = np.abs(got - expected)
+        assert off[inside].max() < 1 / 255
 
         mask = ellipse(rng)
-        shape = reference(mask.astype(float), change, order=0) > 0
-        assert (moved(mask, change) != shape).mean() < 0.002
+        shape = reference(mask.astype(float), change, order=0)
+        unlike = moved(mask, change) != (shape > 0)
+        assert unlike.mean() < 0.002
 
         # the whole of it
-        grain = draw_grain(SIDE, [change], torch.device("cpu"))[0, 0].double().numpy()
-        level = ((expected / 255) ** change.gamma - 0.5) * change.contrast + 0.5
-        level = level * change.brightness + change.noise * grain
-        whole = change_images(pixels, [change])[0, 0].numpy() / 255
-        assert np.abs(whole - level.clip(0, 1))[inside].max() < 2 / 255
+        grain = draw_grain(SIDE, [change], torch.device("cpu"))
+        noise = change.noise * grain[0, 0].numpy()
+        level = (expected**change.gamma - 0.5) * change.contrast + 0.5
+        level = level * change.brightness + noise
+        off = np.abs(changed(image, change) / 255 - level.clip(0, 1))
+        assert off[inside].max() < 2 / 255
 
     # what comes in is black
-    white = torch.full((1, 1, SIDE, SIDE), 255, dtype=torch.uint8)
-    away = draw_change(0, 0, 0)._replace(shift_x=0.25, scale=1.0, angle=0.0)
-    assert change_images(white, [geometry(away)])[0, 0, :, :15].max() == 0
+    white = np.full((SIDE, SIDE), 255, np.uint8)
+    aside = Change(0.25, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0)
+    got = changed(white, aside)
+    assert got[:, :16].max() == 0
+    assert got[:, 17:].min() == 255
 
 
 def test_noise_has_its_level_and_one_pattern_in_every_size():
     changes = draw_changes(0, 0, list(range(8)))
-    fine = draw_grain(256, changes, torch.device("cpu"))
-    coarse = draw_grain(128, changes, torch.device("cpu"))
+    host = torch.device("cpu")
+    coarse = draw_grain(128, changes, host)
     assert coarse.std() == pytest.approx(1, abs=0.02)
     assert abs(float(coarse.mean())) < 0.02
+
+    fine = draw_grain(256, changes, host)
     shrunk = torch.nn.functional.avg_pool2d(fine, 2)
     pairs = torch.stack([shrunk.flatten(), coarse.flatten()])
-    assert torch.corrcoef(pairs)[0, 1] > 0.9
+    correlation = torch.corrcoef(pairs)
+    assert correlation[0, 1] > 0.9
 
 
 def test_positions_stay_true():
@@ -159,38 +188,55 @@ def test_positions_stay_true():
     assert not position_stays(extent_of(empty, "top left"), draw_change(0, 0, 0))
 
 
+def write_pair(folder: Path, name: str, mask: np.ndarray) -> None:
+    """A mask and an image that shows it."""
+    shown = np.where(mask, 255, 0)
+    shown = Image.fromarray(shown.astype(np.uint8))
+    shown.save(folder / f"{name}.png")
+    shown.save(folder / f"image_{name}.png")
+
+
+def batch_of(data: PositionData, places: list[int]) -> dict:
+    """What augment needs of a batch of these rows."""
+    items = [data[place] for place in places]
+    batch = {}
+    for name in ("sam", "vlm", "mask"):
+        tensors = [item[name] for item in items]
+        batch[name] = torch.stack(tensors)
+    batch["keys"] = [item["key"] for item in items]
+    batch["extents"] = [item["extents"] for item in items]
+    return batch
+
+
 def test_all_masks_of_an_image_decide_whether_it_moves(tmp_path):
-    """Whichever of its rows are in a batch: both move, or neither, and all with their image."""
+    """Whichever of its rows are in a batch: both masks move with their image, or none of the three."""
     safe = np.zeros((SIDE, SIDE), bool)
     safe[10:20, 10:20] = True
-    near = safe.copy()
+    write_pair(tmp_path, "safe", safe)
     # it ends a pixel above the middle, so that many changes would make it another position
+    near = safe.copy()
     near[10:31, 24:40] = True
+    write_pair(tmp_path, "near", near)
+
     rows = []
-    for name, mask in {"safe": safe, "near": near}.items():
-        Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)).save(tmp_path / f"{name}.png")
-        Image.fromarray(mask).convert("RGB").save(tmp_path / f"image_{name}.png")
-    for image, mask in (("image_safe", "safe"), ("image_near", "safe"), ("image_near", "near")):
-        files = [str(tmp_path / f"{name}.png") for name in (image, mask)]
-        rows.append(Row("x", files[0], files[1], "train", "where?", "there", "x.csv:2"))
+    for image, mask in (("safe", "safe"), ("near", "safe"), ("near", "near")):
+        image_path = str(tmp_path / f"image_{image}.png")
+        mask_path = str(tmp_path / f"{mask}.png")
+        rows.append(Row("x", image_path, mask_path, "train", "where?", "there", "x.csv:2"))
     data = PositionData(rows, OneSize(), keep=False, augmented=True)
 
-    def batch_of(places: list[int]) -> dict:
-        items = [data[place] for place in places]
-        batch = {name: torch.stack([item[name] for item in items]) for name in ("sam", "vlm", "mask")}
-        return batch | {"keys": [item["key"] for item in items], "extents": [item["extents"] for item in items]}
-
-    moves = {0: 0, 1: 0, 2: 0}
+    moves = [0, 0, 0]
     for epoch in range(20):
-        whole = augment(batch_of([0, 1, 2]), 0, epoch)
+        together = augment(batch_of(data, [0, 1, 2]), 0, epoch)
+        assert torch.equal(together["sam"], together["vlm"])
         for place in range(3):
-            alone = augment(batch_of([place]), 0, epoch)
-            assert torch.equal(alone["mask"][0], whole["mask"][place])
-            assert torch.equal(alone["sam"][0], whole["sam"][place])
-            before = data[place]["mask"]
-            moves[place] += not torch.equal(before, whole["mask"][place])
-            assert position_of(whole["mask"][place].numpy()) == data[place]["position"]
-        assert torch.equal(whole["sam"], whole["vlm"])
+            alone = augment(batch_of(data, [place]), 0, epoch)
+            mask = together["mask"][place]
+            assert torch.equal(alone["mask"][0], mask)
+            assert torch.equal(alone["sam"][0], together["sam"][place])
+            item = data[place]
+            assert position_of(mask.numpy()) == item["position"]
+            moves[place] += not torch.equal(mask, item["mask"])
     assert moves[0] > 10
     assert 0 < moves[1] < 10
     assert moves[1] == moves[2]

@@ -24,7 +24,9 @@ class Box(NamedTuple):
 
     def corners(self) -> np.ndarray:
         """(4, 2) corners (x, y)."""
-        points = list(product((self.left, self.right), (self.top, self.bottom)))
+        columns = (self.left, self.right)
+        rows = (self.top, self.bottom)
+        points = list(product(columns, rows))
         return np.array(points)
 
 
@@ -46,11 +48,16 @@ def extent_of(mask: np.ndarray, position: str | None) -> Extent:
     pairs = mask[:-1] & mask[1:]
     blocks = pairs[:, :-1] & pairs[:, 1:]
     thick = np.zeros_like(mask)
-    for down, right in product((0, 1), (0, 1)):
-        part = thick[down : down + len(blocks), right : right + len(blocks)]
-        part |= blocks
-    side = len(mask)
-    return Extent(position, share_of(mask), share_of(thick), 1 / side)
+    thick[:-1, :-1] |= blocks
+    thick[:-1, 1:] |= blocks
+    thick[1:, :-1] |= blocks
+    thick[1:, 1:] |= blocks
+    return Extent(
+        position,
+        outer=share_of(mask),
+        core=share_of(thick),
+        pixel=1 / len(mask),
+    )
 
 
 def share_of(mask: np.ndarray) -> Box | None:
@@ -59,7 +66,12 @@ def share_of(mask: np.ndarray) -> Box | None:
     if box is None:
         return None
     side = len(mask)
-    return Box(box.left / side, box.top / side, box.right / side, box.bottom / side)
+    return Box(
+        box.left / side,
+        box.top / side,
+        box.right / side,
+        box.bottom / side,
+    )
 
 
 def position_stays(extent: Extent, change: Change) -> bool:
@@ -73,7 +85,7 @@ def position_stays(extent: Extent, change: Change) -> bool:
         return True
     if extent.core is None:
         return False
-    outer = move_points(extent.outer.corners(), change)
+    outer = moved_corners(extent.outer, change)
     low = outer.min(axis=0) - extent.pixel
     high = outer.max(axis=0) + extent.pixel
     if low.min() < 0 or high.max() > 1:
@@ -82,16 +94,32 @@ def position_stays(extent: Extent, change: Change) -> bool:
     # the strips of 2 pixels along the edges of the core
     core = extent.core
     width = 2 * extent.pixel
-    left = move_points(core._replace(right=core.left + width).corners(), change)
-    top = move_points(core._replace(bottom=core.top + width).corners(), change)
-    right = move_points(core._replace(left=core.right - width).corners(), change)
-    bottom = move_points(core._replace(top=core.bottom - width).corners(), change)
-    lefts = (low[0], left[:, 0].max() + extent.pixel)
-    tops = (low[1], top[:, 1].max() + extent.pixel)
-    rights = (high[0], right[:, 0].min() - extent.pixel)
-    bottoms = (high[1], bottom[:, 1].min() - extent.pixel)
-    positions = {position_of_box(Box(*edges), 1, 1) for edges in product(lefts, tops, rights, bottoms)}
-    return positions == {extent.position}
+    left_strip = moved_corners(core._replace(right=core.left + width), change)
+    top_strip = moved_corners(core._replace(bottom=core.top + width), change)
+    right_strip = moved_corners(core._replace(left=core.right - width), change)
+    bottom_strip = moved_corners(core._replace(top=core.bottom - width), change)
+
+    # how far in and out each edge of the moved mask may lie
+    farthest = Box(
+        low[0],
+        low[1],
+        high[0],
+        high[1],
+    )
+    nearest = Box(
+        left_strip[:, 0].max() + extent.pixel,
+        top_strip[:, 1].max() + extent.pixel,
+        right_strip[:, 0].min() - extent.pixel,
+        bottom_strip[:, 1].min() - extent.pixel,
+    )
+    edges = zip(farthest, nearest, strict=True)
+    boxes = map(Box._make, product(*edges))
+    return all(position_of_box(box, 1, 1) == extent.position for box in boxes)
+
+
+def moved_corners(box: Box, change: Change) -> np.ndarray:
+    """(4, 2) corners (x, y) of a box after a change."""
+    return move_points(box.corners(), change)
 
 
 def augment(batch: dict, seed: int, epoch: int) -> dict:

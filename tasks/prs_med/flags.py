@@ -7,7 +7,7 @@ from cli_utils import Parser, parse_arguments, take_from_run, value_sources, who
 
 
 def add_output_flags(parser: Parser) -> None:
-    """Where a run writes, and what a trained model is used for."""
+    """Where a run writes, what a trained model is used for, and where its frozen part lies."""
     add = parser.add_argument_group("output and evaluation").add_argument
     add("--checkpoint_dir", default="checkpoints", help="run folder: checkpoints, logs, figures, summary")
     add("--save_full_state", action="store_true", help="save the frozen weights, too (14 GB for a 7B model)")
@@ -16,6 +16,10 @@ def add_output_flags(parser: Parser) -> None:
     add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this image")
     add("--question", help="the question for --predict")
+
+    add = parser.add_argument_group("memory").add_argument
+    text = "training: each process holds its share of the frozen VLM; slower, same results"
+    add("--shard_base", action="store_true", help=text)
 
 
 def read_arguments(parser: Parser, argv: list[str] | None) -> Namespace:
@@ -45,5 +49,15 @@ def check_args(parser: Parser, args: Namespace) -> None:
         parser.error("--overwrite starts afresh and excludes --resume_from, --eval_only and --predict")
     if args.shuffle_questions and not args.eval_only:
         parser.error("--shuffle_questions tests a trained model and needs --eval_only")
+    if args.shard_base:
+        check_sharding(parser, args)
     if not Path(args.data_root).is_dir():
         parser.error(f"{args.data_root}: no such folder; check --data_root")
+
+
+def check_sharding(parser: Parser, args: Namespace) -> None:
+    """--shard_base: what does not go with it is an error; the batch is not fitted, which each process does alone."""
+    for name in ("auto_batch", "compile", "save_full_state"):
+        if getattr(args, name):
+            parser.error(f"--{name} does not go with --shard_base; leave one of them out")
+    args.auto_batch = False

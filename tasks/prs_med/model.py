@@ -72,7 +72,8 @@ class MaskDecoder(nn.Module):
 class PRSMed(nn.Module):
     """Frozen VLM with LoRA, SAM vision encoder trained in full, mask decoder; one forward pass gives mask and answer.
 
-    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it.
+    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it. sharded:
+    whether the frozen part is shared out over the processes.
     """
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, reader: Reader, precision: str):
@@ -82,6 +83,7 @@ class PRSMed(nn.Module):
         self.reader = reader
         self.precision = precision
         self.base: dict = {}
+        self.sharded = False
         self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
 
         # each encoder has its own normalisation
@@ -171,6 +173,8 @@ class PRSMed(nn.Module):
         """Greedy answers to the prompts of a batch, from the image and the question alone."""
         prompt = batch["prompt"]
         padding = prompt < 0
+
+        # processes that share a base out go on until all have their answers
         with autocast(self.device, self.precision):
             tokens = self.vlm.generate(
                 input_ids=prompt.masked_fill(padding, self.reader.pad),
@@ -180,6 +184,7 @@ class PRSMed(nn.Module):
                 max_new_tokens=max_new_tokens,
                 pad_token_id=self.reader.pad,
                 eos_token_id=self.reader.end,
+                synced_gpus=self.sharded,
             )
         _, length = prompt.shape
         new_tokens = tokens[:, length:]
