@@ -202,6 +202,23 @@ def optimizer_steps(
             return
 
 
+def most_passes(samples: int, batch_size: int) -> int:
+    """How many micro-batches the rank with the most makes of the samples of all ranks."""
+    local = math.ceil(samples / world()[1])
+    return math.ceil(local / batch_size)
+
+
+def pad_passes(step: Step, batch_size: int, needed: bool = True) -> list[float]:
+    """Let every rank make equally many passes of a step, where weights are gathered in each and it is needed.
+
+    Returns each pass's weight: that of the step, 0 for a spare one.
+    """
+    fetched = len(step.batches)
+    spare = most_passes(step.samples, batch_size) - fetched if needed else 0
+    step.batches += step.batches[-1:] * spare
+    return [step.weight] * fetched + [0.0] * spare
+
+
 def first_error(batches: list[dict]) -> str:
     """The first reason why a sample of some batches cannot be used, empty without one."""
     for batch in batches:

@@ -12,9 +12,11 @@ EVERY = re.compile(r"([1-9]\d{0,8})(steps)?")
 
 def add_question_flags(parser: Parser) -> None:
     """The flags that mean the same in both guides."""
-    add = parser.add_argument_group("questions").add_argument
+    add = parser.add_argument_group("images and questions").add_argument
     text = "up to so many questions of an image in a row, which encode it once"
     add("--questions_per_image", type=whole(1), default=1, help=text)
+    text = "train on images with small random changes that keep answers true (default: %(default)s)"
+    add("--augmentation", action=BooleanOptionalAction, default=False, help=text)
 
     add = parser.add_argument_group("evaluation").add_argument
     text = "evaluate after so many epochs, such as 2, or optimizer steps, such as 500steps"

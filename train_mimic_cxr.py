@@ -86,14 +86,15 @@ from torch.utils.data import DataLoader
 
 # processes, the loop, and what becomes of it on disk
 import deepspeed_utils
+from augmentation_utils import change_images, draw_changes
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
 from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
 from image_order_utils import order_facts
 from logging_utils import RunLog, with_bar
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
-from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
-from loop_utils import seed_ranks
+from loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
+from loop_utils import say_if_finished, say_where, seed_ranks
 from memory_utils import BatchSize
 
 # questions and answers
@@ -110,7 +111,7 @@ from tasks.mimic_cxr.report import draw_inputs, print_index, print_metrics
 # the model, its engine and its settings
 from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
-from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, most_passes, prepare_deepspeed
+from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
 from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run
 from tasks.mimic_cxr.settings import open_questions, out_of_memory_advice, rehearse_model
@@ -248,15 +249,15 @@ def train_one_epoch(
         lr = args.learning_rate * factor
 
         # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
-        fetched = len(step.batches)
-        spare = most_passes(step.samples, batch_size) - fetched
-        weights = [step.weight] * fetched + [0.0] * spare
-        step.batches += step.batches[-1:] * spare
+        weights = pad_passes(step, batch_size)
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
         losses = torch.zeros(3, device=engine.device)
         for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
             batch = to_device(batch, engine.device)
+            if args.augmentation:
+                changes = draw_changes(args.seed, progress.epoch, batch["keys"])
+                batch["image"] = change_images(batch["image"], changes)
             with training.log.count_flops(step.samples), engine.micro_batch(last):
                 parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight)
                 parts = parts * weight
@@ -496,7 +497,8 @@ def train(
     sizes: dict[str, int] = {}
     say_if_finished(training, "--epochs")
     if progress.step == 0:
-        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
+        seed = args.seed if args.augmentation else None
+        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"], seed)}, 0)
 
     # a checkpoint that is resumed may be followed by an evaluation
     evaluates_first = training.pauses()

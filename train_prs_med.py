@@ -81,12 +81,13 @@ from image_order_utils import order_facts
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
 from logging_utils import RunLog, with_bar
-from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step
+from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step, pad_passes
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 
 # images, questions and results
 from predict_utils import list_questions
+from tasks.prs_med.augmentation import augment
 from tasks.prs_med.blind import look_away
 from tasks.prs_med.data import Patients, PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
 from tasks.prs_med.data import read_annotations, swap_questions, training_loader
@@ -103,6 +104,7 @@ from tasks.prs_med.memory import fold_relative_positions, recompute_activations,
 from tasks.prs_med.model import PRSMed
 from tasks.prs_med.pretrained import Architecture, add_lora, check_base, check_same_base, choose_architecture, find_sam
 from tasks.prs_med.pretrained import find_vlm, fingerprint, load_reader, load_sam, load_vlm, wrap_model
+from tasks.prs_med.sharding import equal_passes
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -241,11 +243,14 @@ def train_one_epoch(
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
         losses = torch.zeros(3, device=device)
-        for batch, last in step.micro_batches():
+        weights = pad_passes(step, loader.batch_sampler.batch_size, args.shard_base)
+        for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
             batch = to_device(batch, device)
+            if args.augmentation:
+                batch = augment(batch, args.seed, progress.epoch)
             with training.log.count_flops(step.samples), sync_gradients(model, now=last):
                 parts = batch_loss(model, batch, step.samples, step.totals[0], args)
-                parts = parts * step.weight
+                parts = parts * weight
                 # DDP averages over the ranks; these are shares of a sum, so undo the division
                 scaler.scale(parts[0] * world_size).backward()
             losses += parts.detach()
@@ -271,7 +276,7 @@ def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> 
     scores = []
     examples = {}
     error = ""
-    for batch in with_bar(loader, split):
+    for batch in equal_passes(with_bar(loader, split), loader, model):
         error = error or batch["error"]
         batch = to_device(batch, model.device)
         logits, text_loss = model(batch)
@@ -419,7 +424,7 @@ def run(args: Namespace, ranks: Ranks) -> int:
 
     if args.predict:
         return predict(model, asked, args.batch_size, args.max_new_tokens, run_folder)
-    sets = make_datasets(rows, model.reader, args.cache_gb)
+    sets = make_datasets(rows, model.reader, args.cache_gb, args.augmentation)
     if args.eval_only:
         evaluate_only(model, sets, checkpoint["step"], args)
         return 0
@@ -481,7 +486,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
 
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
-        code = train(model, wrap_model(model, ranks), loaders, optimizer, scaler, training, args)
+        code = train(model, wrap_model(model, ranks, args.shard_base), loaders, optimizer, scaler, training, args)
         if code:
             return code
         finish_run(training, begun, training.progress.best_metrics if "val" in loaders else {})
@@ -527,7 +532,7 @@ def train(
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
         data_sets = [loader.dataset for loader in loaders.values()]
-        log.figures(lambda: {"inputs": draw_inputs(data_sets)}, 0)
+        log.figures(lambda: {"inputs": draw_inputs(data_sets, args.seed)}, 0)
     # a checkpoint of a step with an evaluation is older than that
     waiting = training.pauses() and progress.samples > 0
     while True:

@@ -210,7 +210,8 @@ class QuestionData(Dataset):
     def collate(self, items: list[dict]) -> dict:
         """A batch: question tokens (B, T), targets (B,), CheXpert labels (B, 14), images (I, 1, S, S) uint8.
 
-        image_of: which of the images each question is about; questions of one study hold the same array.
+        image_of: which of the images each question is about; questions of one study hold the same array. keys: the
+        number of each image, on the host.
         """
         questions = [item["question"] for item in items]
         tokens = self.tokenizer(
@@ -231,6 +232,7 @@ class QuestionData(Dataset):
             "label": label,
             "known": known,
             "type": [item["type"] for item in items],
+            "keys": [studies[place] for place in firsts],
             "error": errors[0] if errors else "",
         }
         for name in ("index", "head", "target", "study"):

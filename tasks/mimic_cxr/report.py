@@ -5,8 +5,10 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
 
+from augmentation_utils import change_images, draw_changes
 from cli_utils import InputError
 from figure_utils import wrap
 from hardware_utils import is_roomy, smaller_batch
@@ -318,8 +320,11 @@ def short_question(item: dict) -> str:
     return wrap(item["question"][:LONGEST_QUESTION], LINE)
 
 
-def draw_inputs(data: QuestionData):
-    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+def draw_inputs(data: QuestionData, seed: int | None = None):
+    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels.
+
+    seed: of the augmentation, whose first epoch is shown; None without one.
+    """
     classes = list(HEADS.values())
     images = []
     texts = []
@@ -332,7 +337,14 @@ def draw_inputs(data: QuestionData):
                 lines.append(wrap(f"{word}: {', '.join(names)}", LINE))
         if item["error"]:
             lines.append("NOT READABLE")
-        images.append(item["image"])
+
+        # as the first epoch has it
+        image = item["image"]
+        if seed is not None:
+            pixels = torch.from_numpy(image.copy())
+            changes = draw_changes(seed, 0, [item["study"]])
+            image = change_images(pixels[None, None], changes)[0, 0].numpy()
+        images.append(image)
         texts.append("\n".join(lines))
     return draw_images(images, texts, ["black"] * len(images))
 

@@ -17,6 +17,7 @@ from distributed_utils import create_distributed_dataloader, print_main
 from image_order_utils import ImageGroups
 from image_utils import open_image, open_upright
 from memory_utils import BatchSize
+from tasks.prs_med.augmentation import Extent, extent_of
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
 
@@ -267,15 +268,23 @@ def misfit(mask: tuple[int, int], image: tuple[int, int]) -> str:
 class PositionData(Dataset):
     """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
 
-    keep: what was decoded stays in memory. of_rows: how many rows they were chosen from.
+    keep: what was decoded stays in memory. of_rows: how many rows they were chosen from. augmented: a row also tells
+    where all masks of its image lie.
     """
 
-    def __init__(self, rows: list[Row], reader: Reader, keep: bool):
+    def __init__(self, rows: list[Row], reader: Reader, keep: bool, augmented: bool = False):
         self.rows = rows
         self.of_rows = len(rows)
         self.reader = reader
         self.keep = keep
+        self.augmented = augmented
         self.kept: dict[str, tuple] = {}
+        self.extents: dict[str, Extent] = {}
+
+        # the rows of each image; the first one's index is the image's number
+        self.rows_of: dict[str, list[int]] = {}
+        for index, row in enumerate(rows):
+            self.rows_of.setdefault(row.identity, []).append(index)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -317,7 +326,19 @@ class PositionData(Dataset):
         problem = misfit(mask_size, image_size)
         if problem:
             raise InputError(f"{row.source}: {row.mask}: {problem}")
-        return {"sam": sam, "vlm": vlm, "mask": mask, "position": position, "error": ""}
+        extents = self._extents(row) if self.augmented else []
+        return {"sam": sam, "vlm": vlm, "mask": mask, "position": position, "extents": extents, "error": ""}
+
+    def _extents(self, row: Row) -> list[Extent]:
+        """Where each mask of a row's image lies; each is decoded once for it."""
+        extents = {}
+        for index in self.rows_of[row.identity]:
+            other = self.rows[index]
+            if other.mask not in self.extents:
+                mask, position, _ = self._decode(other.mask, other.source, self._mask)
+                self.extents[other.mask] = extent_of(mask.numpy(), position)
+            extents[other.mask] = self.extents[other.mask]
+        return list(extents.values())
 
     def __getitem__(self, index: int) -> dict:
         """A row's tensors, see __getitems__."""
@@ -341,11 +362,15 @@ class PositionData(Dataset):
             pair = self._pair(row)
         except InputError as error:
             pair = self.reader.blank(str(error))
-        return {"index": index, **pair, "prompt": prompt, "answer": answer}
+        key = self.rows_of[row.identity][0]
+        return {"index": index, "key": key, **pair, "prompt": prompt, "answer": answer}
 
 
-def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str, PositionData]:
-    """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB."""
+def make_datasets(rows: list[Row], reader: Reader, cache_gb: float, augmentation: bool) -> dict[str, PositionData]:
+    """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB.
+
+    augmentation: of the training split.
+    """
     mask_bytes = reader.image_size**2
     image_bytes = 3 * (mask_bytes + reader.vlm_size**2)
     images = {row.identity for row in rows}
@@ -355,7 +380,8 @@ def make_datasets(rows: list[Row], reader: Reader, cache_gb: float) -> dict[str,
     datasets = {}
     for split in SPLITS:
         of_split = [row for row in rows if row.split == split]
-        datasets[split] = PositionData(of_split, reader, keep)
+        augmented = augmentation and split == "train"
+        datasets[split] = PositionData(of_split, reader, keep, augmented)
     return datasets
 
 

@@ -29,7 +29,7 @@ def add_data_flags(parser: Parser) -> None:
 
 
 def add_output_flags(parser: Parser) -> None:
-    """Where a run writes, and what a trained model is used for."""
+    """Where a run writes, what a trained model is used for, and where its frozen part lies."""
     add = parser.add_argument_group("output and evaluation").add_argument
     add("--checkpoint_dir", default="checkpoints", help="run folder: checkpoints, logs, figures, summary")
     add("--save_full_state", action="store_true", help="save the frozen weights, too (14 GB for a 7B model)")
@@ -37,6 +37,10 @@ def add_output_flags(parser: Parser) -> None:
     add("--shuffle_questions", action="store_true", help="with --eval_only: swap an image's questions; Dice must fall")
     add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--no_generate", action="store_true", help="evaluate masks and losses alone: no generated answers, much faster")
+
+    add = parser.add_argument_group("memory").add_argument
+    text = "training: each process holds its share of the frozen VLM; slower, same results"
+    add("--shard_base", action="store_true", help=text)
 
 
 def read_arguments(parser: Parser, argv: list[str] | None) -> Namespace:
@@ -85,6 +89,16 @@ def check_args(parser: Parser, args: Namespace) -> None:
         parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
     if args.shuffle_questions and not args.eval_only:
         parser.error("--shuffle_questions tests a trained model and needs --eval_only")
+    if args.shard_base:
+        check_sharding(parser, args)
     is_folder = Path(args.data_root).is_dir()
     if not is_folder and not args.predict:
         parser.error(f"{args.data_root}: no such folder; check --data_root")
+
+
+def check_sharding(parser: Parser, args: Namespace) -> None:
+    """--shard_base: what does not go with it is an error; the batch is not fitted, which each process does alone."""
+    for name in ("auto_batch", "compile", "save_full_state"):
+        if getattr(args, name):
+            parser.error(f"--{name} does not go with --shard_base; leave one of them out")
+    args.auto_batch = False

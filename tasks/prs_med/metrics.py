@@ -8,25 +8,40 @@ import torch
 from scipy import ndimage
 
 
-def position_of(mask: np.ndarray) -> str | None:
-    """Where the foreground of a mask lies, None without any.
+class MaskBox(NamedTuple):
+    """The bounding box of a mask's foreground; right and bottom are the first pixels behind it."""
 
-    It is "center" when its bounding box spans the image's centre, else the quadrant that the box's own centre is in.
-    """
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
+def box_of(mask: np.ndarray) -> MaskBox | None:
+    """The bounding box of a (H, W) bool mask, None without any foreground."""
     rows = np.flatnonzero(mask.any(axis=1))
     columns = np.flatnonzero(mask.any(axis=0))
     if not len(rows):
         return None
+    return MaskBox(columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
 
-    top = rows[0]
-    bottom = rows[-1] + 1
-    left = columns[0]
-    right = columns[-1] + 1
+
+def position_of(mask: np.ndarray) -> str | None:
+    """Where the foreground of a mask lies, None without any."""
+    box = box_of(mask)
     height, width = mask.shape
-    if top < height / 2 < bottom and left < width / 2 < right:
+    return box and position_of_box(box, height, width)
+
+
+def position_of_box(box: MaskBox, height: float, width: float) -> str:
+    """Where the bounding box of a mask lies in an image of this size.
+
+    It is "center" when the box spans the image's centre, else the quadrant that the box's own centre is in.
+    """
+    if box.top < height / 2 < box.bottom and box.left < width / 2 < box.right:
         return "center"
-    vertical = "top" if top + bottom < height else "bottom"
-    side = "left" if left + right < width else "right"
+    vertical = "top" if box.top + box.bottom < height else "bottom"
+    side = "left" if box.left + box.right < width else "right"
     return f"{vertical} {side}"
 
 

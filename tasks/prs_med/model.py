@@ -72,7 +72,8 @@ class MaskDecoder(nn.Module):
 class PRSMed(nn.Module):
     """Frozen VLM with LoRA, SAM vision encoder trained in full, mask decoder; one forward pass gives mask and answer.
 
-    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it.
+    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it. sharded:
+    whether the frozen part is shared out over the processes.
     """
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, reader: Reader, precision: str):
@@ -82,6 +83,7 @@ class PRSMed(nn.Module):
         self.reader = reader
         self.precision = precision
         self.base: dict = {}
+        self.sharded = False
         self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
 
         # each encoder has its own normalisation
@@ -179,6 +181,8 @@ class PRSMed(nn.Module):
         prompt = batch["prompt"]
         padding = prompt < 0
         embed = self.vlm.get_input_embeddings()
+
+        # processes that share a base out go on until all have their answers
         with autocast(self.device, self.precision):
             # the image's features take the places of its tokens; with embeddings, the new tokens alone come back
             words = embed(prompt.masked_fill(padding, self.reader.pad))
@@ -193,6 +197,7 @@ class PRSMed(nn.Module):
                 max_new_tokens=max_new_tokens,
                 pad_token_id=self.reader.pad,
                 eos_token_id=self.reader.end,
+                synced_gpus=self.sharded,
             )
         answers = self.reader.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [answer.strip() for answer in answers]

@@ -94,6 +94,8 @@ class Reader:
             "vlm": torch.zeros(3, vlm_side, vlm_side, dtype=torch.uint8),
             "mask": torch.zeros(side, side, dtype=torch.bool),
             "position": None,
+            "key": 0,
+            "extents": [],
             "error": error,
         }
 
@@ -142,8 +144,11 @@ class Reader:
             "words": pad_rows(words, -1),
             "answer": pad_rows(answers, -100),
             "answer_at": pad_rows(answer_at, 0),
+            # what stays on the host is a list
             "index": [item["index"] for item in items],
             "position": [item["position"] for item in items],
+            "keys": [item["key"] for item in items],
+            "extents": [item["extents"] for item in items],
             "error": errors[0] if errors else "",
         }
 

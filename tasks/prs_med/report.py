@@ -243,10 +243,11 @@ def draw_predictions(examples: list[Example]):
     return draw_panels(panels)
 
 
-def draw_inputs(sets: list[PositionData]):
+def draw_inputs(sets: list[PositionData], seed: int = 0):
     """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used.
 
     The first of each finding of the data check comes first, the worst in front; the other rows are of the first set.
+    seed: of the augmentation, whose first epoch is shown where a set is augmented.
     """
     odd: dict[str, tuple[PositionData, int]] = {}
     for data in sets:
@@ -258,13 +259,13 @@ def draw_inputs(sets: list[PositionData]):
     plain = [(sets[0], index) for index in spread(len(sets[0]))]
     shown += [place for place in plain if place not in shown]
 
-    panels = [input_panel(data, index) for data, index in shown[:9]]
+    panels = [input_panel(data, index, seed) for data, index in shown[:9]]
     # an image that cannot be used ends the run at its step, on all ranks
     panels = [panel for panel in panels if panel]
     return draw_panels(panels) if panels else None
 
 
-def input_panel(data: PositionData, index: int) -> ImagePanel | None:
+def input_panel(data: PositionData, index: int, seed: int) -> ImagePanel | None:
     """A row as the model is given it, under its findings, question and answer; None where it cannot be used."""
     item = data[index]
     if item["error"]:
@@ -276,8 +277,11 @@ def input_panel(data: PositionData, index: int) -> ImagePanel | None:
         how = f" ({finding.how})" if finding.how else ""
         sentences.append(f"ODD: {finding.name}{how}")
     sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
-    image = item["sam"].numpy()
-    mask = item["mask"].numpy()
+    batch = data.reader.collate([item])
+    if data.augmented:
+        batch = augment(batch, seed, epoch=0)
+    image = batch["sam"][0].numpy()
+    mask = batch["mask"][0].numpy()
     return ImagePanel(image, mask, None, sentences)
 
 
