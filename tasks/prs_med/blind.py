@@ -166,7 +166,9 @@ def compare(
     gain = sum(gains) / len(gains)
     # nothing is above itself, and without generated answers the model has no position
     if own is not scores and not math.isnan(gain):
-        metrics |= with_interval(f"{name}_gain", "", gain, gains, of_rows, bounded=False)
+        gained = with_interval(f"{name}_gain", "", gain, gains, of_rows, bounded=False)
+        # Student's t knows no ends; a difference of two numbers in 0..1 has them
+        metrics |= {key: min(max(value, -1.0), 1.0) for key, value in gained.items()}
     return metrics
 
 
