@@ -77,6 +77,8 @@ class RunLog:
         # what each line holds beside step and epoch, such as the stage, and the last value of each metric
         self.context: dict[str, int] = {}
         self.last: dict[str, float] = {}
+        # samples/s of each interval
+        self.rates: list[float] = []
 
         # metrics that finish() draws beside the loss, None for all of val/, and when figures were drawn last
         self.curves: list[str] | None = None
@@ -322,6 +324,8 @@ class RunLog:
         """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B."""
         values = {name: finite_or_none(value) for name, value in values.items()}
         self.last |= values
+        if "train/samples_per_s" in values:
+            self.rates.append(values["train/samples_per_s"])
         if not self.ranks.is_main:
             return
 

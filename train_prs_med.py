@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
 from question_utils import add_question_flags, split_interval
-from tasks.prs_med.flags import add_output_flags, read_arguments
+from tasks.prs_med.flags import add_data_flags, add_output_flags, read_arguments
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -31,12 +31,7 @@ CURVES = ["val/loss", "val/dice", "val/iou", "val/position_accuracy", "val/posit
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
 
-    add = parser.add_argument_group("data").add_argument
-    add("--data_root", help="folder with annotations/*.csv; left out with --eval_only, --predict: the run's")
-    add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
-    add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field")
-    add("--skip_data_check", action="store_true", help="do not read every image first; copies then go unnoticed")
-    add("--cache_gb", type=number(0), default=4.0, help="GiB of RAM PER PROCESS for decoded images; 0: none are kept")
+    add_data_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
@@ -91,7 +86,7 @@ from loop_utils import print_start, restore_training, resume, say_if_finished, s
 
 # images, questions and results
 from tasks.prs_med.blind import look_away
-from tasks.prs_med.data import PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
+from tasks.prs_med.data import Patients, PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
 from tasks.prs_med.data import read_annotations, swap_questions, training_loader
 from tasks.prs_med.data_check import read_rows
 from tasks.prs_med.evaluation import gather_examples, gather_scores, log_results, mean_metrics
@@ -394,7 +389,9 @@ def run(args: Namespace, ranks: Ranks) -> int:
         root = Path(args.data_root)
         needed_split = args.eval_split if args.eval_only else "train"
         check = not args.skip_data_check
-        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks)
+        patients = Patients(args.patient_column, args.patient_pattern)
+        limit = args.max_contradictions
+        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks, patients, limit)
 
     # a training has the run folder to itself from here on
     apply_only = bool(args.eval_only or args.predict)
@@ -527,7 +524,8 @@ def train(
     best_examples = []
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
-        log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
+        data_sets = [loader.dataset for loader in loaders.values()]
+        log.figures(lambda: {"inputs": draw_inputs(data_sets)}, 0)
     # a checkpoint of a step with an evaluation is older than that
     waiting = training.pauses() and progress.samples > 0
     while True:

@@ -580,7 +580,7 @@ def test_sampled_volumes_lie_where_the_ct_does(run, cascade_data, one, tmp_path)
     assert np.abs(again.get_fdata() - values).max() <= 1
 
 
-def test_eval_only_repeats_the_test_metrics(run, one, tmp_path):
+def test_eval_only_repeats_the_test_metrics(run, start, cascade_data, one, tmp_path):
     out = tmp_path / "run"
     summary = read_json(one / "summary.json")
     flags = ["--eval_only", "--resume_from", one / "stage2_best.pt", "--check_conditioning", "--num_samples", "3"]
@@ -593,6 +593,13 @@ def test_eval_only_repeats_the_test_metrics(run, one, tmp_path):
         assert value == pytest.approx(summary[name], rel=1e-5, abs=least), name
     for figure in ("eval_test", "eval_test_coverage"):
         assert (out / "figures" / f"{figure}.png").stat().st_size > 5000
+
+    # as many steps of sampling as in the run, where no flag says how many
+    plain = [CASCADE, "--eval_only", "--checkpoint_dir", one, "--dataset_path", cascade_data]
+    done = start([*plain, "--resume_from", one / "stage2_best.pt", "--mixed_precision", "no"])
+    assert done.code == 0, done.stderr
+    again = read_json(one / "eval_test.json")
+    assert again["test/psnr"] == pytest.approx(summary["test/psnr"], rel=1e-5)
 
     # the first stage alone
     run(out, ["--eval_only", "--resume_from", one / "stage1_best.pt"])
@@ -667,6 +674,11 @@ def test_a_regression_stands_beside(run, one, tmp_path):
         assert results[f"test/{score}_regression"] == summary[f"test/{score}"]
     assert re.search(rf"\nregression +{summary['test/psnr']:.4f}", done.stdout)
     assert "\nregression" not in run(tmp_path / "alone", beside[:3]).stdout
+
+    # which stands beside a cascade, not beside itself
+    itself = ["--eval_only", "--resume_from", out / "best.pt", "--regression_run", out]
+    refused = run(tmp_path / "itself", itself, code=2)
+    assert "--regression_run: stands beside a cascade's test; leave it out" in refused.stderr
 
     # whatever --ddim_steps says, a regression is one step
     again = ["--eval_only", "--resume_from", out / "best.pt", "--ddim_steps", "5"]

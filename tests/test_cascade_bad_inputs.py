@@ -524,6 +524,50 @@ def test_a_single_mirrored_picture_of_an_asymmetric_crop():
     assert re.search(expected, alignment_error(crops, crops.images))
 
 
+def nearly_symmetric(count: int) -> Crops:
+    """Patients that look much the same upside down and mirrored."""
+    crops = asymmetric_crops(count)
+    mean = crops.integrals.mean(0)
+    symmetric = (mean + mean[:, ::-1] + mean[:, :, ::-1] + mean[:, ::-1, ::-1]) / 4
+    integrals = symmetric + 0.15 * (crops.integrals - mean)
+    images = grey_values(torch.from_numpy(integrals)).numpy() * 2 - 1
+    return Crops(crops.patients, integrals, images)
+
+
+def test_all_pictures_of_nearly_symmetric_patients_upside_down():
+    crops = nearly_symmetric(12)
+    assert alignment_error(crops, crops.images) == ""
+    turned = crops.images[:, :, ::-1].copy()
+    assert alignment_error(crops, turned).endswith("; give --flip_drrs_vertical the other way")
+
+
+@pytest.mark.parametrize("count", [3, 12])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda image: image[::-1], r"upside down it fits \(1\.00\)"),
+        (lambda image: image[:, ::-1], r"mirrored it fits \(1\.00\)"),
+        (lambda image: image[::-1, ::-1], r"turned by 180 degrees it fits \(1\.00\)"),
+        (lambda image: -image, r"\(correlation -1\.00\); as a negative it fits \(1\.00\)"),
+    ],
+    ids=["upside-down", "mirrored", "by-180", "negative"],
+)
+def test_one_picture_of_nearly_symmetric_patients(change, expected, count):
+    """What is wrong with it is said, though it looks much like what it should be."""
+    crops = nearly_symmetric(count)
+    changed = crops.images.copy()
+    changed[1, 1] = change(changed[1, 1])
+    assert re.search(r"p1_lat\.png: not a lat picture of p1\.nii\.gz .*" + expected, alignment_error(crops, changed))
+
+
+def test_real_x_rays_that_fit_only_roughly_are_taken():
+    """Scatter, another posture, and grey values that do not follow a straight line."""
+    crops = nearly_symmetric(12)
+    noise = np.random.default_rng(3).standard_normal(crops.images.shape)
+    rough = np.tanh(2 * crops.images) + 0.3 * crops.images.std() * noise
+    assert alignment_error(crops, rough) == ""
+
+
 def as_nifti(folder: Path, name: str, hu: np.ndarray, affine: np.ndarray, images: dict) -> None:
     """.nii, and 16-bit images named _pa and _lat."""
     save(folder / f"{name}.nii", hu.astype(np.int16), affine)

@@ -527,9 +527,10 @@ def test_wrong_views(value, message):
     assert "\n" not in str(error.value)
 
 
-def test_source_lies_outside_the_patient():
+def test_source_and_detector_lie_outside_the_patient():
     assert wrong_extent(PA, (5000, 5000, 5000)) == ""
-    assert wrong_extent(CONE_PA, (4000, 1700, 4000)) == ""
+    assert wrong_extent(CONE_PA, (4000, 490, 4000)) == ""
+    assert "the detector of view 'pa' lies 250 mm" in wrong_extent(CONE_PA, (300, 510, 300))
     assert "inside a field of view 1900 mm deep" in wrong_extent(CONE_PA, (300, 1900, 300))
     assert "the source of view 'lat' lies 900 mm" in wrong_extent(CONE_LAT, (1900, 300, 300))
 

@@ -11,6 +11,11 @@ from tasks.cascade.views import PA, View
 
 # From so many patients on, what is peculiar to each of them is compared.
 MANY_PATIENTS = 5
+# Less than this correlation with its CT's projection is an error; so much is plain evidence of something else, where
+# Fisher's z, which tells .98 from .999, is by so much larger.
+LEAST_CORRELATION = 0.5
+PLAIN_CORRELATION = 0.8
+Z_MARGIN = 0.3
 
 
 class GreyFit(NamedTuple):
@@ -103,7 +108,7 @@ def check_turn(
     now = median_own(peculiar(integrals, images))
 
     # a turn must win by a margin; hardly one where it also makes negatives positive, or the reverse
-    margin = 0.2 if len(images) >= MANY_PATIENTS else 0.05
+    margin = 0.1 if len(images) >= MANY_PATIENTS else 0.05
     if now * turned[best] < 0 and abs(turned[best]) >= 0.5:
         margin = 0.01
     if abs(turned[best]) > abs(now) + margin:
@@ -112,39 +117,55 @@ def check_turn(
     return now
 
 
-def fitting_turn(
-    integral: np.ndarray,
+def fisher_z(correlation: float) -> float:
+    """Fisher's transformation of a correlation, finite at 1 too."""
+    return float(np.arctanh(np.clip(correlation, -0.9999, 0.9999)))
+
+
+def fitting_change(
+    integrals: np.ndarray,
     image: np.ndarray,
+    k: int,
+    names: list[str],
     sign: float,
-    now: float,
-) -> str:
-    """How to turn a single image so that it fits its CT, for an error message; "" where no turn helps much."""
+) -> tuple[str, float]:
+    """(what must be done to a single image so that it fits its CT best, for an error message, and its correlation).
+
+    integrals: of each view (views, side, side). k: the view that the image is said to be. sign: -1 where the images of
+    this view are negatives.
+    """
     turns = {
+        "": (1, 1),
         "upside down": (-1, 1),
         "mirrored": (1, -1),
         "turned by 180 degrees": (-1, -1),
     }
-    values = {}
-    for name, (up, along) in turns.items():
+    found = {}
+    for turn, (up, along) in turns.items():
         turned = image[None, ::up, ::along]
-        values[name] = sign * float(correlations(integral[None], turned)[0, 0])
-    best = max(values, key=values.__getitem__)
-    if values[best] > max(0.5, now + 0.3):
-        return f"; {best} it fits ({values[best]:.2f})"
-    return ""
+        value = sign * float(correlations(integrals[k : k + 1], turned)[0, 0])
+        negative = f"{turn} and as a negative" if turn else "as a negative"
+        found[f"{negative} it fits"] = -value
+        if turn:
+            found[f"{turn} it fits"] = value
+
+    # or it is of another view
+    likeness = sign * correlations(integrals, image[None])[0]
+    for j, name in enumerate(names):
+        if j != k:
+            found[f"it looks like the {name} view"] = float(likeness[j])
+    best = max(found, key=found.__getitem__)
+    return best, found[best]
 
 
 def fitting_patient(
     place: int,
     table: np.ndarray,
     patients: list[Patient],
-) -> str:
-    """Whose CT an image fits instead of its own, for an error message; "" where none fits much better."""
-    row = table[place]
-    best = int(row.argmax())
-    if row[best] > row[place] + 0.3:
-        return f"; it fits the CT of {patients[best].id} ({row[best]:.2f})"
-    return ""
+) -> tuple[str, float]:
+    """(whose CT an image fits best, for an error message, and the correlation), of a table of peculiar()."""
+    best = int(table[place].argmax())
+    return f"it fits the CT of {patients[best].id}", float(table[place, best])
 
 
 def check_alignment(
@@ -155,11 +176,12 @@ def check_alignment(
 ) -> None:
     """Whether each X-ray is one of its own CT, as one looks at the patient. Raises InputError naming those that aren't.
 
-    An image must look like its CT's projection (|r| >= 0.5), and more so than like the other view's. With 5 patients
-    or more, what is peculiar to a patient (the difference from the mean image) must agree too: where all are turned
-    alike, the turn that helps is named; an image whose agreement lies far below the others' (by 0.5) belongs to
-    somebody else, and is said to fit whom it fits best. Negative images (bone dark) are as good. A mirrored image
-    of an asymmetric crop looks like a negative, so sign and turn are chosen together, by the largest |r|.
+    An image must look like its CT's projection (|r| >= 0.5), and not clearly more so turned, as a negative or as
+    another view. With 5 patients or more, what is peculiar to a patient (the difference from the mean image) must agree
+    too: where all are turned alike, the turn that helps is named; an image whose agreement lies far below the others'
+    (by 0.5) belongs to somebody else, and is said to fit whom it fits best. Negative images (bone dark) are as good,
+    where all of a view are. A mirrored image of an asymmetric crop looks like a negative, so sign and turn are chosen
+    together, by the largest |r|.
     """
     names = [view.name for view in views]
     for k, view in enumerate(names):
@@ -170,18 +192,25 @@ def check_alignment(
         sign = 1.0 if np.median(own) >= 0 else -1.0
         own = sign * own
 
+        # those that agree far less than the others in what is peculiar to a patient
+        table = sign * peculiar(expected, seen)
+        strangers = np.diag(table) < sign * now - 0.5
+        if len(patients) < MANY_PATIENTS or sign * now <= 0.6:
+            strangers = np.zeros(len(patients), bool)
+
         # {place of a patient: what its image is instead, if that is known}
         wrong: dict[int, str] = {}
-        for place in np.flatnonzero(own < 0.5):
-            wrong[int(place)] = fitting_turn(expected[place], seen[place], sign, own[place])
-        if len(patients) >= MANY_PATIENTS and sign * now > 0.6:
-            table = sign * peculiar(expected, seen)
-            for place in np.flatnonzero(np.diag(table) < sign * now - 0.5):
-                wrong[int(place)] = wrong.get(int(place)) or fitting_patient(place, table, patients)
-        for j, other in enumerate(names):
-            likeness = sign * np.diag(correlations(integrals[:, j], seen))
-            for place in np.flatnonzero(likeness > own + 0.05):
-                wrong[int(place)] = f"; it looks like the {other} view"
+        for place, correlation in enumerate(own):
+            change, fit = fitting_change(integrals[place], seen[place], k, names, sign)
+            clearly = fisher_z(fit) > fisher_z(correlation) + Z_MARGIN
+            if strangers[place]:
+                other, likeness = fitting_patient(place, table, patients)
+                if not clearly or likeness > fit:
+                    change, fit = other, likeness
+            elif not (correlation < LEAST_CORRELATION or (clearly and fit > PLAIN_CORRELATION)):
+                continue
+            known = fit > max(LEAST_CORRELATION, correlation)
+            wrong[place] = f"; {change} ({fit:.2f})" if known else ""
         if wrong:
             refuse(patients, view, k, own, wrong)
 

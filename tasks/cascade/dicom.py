@@ -46,7 +46,11 @@ def read_series(folder: Path):
     slices = []
     for file in files:
         try:
-            slices.append(dcmread(file))
+            one = dcmread(file)
+            if "PixelData" in one:
+                # decoded once, here where its name is known
+                one.pixel_array  # noqa: B018
+            slices.append(one)
         except Exception as error:
             text = str(error) or type(error).__name__
             reason = text.splitlines()[0][:60]

@@ -219,7 +219,8 @@ def draw_result(example: Example):
         rows.append(volume_row(label, example.volumes[kind]))
     if len(example.samples) > 1:
         rows.append(deviation_row(example.samples))
-    return draw_rows("one patient: middle slices, projections, and their differences to the X-rays", columns, rows)
+    differences = f"their differences to the X-rays (black: -{DIFFERENCE}, white: +{DIFFERENCE})"
+    return draw_rows(f"the first patient: middle slices, projections, and {differences}", columns, rows)
 
 
 def deviation_row(samples: Tensor) -> Row:

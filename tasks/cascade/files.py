@@ -28,6 +28,9 @@ CT_ENDINGS = (".nii.gz", ".nii", ".npy")
 IMAGE_ENDINGS = (".png", ".npy", ".jpg", ".jpeg", ".tif", ".tiff")
 # What the names of two views' images may end with, too, before the file type.
 OTHER_ENDINGS = {"pa": ("_frontal",), "lat": ("_lateral",)}
+# Degrees between the axes of voxels and of the patient that nobody sees.
+MOST_TILT = 1.0
+AIR_HU = -1000.0
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,9 @@ def files_of(folder: Path) -> list[Path]:
     """A patient's images and CTs in a folder. Of an HDF5 file its parts are listed; of a DICOM series its folder is."""
     files = []
     for path in visible(folder):
-        if path.is_file() and lidc.is_file(path.name):
+        if lidc.is_file(path.name):
             files += lidc.parts_of(path)
-        elif path.is_file() and ending(path.name, CT_ENDINGS + IMAGE_ENDINGS):
+        elif (path.is_file() or path.is_symlink()) and ending(path.name, CT_ENDINGS + IMAGE_ENDINGS):
             files.append(path)
     return files + dicom.series_below(folder)
 
@@ -226,6 +229,22 @@ def check_nifti(image, path: Path) -> None:
         raise InputError(f"{path}: holds {image.get_data_dtype()}, not numbers; replace it")
 
 
+def along_axes(image):
+    """A canonical nibabel image whose voxels lie along the patient's axes: resampled where they are tilted."""
+    from nibabel.processing import resample_to_output
+
+    spacing = voxel_spacing(image.affine)
+    # what is wrong with such an affine is said later
+    if not np.isfinite(spacing).all() or spacing.min() < 1e-3:
+        return image
+    cosines = np.abs(np.diag(image.affine)[:3]) / spacing
+    tilt = np.degrees(np.arccos(np.clip(cosines, 0, 1))).max()
+    if tilt <= MOST_TILT:
+        return image
+    # what the turned field of view did not hold is air
+    return resample_to_output(image, spacing, order=1, cval=AIR_HU)
+
+
 def load_volume(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(values, affine) of a file, of any kind of number. Raises InputError."""
     try:
@@ -237,7 +256,7 @@ def load_volume(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
         image = dicom.read_series(path) if path.is_dir() else nibabel.load(path)
         check_nifti(image, path)
-        image = nibabel.as_closest_canonical(image)
+        image = along_axes(nibabel.as_closest_canonical(image))
         return np.asarray(image.dataobj, dtype=np.float32), image.affine
     except InputError:
         raise
@@ -273,7 +292,7 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
     # the lengths
     spacing = voxel_spacing(affine)
     if not np.isfinite(affine).all() or spacing.min() < 1e-3 or spacing.max() > 100:
-        raise InputError(f"{path}: voxels of {spacing.round(4).tolist()} mm; correct its affine")
+        raise InputError(f"{path}: voxels of {spacing.round(4).tolist()} mm; correct its affine or spacing")
     return hu, affine
 
 

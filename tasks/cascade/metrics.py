@@ -31,7 +31,7 @@ RIVALS = {
 }
 START = {"_start": "stage 1's start, on the last grid"}
 ONE_STEP = {"_one_step": "cascade, in one step a stage"}
-FREE = {"_free": "cascade, held at each start alone"}
+FREE = {"_free": "held at each start alone"}
 REGRESSION = {"_regression": "regression"}
 # The end of the range of HU + 1000 in which published figures on LIDC are taken.
 FIELD_MAX = 2500

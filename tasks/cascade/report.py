@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -135,16 +136,16 @@ def begin_speed(
     """Speed and memory are this stage's from here on, not those of the stages measured or trained before."""
     log.context = {"stage": stage.number + 1}
     log.forget_flops()
-    for name in ("train/samples_per_s", "train/peak_memory_gb"):
-        log.last.pop(name, None)
+    log.rates.clear()
+    log.last.pop("train/peak_memory_gb", None)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def note_speed(stage: StagePlan, log: RunLog) -> None:
-    """Keep a stage's throughput and memory for summary.json, where this run has trained it."""
-    if "train/samples_per_s" in log.last:
-        log.last[f"train/samples_per_s_per_gpu/{stage.name}"] = log.last["train/samples_per_s"] / world()[1]
+    """Keep a stage's memory and its usual throughput for summary.json, where this run has trained it."""
+    if log.rates:
+        log.last[f"train/samples_per_s_per_gpu/{stage.name}"] = statistics.median(log.rates) / world()[1]
         log.last[f"train/peak_memory_gb/{stage.name}"] = log.last["train/peak_memory_gb"]
 
 

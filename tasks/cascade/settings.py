@@ -113,8 +113,16 @@ def views_to_render(values: dict, source: dict[str, str]) -> tuple[View, ...]:
 
 def saved_settings(values: dict, precision: str) -> dict:
     """What a checkpoint holds of the flags' values."""
-    settings = {name: values[name] for name in (*FIXED, *FIXED_DATA, "stage_configs")}
+    settings = {name: values[name] for name in (*FIXED, *FIXED_DATA, "ddim_steps", "stage_configs")}
     return settings | {"mixed_precision": precision}
+
+
+def shown(setting) -> str:
+    """A flag's value for a message; of views what is given of them."""
+    if not isinstance(setting, list):
+        return str(setting)
+    views = [{key: value for key, value in view.items() if value is not None} for view in setting]
+    return json.dumps(views)
 
 
 def adopt_settings(values: dict, source: dict[str, str], checkpoint: dict, path: str) -> None:
@@ -123,6 +131,7 @@ def adopt_settings(values: dict, source: dict[str, str], checkpoint: dict, path:
     Raises InputError where a flag or the config says otherwise.
     """
     settings = checkpoint["settings"]
+    path = values["checkpoint_dir"] if path == "auto" else path
     adopted = {}
     if source["seed"] == "default":
         adopted["seed"] = checkpoint["run"]["seed"]
@@ -132,18 +141,18 @@ def adopt_settings(values: dict, source: dict[str, str], checkpoint: dict, path:
         if given and values["sample"] and name.startswith("flip"):
             continue
         if given and values[name] != settings[name]:
-            raise InputError(f"{path}: a run with --{name} {settings[name]}, now {values[name]}; leave it out")
+            then, now = (shown(setting) for setting in (settings[name], values[name]))
+            raise InputError(f"{path}: a run with --{name} {then}, now {now}; leave it out")
         adopted[name] = settings[name]
-    if reason := too_many_samples(values | adopted):
+    if reason := wrong_rival(values | adopted):
         raise InputError(f"{path}: {reason}")
 
-    # steps of sampling that fit to those of the training
-    num_timesteps = settings["num_timesteps"]
-    ddim_steps = values["ddim_steps"]
-    if num_timesteps % ddim_steps:
-        if source["ddim_steps"] != "default":
-            raise InputError(f"--ddim_steps {ddim_steps}: must divide the {num_timesteps} steps of {path}")
-        adopted["ddim_steps"] = next(n for n in range(ddim_steps, 0, -1) if num_timesteps % n == 0)
+    # steps of sampling: its own, or others that fit to those of its training
+    if source["ddim_steps"] == "default":
+        adopted["ddim_steps"] = settings["ddim_steps"]
+    elif settings["num_timesteps"] % values["ddim_steps"]:
+        asked = f"--ddim_steps {values['ddim_steps']}"
+        raise InputError(f"{asked}: must divide the {settings['num_timesteps']} steps of {path}")
 
     # its stages, but for what the command line says of all of them
     if source["stage_configs"] != "default":

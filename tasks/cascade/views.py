@@ -89,15 +89,16 @@ def needs_library(view: View) -> bool:
 
 
 def wrong_extent(view: View, extent: tuple[float, float, float]) -> str:
-    """What is wrong with a view of a field of view (X, Y, Z) in mm, or empty: its source must lie outside."""
+    """What is wrong with a view of a field of view (X, Y, Z) in mm, or empty: source and detector must lie outside."""
     if view.parallel:
         return ""
     cosine, sine = view.turn
     depth = abs(sine) * extent[0] + abs(cosine) * extent[1]
-    if view.source_distance > depth / 2:
-        return ""
-    where = f"{view.source_distance:g} mm from the isocentre"
-    return f"the source of view {view.name!r} lies {where}, inside a field of view {depth:.0f} mm deep"
+    for part, distance in (("source", view.source_distance), ("detector", view.detector_distance)):
+        if distance <= depth / 2:
+            where = f"{distance:g} mm from the isocentre"
+            return f"the {part} of view {view.name!r} lies {where}, inside a field of view {depth:.0f} mm deep"
+    return ""
 
 
 # --- --views ----------------------------------------------------------------------------------------------------------
@@ -166,7 +167,9 @@ def wrong_angle(entry: dict) -> str:
     """What is wrong with the angle of a view, or empty."""
     if "angle" not in entry and entry["name"] in STANDARD:
         return ""
-    angle = entry.get("angle")
+    if "angle" not in entry:
+        return f"{entry['name']!r} has no angle, in degrees (pa and lat alone go without)"
+    angle = entry["angle"]
     if is_number(angle, float, -360, 360):
         return ""
     return f"angle {angle!r} must be a number of degrees from -360 to 360 (0 is pa, 90 is lat)"

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader
+from image_utils import open_gray
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.index import Index
 from tasks.mimic_cxr.releases import image_name
@@ -42,9 +43,7 @@ def decode(path: str, size: int) -> np.ndarray:
     The JPEG is decoded at the smallest scale that is still twice the wanted size: several times faster, no difference
     that a 224-pixel image shows.
     """
-    with Image.open(path) as file:
-        file.draft("L", (2 * size, 2 * size))
-        image = file.convert("L")
+    image = open_gray(path, 2 * size)
     scale = size / max(image.size)
     sides = [max(1, round(side * scale)) for side in image.size]
     small = image.resize(sides, Image.Resampling.BILINEAR)
@@ -111,6 +110,10 @@ def open_image_cache(index: Index, size: int, cache_gb: float) -> ImageCache:
 class QuestionData(Dataset):
     """The questions of one split, each with the image and the CheXpert labels of its study."""
 
+    # the labels that training knows, and of how many questions these were drawn (see limit_questions)
+    trained: tuple[str, ...] = CHEXPERT
+    drawn_from: int | None = None
+
     def __init__(
         self,
         index: Index,
@@ -137,6 +140,13 @@ class QuestionData(Dataset):
     def __len__(self) -> int:
         return self.count
 
+    def image_of(self) -> np.ndarray:
+        """int32 (N,): the study of each question, whose image it is about."""
+        studies = np.concatenate(list(self.rows.studies()))
+        if self.count == len(studies):
+            return studies
+        return studies[np.arange(self.count) * len(studies) // self.count]
+
     def row(self, i: int) -> dict:
         """Question i as in the index."""
         return self.rows.take(i * len(self.rows) // self.count)
@@ -146,7 +156,9 @@ class QuestionData(Dataset):
         return self.index.studies[name][study].as_py()
 
     def image_path(self, study: int) -> str:
-        """The JPEG of a study."""
+        """The image of a study: the release's JPEG, or as a user's table names it."""
+        if "image" in self.index.studies.schema.names:
+            return f"{self.root}/{self.study_column('image', study)}"
         subject_id = self.study_column("subject_id", study)
         study_id = self.study_column("study_id", study)
         dicom_id = self.study_column("dicom_id", study)
@@ -231,6 +243,24 @@ def open_sets(
     return sets
 
 
+def note_trained_labels(sets: dict[str, QuestionData], checkpoint: dict | None) -> None:
+    """Tell each split which CheXpert labels are trained: those that the checkpoint names, or of the training studies.
+
+    A label that no study of training knows has a probability that means nothing.
+    """
+    known = (checkpoint or {}).get("trained_labels")
+    data = sets["train"]
+    if known is None and len(data):
+        # part by part: of all questions together the studies would take some hundred MB
+        parts = data.rows.studies() if data.count == len(data.rows) else [data.image_of()]
+        studies = np.concatenate([np.unique(part) for part in parts])
+        _, there = data.training_labels(studies.tolist())
+        known = [label for label, any_study in zip(CHEXPERT, there.any(0).tolist(), strict=True) if any_study]
+    if known is not None:
+        for questions in sets.values():
+            questions.trained = tuple(known)
+
+
 def check_split(
     index: Index,
     split: str,
@@ -239,6 +269,9 @@ def check_split(
 ) -> None:
     """InputError where a split has no questions. cxr, qba: where the releases lie."""
     if not len(index.questions(RELEASE_SPLITS[split])):
+        if "table" in index.facts:
+            advice = "add a column 'split', or choose other shares by --split or another --split_seed"
+            raise InputError(f"{index.facts['table']}: no questions in split {split!r}; {advice}")
         advice = f"see {cxr}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
         raise InputError(f"{qba}: no questions in split {split!r}; {advice}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cli_utils import InputError, Parser, end_with, parse_arguments, read_config
 from cli_utils import take_from_run, value_sources, whole
+from table_utils import shares_text
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
@@ -67,6 +68,14 @@ OF_THE_RUN = (
     "chexpert_uncertain",
     "max_samples",
     "max_missing",
+    # which questions are drawn
+    "eval_max_samples",
+    "seed",
+    # of a user's table
+    "table",
+    "categories",
+    "split",
+    "split_seed",
 )
 # What --debug sets.
 DEBUG = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
@@ -84,6 +93,18 @@ def add_engine_flags(parser: Parser) -> None:
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
     add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON, used as it is; left out: one of configs/")
     add("--prefetch_factor", type=whole(1), default=2, help="batches each worker prepares; lower it when RAM is short")
+
+
+def add_table_flags(parser: Parser) -> None:
+    """A user's own table instead of both releases, and how it is read."""
+    add = parser.add_argument_group("your own table").add_argument
+    table = "columns image, question, answer; if wanted patient, split, type, labels; instead of both paths"
+    add("--table", metavar="CSV", help=table)
+    categories = "classes of the category head; default: CheXpert's names, or the table's own answers"
+    add("--categories", nargs="+", metavar="NAME", help=categories)
+    shares = "percent of the patients that train, validate and test, where no column says"
+    add("--split", type=shares_text, default="70,15,15", metavar="T,V,T", help=shares)
+    add("--split_seed", type=int, default=0, help="decides, with the patient's name, the split")
 
 
 def add_output_flags(parser: Parser) -> None:
@@ -123,11 +144,27 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--pretrained_weights starts a new run and excludes --resume_from and --eval_only")
     if is_given(args, "deepspeed_config") and args.use_ddp:
         parser.error("--deepspeed_config does not go with --use_ddp; leave one of them out")
-    for name in ("mimic_cxr_path", "mimic_qa_path") if not args.rehearse else ():
+    check_table_flags(parser, args)
+    for name in ("mimic_cxr_path", "mimic_qa_path") if not args.rehearse and not args.table else ():
         if not Path(getattr(args, name)).is_dir():
             parser.error(f"{getattr(args, name)}: no such folder; check --{name}")
     if args.deepspeed_config and not Path(args.deepspeed_config).is_file():
         parser.error(f"{args.deepspeed_config}: no such file; check --deepspeed_config")
+
+
+def check_table_flags(parser: Parser, args: argparse.Namespace) -> None:
+    """A table takes the place of both releases, and its folder is where images lie."""
+    for name in ("categories", "split", "split_seed"):
+        if is_given(args, name) and not args.table:
+            parser.error(f"--{name} is of a table of your own and needs --table")
+    if not args.table:
+        return
+    for name in ("mimic_cxr_path", "mimic_qa_path"):
+        if is_given(args, name):
+            parser.error(f"--table and --{name} exclude each other; give one")
+    if not Path(args.table).is_file():
+        parser.error(f"{args.table}: no such file; check --table")
+    args.mimic_cxr_path = str(Path(args.table).parent)
 
 
 def is_given(args: argparse.Namespace, name: str) -> bool:

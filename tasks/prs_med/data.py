@@ -2,19 +2,19 @@
 
 import csv
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from blind_utils import choose_rows
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader, print_main
+from image_utils import open_image, open_upright
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
 
@@ -22,10 +22,19 @@ SPLITS = ("train", "val", "test")
 NEEDED = ("image_path", "split", "question", "answer")
 
 
+class Finding(NamedTuple):
+    """Something odd about a row, by its index; name: see findings.py; how: what it is like."""
+
+    index: int
+    name: str
+    how: str = ""
+
+
 class Row(NamedTuple):
     """One question: `image` and `mask` are existing files, `source` is `file:row` of the CSV.
 
-    digest: of the image's content, empty where that was not read.
+    digest: of the image's content, empty where that was not read. patient: as Patients finds it, else empty. position:
+    the column of that name, which only the data check reads. findings: what the data check noticed.
     """
 
     modality: str
@@ -36,6 +45,9 @@ class Row(NamedTuple):
     answer: str
     source: str
     digest: str = ""
+    patient: str = ""
+    position: str = ""
+    findings: tuple[Finding, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -43,21 +55,50 @@ class Row(NamedTuple):
         return self.digest or self.image
 
 
+class Patients(NamedTuple):
+    """Where a row's patient stands: a column of the CSV, or a pattern found in the image's file name; or nowhere."""
+
+    column: str | None = None
+    pattern: str | None = None
+
+    def find(self, record: dict, image: str, source: str) -> str:
+        """The patient of a line of a CSV: the pattern's first group, or all that it matches. Raises InputError."""
+        if self.column:
+            patient = (record.get(self.column) or "").strip()
+            if not patient:
+                raise InputError(f"{source}: empty {self.column!r}; complete the row or correct --patient_column")
+            return patient
+        if self.pattern:
+            name = Path(image).name
+            match = re.search(self.pattern, name)
+            patient = match[match.re.groups and 1] if match else ""
+            if not patient:
+                raise InputError(f"{source}: --patient_pattern finds nothing in {name}; correct the pattern")
+            return patient
+        return ""
+
+
+NO_PATIENTS = Patients()
+
+
 def case_of(row: Row) -> str:
-    """What rows that are not independent share: their image."""
-    return row.identity
+    """What rows that are not independent share: their patient where that is known, else their image."""
+    return row.patient or row.identity
 
 
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 
-def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -> list[Row]:
+def read_annotations(
+    root: Path, names: list[str] | None, skip_bad_rows: bool, patients: Patients = NO_PATIENTS
+) -> list[Row]:
     """All rows of the annotation CSVs, or of those with these names, in file order.
 
     Raises InputError naming file and row.
     """
     folder = root / "annotations"
-    files = sorted(folder.glob("*.csv"))
+    # the newer release has its questions one level deeper, beside those of another kind
+    files = sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))
     if not files:
         raise InputError(f"{folder}: holds no CSV file; check --data_root")
     present = [file.stem for file in files]
@@ -69,14 +110,14 @@ def read_annotations(root: Path, names: list[str] | None, skip_bad_rows: bool) -
     rows = []
     for file in files:
         if file.stem in wanted:
-            rows += read_csv(file, root, skip_bad_rows)
+            rows += read_csv(file, root, skip_bad_rows, patients)
     dropped = rows.count(None)
     if dropped:
         print_main(f"{dropped} rows with a missing field dropped")
     return [row for row in rows if row is not None]
 
 
-def read_csv(file: Path, root: Path, skip_bad_rows: bool) -> Iterator[Row | None]:
+def read_csv(file: Path, root: Path, skip_bad_rows: bool, patients: Patients) -> Iterator[Row | None]:
     """The rows of one annotation CSV, None for one to be dropped. Raises InputError."""
     try:
         with open(file, newline="", encoding="utf-8-sig") as lines:
@@ -85,8 +126,13 @@ def read_csv(file: Path, root: Path, skip_bad_rows: bool) -> Iterator[Row | None
             lacking = [name for name in NEEDED if name not in columns]
             if lacking:
                 raise InputError(f"{file}:1: no column {lacking[0]!r}; the header must hold {', '.join(NEEDED)}")
+            if patients.column and patients.column not in columns:
+                there = ", ".join(columns)
+                raise InputError(f"{file}:1: no column {patients.column!r} but {there}; correct --patient_column")
             for record in reader:
-                yield parse_record(record, file.stem, f"{file}:{reader.line_num}", root, skip_bad_rows)
+                source = f"{file}:{reader.line_num}"
+                row = parse_record(record, file.stem, source, root, skip_bad_rows)
+                yield row and row._replace(patient=patients.find(record, row.image, source))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file}: not a readable UTF-8 CSV ({error}); repair the file") from None
 
@@ -104,7 +150,7 @@ def parse_record(record: dict, modality: str, source: str, root: Path, skip_bad_
     if split not in SPLITS:
         raise InputError(f"{source}: split {split!r} is not train, val or test; correct the row")
 
-    image, mask = find_pair(root, record["image_path"], source)
+    image, mask = find_pair(root, record["image_path"], source, record.get("image_name") or "")
     return Row(
         modality=modality,
         image=image,
@@ -113,13 +159,15 @@ def parse_record(record: dict, modality: str, source: str, root: Path, skip_bad_
         question=record["question"].strip(),
         answer=record["answer"].strip(),
         source=source,
+        position=(record.get("position") or "").strip(),
     )
 
 
-def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
+def find_pair(root: Path, path: str, source: str, image_name: str = "") -> tuple[str, str]:
     """(image, mask) files of a CSV's image_path, which is the path of the mask. Raises InputError.
 
-    The path may hold backslashes, and ISIC's names of masks differ from those of their images.
+    The path may hold backslashes, and ISIC's names of masks differ from those of their images. image_name: of an image
+    that has several masks, and so another name than they.
     """
     slashed = path.strip().replace("\\", "/")
     parts = [part for part in slashed.split("/") if part not in ("", ".")]
@@ -135,11 +183,15 @@ def find_pair(root: Path, path: str, source: str) -> tuple[str, str]:
     stem = Path(name).stem.removesuffix("_Segmentation")
     mask_names = [name, f"{stem}_Segmentation.png", f"{stem}.png", f"{stem}.jpg"]
     image_names = [name, f"{stem}.jpg", f"{stem}.png", f"{stem}.jpeg", f"{stem}.JPG"]
-    image_names = [image_name for image_name in image_names if "_Segmentation" not in image_name]
+    image_names = [candidate for candidate in image_names if "_Segmentation" not in candidate]
+    if image_name and not re.search(r"[/\\]", image_name):
+        image_names.append(image_name)
 
-    # the folder as it is written, as a fork has it one level deeper, or without the levels above the modality
+    # the folder as it is written, as a fork and the newer release have it one level deeper, or without the levels
+    # above the modality
     written = "/".join(folders)
-    for above in (written, f"images_and_masks/{written}", "/".join(folders[-1:])):
+    modality = "/".join(folders[-1:])
+    for above in (written, f"images_and_masks/{written}", f"data/{written}", modality, f"data/{modality}"):
         mask = first_file(root / above / mask_folder, mask_names)
         if mask:
             image = first_file(root / above / image_folder, image_names)
@@ -178,39 +230,10 @@ def swap_questions(rows: list[Row]) -> tuple[list[Row], int]:
 # --- images and masks -------------------------------------------------------------------------------------------------
 
 
-def turn_upright(image: Image.Image) -> bool:
-    """Turn a loaded image as its EXIF tag says, in place; returns whether the tag said so."""
-    try:
-        turned = image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
-        if turned:
-            ImageOps.exif_transpose(image, in_place=True)
-        return turned
-    except (SyntaxError, ValueError, struct.error):
-        # a damaged EXIF block says nothing about the orientation
-        return False
-
-
-def open_upright(path: str) -> tuple[Image.Image, bool]:
-    """The image as 8-bit RGB, upright, and whether it had to be turned for that.
-
-    16-bit and float images are scaled to their own range.
-    """
-    with Image.open(path) as image:
-        image.load()
-        turned = turn_upright(image)
-        if image.mode[:1] not in "IF":
-            return image.convert("RGB"), turned
-        values = np.asarray(image, np.float32)
-    low = float(values.min())
-    high = float(values.max())
-    scaled = 255 * (values - low) / max(high - low, 1e-6)
-    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB"), turned
-
-
-def open_image(path: str) -> Image.Image:
-    """The image as 8-bit RGB, upright."""
-    image, _ = open_upright(path)
-    return image
+def mask_values(mask: Image.Image) -> np.ndarray:
+    """(H, W) uint8 values of a mask with 1 or 3 channels."""
+    values = np.asarray(mask)
+    return values if values.ndim == 2 else values.max(axis=2)
 
 
 def foreground(values: np.ndarray) -> np.ndarray:
@@ -220,7 +243,8 @@ def foreground(values: np.ndarray) -> np.ndarray:
 
 def open_mask(path: str) -> np.ndarray:
     """(H, W) bool mask of a file with 1 or 3 channels."""
-    return foreground(np.asarray(open_image(path)).max(axis=2))
+    mask, _ = open_upright(path)
+    return foreground(mask_values(mask))
 
 
 def misfit(mask: tuple[int, int], image: tuple[int, int]) -> str:

@@ -1,9 +1,30 @@
 """Flags of PRS-Med beside those of its training, and which go together. Light: read before torch is imported."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
-from cli_utils import Parser, parse_arguments, take_from_run, value_sources, whole
+from cli_utils import Parser, number, parse_arguments, take_from_run, value_sources, whole
+
+
+def add_data_flags(parser: Parser) -> None:
+    """Where the data is, and what is asked of it before training."""
+    add = parser.add_argument_group("data").add_argument
+    add("--data_root", help="folder with annotations/*.csv; left out with --eval_only, --predict: the run's")
+    add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
+    add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field")
+    add("--skip_data_check", action="store_true", help="do not read every image first; copies then go unnoticed")
+    text = "GiB of RAM PER PROCESS for decoded images; 0: none are kept"
+    add("--cache_gb", type=number(0), default=4.0, help=text)
+
+    # what the check of the data goes by
+    text = "CSV column that names the patient; none may be in two splits"
+    add("--patient_column", metavar="NAME", help=text)
+    text = "instead: what this matches in the image's file name, or its first group"
+    add("--patient_pattern", metavar="REGEX", help=text)
+    share = number(0, 1)
+    text = "share of a CSV's answers that may name another place than the mask; 1: all"
+    add("--max_contradictions", type=share, default=0.25, help=text)
 
 
 def add_output_flags(parser: Parser) -> None:
@@ -38,6 +59,15 @@ def check_args(parser: Parser, args: Namespace) -> None:
         models = ", or --vlm_path and --sam_path, of which config.json and tokenizer are enough"
         otherwise = models if args.rehearse else ""
         parser.error(f"--data_root: name the folder with the data{otherwise}")
+
+    if args.patient_column and args.patient_pattern:
+        parser.error("--patient_column and --patient_pattern exclude each other")
+    try:
+        pattern = args.patient_pattern or ""
+        re.compile(pattern)
+    except re.error as error:
+        reason = f"not a regular expression ({error})"
+        parser.error(f"--patient_pattern: {reason}")
 
     # one mode at a time
     if bool(args.predict) != bool(args.question):

@@ -16,6 +16,7 @@ from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
 from tasks.prs_med.data import PositionData, Row, case_of
+from tasks.prs_med.findings import ADVICE
 from tasks.prs_med.metrics import Scores
 
 PANEL_INCHES = 4
@@ -37,12 +38,14 @@ CASE_SCORES = ("dice", "iou", "hd95", "position_accuracy", "position_accuracy_ma
 # --- tables and the banner --------------------------------------------------------------------------------------------
 
 
-def print_data_check(rows: int, findings: dict[str, dict]) -> None:
-    """What the check of all images and masks found: one line for each finding, with its first row."""
-    if findings:
-        print_table(f"data check, {rows} rows", findings)
-    else:
-        print(f"data check: {rows} rows, every mask fits its image; none is empty or full", flush=True)
+def print_data_check(rows: int, findings: dict[str, tuple[dict, str]]) -> None:
+    """What the check of all images and masks found: the rows of each finding and the first; then what to do."""
+    if not findings:
+        print(f"data check: {rows} rows, every mask fits its image; nothing is odd", flush=True)
+        return
+    print_table(f"data check, {rows} rows", {name: table for name, (table, _) in findings.items()})
+    for name, (_, advice) in findings.items():
+        print(f"  {name}: {advice}", flush=True)
 
 
 def print_metrics(title: str, metrics: dict[str, float]) -> None:
@@ -236,21 +239,42 @@ def draw_predictions(examples: list[Example]):
     return draw_panels(panels)
 
 
-def draw_inputs(data: PositionData):
-    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used."""
-    panels = []
-    for index in spread(len(data)):
-        item = data[index]
-        row = data.rows[index]
-        # an image that cannot be used ends the run at its step, on all ranks
-        if item["error"]:
-            continue
-        position = item["position"] or "none, the mask is empty"
-        image = item["sam"].numpy()
-        mask = item["mask"].numpy()
-        sentences = [f"{Path(row.source).name}, position: {position}", row.question, row.answer]
-        panels.append(ImagePanel(image, mask, None, sentences))
+def draw_inputs(sets: list[PositionData]):
+    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used.
+
+    The first of each finding of the data check comes first, the worst in front; the other rows are of the first set.
+    """
+    odd: dict[str, tuple[PositionData, int]] = {}
+    for data in sets:
+        for index, row in enumerate(data.rows):
+            for finding in row.findings[:1]:
+                odd.setdefault(finding.name, (data, index))
+    order = list(ADVICE)
+    shown = [odd[name] for name in sorted(odd, key=order.index)]
+    plain = [(sets[0], index) for index in spread(len(sets[0]))]
+    shown += [place for place in plain if place not in shown]
+
+    panels = [input_panel(data, index) for data, index in shown[:9]]
+    # an image that cannot be used ends the run at its step, on all ranks
+    panels = [panel for panel in panels if panel]
     return draw_panels(panels) if panels else None
+
+
+def input_panel(data: PositionData, index: int) -> ImagePanel | None:
+    """A row as the model is given it, under its findings, question and answer; None where it cannot be used."""
+    item = data[index]
+    if item["error"]:
+        return None
+    row = data.rows[index]
+    position = item["position"] or "none, the mask is empty"
+    sentences = []
+    for finding in row.findings:
+        how = f" ({finding.how})" if finding.how else ""
+        sentences.append(f"ODD: {finding.name}{how}")
+    sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
+    image = item["sam"].numpy()
+    mask = item["mask"].numpy()
+    return ImagePanel(image, mask, None, sentences)
 
 
 def draw_panels(panels: list[ImagePanel]):
