@@ -70,7 +70,9 @@ def blind_sets(data: PositionData, seed: int) -> dict[str, PositionData]:
     rows = data.rows
     unasked = [row._replace(question="") for row in rows]
     sets = {NO_IMAGE: OtherImages(data, None)}
-    others = other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
+    cases = [case_of(row) for row in rows]
+    modalities = [row.modality for row in rows]
+    others = other_cases(cases, modalities, seed)
     if others:
         sets[OTHER_IMAGE] = OtherImages(data, others)
     sets[NO_QUESTION] = PositionData(unasked, data.reader, data.keep)
@@ -112,7 +114,10 @@ def look_away(
     cases = [case_of(row) for row in data.rows]
     chosen = choose_rows(cases, MOST_BLIND_ROWS, seed)
     few = some_rows(data, chosen)
-    own = [results.scores[index]._replace(index=place) for place, index in enumerate(chosen)]
+    own = []
+    for place, index in enumerate(chosen):
+        score = results.scores[index]
+        own.append(score._replace(index=place))
 
     compared = {MODEL: own}
     for name, blind in blind_sets(few, seed).items():
@@ -166,7 +171,9 @@ def compare(
     gain = sum(gains) / len(gains)
     # nothing is above itself, and without generated answers the model has no position
     if own is not scores and not math.isnan(gain):
-        metrics |= with_interval(f"{name}_gain", "", gain, gains, of_rows, bounded=False)
+        gained = with_interval(f"{name}_gain", "", gain, gains, of_rows, bounded=False)
+        # Student's t knows no ends; a difference of two numbers in 0..1 has them
+        metrics |= {key: min(max(value, -1.0), 1.0) for key, value in gained.items()}
     return metrics
 
 
