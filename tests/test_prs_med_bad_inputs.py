@@ -271,9 +271,9 @@ CASES = {
         set_field(2, "description", ""), "lung_CT.csv:2: empty 'description'", "--patient_column description"
     ),
     "one patient in two splits": Case(
-        both(set_field(2, "description", "x"), set_field(-1, "description", "x")),
+        both(set_field(2, "image_name", "x"), set_field(-1, "image_name", "x")),
         "patient 'x' is in split",
-        "--patient_column description",
+        "--patient_column image_name",
     ),
     "patient not in the name": Case(same, "--patient_pattern finds nothing in", "--patient_pattern zzz"),
     "pattern open": Case(same, "--patient_pattern: not a regular expression", "--patient_pattern (a"),

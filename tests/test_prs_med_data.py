@@ -138,6 +138,10 @@ def test_findings_are_counted(odd, zygote, tmp_path):
     assert rows == {
         "only one of image and mask turned as EXIF says": (1, "lung_CT.csv:2"),
         "mask empty": (1, "lung_CT.csv:3"),
+        "answer names a position, the mask is empty": (1, "lung_CT.csv:3"),
+        # the label map is a mask of another shape
+        "answer names another position than the mask": (1, "lung_CT.csv:5"),
+        "`position` column contradicts the mask": (1, "lung_CT.csv:5"),
         "mask all foreground": (1, "lung_CT.csv:4"),
         "mask values below 32 left out": (1, "lung_CT.csv:5"),
         "mask's width and height swapped": (1, "lung_CT.csv:6"),
