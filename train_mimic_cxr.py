@@ -143,7 +143,11 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> tuple[
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
+def question_losses(
+    answers: list[Tensor],
+    chexpert: Tensor,
+    batch: dict,
+) -> tuple[Tensor, Tensor]:
     """(cross-entropy (B,) of each question's own head, binary cross-entropy (B, 14) of each known CheXpert label)."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for place, logits in enumerate(answers):
@@ -452,7 +456,6 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     log.open(args, checkpoint)
 
     # where it stands and ends, and what is kept when
-    eval_epochs, eval_steps = split_interval(args.eval_every)
     training = TrainingRun(
         run_folder=run_folder,
         progress=progress,
@@ -465,9 +468,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
-        eval_epochs=eval_epochs,
-        eval_steps=eval_steps,
     )
+    training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
     # train, and test what was best
     prepare_checkpoint(model)
@@ -479,8 +481,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
             return code
         best_step = test_best(model, sets, training, sizes, batch.size, args)
         finish_run(training, begun, {"best_step": best_step} | (progress.best_metrics or {}))
-        chosen = "best.pt" if len(sets["val"]) else "last.pt"
-        export_run(run_folder, chosen, FORMAT)
+        export_run(run_folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
         say_where(run_folder)
     return 0
 

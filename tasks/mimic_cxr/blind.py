@@ -5,6 +5,7 @@ same at any number of them.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 
 from blind_utils import choose_rows, other_cases
 from distributed_utils import reduce_sum, world
-from interval_utils import interval_of_mean
+from interval_utils import Interval, interval_of_mean
 from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.index_files import map_table
@@ -164,7 +165,10 @@ def compare(
             continue
         gained = right["model"].astype(np.float64) - values
         metrics[f"{name}_gain"] = float(gained.mean())
-        add_interval(metrics, f"{name}_gain", interval_of_mean(gained, patient, bounded=False))
+        low, high = interval_of_mean(gained, patient, bounded=False)
+        # Student's t knows no ends; a difference of two shares has them
+        found = Interval(max(low, -1.0), min(high, 1.0)) if math.isfinite(low) else Interval(low, high)
+        add_interval(metrics, f"{name}_gain", found)
     return metrics
 
 
