@@ -16,6 +16,7 @@ from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
 from question_utils import describe_sharing
+from tasks.prs_med.augmentation import augment
 from tasks.prs_med.data import PositionData, Row, case_of
 from tasks.prs_med.findings import ADVICE
 from tasks.prs_med.metrics import Scores
