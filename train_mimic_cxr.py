@@ -428,6 +428,7 @@ def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
     sampler = loader.batch_sampler
     facts = {"training_questions": len(loader.dataset), "effective_batch_size": sampler.effective_batch_size}
     facts |= order_facts(sampler, args.questions_per_image)
+    facts["augmentation"] = args.augmentation
     if args.table:
         facts["categories"] = "; ".join(args.categories)
     return facts
