@@ -470,11 +470,14 @@ def _is_of_run(contents: Checkpoint, run_folder: Path) -> bool:
     return manifest is not None and file_sha256(contents.path) in manifest.checkpoints.values()
 
 
+# What runs of earlier versions do not tell.
+OF_EARLIER_RUNS = {"questions_per_image": 1, "augmentation": False}
+
+
 def check_same_run(contents: dict, now: dict) -> None:
     """InputError when a checkpoint cannot be gone on with exactly; contents["run"] holds what `now` must equal."""
     for name, value in now.items():
-        # runs of earlier versions lack questions_per_image alone, which was 1
-        before = contents["run"].get(name, 1)
+        before = contents["run"].get(name, OF_EARLIER_RUNS.get(name))
         if before != value:
             advice = "give the same again"
             if "batch" in name:

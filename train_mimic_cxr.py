@@ -436,7 +436,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     # begin, or go on where the checkpoint stands
     progress = ValidatedProgress()
     questions = len(sets["train"])
-    order = order_facts(loader.batch_sampler, args.questions_per_image)
+    order = order_facts(loader.batch_sampler, args.questions_per_image) | {"augmentation": args.augmentation}
     this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size} | order
     if args.table:
         this_run["categories"] = "; ".join(args.categories)

@@ -335,7 +335,7 @@ class PositionData(Dataset):
         for index in self.rows_of[row.identity]:
             other = self.rows[index]
             if other.mask not in self.extents:
-                mask, position, _ = self._decode(other.mask, other.source, self._mask)
+                mask, position, _ = self._decode(other.mask, other.mask, other.source, self._mask)
                 self.extents[other.mask] = extent_of(mask.numpy(), position)
             extents[other.mask] = self.extents[other.mask]
         return list(extents.values())
@@ -363,7 +363,13 @@ class PositionData(Dataset):
         except InputError as error:
             pair = self.reader.blank(str(error))
         key = self.rows_of[row.identity][0]
-        return {"index": index, "key": key, **pair, "prompt": prompt, "answer": answer}
+        return {**pair, "index": index, "key": key, "prompt": prompt, "answer": answer}
+
+    def augmentation_facts(self) -> dict:
+        """What a resumed run must share. The number of images: which are copies, a check tells that may be skipped."""
+        if self.augmented:
+            return {"augmentation": True, "augmented_images": len(self.rows_of)}
+        return {"augmentation": False}
 
 
 def make_datasets(rows: list[Row], reader: Reader, cache_gb: float, augmentation: bool) -> dict[str, PositionData]:

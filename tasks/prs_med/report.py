@@ -16,6 +16,7 @@ from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
 from question_utils import describe_sharing
+from tasks.prs_med.augmentation import augment
 from tasks.prs_med.data import PositionData, Row, case_of
 from tasks.prs_med.findings import ADVICE
 from tasks.prs_med.metrics import Scores
@@ -278,7 +279,8 @@ def input_panel(data: PositionData, index: int, seed: int) -> ImagePanel | None:
         sentences.append(f"ODD: {finding.name}{how}")
     sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
     batch = data.reader.collate([item])
-    if data.augmented:
+    # what was found is shown as it is in the files
+    if data.augmented and not row.findings:
         batch = augment(batch, seed, epoch=0)
     image = batch["sam"][0].numpy()
     mask = batch["mask"][0].numpy()
