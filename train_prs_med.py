@@ -456,7 +456,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     effective = sampler.effective_batch_size
     order = order_facts(sampler, args.questions_per_image)
     this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective} | order
-    this_run["augmentation"] = args.augmentation
+    this_run |= sets["train"].augmentation_facts()
 
     # where it stands, and what a checkpoint of it holds
     training = TrainingRun(

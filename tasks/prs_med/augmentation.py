@@ -125,19 +125,17 @@ def moved_corners(box: Box, change: Change) -> np.ndarray:
 def augment(batch: dict, seed: int, epoch: int) -> dict:
     """A training batch, on its device, with each image for both encoders and each mask changed for this epoch.
 
-    keys, extents: of each row, its image's number, and where each of that one's masks in the training split lies.
+    keys, extents: of each image, its number, and where each of its masks in the training split lies. A mask moves as
+    its row's image does.
     """
-    changes: dict[int, Change] = {}
+    changes = []
     for key, extents in zip(batch["keys"], batch["extents"], strict=True):
         change = draw_change(seed, epoch, key)
         stays = all(position_stays(extent, change) for extent in extents)
-        changes[key] = change if stays else change.in_place()
-
-    # the batch holds each image once, in this order
-    of_images = list(changes.values())
-    of_rows = [changes[key] for key in batch["keys"]]
+        changes.append(change if stays else change.in_place())
+    of_rows = [changes[image] for image in batch["image_of_row"]]
     return batch | {
-        "sam": change_images(batch["sam"], of_images),
-        "vlm": change_images(batch["vlm"], of_images),
+        "sam": change_images(batch["sam"], changes),
+        "vlm": change_images(batch["vlm"], changes),
         "mask": move_masks(batch["mask"], of_rows),
     }

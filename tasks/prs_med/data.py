@@ -365,6 +365,12 @@ class PositionData(Dataset):
         key = self.rows_of[row.identity][0]
         return {**pair, "index": index, "key": key, "prompt": prompt, "answer": answer}
 
+    def augmentation_facts(self) -> dict:
+        """What a resumed run must share. The number of images: which are copies, a check tells that may be skipped."""
+        if self.augmented:
+            return {"augmentation": True, "augmented_images": len(self.rows_of)}
+        return {"augmentation": False}
+
 
 def make_datasets(rows: list[Row], reader: Reader, cache_gb: float, augmentation: bool) -> dict[str, PositionData]:
     """The dataset of each split; what they decode stays in memory where all of it fits into cache_gb GiB.

@@ -279,7 +279,8 @@ def input_panel(data: PositionData, index: int, seed: int) -> ImagePanel | None:
         sentences.append(f"ODD: {finding.name}{how}")
     sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
     batch = data.reader.collate([item])
-    if data.augmented:
+    # what was found is shown as it is in the files
+    if data.augmented and not row.findings:
         batch = augment(batch, seed, epoch=0)
     image = batch["sam"][0].numpy()
     mask = batch["mask"][0].numpy()
