@@ -248,6 +248,8 @@ def test_prs_med_answers_are_those_of_transformers(prs):
             eos_token_id=model.reader.end,
         )
     expected = model.reader.tokenizer.batch_decode(tokens[:, prompt.shape[1] :], skip_special_tokens=True)
+
+    # the same answers from the whole image at each question
     assert padding.any()
     assert answers == [text.strip() for text in expected]
     assert len(set(answers)) > 1
