@@ -595,10 +595,11 @@ def test_eval_only_repeats_the_test_metrics(run, start, cascade_data, one, tmp_p
         assert (out / "figures" / f"{figure}.png").stat().st_size > 5000
 
     # as many steps of sampling as in the run, where no flag says how many
-    plain = [CASCADE, "--eval_only", "--checkpoint_dir", one, "--dataset_path", cascade_data]
-    done = start([*plain, "--resume_from", one / "stage2_best.pt", "--mixed_precision", "no"])
+    copy = shutil.copytree(one, tmp_path / "copy")
+    plain = [CASCADE, "--eval_only", "--checkpoint_dir", copy, "--dataset_path", cascade_data]
+    done = start([*plain, "--resume_from", copy / "stage2_best.pt", "--mixed_precision", "no"])
     assert done.code == 0, done.stderr
-    again = read_json(one / "eval_test.json")
+    again = read_json(copy / "eval_test.json")
     assert again["test/psnr"] == pytest.approx(summary["test/psnr"], rel=1e-5)
 
     # the first stage alone

@@ -505,7 +505,7 @@ WRONG = [
     (["frontal"], "the name 'frontal' ends other views' files"),
     (["pa", "pa"], "view 2: the name 'pa' is taken"),
     # angles
-    ([{"name": "obl"}], "angle None must be a number of degrees from -360 to 360"),
+    ([{"name": "obl"}], "'obl' has no angle, in degrees"),
     ('[{"name": "obl", "angle": NaN}]', "angle nan must be a number of degrees"),
     ([{"name": "obl", "angle": True}], "angle True must be a number of degrees"),
     # source and detector
@@ -636,7 +636,7 @@ def test_views_on_the_command_line(start):
     cases = [
         (["--views", '["pa", "lat"]', "--num_views", "1"], "--num_views 1: --views lists 2; leave out --num_views"),
         (["--views", '["pa", {"name": "obl45", "angle": 45}]'], "no obl45 picture (patient_0001_obl45_drr.png)"),
-        (["--views", '["pa", {"name": "obl45"}]'], "view 2: angle None must be a number of degrees"),
+        (["--views", '["pa", {"name": "obl45"}]'], "view 2: 'obl45' has no angle, in degrees"),
     ]
     if importlib.util.find_spec("nanodrr"):
         cases[1:1] = [(["--views", json.dumps(inside)], "inside a field of view")]

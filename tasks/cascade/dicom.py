@@ -46,17 +46,16 @@ def read_series(folder: Path):
     slices = []
     for file in files:
         try:
-            one = dcmread(file)
-            if "PixelData" in one:
-                # decoded once, here where its name is known
-                one.pixel_array  # noqa: B018
-            slices.append(one)
+            slices.append(dcmread(file))
         except Exception as error:
-            text = str(error) or type(error).__name__
-            reason = text.splitlines()[0][:60]
-            raise InputError(f"{file}: not a readable DICOM slice ({reason}); replace it") from None
+            raise unreadable(file, error) from None
     for file, one in zip(files, slices, strict=True):
         check_slice(file, one, slices[0])
+        try:
+            # decoded once, here where its name is known
+            one.pixel_array  # noqa: B018
+        except Exception as error:
+            raise unreadable(file, error) from None
 
     # MONAI stacks them by their numbers, which need not follow their places
     order = check_places(folder, files, slices)
@@ -69,6 +68,13 @@ def read_series(folder: Path):
     hu, facts = reader.get_data(ordered)
     values = np.asarray(hu, np.float32)
     return nibabel.Nifti1Image(values, facts["affine"])
+
+
+def unreadable(file: Path, error: Exception) -> InputError:
+    """What to say of a file that pydicom cannot read or decode."""
+    text = str(error) or type(error).__name__
+    reason = text.splitlines()[0][:60]
+    return InputError(f"{file}: not a readable DICOM slice ({reason}); replace it")
 
 
 def check_slice(file: Path, one, first) -> None:
