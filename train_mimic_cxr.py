@@ -423,6 +423,17 @@ def run(args: Namespace, ranks: Ranks) -> int:
     return code
 
 
+def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
+    """What may not differ where a run is resumed."""
+    sampler = loader.batch_sampler
+    facts = {"training_questions": len(loader.dataset), "effective_batch_size": sampler.effective_batch_size}
+    facts |= order_facts(sampler, args.questions_per_image)
+    facts["augmentation"] = args.augmentation
+    if args.table:
+        facts["categories"] = "; ".join(args.categories)
+    return facts
+
+
 def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, args: Namespace, ranks: Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
@@ -433,15 +444,13 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     planned_steps = args.epochs * loader.batch_sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
 
-    # begin, or go on where the checkpoint stands
-    progress = ValidatedProgress()
-    questions = len(sets["train"])
-    order = order_facts(loader.batch_sampler, args.questions_per_image) | {"augmentation": args.augmentation}
-    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size} | order
-    if args.table:
-        this_run["categories"] = "; ".join(args.categories)
+    # what a checkpoint tells of the run and its questions
+    this_run = facts_of_run(loader, args)
     with agree_on_errors():
         asked = describe_training(sets["train"])
+
+    # begin, or go on where the checkpoint stands
+    progress = ValidatedProgress()
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,88 +58,169 @@ def write_samples(task: str, folder: Path, sizes: str) -> None:
 
 # --- the two guides ---------------------------------------------------------------------------------------------------
 
+SAM = {
+    "image_size": 112,
+    "window_size": 7,
+    "global_attn_indexes": [2, 5, 8, 11],
+}
+# Both halves of the VLM; 36 tokens an image.
+TOWER = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "image_size": 84,
+    "patch_size": 14,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 3,
+}
+# Llama's form, 6 layers.
+LANGUAGE_MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Both at half their width.
+CONVNEXT = {
+    "depths": [3, 3, 27, 3],
+    "hidden_sizes": [64, 128, 256, 512],
+}
+BERT = {
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+}
 
-def write_prs_med_models(folder: Path) -> None:
-    """SAM ViT-B for 112 pixels, and a small LLaVA."""
-    from transformers import LlavaConfig, LlavaForConditionalGeneration, SamVisionConfig, SamVisionModel
 
-    vision = SamVisionConfig(image_size=112, window_size=7, global_attn_indexes=[2, 5, 8, 11])
+def copy_tokenizer(source: Path, target: Path):
+    """Save a tiny checkpoint's tokenizer beside another model; returns it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(target)
+    return tokenizer
+
+
+def command_line(flags: str, paths: dict[str, Path]) -> list[str]:
+    """Some flags, and those that name a file or folder."""
+    words = flags.split()
+    for name, path in paths.items():
+        words += [f"--{name}", str(path)]
+    return words
+
+
+def write_prs_med_models(folder: Path, tiny: Path) -> None:
+    """SAM ViT-B for 112 pixels, and a small LLaVA with the tiny one's tokenizer."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+    from transformers import SamVisionConfig, SamVisionModel
+
+    vision = SamVisionConfig(**SAM)
     save_model(SamVisionModel(vision), folder / "sam")
     save_image_processor(folder / "sam", {"image_processor_type": "SamImageProcessor"})
 
-    # both halves 192 wide with 6 layers; 36 tokens an image
-    tower = {"model_type": "clip_vision_model", "hidden_size": 192, "intermediate_size": 768, "image_size": 84}
-    tower |= {"num_hidden_layers": 6, "num_attention_heads": 3, "patch_size": 14}
-    text = {"model_type": "llama", "vocab_size": 512, "hidden_size": 192, "intermediate_size": 512}
-    text |= {"num_hidden_layers": 6, "num_attention_heads": 3, "num_key_value_heads": 3}
-    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = LlavaConfig(vision_config=tower, text_config=text, image_token_id=4, image_seq_length=36)
+    config = LlavaConfig(
+        vision_config=TOWER,
+        text_config=LANGUAGE_MODEL,
+        image_token_id=4,
+        image_seq_length=36,
+    )
     save_model(LlavaForConditionalGeneration(config), folder / "llava")
+    save_image_processor(folder / "llava", {"image_processor_type": "CLIPImageProcessor"})
+    copy_tokenizer(tiny, folder / "llava")
 
 
 def prs_med(folder: Path, questions: int) -> Steps:
     """train_prs_med.py."""
-    from transformers import AutoTokenizer
-
     import train_prs_med as script
 
     data = folder / "data"
     write_samples("prs_med", data, "--num_train 32 --num_val 1 --num_test 1")
-    write_prs_med_models(folder)
-    AutoTokenizer.from_pretrained(data / "llava_tiny").save_pretrained(folder / "llava")
-    save_image_processor(folder / "llava", {"image_processor_type": "CLIPImageProcessor"})
+    write_prs_med_models(folder, data / "llava_tiny")
+    paths = {
+        "data_root": data,
+        "vlm_path": folder / "llava",
+        "sam_path": folder / "sam",
+    }
+    args = script.parse_args(command_line("--lora_dropout 0 --mixed_precision no", paths))
+    model = script.build_model(args, "no", CPU)
 
     # the questions of other images about the first one
-    flags = ["--data_root", str(data), "--lora_dropout", "0", "--mixed_precision", "no"]
-    args = script.parse_args([*flags, "--vlm_path", str(folder / "llava"), "--sam_path", str(folder / "sam")])
-    model = script.build_model(args, "no", CPU)
     rows = script.read_annotations(data, None, False)
-    asked = [rows[0]._replace(question=row.question, answer=row.answer) for row in rows[:questions]]
+    first = rows[0]
+    asked = []
+    for row in rows[:questions]:
+        asked.append(first._replace(question=row.question, answer=row.answer))
     dataset = script.PositionData(asked, model.reader, keep=False)
+    places = list(range(questions))
+    shared = model.reader.collate(dataset.__getitems__(places))
+    repeated = model.reader.collate([dataset[i] for i in places])
 
     def losses(batch: dict) -> torch.Tensor:
         logits, text = model(batch)
-        return torch.cat([script.mask_loss(logits, batch["mask"]), text])
+        masks = script.mask_loss(logits, batch["mask"])
+        return torch.cat([masks, text])
 
     def loss(batch: dict) -> torch.Tensor:
-        return script.batch_loss(model, batch, questions, float((batch["answer"] >= 0).sum()), args)[0]
+        tokens = (batch["answer"] >= 0).sum()
+        parts = script.batch_loss(model, batch, questions, float(tokens), args)
+        return parts[0]
 
-    shared = model.reader.collate(dataset.__getitems__(list(range(questions))))
-    repeated = model.reader.collate([dataset[i] for i in range(questions)])
-    return Steps(model, shared, repeated, losses, loss, script.make_optimizer(model, args))
+    optimizer = script.make_optimizer(model, args)
+    return Steps(model, shared, repeated, losses, loss, optimizer)
 
 
-def write_mimic_cxr_models(folder: Path, vocabulary: int) -> None:
+def write_mimic_cxr_models(folder: Path, tiny: Path) -> None:
     """ConvNeXt-base and BERT-base at half their width."""
-    from transformers import BertConfig, BertModel, ConvNextConfig, ConvNextModel
+    from transformers import BertConfig, BertModel
+    from transformers import ConvNextConfig, ConvNextModel
 
-    image = ConvNextConfig(depths=[3, 3, 27, 3], hidden_sizes=[64, 128, 256, 512])
+    image = ConvNextConfig(**CONVNEXT)
     save_model(ConvNextModel(image), folder / "convnext")
-    text = BertConfig(vocab_size=vocabulary, hidden_size=384, num_attention_heads=6, intermediate_size=1536)
+    tokenizer = copy_tokenizer(tiny, folder / "bert")
+    text = BertConfig(vocab_size=len(tokenizer), **BERT)
     save_model(BertModel(text), folder / "bert")
 
 
 def mimic_cxr(folder: Path, questions: int) -> Steps:
     """train_mimic_cxr.py by its torch engine."""
-    from transformers import AutoTokenizer
-
     import train_mimic_cxr as script
     from loop_utils import Step
 
     data = folder / "data"
     write_samples("mimic_cxr", data, "--num_train 8 --num_val 2 --num_test 2 --image_size 256")
-    tokenizer = AutoTokenizer.from_pretrained(data / "bert_tiny")
-    write_mimic_cxr_models(folder, len(tokenizer))
-    tokenizer.save_pretrained(folder / "bert")
-
-    releases = [data / "mimic-cxr-jpg", data / "mimic-ext-cxr-qba"]
-    flags = ["--mimic_cxr_path", str(releases[0]), "--mimic_qa_path", str(releases[1]), "--dropout", "0"]
-    flags += ["--image_encoder", str(folder / "convnext"), "--text_encoder", str(folder / "bert")]
-    args = script.parse_args([*flags, "--no_auto_optimize", "--mixed_precision", "no"])
+    write_mimic_cxr_models(folder, data / "bert_tiny")
+    paths = {
+        "mimic_cxr_path": data / "mimic-cxr-jpg",
+        "mimic_qa_path": data / "mimic-ext-cxr-qba",
+        "image_encoder": folder / "convnext",
+        "text_encoder": folder / "bert",
+    }
+    args = script.parse_args(command_line("--dropout 0 --no_auto_optimize --mixed_precision no", paths))
     model, tokenizer = script.build_model(args, "no", CPU)
-    index = script.open_index(folder / "index", releases[0], releases[1])
-    options = {"cache_gb": 0, "max_question_length": 128, "chexpert_uncertain": "ignore", "max_samples": 0}
-    dataset = script.open_sets(index, str(releases[0]), tokenizer, image_size=224, **options)["train"]
+
+    # the first study's
+    images = paths["mimic_cxr_path"]
+    index = script.open_index(folder / "index", images, paths["mimic_qa_path"])
+    sets = script.open_sets(
+        index,
+        str(images),
+        tokenizer,
+        image_size=224,
+        cache_gb=0,
+        max_question_length=128,
+        chexpert_uncertain="ignore",
+        max_samples=0,
+    )
+    dataset = sets["train"]
+    places = list(range(questions))
+    shared = dataset.collate(dataset.__getitems__(places))
+    repeated = dataset.collate([dataset[i] for i in places])
 
     def losses(batch: dict) -> torch.Tensor:
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
@@ -148,13 +228,13 @@ def mimic_cxr(folder: Path, questions: int) -> Steps:
         return torch.cat([entropy, bce.sum(1)])
 
     def loss(batch: dict) -> torch.Tensor:
-        counts = script.count_targets(Step(questions, questions, 0, [batch]))
-        return script.batch_loss(model, batch, counts, args.chexpert_weight)[0]
+        step = Step(questions, questions, 0, [batch])
+        counts = script.count_targets(step)
+        parts = script.batch_loss(model, batch, counts, args.chexpert_weight)
+        return parts[0]
 
-    # the first study's
-    shared = dataset.collate(dataset.__getitems__(list(range(questions))))
-    repeated = dataset.collate([dataset[i] for i in range(questions)])
-    return Steps(model, shared, repeated, losses, loss, script.make_optimizer(model, args))
+    optimizer = script.make_optimizer(model, args)
+    return Steps(model, shared, repeated, losses, loss, optimizer)
 
 
 TASKS = {"prs_med": prs_med, "mimic_cxr": mimic_cxr}
@@ -168,13 +248,20 @@ def largest_difference(steps: Steps) -> float:
     with torch.no_grad():
         shared = steps.losses(steps.shared)
         repeated = steps.losses(steps.repeated)
-    return float(((shared - repeated).abs() / repeated.abs().clamp_min(1e-12)).max())
+    size = repeated.abs().clamp_min(1e-12)
+    difference = (shared - repeated).abs() / size
+    return float(difference.max())
 
 
-def seconds_of_step(steps: Steps, batch: dict, scaler: LossScaler) -> float:
+def seconds_of_step(
+    steps: Steps,
+    batch: dict,
+    scaler: LossScaler,
+) -> float:
     """Of one training step."""
     begun = time.process_time()
-    scaler.scale(steps.loss(batch)).backward()
+    loss = steps.loss(batch)
+    scaler.scale(loss).backward()
     clip_and_step(steps.optimizer, scaler, grad_clip=1.0, lr=1e-5)
     return time.process_time() - begun
 
@@ -187,32 +274,45 @@ def flops_of(steps: Steps, batch: dict) -> int:
     return count.total
 
 
-def measure(task: str, questions: int, rounds: int) -> bool:
+def measure(
+    task: str,
+    questions: int,
+    rounds: int,
+) -> bool:
     """Print a task's figures; False where a loss differs or the goal is missed."""
     with tempfile.TemporaryDirectory() as folder:
         steps = TASKS[task](Path(folder), questions)
     steps.model.train()
     difference = largest_difference(steps)
-    more = flops_of(steps, steps.repeated) / flops_of(steps, steps.shared)
+    flops = flops_of(steps, steps.repeated) / flops_of(steps, steps.shared)
 
     # the first round warms up
     scaler = LossScaler(CPU, "no")
-    step = partial(seconds_of_step, steps, scaler=scaler)
-    pairs = [(step(steps.repeated), step(steps.shared)) for _ in range(rounds + 1)][1:]
-    ratios = sorted(plain / shared for plain, shared in pairs)
-    plain, shared = (questions / statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    plain = []
+    shared = []
+    for _ in range(rounds + 1):
+        plain.append(seconds_of_step(steps, steps.repeated, scaler))
+        shared.append(seconds_of_step(steps, steps.shared, scaler))
+    plain = plain[1:]
+    shared = shared[1:]
+
+    ratios = [loop / once for loop, once in zip(plain, shared, strict=True)]
     ratio = statistics.median(ratios)
-    print(f"{task}, {questions} questions about one image: {shared:.2f} over {plain:.2f} questions/s")
-    print(f"  ratio {ratio:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}; goal {GOALS[task]}), of FLOPs {more:.2f}")
+    rate = questions / statistics.median(shared)
+    loop_rate = questions / statistics.median(plain)
+    goal = GOALS[task]
+    print(f"{task}, {questions} questions about one image: {rate:.2f} over {loop_rate:.2f} questions/s")
+    print(f"  ratio {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}; goal {goal}), of FLOPs {flops:.2f}")
     print(f"  losses of each question differ by {difference:.1e} at most (goal {TOLERANCE})", flush=True)
-    return difference < TOLERANCE and ratio >= GOALS[task]
+    return difference < TOLERANCE and ratio >= goal
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="which guides")
-    parser.add_argument("--questions", type=int, default=8, help="questions about the image")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each kind")
+    add = parser.add_argument
+    add("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="which guides")
+    add("--questions", type=int, default=8, help="questions about the image")
+    add("--rounds", type=int, default=5, help="steps of each kind")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,6 +1,5 @@
 """--questions_per_image in guides 0 and 1: what an epoch's order is, and that sharing an image changes no loss."""
 
-import json
 import tracemalloc
 from itertools import chain
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PRS_MED, ROOT, SAME, at_step, losses
+from conftest import PRS_MED, ROOT, SAME, at_step, losses, records
 
 from distributed_utils import Ranks
 from image_order_utils import ImageGroups
@@ -47,23 +46,26 @@ def test_each_question_once_in_whole_groups(images, size):
     # a group is of one image and full, but for the last one of an image
     ends = groups.ends.tolist()
     sizes = {image: [] for image in range(images)}
-    for begin, end in zip([0, *ends], ends, strict=False):
+    begin = 0
+    for end in ends:
         of_group = set(image_of[order[begin:end]])
         assert len(of_group) == 1
         sizes[of_group.pop()].append(end - begin)
+        begin = end
     for image, lengths in sizes.items():
         asked = int((image_of == image).sum())
         full, rest = divmod(asked, size)
-        assert sorted(lengths) == sorted([size] * full + [rest] * bool(rest))
+        expected = [size] * full
+        expected += [rest] * bool(rest)
+        assert sorted(lengths) == sorted(expected)
 
     # another seed or epoch is another order, also within an image
     if images == 30:
-        assert order != epoch_of(groups, count, epoch=5)
         assert order != epoch_of(groups, count, seed=2)
-        asked = [question for question in order if image_of[question] == 3]
-        later = [question for question in epoch_of(groups, count, epoch=5) if image_of[question] == 3]
-        assert asked != later
-        assert sorted(asked) == sorted(later)
+        later = epoch_of(groups, count, epoch=5)
+        one, other = ([question for question in whole if image_of[question] == 3] for whole in (order, later))
+        assert one != other
+        assert sorted(one) == sorted(other)
 
 
 def test_questions_of_an_image_need_not_be_neighbours():
@@ -93,6 +95,7 @@ def test_steps_are_the_same_for_any_number_of_processes(images):
                 _, local = sampler.step_sizes(first)
                 passes = max(1, -(-local // batch))
                 share = [question for _ in range(passes) for question in next(batches)]
+                # a rank without a share computes one question that counts nothing
                 steps.setdefault(first, []).extend(share if local else [])
             assert next(batches, None) is None
 
@@ -185,10 +188,11 @@ def prs(prs_med_data):
 def pick_questions(image_of: np.ndarray, images: int) -> list[int]:
     """All questions of the first images that have several, and one of another image, mixed."""
     numbers, counts = np.unique(image_of, return_counts=True)
-    chosen = numbers[counts > 1][:images].tolist()
-    rows = [int(row) for row in np.flatnonzero(np.isin(image_of, chosen))]
-    single = next(int(row) for row in np.flatnonzero(~np.isin(image_of, chosen)))
-    mixed = np.random.default_rng(0).permutation([*rows, single])
+    chosen = numbers[counts > 1][:images]
+    is_chosen = np.isin(image_of, chosen)
+    single = np.flatnonzero(~is_chosen)[:1]
+    rows = np.append(np.flatnonzero(is_chosen), single)
+    mixed = np.random.default_rng(0).permutation(rows)
     return mixed.tolist()
 
 
@@ -219,10 +223,14 @@ def test_prs_med_answers_are_those_of_transformers(prs):
     _, _, model, data = prs
     model.eval()
     picked = pick_questions(data.image_of(), 3)
-    rows = data.rows
-    data.rows = [row._replace(question=row.question + " Really?" * (k % 3)) for k, row in enumerate(rows)]
-    shared = model.reader.collate(data.__getitems__(picked))
-    data.rows = rows
+    items = data.__getitems__(picked)
+
+    # prompts of several lengths
+    place = len(items[0]["prompt"]) - 1
+    for k, item in enumerate(items):
+        prompt = item["prompt"]
+        item["prompt"] = prompt[:place] + prompt[place:] * (1 + k % 3)
+    shared = model.reader.collate(items)
     answers = model.answer(shared, 6)
 
     prompt = shared["prompt"]
@@ -337,43 +345,54 @@ def test_shared_gradients_add_up_in_one_order(prs):
 SHARED = ["--gradient_accumulation_steps", "2", "--num_epochs", "2", "--questions_per_image", "4"]
 
 
-def run_prs_med(zygote, data: Path, run_folder: Path, processes: int, *flags, **options):
+def run_prs_med(zygote, data: Path, run_folder: Path, processes: int, flags: list, interrupt: dict | None = None):
     """Train guide 0 with a global batch of 12."""
     sizes = ["--batch_size", 6 // processes, "--save_every", "1", "--keep_last", "99"]
-    command = [PRS_MED, "--data_root", data, "--checkpoint_dir", run_folder, *SAME, *SHARED, *sizes, *flags]
-    return zygote(*command, ranks=processes, **options)
+    folders = ["--data_root", data, "--checkpoint_dir", run_folder]
+    return zygote(PRS_MED, folders, SAME, SHARED, sizes, flags, ranks=processes, interrupt=interrupt)
 
 
 def training_losses(run_folder: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    """{step: loss} of the training steps."""
+    return {line["step"]: line["train/loss"] for line in records(run_folder) if "train/loss" in line}
 
 
-def test_prs_med_at_1_2_and_3_processes_killed_and_resumed(prs_med_data, zygote, tmp_path):
+def largest_difference(curve: dict[int, float], expected: dict[int, float]) -> float:
+    """Of two runs' losses, relative."""
+    assert list(curve) == list(expected)
+    return max(abs(curve[step] / loss - 1) for step, loss in expected.items())
+
+
+def test_prs_med_at_1_2_and_3_processes(prs_med_data, zygote, tmp_path):
     runs = {}
     for processes in (1, 2, 3):
-        done = run_prs_med(zygote, prs_med_data, tmp_path / str(processes), processes)
+        run_folder = tmp_path / str(processes)
+        done = run_prs_med(zygote, prs_med_data, run_folder, processes, [])
         assert done.code == 0, done.stderr[-3000:]
-        runs[processes] = training_losses(tmp_path / str(processes))
+        runs[processes] = training_losses(run_folder)
         assert "17 to train on, 2.0 questions each on average; encoded once for 4 questions in a row" in done.stdout
     assert list(runs[1]) == [1, 2, 3, 4, 5, 6]
     for processes in (2, 3):
-        worst = max(abs(runs[processes][step] / loss - 1) for step, loss in runs[1].items())
+        worst = largest_difference(runs[processes], runs[1])
         print(f"{processes} processes: losses off by {worst:.1e}")
         assert worst < 1e-5
 
-    # killed in the middle of an epoch, and resumed: the same bits
-    killed = tmp_path / "killed"
-    dropout = ["--lora_dropout", "0.1", "--resume_from", "auto"]
-    whole = run_prs_med(zygote, prs_med_data, tmp_path / "whole", 2, *dropout)
-    interrupt = at_step(killed, 2, "worker")
-    assert run_prs_med(zygote, prs_med_data, killed, 2, *dropout, interrupt=interrupt).code != 0
-    done = run_prs_med(zygote, prs_med_data, killed, 2, *dropout)
-    assert whole.code == done.code == 0
-    assert losses(killed) == losses(tmp_path / "whole")
 
-    # another order would ask questions twice
-    wrong = run_prs_med(zygote, prs_med_data, killed, 2, *dropout, "--questions_per_image", "1")
+def test_prs_med_killed_and_resumed(prs_med_data, zygote, tmp_path):
+    """In the middle of an epoch: the same bits. Another order, which would ask questions twice, is refused."""
+    killed = tmp_path / "killed"
+    uninterrupted = tmp_path / "uninterrupted"
+    flags = ["--lora_dropout", "0.1", "--resume_from", "auto"]
+    done = run_prs_med(zygote, prs_med_data, uninterrupted, 2, flags)
+    assert done.code == 0, done.stderr[-3000:]
+
+    interrupt = at_step(killed, 2, "worker")
+    done = run_prs_med(zygote, prs_med_data, killed, 2, flags, interrupt)
+    assert done.code != 0
+    wrong = run_prs_med(zygote, prs_med_data, killed, 2, [*flags, "--questions_per_image", "1"])
+    done = run_prs_med(zygote, prs_med_data, killed, 2, flags)
+    assert done.code == 0, done.stderr[-3000:]
+    assert losses(killed) == losses(uninterrupted)
     assert wrong.code == 2
     assert "a run with questions per image 4, now 1; give the same again" in wrong.stderr
 
@@ -382,15 +401,17 @@ def test_prs_med_at_1_2_and_3_processes_killed_and_resumed(prs_med_data, zygote,
 def test_mimic_cxr_at_1_and_2_processes(mimic_cxr_flags, zygote, engine, tmp_path):
     flags = [*mimic_cxr_flags, "--dropout", "0", "--log_every", "1", "--max_steps", "4", "--max_samples", "45"]
     flags += ["--learning_rate", "1e-3", "--warmup_steps", "1", "--epochs", "2", "--questions_per_image", "4"]
+
+    # a global batch of 16
     curves = []
     for processes, chosen in ((1, "--use_ddp"), (2, engine)):
-        out = tmp_path / str(processes)
-        more = ["--batch_size", 8 // processes, "--gradient_accumulation_steps", "2", "--output_dir", out]
-        done = zygote(MIMIC, flags, more, chosen, ranks=processes)
+        run_folder = tmp_path / str(processes)
+        sizes = ["--batch_size", 8 // processes, "--gradient_accumulation_steps", "2"]
+        done = zygote(MIMIC, flags, sizes, chosen, "--output_dir", run_folder, ranks=processes)
         assert done.code == 0, done.stderr[-3000:]
-        curves.append(training_losses(out))
+        curves.append(training_losses(run_folder))
     one, two = curves
-    assert list(one) == list(two) == [1, 2, 3, 4]
-    worst = max(abs(two[step] / loss - 1) for step, loss in one.items())
+    assert list(one) == [1, 2, 3, 4]
+    worst = largest_difference(two, one)
     print(f"{engine}: losses off by {worst:.1e}")
     assert worst < 1e-5
