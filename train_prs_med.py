@@ -434,6 +434,18 @@ def run(args: Namespace, ranks: Ranks) -> int:
     return code
 
 
+def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
+    """What may not differ where a run is resumed."""
+    sampler = loader.batch_sampler
+    facts = {
+        "training_rows": len(loader.dataset),
+        "effective_batch_size": sampler.effective_batch_size,
+    }
+    facts |= order_facts(sampler, args.questions_per_image)
+    facts |= loader.dataset.augmentation_facts()
+    return facts
+
+
 def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: Namespace, ranks: Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
@@ -453,10 +465,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     scaler = LossScaler(ranks.device, model.precision)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
-    effective = sampler.effective_batch_size
-    order = order_facts(sampler, args.questions_per_image)
-    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective} | order
-    this_run |= sets["train"].augmentation_facts()
+    this_run = facts_of_run(loaders["train"], args)
 
     # where it stands, and what a checkpoint of it holds
     training = TrainingRun(
@@ -464,7 +473,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         progress=ValidatedProgress(),
         last_step=last_step,
         planned_steps=planned_steps,
-        effective_batch_size=effective,
+        effective_batch_size=sampler.effective_batch_size,
         precision=model.precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
