@@ -43,12 +43,12 @@ class OtherImages(PositionData):
         self.images_of = images_of
         self.colour = mean_colour(data.reader)
 
-    def __getitem__(self, index: int) -> dict:
-        """A row's tensors, as those of the data set."""
-        item = super().__getitem__(index)
+    def _row(self, index: int) -> dict:
+        """A row as a batch has it, with the other image in place of its own."""
+        item = super()._row(index)
         shown = self.colour
         if self.images_of:
-            shown = super().__getitem__(self.images_of[index])
+            shown = super()._row(self.images_of[index])
         error = item["error"] or shown["error"]
         return item | {"sam": shown["sam"], "vlm": shown["vlm"], "error": error}
 
