@@ -82,7 +82,13 @@ def open_gray(path: str, side: int) -> Image.Image:
 
 
 def to_bytes(values: np.ndarray, window: Window | None) -> np.ndarray:
-    """Numbers as uint8: those of the window, or of their own range, become 0 to 255. Raises ValueError for NaN."""
+    """Numbers as uint8: those of the window, or of their own range, become 0 to 255; without a window 8 bits stay.
+
+    Raises ValueError for NaN.
+    """
+    if window is None and values.dtype == np.uint8:
+        return values
+    values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError("holds values that are not finite numbers")
     low = float(values.min())
@@ -146,10 +152,10 @@ def dicom_image(file: str | Path | BinaryIO, window: Window | None) -> Image.Ima
         return Image.fromarray((stored >> (bits - 8)).astype(np.uint8))
 
     # grey: HU where it is CT, then the window
-    values = np.asarray(apply_modality_lut(stored, dataset), np.float32)
+    values = apply_modality_lut(stored, dataset)
     window = window or own_window(dataset)
     if window is None and "VOILUTSequence" in dataset:
-        values = np.asarray(apply_voi_lut(values.astype(stored.dtype), dataset), np.float32)
+        values = apply_voi_lut(values.astype(stored.dtype), dataset)
     pixels = to_bytes(values, window)
     if kind == "MONOCHROME1":
         pixels = 255 - pixels

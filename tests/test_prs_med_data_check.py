@@ -349,6 +349,8 @@ def test_the_worst_is_shown_first(clean, tmp_path):
     class Shown:
         """What PositionData gives, without a model."""
 
+        augmented = False
+
         def __init__(self, rows: list[Row]):
             self.rows = rows
 

@@ -278,13 +278,15 @@ def input_panel(data: PositionData, index: int, seed: int) -> ImagePanel | None:
         how = f" ({finding.how})" if finding.how else ""
         sentences.append(f"ODD: {finding.name}{how}")
     sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
-    batch = data.reader.collate([item])
+    image = item["sam"]
+    mask = item["mask"]
     # what was found is shown as it is in the files
     if data.augmented and not row.findings:
+        batch = data.reader.collate([item])
         batch = augment(batch, seed, epoch=0)
-    image = batch["sam"][0].numpy()
-    mask = batch["mask"][0].numpy()
-    return ImagePanel(image, mask, None, sentences)
+        image = batch["sam"][0]
+        mask = batch["mask"][0]
+    return ImagePanel(image.numpy(), mask.numpy(), None, sentences)
 
 
 def draw_panels(panels: list[ImagePanel]):
