@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sampler_utils import TrainBatchSampler, permute
+from sampler_utils import TrainBatchSampler, feistel, permute
 
 # Groups whose sizes are looked up at once.
 GROUPS_AT_ONCE = 1 << 20
@@ -98,15 +98,40 @@ class ImageGroups:
         within += groups.before[group_of]
 
         # which are shuffled
-        questions = np.empty_like(within)
-        for number, image in enumerate(groups.image.tolist()):
-            inside = group_of == number
-            count = int(self.questions[image])
-            shuffled = permute(within[inside], count, seed, epoch, image)
-            questions[inside] = self.first[image] + shuffled
+        image = groups.image[group_of]
+        shuffled = permute_each(within, self.questions[image], image, seed, epoch)
+        questions = self.first[image] + shuffled
         if self.sorted is None:
             return questions
         return self.sorted[questions]
+
+
+def permute_each(
+    positions: np.ndarray,
+    sizes: np.ndarray,
+    images: np.ndarray,
+    seed: int,
+    epoch: int,
+) -> np.ndarray:
+    """Each position's place in a shuffle of range(size) that its image has for itself; all int64 of one shape."""
+    # not the keys of the groups' shuffle, and for each image others
+    sequence = np.random.SeedSequence([seed % 2**63, epoch, 1])
+    keys = sequence.generate_state(8, np.uint64)
+    keys = keys[:, None] ^ (images.astype(np.uint64) * np.uint64(0xBF58476D1CE4E5B9))
+    keys ^= keys >> np.uint64(31)
+    keys *= np.uint64(0x94D049BB133111EB)
+    keys ^= keys >> np.uint64(29)
+
+    # values that fall in [size, 4**bits) walk on until they land inside
+    bits = np.ceil(np.log2(np.maximum(sizes, 2)) / 2)
+    bits = bits.astype(np.uint64)
+    values = positions.astype(np.uint64)
+    outside = np.flatnonzero(sizes > 0)
+    while len(outside):
+        values[outside] = feistel(values[outside], keys[:, outside], bits[outside])
+        landed = values[outside] < sizes[outside]
+        outside = outside[~landed]
+    return values.astype(np.int64)
 
 
 def begins_of_runs(values: np.ndarray) -> np.ndarray:

@@ -9,32 +9,28 @@ from collections.abc import Iterator
 import numpy as np
 
 
-def permute(positions: np.ndarray, size: int, seed: int, epoch: int, image: int | None = None) -> np.ndarray:
+def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """The samples at some positions of an epoch's shuffle of range(size); int64 in and out, of one shape.
 
     A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
-    shuffling 300 million samples takes no memory. image: for a shuffle of that image's samples alone.
+    shuffling 300 million samples takes no memory.
     """
     bits = math.ceil(math.log2(max(size, 2)) / 2)
     # the shuffle's keys, and a range of 4**bits numbers that holds all samples
-    words = [seed % 2**63, epoch]
-    if image is not None:
-        # not 0, which is what numpy puts in the place of a missing word
-        words.append(image + 1)
-    sequence = np.random.SeedSequence(words)
+    sequence = np.random.SeedSequence([seed % 2**63, epoch])
     keys = sequence.generate_state(8, np.uint64)
     values = positions.astype(np.uint64)
 
     # values that fall in [size, 4**bits) walk on until they land inside
     outside = np.ones(values.shape, bool)
     while outside.any():
-        values[outside] = _feistel(values[outside], keys, bits)
+        values[outside] = feistel(values[outside], keys, bits)
         outside = values >= size
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """One pass through the network: a permutation of range(4**bits)."""
+def feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
+    """One pass through the network: a permutation of range(4**bits). keys, bits: also of each value by itself."""
     shift = np.uint64(bits)
     mask = np.uint64(2**bits - 1)
     left = values >> shift
