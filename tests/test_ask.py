@@ -251,7 +251,7 @@ def check_attention(model, pixels, words) -> None:
     assert not layer.attention._forward_hooks
 
 
-def check_wordings(wordings: dict[str, list[str]]) -> None:
+def check_wordings(wordings: dict[str, dict[str, str]]) -> None:
     """Without itself, a training question's nearest neighbour has its head in nearly all cases."""
     known = Wordings(wordings)
     right = []
@@ -259,7 +259,7 @@ def check_wordings(wordings: dict[str, list[str]]) -> None:
         for question in questions:
             likeness = known.likeness(question)
             likeness[[other == question for other in known.questions]] = -1
-            right.append(head_of(known.kinds[int(likeness.argmax())]) == head_of(kind))
+            right.append(known.heads[int(likeness.argmax())] == head_of(kind))
     assert len(right) > 50
     assert np.mean(right) > 0.9
     assert known.nearest("Where is the mass?").head == "region"

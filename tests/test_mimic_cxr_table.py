@@ -220,6 +220,13 @@ def test_a_table_is_trained_on_stopped_resumed_and_judged(own_flags, zygote, tmp
     assert {row["answer"] for row in predictions} <= {"yes", "no", *POSITIONS}
     assert all(row["image"].startswith("my scans/") for row in predictions)
 
+    # asked, with answers of the head that the wording had in training
+    image = next((Path(own_flags[1]).parent / "my scans").iterdir())
+    for question, answers in (("Is it high?", {"yes", "no"}), ("Where is it?", set(POSITIONS))):
+        done = train(zygote, [], whole, "--predict", image, "--question", question)
+        assert done.stdout.split(question)[1].split()[0] in {answer.split()[0] for answer in answers}
+    train(zygote, [], whole, "--predict", image, "--question", "Hm?", "--question_type", "Where is it?")
+
 
 def test_a_changed_table_is_another_index(own_flags, zygote, tmp_path):
     """A run is not resumed on other classes, and an answer outside its classes is named."""

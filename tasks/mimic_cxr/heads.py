@@ -27,19 +27,19 @@ class ChosenHead(NamedTuple):
 
 
 def describe_training(data: QuestionData) -> dict:
-    """What a checkpoint tells of its training questions: {"wordings": {type: questions}, "labels": names}.
+    """What a checkpoint tells of its training questions: {"wordings": {type: {question: head}}, "labels": names}.
 
     wordings: different ones of each question type, of questions that are evenly spaced. labels: the CheXpert labels
     that were trained, see note_trained_labels.
     """
-    wordings: dict[str, dict] = {}
+    heads = list(HEADS)
+    wordings: dict[str, dict[str, str]] = {}
     for place in np.linspace(0, len(data) - 1, min(LOOKED_AT, len(data))).astype(int).tolist():
         row = data.row(place)
         known = wordings.setdefault(row["type"], {})
         if len(known) < KEPT:
-            known[row["question"]] = None
-
-    return {"wordings": {kind: list(texts) for kind, texts in wordings.items()}, "labels": list(data.trained)}
+            known[row["question"]] = heads[row["head"]]
+    return {"wordings": wordings, "labels": list(data.trained)}
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -59,13 +59,15 @@ def features_of(question: str) -> dict[str, float]:
 class Wordings:
     """The training questions' wordings, by which the nearest to another question is found."""
 
-    def __init__(self, wordings: dict[str, list[str]]):
+    def __init__(self, wordings: dict[str, dict[str, str]]):
         """wordings: of each question type, as describe_training gives them."""
         self.kinds = []
         self.questions = []
+        self.heads = []
         for kind, questions in wordings.items():
             self.kinds += [kind] * len(questions)
-            self.questions += questions
+            self.questions += questions.keys()
+            self.heads += questions.values()
 
         # a row for each question, a column for each feature
         features = [features_of(question) for question in self.questions]
@@ -90,23 +92,23 @@ class Wordings:
         best = float(likeness.max())
         place = int(likeness.argmax())
         kind = self.kinds[place]
-        head = head_of(kind)
+        head = self.heads[place]
         near = best >= NEAR
         words = "the nearest training question" if near else "the nearest training question, which is NOT near"
         reason = f"{words}: {self.questions[place]!r} ({kind}, {best:.0%} alike)"
 
         # another head may answer one with the same wording
-        rivals = {head_of(self.kinds[other]) for other in np.flatnonzero(likeness == likeness.max()).tolist()}
+        rivals = {self.heads[other] for other in np.flatnonzero(likeness == likeness.max()).tolist()}
         rivals.discard(head)
         if rivals:
             reason += f"; {' and '.join(sorted(rivals))} answers one that is as near"
         return ChosenHead(head, reason, near)
 
 
-def named_head(head: str | None, question_type: str | None) -> ChosenHead | None:
+def named_head(head: str | None, question_type: str | None, wordings: dict) -> ChosenHead | None:
     """The head that a name of a head, or of a question type, stands for; None without either.
 
-    Raises InputError for a name that is none.
+    wordings: of the training, whose types a user's table may have named. Raises InputError for a name that is none.
     """
     if head:
         if head not in HEADS:
@@ -114,6 +116,8 @@ def named_head(head: str | None, question_type: str | None) -> ChosenHead | None
         return ChosenHead(head, "named")
     if question_type:
         found = head_of(question_type)
+        if question_type in wordings:
+            found = next(iter(wordings[question_type].values()))
         if found is None:
             examples = [f"{code}_{name}" for name, code in CODE_OF_NAME.items()]
             raise InputError(f"no head answers question type {question_type!r}; it is one such as {examples[-2]}")
@@ -125,13 +129,14 @@ def choose_heads(
     asked: list[Asked],
     head: str | None,
     question_type: str | None,
-    wordings: dict[str, list[str]] | None,
+    wordings: dict[str, dict[str, str]] | None,
 ) -> list[ChosenHead]:
     """The head of each question: what its row names, what the flags name, else that of the nearest wording.
 
     wordings: of the training, None where the checkpoint does not tell. Raises InputError, naming the row.
     """
-    named = named_head(head, question_type)
+    types = wordings or {}
+    named = named_head(head, question_type, types)
     known: dict[str, ChosenHead] = {}
     nearest = Wordings(wordings) if wordings else None
     chosen = []
@@ -140,7 +145,7 @@ def choose_heads(
     for one in asked:
         row = f"{one.source}: " if one.source else ""
         try:
-            own = named_head(one.others.get("head"), one.others.get("question_type")) or named
+            own = named_head(one.others.get("head"), one.others.get("question_type"), types) or named
         except InputError as error:
             raise InputError(f"{row}{error}; correct the table") from None
         if own is None and nearest is None:

@@ -53,7 +53,9 @@ def prepare(table: Path, categories: list[str] | None, shares: tuple, split_seed
         questions = [row.question for row in own.asked]
         write_small_models(small_models, questions)
         models = f"--image_encoder {small_models}/convnext_tiny --text_encoder {small_models}/bert_tiny"
-        print(f"written: {small_models}; next: python train_mimic_cxr.py --table {table} {models}", flush=True)
+        print(f"written: {small_models}")
+        config = "--config configs/mimic_cxr_small.yaml"
+        print(f"next: python train_mimic_cxr.py --table {table} {config} {models}", flush=True)
 
 
 def write_small_models(folder: Path, questions: list[str]) -> None:

@@ -124,7 +124,8 @@ def prepare(images: Path, masks: Path, out: Path, **flags) -> None:
         write_small_models(out, rows, flags["small_size"], flags["seed"])
     print_summary(rows, found, known, reading, name)
     print(f"written: {out}/annotations/{name}.csv, {out}/{name}")
-    print(f"next: python train_prs_med.py --data_root {out}", flush=True)
+    config = " --config configs/prs_med_small.yaml" if flags["small_models"] else ""
+    print(f"next: python train_prs_med.py --data_root {out}{config}", flush=True)
 
 
 def name_after(images: Path) -> str:

@@ -253,10 +253,10 @@ def draw_inputs(sets: list[PositionData], seed: int = 0):
     odd: dict[str, tuple[PositionData, int]] = {}
     for data in sets:
         for index, row in enumerate(data.rows):
-            for finding in row.findings[:1]:
+            for finding in row.findings:
                 odd.setdefault(finding.name, (data, index))
     order = list(ADVICE)
-    shown = [odd[name] for name in sorted(odd, key=order.index)]
+    shown = list(dict.fromkeys(odd[name] for name in sorted(odd, key=order.index)))
     plain = [(sets[0], index) for index in spread(len(sets[0]))]
     shown += [place for place in plain if place not in shown]
 
