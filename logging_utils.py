@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from async_save_utils import WRITER
 from checkpoint_utils import Checkpoint, begin_run, cut_metrics, settle_checkpoint
 from cli_utils import InputError, RunError, save_args
-from distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum
+from distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum, world
 from figure_utils import figure_png, plot_curves
 from flops_utils import FlopCount, matmul_rate
 from hardware_utils import peak_memory_gb
@@ -414,6 +414,12 @@ def finite_or_none(value):
     return value
 
 
+def with_bar(batches: Iterable, title: str) -> Iterator:
+    """The batches of an evaluation; rank 0 shows on a terminal how many of its own are done."""
+    hidden = world()[0] > 0 or not sys.stderr.isatty()
+    return iter(tqdm(batches, desc=title, unit="batch", dynamic_ncols=True, leave=False, disable=hidden))
+
+
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     """Rank 0: {row name: {column: value}} as an aligned table; `title: none` where there are no rows."""
     if not rows:
@@ -422,10 +428,14 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     names = [title, *rows]
     width = max(len(name) for name in names)
-    lines = [f"{title:<{width}}" + "".join(f"  {column:>12}" for column in columns)]
-    for name, row in rows.items():
-        cells = [format_cell(row.get(column, "-")) for column in columns]
-        lines.append(f"{name:<{width}}" + "".join(f"  {cell:>12}" for cell in cells))
+    table = [columns]
+    for row in rows.values():
+        table.append([format_cell(row.get(column, "-")) for column in columns])
+    widths = [max(12, *map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for name, cells in zip(names, table, strict=True):
+        aligned = [f"  {cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True)]
+        lines.append(f"{name:<{width}}" + "".join(aligned))
     print("\n".join(lines), flush=True)
 
 

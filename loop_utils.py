@@ -55,7 +55,8 @@ class TrainingRun:
     """A training under way: its position and end, its log and its checkpoints.
 
     last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
-    ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log.
+    ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. eval_epochs,
+    eval_steps: how many there are between two evaluations, one of them being 0.
     """
 
     run_folder: Path
@@ -69,7 +70,23 @@ class TrainingRun:
     save_every: int = 0
     keep_last: int = 3
     max_bad_steps: int = 10
+    eval_epochs: int = 1
+    eval_steps: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
+
+    def pauses(self) -> bool:
+        """Whether an evaluation follows this step, wherever in the epoch it is.
+
+        A checkpoint of such a step is older than the evaluation: a run that is resumed there evaluates first.
+        """
+        step = self.progress.step
+        return bool(self.eval_steps and step) and step % self.eval_steps == 0
+
+    def plans_evaluation(self, epoch_complete: bool) -> bool:
+        """Whether the whole training has an evaluation here, and not only a run that --max_steps cuts short."""
+        if self.progress.step >= self.planned_steps or self.pauses():
+            return True
+        return bool(self.eval_epochs) and epoch_complete and (self.progress.epoch + 1) % self.eval_epochs == 0
 
     def save(self) -> None:
         """All ranks: a checkpoint of this position, unless there is one."""
@@ -146,7 +163,7 @@ class Step:
 def optimizer_steps(
     loader: DataLoader, training: TrainingRun, count: Callable[[Step], list[float]] | None = None
 ) -> Iterator[Step]:
-    """Each optimizer step from the run's position to the end of the epoch or of the run.
+    """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
 
     count: numbers of this rank's share to be summed over the ranks, equally many on each. Before a step the ranks tell
     each other these, a stop signal and an unusable sample, in one small transfer of host memory. A signal to any rank
@@ -181,6 +198,25 @@ def optimizer_steps(
             stop.agreed = 143 if stop_143 else 130
             return
         yield step
+        if training.pauses():
+            return
+
+
+def most_passes(samples: int, batch_size: int) -> int:
+    """How many micro-batches the rank with the most makes of the samples of all ranks."""
+    local = math.ceil(samples / world()[1])
+    return math.ceil(local / batch_size)
+
+
+def pad_passes(step: Step, batch_size: int, needed: bool = True) -> list[float]:
+    """Let every rank make equally many passes of a step, where weights are gathered in each and it is needed.
+
+    Returns each pass's weight: that of the step, 0 for a spare one.
+    """
+    fetched = len(step.batches)
+    spare = most_passes(step.samples, batch_size) - fetched if needed else 0
+    step.batches += step.batches[-1:] * spare
+    return [step.weight] * fetched + [0.0] * spare
 
 
 def first_error(batches: list[dict]) -> str:

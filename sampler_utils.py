@@ -24,13 +24,13 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     # values that fall in [size, 4**bits) walk on until they land inside
     outside = np.ones(values.shape, bool)
     while outside.any():
-        values[outside] = _feistel(values[outside], keys, bits)
+        values[outside] = feistel(values[outside], keys, bits)
         outside = values >= size
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """One pass through the network: a permutation of range(4**bits)."""
+def feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
+    """One pass through the network: a permutation of range(4**bits). keys, bits: also of each value by itself."""
     shift = np.uint64(bits)
     mask = np.uint64(2**bits - 1)
     left = values >> shift
@@ -52,6 +52,9 @@ class TrainBatchSampler:
     left (a rank without a share of it is given one sample to compute, for which `step_sizes` says 0). With drop_last
     every batch is full, and what is left below one batch of all ranks is left out: that does depend on the world size.
     """
+
+    # ImageGroups where the samples are questions, of which those about one image come together
+    groups = None
 
     def __init__(
         self,
@@ -122,6 +125,8 @@ class TrainBatchSampler:
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """The samples at some consecutive places of the epoch, all of one step."""
+        if self.groups is not None:
+            return self.groups.order(places, self.seed, self.epoch)
         return permute(places, self.num_samples, self.seed, self.epoch)
 
 

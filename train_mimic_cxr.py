@@ -7,6 +7,8 @@
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
     python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
+    python train_mimic_cxr.py --table xrays.csv               # X-rays of your own, with questions and answers
+    python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
 Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimic_qa_path) as they are downloaded. The
 report-derived scene graph is never an input: the answers come from the same report.
@@ -18,10 +20,10 @@ from argparse import BooleanOptionalAction, Namespace
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from tasks.mimic_cxr.flags import add_engine_flags, is_given, read_arguments
+from question_utils import add_question_flags, split_interval
+from tasks.mimic_cxr.flags import add_engine_flags, add_output_flags, add_table_flags, is_given, read_arguments
 
 FORMAT = "mimic_cxr/1"
 LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
@@ -65,13 +67,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
 
+    add_table_flags(parser)
     add_engine_flags(parser)
-
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
-    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
-    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
-    add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
+    add_output_flags(parser)
+    add_question_flags(parser)
     add_common_arguments(parser, {"learning_rate": "lr"})
     return read_arguments(parser, argv)
 
@@ -87,31 +86,35 @@ from torch.utils.data import DataLoader
 
 # processes, the loop, and what becomes of it on disk
 import deepspeed_utils
+from augmentation_utils import change_images, draw_changes
 from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
 from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import schedule, setup_distributed, to_device, world
-from logging_utils import RunLog
+from image_order_utils import order_facts
+from logging_utils import RunLog, with_bar
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
-from loop_utils import keep_best, next_epoch, optimizer_steps, print_start, resume, say_if_finished, say_where
-from loop_utils import seed_ranks
+from loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
+from loop_utils import say_if_finished, say_where, seed_ranks
 from memory_utils import BatchSize
 
 # questions and answers
-from tasks.mimic_cxr.answers import HEADS
-from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, open_sets
-from tasks.mimic_cxr.index import open_index
-from tasks.mimic_cxr.metrics import Metrics, Predictions, answer_metrics, batch_predictions, chexpert_metrics
-from tasks.mimic_cxr.metrics import gather_predictions, group_sizes, split_losses
-from tasks.mimic_cxr.report import draw_inputs, draw_split, make_results_folder, print_index, print_metrics
-from tasks.mimic_cxr.report import write_evaluation, write_predictions
+from tasks.mimic_cxr.answers import HEADS, use_categories
+from tasks.mimic_cxr.blind import limit_questions
+from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, note_trained_labels, open_sets
+from tasks.mimic_cxr.evaluation import Evaluation, evaluate_only, judge, judge_further, keep_predictions
+from tasks.mimic_cxr.evaluation import keep_validation, log_evaluation, log_validation, name_split, thresholds_of
+from tasks.mimic_cxr.heads import describe_training
+from tasks.mimic_cxr.metrics import Predictions, batch_predictions, gather_predictions
+from tasks.mimic_cxr.prediction import predict
+from tasks.mimic_cxr.report import draw_inputs, print_index, print_metrics
 
 # the model, its engine and its settings
 from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
-from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, most_passes, prepare_deepspeed
+from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
 from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run
-from tasks.mimic_cxr.settings import out_of_memory_advice, rehearse_model
+from tasks.mimic_cxr.settings import open_questions, out_of_memory_advice, rehearse_model
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 
@@ -125,6 +128,8 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> tuple[
         raise InputError(f"--max_question_length {args.max_question_length}: {reason}; lower it")
 
     # the same new layers on every rank
+    if args.categories:
+        use_categories(args.categories)
     torch.manual_seed(args.seed)
     model = ChestModel(encoders, precision, args.fusion_layers, args.dropout)
     model.image.requires_grad_(not args.freeze_image)
@@ -138,7 +143,11 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> tuple[
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
+def question_losses(
+    answers: list[Tensor],
+    chexpert: Tensor,
+    batch: dict,
+) -> tuple[Tensor, Tensor]:
     """(cross-entropy (B,) of each question's own head, binary cross-entropy (B, 14) of each known CheXpert label)."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for place, logits in enumerate(answers):
@@ -172,7 +181,7 @@ def batch_loss(
     global batch, weighted 1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and
     micro-batches add up.
     """
-    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
+    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
     entropy, bce = question_losses(answers, chexpert, batch)
     vqa = chexpert.new_zeros(())
     for place, head in enumerate(HEADS):
@@ -221,6 +230,7 @@ def training_loader(data: QuestionData, batch: BatchSize, args: Namespace) -> Da
         seed=args.seed,
         accumulation=batch.accumulation,
         drop_last=False,
+        questions_per_image=args.questions_per_image,
     )
 
 
@@ -243,15 +253,15 @@ def train_one_epoch(
         lr = args.learning_rate * factor
 
         # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
-        fetched = len(step.batches)
-        spare = most_passes(step.samples, batch_size) - fetched
-        weights = [step.weight] * fetched + [0.0] * spare
-        step.batches += step.batches[-1:] * spare
+        weights = pad_passes(step, batch_size)
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
         losses = torch.zeros(3, device=engine.device)
         for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
             batch = to_device(batch, engine.device)
+            if args.augmentation:
+                changes = draw_changes(args.seed, progress.epoch, batch["keys"])
+                batch["image"] = change_images(batch["image"], changes)
             with training.log.count_flops(step.samples), engine.micro_batch(last):
                 parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight)
                 parts = parts * weight
@@ -267,22 +277,14 @@ def train_one_epoch(
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-class Evaluation(NamedTuple):
-    """What evaluate gives, the same on every rank and at any number of ranks. sizes: see group_sizes."""
-
-    metrics: Metrics
-    sizes: dict[str, int]
-    predictions: Predictions
-
-
 @torch.no_grad()
-def evaluate(
+def answer_questions(
     model: nn.Module,
     data: QuestionData,
     batch_size: int,
     args: Namespace,
-) -> Evaluation:
-    """All ranks: answer every question of a split once, and judge the answers. Raises InputError on all ranks."""
+) -> Predictions:
+    """All ranks: answer every question of a split once; a row for each. Raises InputError on all ranks."""
     model.eval()
     loader = make_loader(data, batch_size, args.num_workers, args.prefetch_factor, train=False)
 
@@ -291,7 +293,7 @@ def evaluate(
     batches = iter(loader)
     local = []
     error = ""
-    for _ in range(passes):
+    for _ in with_bar(range(passes), data.split):
         batch = next(batches, None)
         has_share = batch is not None
         if not has_share:
@@ -299,61 +301,41 @@ def evaluate(
         error = error or batch["error"]
 
         batch = to_device(batch, model.mean.device)
-        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"])
+        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
         if has_share:
             entropy, bce = question_losses(answers, chexpert, batch)
             local.append(batch_predictions(batch, answers, chexpert, entropy, bce))
     with agree_on_errors():
         if error:
             raise InputError(error)
-
-    # every rank judges all answers
-    predictions = gather_predictions(local)
-    index = data.index
-    metrics = split_losses(data.split, predictions, HEAD_WEIGHT, args.chexpert_weight)
-    metrics |= answer_metrics(data.split, predictions, index.facts["classes"])
-    metrics |= chexpert_metrics(data.split, predictions, index.studies)
-    sizes = group_sizes(predictions, index.studies)
-    return Evaluation(metrics, sizes, predictions)
+    return gather_predictions(local)
 
 
-def log_evaluation(data: QuestionData, result: Evaluation, training: TrainingRun) -> None:
-    """An evaluation in the log; its figures, too, but not those of every short epoch."""
-    log = training.log
-    progress = training.progress
-    log.write(progress.step, progress.epoch + 1, result.metrics)
-    draw = partial(draw_split, data, result.predictions)
-    seconds_apart = 0 if data.split == "test" else 60
-    log.figures(draw, progress.step, seconds_apart)
-
-
-def keep_predictions(data: QuestionData, result: Evaluation, args: Namespace) -> bool:
-    """--save_predictions: rank 0 writes them; False where the disk does not take them."""
-    rank, _ = world()
-    if not args.save_predictions or rank > 0:
-        return True
-    return write_predictions(Path(args.output_dir), data, result.predictions)
-
-
-def evaluate_only(
-    model: ChestModel,
+def evaluate(
+    model: nn.Module,
     data: QuestionData,
-    step: int,
+    batch_size: int,
     args: Namespace,
-) -> None:
-    """--eval_only: the metrics of one split, printed and written where the disk takes them."""
-    run_folder = Path(args.output_dir)
-    with agree_on_errors():
-        make_results_folder(run_folder)
-    result = evaluate(model, data, args.batch_size, args)
-    if world()[0] > 0:
-        return
-    print_metrics(f"{data.split}, step {step}", result.metrics, result.sizes)
-    metrics = result.metrics | {"step": step}
-    written = write_evaluation(run_folder, metrics, data, result.predictions)
-    if keep_predictions(data, result, args) and written:
-        report = run_folder / f"eval_{data.split}.json"
-        print(f"{len(data):,} questions; written: {report}, {run_folder}/figures", flush=True)
+) -> Evaluation:
+    """All ranks: answer every question of a split, and judge the answers. Raises InputError on all ranks."""
+    predictions = answer_questions(model, data, batch_size, args)
+    return judge(data, predictions, HEAD_WEIGHT, args.chexpert_weight)
+
+
+def test_split(
+    model: nn.Module,
+    sets: dict[str, QuestionData],
+    split: str,
+    thresholds: dict[str, float],
+    batch_size: int,
+    args: Namespace,
+) -> Evaluation:
+    """evaluate(), with decisions at these thresholds, and what is right without the image or the question."""
+    result = evaluate(model, sets[split], batch_size, args)
+    answer = None
+    if args.blind_scores:
+        answer = partial(answer_questions, model, batch_size=batch_size, args=args)
+    return judge_further(result, sets[split], sets["train"], thresholds, answer, args.seed)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -368,10 +350,10 @@ def trial_step(model: ChestModel, size: int, args: Namespace) -> None:
     losses[0].backward()
 
 
-def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict) -> dict:
+def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict, asked: dict) -> dict:
     """All ranks: what a checkpoint holds beside position, log and random state; the same from every engine.
 
-    this_run: what may not differ where the run is resumed.
+    this_run: what may not differ where the run is resumed. asked: see describe_training.
     """
     return {
         "format": FORMAT,
@@ -381,27 +363,22 @@ def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_r
         "run": this_run,
         "precision": precision,
         "split": batch.record(),
+        "training": asked,
     }
 
 
 def run(args: Namespace, ranks: Ranks) -> int:
     """Everything between joining and leaving the process group; returns the exit code."""
     begun = time.time()
+    run_folder = Path(args.output_dir)
+    if args.predict:
+        return predict(build_model, FORMAT, args, ranks)
     setup = choose_setup(args, ranks)
-    index = open_index(
-        Path(args.index_dir),
-        Path(args.mimic_cxr_path),
-        Path(args.mimic_qa_path),
-        args.quality_grade,
-        args.view,
-        args.max_missing,
-        limit=64 if args.debug else 0,
-    )
+    index = open_questions(args)
 
     # the split that is used must have questions
     with agree_on_errors():
-        needed = args.eval_split if args.eval_only else "train"
-        check_split(index, needed, args.mimic_cxr_path, args.mimic_qa_path)
+        check_split(index, args.eval_split if args.eval_only else "train", args.mimic_cxr_path, args.mimic_qa_path)
     if ranks.is_main:
         print_index(index.facts)
 
@@ -409,8 +386,8 @@ def run(args: Namespace, ranks: Ranks) -> int:
     lock = None
     if not args.eval_only:
         may_exist = bool(args.resume_from) or args.overwrite
-        lock = lock_run_folder(Path(args.output_dir), may_exist, overwrite=args.overwrite)
-    checkpoint = open_checkpoint(Path(args.output_dir), args.resume_from, args.eval_only, FORMAT)
+        lock = lock_run_folder(run_folder, may_exist, overwrite=args.overwrite)
+    checkpoint = open_checkpoint(run_folder, args.resume_from, args.eval_only, FORMAT)
     with agree_on_errors():
         model, tokenizer = build_model(args, setup.precision, ranks.device)
         if checkpoint:
@@ -429,10 +406,14 @@ def run(args: Namespace, ranks: Ranks) -> int:
             args.chexpert_uncertain,
             args.max_samples,
         )
+        note_trained_labels(sets, checkpoint)
+        limit_questions(sets, args.eval_max_samples, args.seed)
 
     # evaluate, or train
     if args.eval_only:
-        evaluate_only(model, sets[args.eval_split], checkpoint["step"], args)
+        test = partial(test_split, model, sets, args.eval_split, batch_size=args.batch_size, args=args)
+        data = sets[args.eval_split]
+        evaluate_only(test, data, run_folder, args.resume_from, checkpoint["step"], args.save_predictions)
         return 0
     if ranks.launcher == "python" and torch.cuda.device_count() > 1:
         print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
@@ -442,22 +423,34 @@ def run(args: Namespace, ranks: Ranks) -> int:
     return code
 
 
+def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
+    """What may not differ where a run is resumed."""
+    sampler = loader.batch_sampler
+    facts = {"training_questions": len(loader.dataset), "effective_batch_size": sampler.effective_batch_size}
+    facts |= order_facts(sampler, args.questions_per_image)
+    facts["augmentation"] = args.augmentation
+    if args.table:
+        facts["categories"] = "; ".join(args.categories)
+    return facts
+
+
 def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, args: Namespace, ranks: Ranks) -> int:
     """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
     begun = time.time()
     run_folder = Path(args.output_dir)
-    trial = partial(trial_step, model, args=args)
-    batch = choose_batch_size(trial, model, setup.config, checkpoint, args)
+    batch = choose_batch_size(partial(trial_step, model, args=args), model, setup.config, checkpoint, args)
     loader = training_loader(sets["train"], batch, args)
-    sampler = loader.batch_sampler
-    effective_batch_size = sampler.effective_batch_size
-    planned_steps = args.epochs * sampler.steps_per_epoch()
+    effective_batch_size = loader.batch_sampler.effective_batch_size
+    planned_steps = args.epochs * loader.batch_sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
+
+    # what a checkpoint tells of the run and its questions
+    this_run = facts_of_run(loader, args)
+    with agree_on_errors():
+        asked = describe_training(sets["train"])
 
     # begin, or go on where the checkpoint stands
     progress = ValidatedProgress()
-    questions = len(sets["train"])
-    this_run = {"training_questions": questions, "effective_batch_size": effective_batch_size, "seed": args.seed}
     seed_ranks(args.seed)
     if checkpoint:
         resume(progress, checkpoint, this_run, run_folder)
@@ -470,6 +463,8 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
 
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
     log.open(args, checkpoint)
+
+    # where it stands and ends, and what is kept when
     training = TrainingRun(
         run_folder=run_folder,
         progress=progress,
@@ -478,26 +473,24 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
         effective_batch_size=effective_batch_size,
         precision=setup.precision,
         log=log,
-        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run),
+        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, asked),
         save_every=args.save_every,
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
     )
+    training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
     # train, and test what was best
     prepare_checkpoint(model)
-    rows = describe_run(model, sets, batch, setup, training, args)
-    print_start("MIMIC-CXR", ranks, training, rows)
+    print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with training.stop, closing(log), closing(engine), explain_out_of_memory(advice):
         code, sizes = train(engine, loader, training, sets, args)
         if code:
             return code
         best_step = test_best(model, sets, training, sizes, batch.size, args)
-        best = progress.best_metrics or {}
-        finish_run(training, begun, {"best_step": best_step} | best)
-        chosen = "best.pt" if len(sets["val"]) else "last.pt"
-        export_run(run_folder, chosen, FORMAT)
+        finish_run(training, begun, {"best_step": best_step} | (progress.best_metrics or {}))
+        export_run(run_folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
         say_where(run_folder)
     return 0
 
@@ -509,32 +502,36 @@ def train(
     sets: dict[str, QuestionData],
     args: Namespace,
 ) -> tuple[int, dict[str, int]]:
-    """All epochs, each with its validation; (exit code of a stop signal or 0, group_sizes of the validation)."""
+    """All epochs, with the validations; (exit code of a stop signal or 0, group_sizes of the last validation)."""
     progress = training.progress
     sizes: dict[str, int] = {}
     say_if_finished(training, "--epochs")
     if progress.step == 0:
-        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"])}, 0)
+        seed = args.seed if args.augmentation else None
+        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"], seed)}, 0)
+
+    # a checkpoint that is resumed may be followed by an evaluation
+    evaluates_first = training.pauses()
     while True:
-        train_one_epoch(engine, loader, training, args)
+        if not evaluates_first:
+            train_one_epoch(engine, loader, training, args)
+        evaluates_first = False
         if code := end_epoch(training):
             return code, sizes
 
-        if len(sets["val"]):
-            result = evaluate(engine.module, sets["val"], loader.batch_sampler.batch_size, args)
+        epoch_complete = progress.samples >= loader.batch_sampler.used
+        planned = training.plans_evaluation(epoch_complete)
+        ends = progress.step >= training.last_step
+        if len(sets["val"]) and (planned or ends):
+            batch_size = loader.batch_sampler.batch_size
+            result = evaluate(engine.module, sets["val"], batch_size, args)
             sizes = result.sizes
-            log_evaluation(sets["val"], result, training)
-            accuracy = result.metrics["val/vqa_accuracy"]
-            auroc = result.metrics["val/chexpert_auroc"]
-            shown = "undefined" if auroc is None else f"{auroc:.4f}"
-            print_main(f"epoch {progress.epoch + 1}: val accuracy {accuracy:.4f}, CheXpert AUROC {shown}")
+            log_validation(sets["val"], result, training)
 
             # the best is that of the highest accuracy
-            epoch_complete = progress.samples >= loader.batch_sampler.used
-            if keep_best(training, accuracy, epoch_complete):
-                progress.best_metrics = result.metrics
-                keep_predictions(sets["val"], result, args)
-        if not next_epoch(training):
+            if keep_best(training, result.metrics["val/vqa_accuracy"], planned):
+                keep_validation(sets["val"], result, training, args.save_predictions)
+        if (epoch_complete or ends) and not next_epoch(training):
             return 0, sizes
 
 
@@ -560,15 +557,17 @@ def test_best(
         # best.pt was validated and logged when it was chosen, but not by an earlier version
         metrics = training.progress.best_metrics if data.split == "val" else None
         if metrics is None:
-            result = evaluate(model, data, batch_size, args)
+            thresholds = thresholds_of(training.progress.best_metrics, bool(len(sets["val"])))
+            result = test_split(model, sets, data.split, thresholds, batch_size, args)
             metrics = result.metrics
             sizes = result.sizes
             # the row stands at the last step, but its weights may be older
             metrics["best_step"] = best_step
             log_evaluation(data, result, training)
-            keep_predictions(data, result, args)
+            if args.save_predictions:
+                keep_predictions(training.run_folder, data, result, thresholds)
         if world()[0] == 0:
-            print_metrics(f"{data.split}, {name}", metrics, sizes)
+            print_metrics(name_split(data, name), metrics, sizes)
     return best_step
 
 

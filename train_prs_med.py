@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
         train_prs_med.py --data_root data                                 # node 0 of 2; --node_rank=1 on node 1
     python train_prs_med.py --data_root data --eval_only --resume_from checkpoints/best.pt --eval_split test
-    python train_prs_med.py --data_root data --predict scan.png --question "Where is the cyst located in this image?"
+    python train_prs_med.py --predict scan.png --question "Where is the cyst located in this image?"
 
 Data: <data_root>/annotations/<modality>.csv with image_path,image_name,split,description,position,question,answer,
 where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the image lies in <split>_images.
@@ -18,10 +18,10 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from tasks.prs_med.flags import read_arguments
+from question_utils import add_question_flags, split_interval
+from tasks.prs_med.flags import add_data_flags, add_output_flags, read_arguments
 
 FORMAT = "prs_med/1"
 LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
@@ -31,12 +31,7 @@ CURVES = ["val/loss", "val/dice", "val/iou", "val/position_accuracy", "val/posit
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
 
-    add = parser.add_argument_group("data").add_argument
-    add("--data_root", help="folder with annotations/*.csv; left out with --eval_only, --predict: the run's")
-    add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
-    add("--skip_bad_rows", action="store_true", help="drop and count CSV rows with a missing field")
-    add("--skip_data_check", action="store_true", help="do not read every image first; copies then go unnoticed")
-    add("--cache_gb", type=number(0), default=4.0, help="GiB of RAM PER PROCESS for decoded images; 0: none are kept")
+    add_data_flags(parser)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
@@ -59,14 +54,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
     add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
 
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--checkpoint_dir", default="checkpoints", help="run folder: checkpoints, logs, figures, summary")
-    add("--save_full_state", action="store_true", help="save the frozen weights, too (14 GB for a 7B model)")
-    add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
-    add("--shuffle_questions", action="store_true", help="with --eval_only: swap an image's questions; Dice must fall")
-    add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
-    add("--predict", metavar="IMAGE", help="no training: write mask, overlay and answer for this image")
-    add("--question", help="the question for --predict")
+    add_output_flags(parser)
+    add_question_flags(parser)
     add_common_arguments(parser, {"learning_rate": "lr"})
 
     return read_arguments(parser, argv)
@@ -82,27 +71,32 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 # processes, precision and memory
-from distributed_utils import Ranks, agree_on_errors, gather_objects, launch_workers, print_main
+from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
 from distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
 from hardware_utils import choose_precision, set_numerics
 from memory_utils import BatchSize
 
 # the loop, its log and its checkpoints
+from image_order_utils import order_facts
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
-from logging_utils import RunLog
-from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step
+from logging_utils import RunLog, with_bar
+from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step, pad_passes
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
 from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
 
 # images, questions and results
-from tasks.prs_med.data import PositionData, evaluation_loader, make_datasets, read_annotations, swap_questions
-from tasks.prs_med.data import training_loader
+from predict_utils import list_questions
+from tasks.prs_med.augmentation import augment
+from tasks.prs_med.blind import look_away
+from tasks.prs_med.data import Patients, PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
+from tasks.prs_med.data import read_annotations, swap_questions, training_loader
 from tasks.prs_med.data_check import read_rows
-from tasks.prs_med.metrics import add_up_rows, mean_metrics, score_batch
-from tasks.prs_med.prediction import predict_image
-from tasks.prs_med.report import Example, describe_run, draw_inputs, draw_predictions
-from tasks.prs_med.report import print_metrics, spread, write_evaluation
+from tasks.prs_med.evaluation import gather_examples, gather_scores, log_results, mean_metrics
+from tasks.prs_med.metrics import add_up_rows, score_batch
+from tasks.prs_med.prediction import predict
+from tasks.prs_med.report import Results, describe_run, draw_inputs, draw_predictions, print_metrics
+from tasks.prs_med.report import take_examples, write_cases, write_evaluation
 
 # the model, and what a step of it takes
 from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse_model
@@ -110,6 +104,7 @@ from tasks.prs_med.memory import fold_relative_positions, recompute_activations,
 from tasks.prs_med.model import PRSMed
 from tasks.prs_med.pretrained import Architecture, add_lora, check_base, check_same_base, choose_architecture, find_sam
 from tasks.prs_med.pretrained import find_vlm, fingerprint, load_reader, load_sam, load_vlm, wrap_model
+from tasks.prs_med.sharding import equal_passes
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -248,11 +243,14 @@ def train_one_epoch(
 
         # forward and backward: each micro-batch gives its share of the mean over the global batch
         losses = torch.zeros(3, device=device)
-        for batch, last in step.micro_batches():
+        weights = pad_passes(step, loader.batch_sampler.batch_size, args.shard_base)
+        for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
             batch = to_device(batch, device)
+            if args.augmentation:
+                batch = augment(batch, args.seed, progress.epoch)
             with training.log.count_flops(step.samples), sync_gradients(model, now=last):
                 parts = batch_loss(model, batch, step.samples, step.totals[0], args)
-                parts = parts * step.weight
+                parts = parts * weight
                 # DDP averages over the ranks; these are shares of a sum, so undo the division
                 scaler.scale(parts[0] * world_size).backward()
             losses += parts.detach()
@@ -265,76 +263,36 @@ def train_one_epoch(
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-class Results(NamedTuple):
-    """An evaluation's metrics by name, and a few rows to show."""
-
-    metrics: dict[str, float]
-    examples: list[Example]
-
-
 @torch.no_grad()
 def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> Results:
     """Metrics of a split, the same on every rank and for any number of ranks.
 
-    dice, iou: means over rows at image_size, also per modality. position_accuracy: the GENERATED answer names the
+    dice, iou, hd95: means over rows at image_size, also per modality. position_accuracy: the GENERATED answer names the
     position computed from the true mask; position_accuracy_mask: the predicted mask lies there. loss, loss_seg,
     loss_txt: as in training, over the whole split. text_loss: another name of loss_txt.
     """
     model.eval()
-    rows = loader.dataset.rows
-    shown = spread(len(rows))
+    data = loader.dataset
     scores = []
     examples = {}
     error = ""
-    for batch in loader:
+    for batch in equal_passes(with_bar(loader, split), loader, model):
         error = error or batch["error"]
         batch = to_device(batch, model.device)
         logits, text_loss = model(batch)
-        answers = model.answer(batch, args.max_new_tokens)
+        answers = None if args.no_generate else model.answer(batch, args.max_new_tokens)
 
         # what is added up over pixels and tokens comes to the host in one transfer
-        target = batch["mask"]
         predicted = logits > 0
-        sums = add_up_rows(predicted, batch, mask_loss(logits, target), text_loss)
-
+        sums = add_up_rows(predicted, batch, mask_loss(logits, batch["mask"]), text_loss)
         masks = predicted.cpu().numpy()
         batch_scores = score_batch(batch, sums, masks, answers)
         scores += batch_scores
-        for k, row in enumerate(batch_scores):
-            if row.index in shown:
-                image = batch["sam"][k].cpu().numpy()
-                true_mask = target[k].cpu().numpy()
-                examples[row.index] = Example(rows[row.index], image, masks[k], true_mask, answers[k], row.dice)
+        examples |= take_examples(data.rows, batch, masks, batch_scores)
 
-    with agree_on_errors():
-        if error:
-            raise InputError(error)
-
-    # in row order, so that sums do not depend on the ranks
-    scores = sorted(row for part in gather_objects(scores) for row in part)
-    modalities = [row.modality for row in rows]
-    metrics = mean_metrics(scores, modalities, split, args.lambda_seg, args.lambda_txt)
-    for part in gather_objects(examples):
-        examples |= part
-    ordered = [examples[index] for index in sorted(examples)]
-    return Results(metrics, ordered)
-
-
-def evaluate_and_log(
-    model: PRSMed,
-    loader: DataLoader,
-    split: str,
-    training: TrainingRun,
-    args: Namespace,
-) -> Results:
-    """What evaluate gives, in the log; its figure, too, but not that of every short epoch."""
-    results = evaluate(model, loader, split, args)
-    log = training.log
-    step = training.progress.step
-    log.write(step, training.progress.epoch + 1, results.metrics)
-    seconds_apart = 0 if split == "test" else 60
-    log.figures(lambda: {f"{split}_predictions": draw_predictions(results.examples)}, step, seconds_apart)
-    return results
+    scores = gather_scores(scores, error)
+    metrics = mean_metrics(scores, data, split, args.lambda_seg, args.lambda_txt)
+    return Results(metrics, gather_examples(examples), scores)
 
 
 def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespace) -> None:
@@ -348,31 +306,45 @@ def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespa
         load_weights(model, best)
         # it was evaluated and logged when it was chosen; a checkpoint of an older script does not tell
         if progress.best_metrics is None:
-            progress.best_metrics = evaluate_and_log(model, loaders["val"], "val", training, args).metrics
-        print_metrics("val, best.pt", progress.best_metrics, loaders["val"].dataset.rows)
+            results = evaluate(model, loaders["val"], "val", args)
+            log_results(results, "val", training)
+            progress.best_metrics = results.metrics
+        print_metrics("val, best.pt", progress.best_metrics)
     if "test" in loaders:
-        results = evaluate_and_log(model, loaders["test"], "test", training, args)
-        print_metrics(title, results.metrics, loaders["test"].dataset.rows)
+        loader = loaders["test"]
+        results = evaluate(model, loader, "test", args)
+        print_metrics(title, results.metrics)
+        if args.blind_scores:
+            evaluate_test = partial(evaluate, model, split="test", args=args)
+            rows = loaders["train"].dataset.rows
+            results.metrics.update(look_away(evaluate_test, loader, results, rows, "test", args.seed))
+        log_results(results, "test", training)
+        write_cases(run_folder / "test_cases.csv", loader.dataset.rows, results.scores)
 
 
 def evaluate_only(
     model: PRSMed,
-    data: PositionData,
+    sets: dict[str, PositionData],
     step: int,
     args: Namespace,
 ) -> None:
     """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, with their figure."""
     name = args.eval_split
+    data = sets[name]
     facts = {"step": step}
     if args.shuffle_questions:
         name = f"{name}_shuffled"
         data.rows, changed = swap_questions(data.rows)
         facts |= {"rows": len(data), "rows_with_another_question": changed}
         print_main(f"{changed} of {len(data)} rows ask another question about their image")
+    data = limit_rows(data, args.eval_max_samples, args.seed)
     loader = evaluation_loader(data, args.batch_size, args.num_workers)
-    metrics, examples = evaluate(model, loader, args.eval_split, args)
-    print_metrics(name, metrics, data.rows)
-    write_evaluation(Path(args.checkpoint_dir), name, metrics | facts, examples)
+    results = evaluate(model, loader, args.eval_split, args)
+    print_metrics(name, results.metrics)
+    if args.blind_scores and not args.shuffle_questions:
+        evaluate_split = partial(evaluate, model, split=args.eval_split, args=args)
+        facts |= look_away(evaluate_split, loader, results, sets["train"].rows, args.eval_split, args.seed)
+    write_evaluation(Path(args.checkpoint_dir), name, results.metrics | facts, results, data.rows)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -420,11 +392,14 @@ def run(args: Namespace, ranks: Ranks) -> int:
 
     # what is wrong with the data is said before anything is written
     rows = []
+    asked = list_questions(args.predict, args.question)
     if not args.predict:
         root = Path(args.data_root)
         needed_split = args.eval_split if args.eval_only else "train"
         check = not args.skip_data_check
-        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks)
+        patients = Patients(args.patient_column, args.patient_pattern)
+        limit = args.max_contradictions
+        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks, patients, limit)
 
     # a training has the run folder to itself from here on
     apply_only = bool(args.eval_only or args.predict)
@@ -448,16 +423,27 @@ def run(args: Namespace, ranks: Ranks) -> int:
             load_weights(model, checkpoint)
 
     if args.predict:
-        predict_image(model, args.predict, args.question, args.max_new_tokens, run_folder, ranks)
-        return 0
-    sets = make_datasets(rows, model.reader, args.cache_gb)
+        return predict(model, asked, args.batch_size, args.max_new_tokens, run_folder)
+    sets = make_datasets(rows, model.reader, args.cache_gb, args.augmentation)
     if args.eval_only:
-        evaluate_only(model, sets[args.eval_split], checkpoint["step"], args)
+        evaluate_only(model, sets, checkpoint["step"], args)
         return 0
     code = fit(model, sets, checkpoint, reason, args, ranks)
     print_main(f"{time.time() - begun:.0f} seconds in all")
     del lock
     return code
+
+
+def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
+    """What may not differ where a run is resumed."""
+    sampler = loader.batch_sampler
+    facts = {
+        "training_rows": len(loader.dataset),
+        "effective_batch_size": sampler.effective_batch_size,
+    }
+    facts |= order_facts(sampler, args.questions_per_image)
+    facts |= loader.dataset.augmentation_facts()
+    return facts
 
 
 def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: Namespace, ranks: Ranks) -> int:
@@ -468,22 +454,18 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     batch = choose_batch_size(
         model, sets["train"], trial, asked_batch(args), args.auto_batch, args.gradient_checkpointing, checkpoint
     )
-    train_loader = training_loader(sets["train"], batch.size, batch.accumulation, args.seed, args.num_workers)
-    loaders = {"train": train_loader}
-    for split in ("val", "test"):
-        if len(sets[split]):
-            loaders[split] = evaluation_loader(sets[split], batch.size, args.num_workers)
+    loaders = {"train": training_loader(sets["train"], batch, args.seed, args.num_workers, args.questions_per_image)}
+    loaders |= evaluation_loaders(sets, batch.size, args.eval_max_samples, args.seed, args.num_workers)
 
     # what is trained, by how many steps, and what is logged
-    sampler = train_loader.batch_sampler
+    sampler = loaders["train"].batch_sampler
     planned_steps = args.num_epochs * sampler.steps_per_epoch()
     last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer = make_optimizer(model, args)
     scaler = LossScaler(ranks.device, model.precision)
     log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
     log.curves = CURVES
-    effective = sampler.effective_batch_size
-    this_run = {"training_rows": len(sets["train"]), "effective_batch_size": effective, "seed": args.seed}
+    this_run = facts_of_run(loaders["train"], args)
 
     # where it stands, and what a checkpoint of it holds
     training = TrainingRun(
@@ -491,7 +473,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         progress=ValidatedProgress(),
         last_step=last_step,
         planned_steps=planned_steps,
-        effective_batch_size=effective,
+        effective_batch_size=sampler.effective_batch_size,
         precision=model.precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
@@ -499,6 +481,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         keep_last=args.keep_last,
         max_bad_steps=args.max_bad_steps,
     )
+    training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
     # begin, or resume where the checkpoint stands
     seed_ranks(args.seed)
@@ -513,7 +496,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
 
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
     with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
-        code = train(model, wrap_model(model, ranks), loaders, optimizer, scaler, training, args)
+        code = train(model, wrap_model(model, ranks, args.shard_base), loaders, optimizer, scaler, training, args)
         if code:
             return code
         finish_run(training, begun, training.progress.best_metrics if "val" in loaders else {})
@@ -558,24 +541,32 @@ def train(
     best_examples = []
     say_if_finished(training, "--num_epochs")
     if progress.step == 0:
-        log.figures(lambda: {"inputs": draw_inputs(loaders["train"].dataset)}, 0)
+        data_sets = [loader.dataset for loader in loaders.values()]
+        log.figures(lambda: {"inputs": draw_inputs(data_sets, args.seed)}, 0)
+    # a checkpoint of a step with an evaluation is older than that
+    waiting = training.pauses() and progress.samples > 0
     while True:
-        train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
+        if not waiting:
+            train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
+        waiting = False
         code = end_epoch(training)
         if code:
             return code
 
-        # the epoch's validation; best.pt is the checkpoint of the highest Dice
-        if "val" in loaders:
-            metrics, examples = evaluate_and_log(model, loaders["val"], "val", training, args)
-            loss = metrics["val/loss"]
-            dice = metrics["val/dice"]
+        # the validation, where it is due and at the end; best.pt is the checkpoint of the highest Dice
+        epoch_complete = progress.samples >= loaders["train"].batch_sampler.used
+        planned = training.plans_evaluation(epoch_complete)
+        at_end = progress.step >= training.last_step
+        if "val" in loaders and (planned or at_end):
+            results = evaluate(model, loaders["val"], "val", args)
+            log_results(results, "val", training)
+            loss = results.metrics["val/loss"]
+            dice = results.metrics["val/dice"]
             print_main(f"epoch {progress.epoch + 1}: val loss {loss:.4f}, dice {dice:.4f}")
-            epoch_complete = progress.samples >= loaders["train"].batch_sampler.used
-            if keep_best(training, dice, epoch_complete):
-                progress.best_metrics = metrics
-                best_examples = examples
-        if not next_epoch(training):
+            if keep_best(training, dice, planned):
+                progress.best_metrics = results.metrics
+                best_examples = results.examples
+        if at_end or (epoch_complete and not next_epoch(training)):
             break
 
     test_best(model, loaders, training, args)

@@ -25,7 +25,7 @@ def main() -> None:
         for size in range(1, 11):
             data = PositionData(rows[:size], model.reader, True)
             loader = evaluation_loader(data, args.batch_size, args.num_workers)
-            metrics, _ = evaluate(model, loader, "test", args)
+            metrics = evaluate(model, loader, "test", args).metrics
             if ranks.world_size == 1:
                 metrics |= reference(model, data, args)
             if ranks.is_main:

@@ -1310,7 +1310,7 @@ def check_titles(figure) -> None:
 
 def test_out_of_memory(mimic_cxr_flags, run_mimic, tmp_path):
     """Of a really limited memory: one message with the values to try."""
-    flags = [*mimic_cxr_flags, "--image_size", "256", "--max_steps", "1", "--max_samples", "64"]
+    flags = [*mimic_cxr_flags, "--image_size", "512", "--max_steps", "1", "--max_samples", "64"]
     flags += ["--batch_size", "64", "--cache_gb", "0", "--output_dir", tmp_path / "a"]
     done = run_mimic(flags, address_space=600_000_000)
     assert done.code == 1

@@ -374,10 +374,9 @@ def smaller(encoder: str, setting: str, size: int, weight: str, axis: int = 0):
     return both(edit(f"{encoder}/config.json", configure), weights(encoder, cut))
 
 
-# a BERT that knows 8 positions, one whose tokenizer knows more words than it, and a ConvNeXt for images of one channel
+# a BERT that knows 8 positions, and one whose tokenizer knows more words than it
 few_positions = smaller("bert_tiny", "max_position_embeddings", 8, "embeddings.position_embeddings.weight")
 few_words = smaller("bert_tiny", "vocab_size", 12, "embeddings.word_embeddings.weight")
-one_channel = smaller("convnext_tiny", "num_channels", 1, "patch_embeddings.weight", axis=1)
 
 # how a JPEG begins
 CUT = b"\xff\xd8\xff\xe0"
@@ -506,7 +505,6 @@ DATA = {
     "no tokenizer": Case(remove("bert_tiny/tokenizer*", "bert_tiny/vocab*"), r"bert_tiny: no tokenizer \(it knows no"),
     "tokenizer of another": Case(few_words, r"bert_tiny: no tokenizer \(it has \d+ words and the encoder 12\)"),
     "few positions": Case(few_positions, r"--max_question_length 9: \S+bert_tiny takes 8", "--max_question_length 9"),
-    "one channel": Case(one_channel, r"convnext_tiny: does not take pictures of 3 x 64 x 64"),
 }
 
 

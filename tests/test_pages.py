@@ -105,6 +105,8 @@ def known_flags(name: str) -> set[str]:
     """The flags that may stand behind the name of this script or launcher."""
     if name == "sample_data.py":
         return {flag for task in TASKS for flag in help_flags(name, task)}
+    if name == "prepare_data.py":
+        return {flag for task in ("prs_med", "mimic_cxr") for flag in help_flags(name, task)}
     if name in SCRIPTS.values():
         return help_flags(name)
 
@@ -178,7 +180,9 @@ def test_links_lead_to_files_and_headings(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
     words = {word.removeprefix("./") for line in command_lines(page) for word in line}
-    at_the_top = re.compile(r"(train|sample_data|fake_cuda|\w+_train|launch_)\w*\.(py|sh|bat|cpp)|requirements\S*\.txt")
+    at_the_top = re.compile(
+        r"(train|sample_data|prepare_data|fake_cuda|\w+_train|launch_)\w*\.(py|sh|bat|cpp)|requirements\S*\.txt"
+    )
     named = [word for word in words if word.startswith(OUR_FOLDERS) or at_the_top.fullmatch(word)]
     for name in named:
         assert find(name).exists() or any(part in name for part in NOT_YET_THERE), name
@@ -190,7 +194,7 @@ def test_flags_that_a_page_names_exist(page):
     """On a command line behind the script's name; else of the page's script, or of any where the page is of all."""
     others = read("launch_distributed_training.sh") + read("train_4gpu.sh") + read("hardware_utils.py")
     scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
-    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS)
+    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("prepare_data.py")
     for words in command_lines(page):
         name, behind = split_command(words)
         if not name and words and words[0] in OTHER_PROGRAMS:

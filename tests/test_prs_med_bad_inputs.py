@@ -74,6 +74,15 @@ def set_field(row: int, column: str, value: str):
     return change
 
 
+def one_answer_to_all(root: Path, _) -> None:
+    """Every answer names one position."""
+    rows = rows_of(root)
+    place = rows[0].index("answer")
+    for row in rows[1:]:
+        row[place] = "It is in the center."
+    write_rows(root, rows)
+
+
 def edit(pattern: str, change: bytes | Callable):
     """bytes, or a function of the old ones: the new content of the first file that matches."""
 
@@ -257,6 +266,18 @@ CASES = {
     "two splits": Case(set_field(2, "split", "test"), "keep its rows in one split"),
     "a copy in two splits": Case(copied_picture, "keep its rows in one split"),
     "no training rows": Case(only_test_rows, "no rows in split 'train'"),
+    "no patient column": Case(same, "lung_CT.csv:1: no column 'who' but", "--annotations lung_CT --patient_column who"),
+    "empty patient": Case(
+        set_field(2, "description", ""), "lung_CT.csv:2: empty 'description'", "--patient_column description"
+    ),
+    "one patient in two splits": Case(
+        both(set_field(2, "image_name", "x"), set_field(-1, "image_name", "x")),
+        "patient 'x' is in split",
+        "--patient_column image_name",
+    ),
+    "patient not in the name": Case(same, "--patient_pattern finds nothing in", "--patient_pattern zzz"),
+    "pattern open": Case(same, "--patient_pattern: not a regular expression", "--patient_pattern (a"),
+    "column and pattern": Case(same, "exclude each other", "--patient_pattern a --patient_column b"),
     # the pictures
     "picture truncated": Case(edit("lung_CT/train_images/*", halve), "is not a readable image"),
     "picture is text": Case(edit("lung_CT/test_images/*", b"hello"), "is not a readable image"),
@@ -266,6 +287,7 @@ CASES = {
         both(resized("lung_CT/train_images/*", (40, 30)), resized("lung_CT/train_masks/*", (30, 40))),
         "mask of 30 x 40 pixels does not fit its image of 40 x 30 (width and height swapped); replace",
     ),
+    "answers contradict": Case(one_answer_to_all, "name another position than their mask's, as this one; correct"),
     # masks
     "label map": Case(label_map, "a label map: its value 85 would count as background"),
     "mask truncated": Case(edit("lung_CT/val_masks/*", first(60)), "is not a readable image"),

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import PRS_MED
 from PIL import Image, ImageDraw
 
-from distributed_utils import Ranks
-from tasks.prs_med import data_check
 from tasks.prs_med.data import misfit, open_mask, open_upright, read_annotations
+from tasks.prs_med.file_facts import lost_levels, solid_pixels
 
 FLAGS = ["--batch_size", "4", "--max_steps", "1", "--max_new_tokens", "2", "--log_every", "1"]
 # EXIF: the camera was held a quarter turn to the left
@@ -70,7 +68,8 @@ def test_a_damaged_exif_block_turns_nothing(tmp_path):
 )
 def test_label_maps_and_the_127_rule(values, lost):
     """Values that the rule takes for background are found; where nothing is above 127, all above 0 is foreground."""
-    assert data_check.lost_levels(np.asarray(shape(96, values))) == lost
+    mask = np.asarray(shape(96, values))
+    assert lost_levels(mask, solid_pixels(mask)) == lost
 
 
 @pytest.mark.parametrize("size", [32, 96])
@@ -83,9 +82,10 @@ def test_smeared_masks_are_no_label_maps(tmp_path, size):
         for side in (size, size // 2, size * 2 + 5):
             for method in (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC):
                 values = np.asarray(smeared.resize((side, side), method))
-                assert data_check.lost_levels(values) == []
+                assert lost_levels(values, solid_pixels(values)) == []
     shape(256, (255, 85)).save(path, quality=75)
-    assert 85 in data_check.lost_levels(np.asarray(Image.open(path)))
+    values = np.asarray(Image.open(path))
+    assert 85 in lost_levels(values, solid_pixels(values))
 
 
 @pytest.mark.parametrize(
@@ -128,24 +128,22 @@ def test_findings_are_counted(odd, zygote, tmp_path):
         assert done.code == 0, done.stderr
         _, _, below = done.stdout.partition("data check")
         table, _, _ = below.partition("== PRS-Med")
-        tables[ranks] = [line.rsplit(maxsplit=2) for line in table.splitlines()[1:]]
+        # below the table stands what to do
+        tables[ranks] = [line.rsplit(maxsplit=2) for line in table.splitlines()[1:] if not line.startswith("  ")]
 
     # by finding
     rows = {}
     for name, count, first in tables[1]:
         rows[name.strip()] = (int(count), Path(first).name)
     assert rows == {
-        "turned as EXIF says": (1, "lung_CT.csv:2"),
+        "only one of image and mask turned as EXIF says": (1, "lung_CT.csv:2"),
         "mask empty": (1, "lung_CT.csv:3"),
+        "answer names a position, the mask is empty": (1, "lung_CT.csv:3"),
+        # the label map is a mask of another shape
+        "answer names another position than the mask": (1, "lung_CT.csv:5"),
+        "`position` column contradicts the mask": (1, "lung_CT.csv:5"),
         "mask all foreground": (1, "lung_CT.csv:4"),
         "mask values below 32 left out": (1, "lung_CT.csv:5"),
         "mask's width and height swapped": (1, "lung_CT.csv:6"),
     }
     assert tables[1] == tables[2]
-
-
-def test_good_data_has_no_findings(prs_med_data):
-    rows = read_annotations(prs_med_data, None, False)
-    ranks = Ranks(0, 0, 1, torch.device("cpu"), "python")
-    files = data_check.inspect_files(rows, ranks)
-    assert data_check.check_pairs(rows, files) == {}

@@ -231,7 +231,7 @@ def test_short_window_is_divided_by_its_true_size(runs, prs_med_data):
     # Hugging Face shifts them by itself and takes the mean over the tokens
     model.eval()
     with torch.no_grad():
-        pixels = model.vlm_pixels(batch)
+        pixels = model.vlm_pixels(batch)[batch["image_of"]]
         text = model.vlm(input_ids=batch["ids"], pixel_values=pixels, labels=labels).loss
         logits, _ = model(batch)
     probability = logits.sigmoid().double()

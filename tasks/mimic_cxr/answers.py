@@ -83,6 +83,15 @@ CODE_OF_NAME = {
 }
 
 
+def use_categories(names: list[str]) -> None:
+    """Give the category head the classes of a user's table instead of CheXpert's names, in this process.
+
+    It is called before the model is built, and wherever answers are named the classes are looked up in HEADS.
+    """
+    HEADS["category"] = tuple(names)
+    CLASS_OF["category"] = {name: i for i, name in enumerate(names)}
+
+
 @functools.cache
 def head_of(question_type: str) -> str | None:
     """The answer head of a question type, None without one.

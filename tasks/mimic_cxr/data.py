@@ -12,6 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from cli_utils import InputError
 from distributed_utils import create_distributed_dataloader
+from image_order_utils import ImageGroups, begins_of_runs
+from image_utils import open_gray
+from question_utils import distinct
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.index import Index
 from tasks.mimic_cxr.releases import image_name
@@ -42,9 +45,7 @@ def decode(path: str, size: int) -> np.ndarray:
     The JPEG is decoded at the smallest scale that is still twice the wanted size: several times faster, no difference
     that a 224-pixel image shows.
     """
-    with Image.open(path) as file:
-        file.draft("L", (2 * size, 2 * size))
-        image = file.convert("L")
+    image = open_gray(path, 2 * size)
     scale = size / max(image.size)
     sides = [max(1, round(side * scale)) for side in image.size]
     small = image.resize(sides, Image.Resampling.BILINEAR)
@@ -111,6 +112,10 @@ def open_image_cache(index: Index, size: int, cache_gb: float) -> ImageCache:
 class QuestionData(Dataset):
     """The questions of one split, each with the image and the CheXpert labels of its study."""
 
+    # the labels that training knows, and of how many questions these were drawn (see limit_questions)
+    trained: tuple[str, ...] = CHEXPERT
+    drawn_from: int | None = None
+
     def __init__(
         self,
         index: Index,
@@ -137,6 +142,20 @@ class QuestionData(Dataset):
     def __len__(self) -> int:
         return self.count
 
+    def image_of(self) -> np.ndarray:
+        """int32 (N,): the study of each question, whose image it is about."""
+        studies = np.concatenate(list(self.rows.studies()))
+        if self.count == len(studies):
+            return studies
+        return studies[np.arange(self.count) * len(studies) // self.count]
+
+    def count_images(self) -> int:
+        """How many images the questions are about."""
+        if self.count < len(self.rows):
+            return len(np.unique(self.image_of()))
+        # a study lies in one part, its questions one after another; nothing is read but this column
+        return sum(len(begins_of_runs(studies)) for studies in self.rows.studies())
+
     def row(self, i: int) -> dict:
         """Question i as in the index."""
         return self.rows.take(i * len(self.rows) // self.count)
@@ -146,14 +165,28 @@ class QuestionData(Dataset):
         return self.index.studies[name][study].as_py()
 
     def image_path(self, study: int) -> str:
-        """The JPEG of a study."""
+        """The image of a study: the release's JPEG, or as a user's table names it."""
+        if "image" in self.index.studies.schema.names:
+            return f"{self.root}/{self.study_column('image', study)}"
         subject_id = self.study_column("subject_id", study)
         study_id = self.study_column("study_id", study)
         dicom_id = self.study_column("dicom_id", study)
         return f"{self.root}/{image_name(subject_id, study_id, dicom_id)}"
 
     def __getitem__(self, i: int) -> dict:
-        """Question i with its image (S, S) uint8; `error` says why it cannot be used, which all ranks are told."""
+        """Question i, see __getitems__."""
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, places: list[int]) -> list[dict]:
+        """The questions of a batch, each with its image (S, S) uint8, which those of one study share.
+
+        `error` says why one cannot be used, which all ranks are told.
+        """
+        images: dict[int, np.ndarray] = {}
+        return [self._question(i, images) for i in places]
+
+    def _question(self, i: int, images: dict[int, np.ndarray]) -> dict:
+        """Question i. images: of the studies that were read already."""
         size = self.cache.size
         image = np.zeros((size, size), np.uint8)
         try:
@@ -163,21 +196,29 @@ class QuestionData(Dataset):
             error = f"{str(reason).split('; ')[0]}; replace it and go on"
             return NO_QUESTION | {"index": i, "image": image, "error": error}
 
-        path = self.image_path(row["study"])
+        study = row["study"]
+        if study in images:
+            return row | {"index": i, "image": images[study], "error": ""}
+        path = self.image_path(study)
         error = ""
         try:
-            image = self.cache.get(row["study"], path)
+            image = images[study] = self.cache.get(study, path)
         except Exception as reason:
             error = f"{path}: not a readable picture ({str(reason).replace(path, 'file')}); replace it and go on"
         return row | {"index": i, "image": image, "error": error}
 
     def collate(self, items: list[dict]) -> dict:
-        """A batch: images (B, 1, S, S) uint8, question tokens (B, T), targets (B,), CheXpert labels (B, 14)."""
+        """A batch: question tokens (B, T), targets (B,), CheXpert labels (B, 14), images (I, 1, S, S) uint8.
+
+        image_of: which of the images each question is about; questions of one study hold the same array. keys: the
+        number of each image, on the host.
+        """
         questions = [item["question"] for item in items]
         tokens = self.tokenizer(
             questions, padding=True, truncation=True, max_length=self.max_question_length, return_tensors="pt"
         )
-        images = np.stack([item["image"] for item in items])
+        firsts, image_of = distinct([item["image"] for item in items])
+        images = np.stack([items[place]["image"] for place in firsts])
         studies = [item["study"] for item in items]
         label, known = self.training_labels(studies)
         errors = [item["error"] for item in items if item["error"]]
@@ -185,11 +226,13 @@ class QuestionData(Dataset):
         # the first reason why one of them cannot be used is told
         batch = {
             "image": torch.from_numpy(images[:, None]),
+            "image_of": torch.tensor(image_of),
             "ids": tokens["input_ids"],
             "mask": tokens["attention_mask"],
             "label": label,
             "known": known,
             "type": [item["type"] for item in items],
+            "keys": [studies[place] for place in firsts],
             "error": errors[0] if errors else "",
         }
         for name in ("index", "head", "target", "study"):
@@ -231,6 +274,24 @@ def open_sets(
     return sets
 
 
+def note_trained_labels(sets: dict[str, QuestionData], checkpoint: dict | None) -> None:
+    """Tell each split which CheXpert labels are trained: those that the checkpoint names, or of the training studies.
+
+    A label that no study of training knows has a probability that means nothing.
+    """
+    known = (checkpoint or {}).get("training", {}).get("labels")
+    data = sets["train"]
+    if known is None and len(data):
+        # part by part: of all questions together the studies would take some hundred MB
+        parts = data.rows.studies() if data.count == len(data.rows) else [data.image_of()]
+        studies = np.concatenate([np.unique(part) for part in parts])
+        _, there = data.training_labels(studies.tolist())
+        known = [label for label, any_study in zip(CHEXPERT, there.any(0).tolist(), strict=True) if any_study]
+    if known is not None:
+        for questions in sets.values():
+            questions.trained = tuple(known)
+
+
 def check_split(
     index: Index,
     split: str,
@@ -239,12 +300,15 @@ def check_split(
 ) -> None:
     """InputError where a split has no questions. cxr, qba: where the releases lie."""
     if not len(index.questions(RELEASE_SPLITS[split])):
+        if "table" in index.facts:
+            advice = "add a column 'split', or choose other shares by --split or another --split_seed"
+            raise InputError(f"{index.facts['table']}: no questions in split {split!r}; {advice}")
         advice = f"see {cxr}/mimic-cxr-2.0.0-split.csv.gz, or choose another --quality_grade"
         raise InputError(f"{qba}: no questions in split {split!r}; {advice}")
 
 
 def largest_batch(batch_size: int, image_size: int, max_question_length: int) -> dict:
-    """A made-up batch, on the host, of questions of the full length, with all heads and labels."""
+    """A made-up batch, on the host, of questions of the full length, each of its own image, with all labels."""
     zeros = torch.zeros(batch_size, dtype=torch.long)
     tokens = torch.zeros(batch_size, max_question_length, dtype=torch.long)
     return {
@@ -252,6 +316,7 @@ def largest_batch(batch_size: int, image_size: int, max_question_length: int) ->
         "head": torch.arange(batch_size) % len(HEADS),
         "target": zeros,
         "study": zeros,
+        "image_of": torch.arange(batch_size),
         "image": torch.zeros(batch_size, 1, image_size, image_size, dtype=torch.uint8),
         "ids": tokens,
         "mask": torch.ones_like(tokens),
@@ -265,10 +330,14 @@ def make_loader(
     batch_size: int,
     num_workers: int,
     prefetch_factor: int,
+    questions_per_image: int = 1,
     **options,
 ) -> DataLoader:
-    """This rank's share of some questions; options: see create_distributed_dataloader."""
-    return create_distributed_dataloader(
+    """This rank's share of some questions; options: see create_distributed_dataloader.
+
+    questions_per_image: in training, up to so many questions of an image follow each other.
+    """
+    loader = create_distributed_dataloader(
         data,
         batch_size,
         num_workers=num_workers,
@@ -276,3 +345,6 @@ def make_loader(
         prefetch_factor=prefetch_factor if num_workers else None,
         **options,
     )
+    if questions_per_image > 1:
+        loader.batch_sampler.groups = ImageGroups(data.image_of(), questions_per_image)
+    return loader

@@ -1,6 +1,7 @@
 """Guide 1's pretrained encoders: loaded and checked, their attention mask, and layers that are computed again."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -46,10 +47,11 @@ def load_encoders(image_encoder: str, text_encoder: str, dropout: float) -> Enco
 
     utils.logging.set_verbosity_error()
     utils.logging.disable_progress_bar()
-    image = load_encoder(image_encoder, "image_encoder")
+    # a masked autoencoder would hide most of the image from itself
+    image = load_encoder(image_encoder, "image_encoder", {"mask_ratio": 0.0})
     text = load_encoder(text_encoder, "text_encoder", dict.fromkeys(DROPOUT_NAMES, dropout))
     tokenizer = load_tokenizer(text_encoder, text.config)
-    mean, std = image_statistics(image_encoder)
+    mean, std = image_statistics(image_encoder, image.config.num_channels)
     return Encoders(image, text, tokenizer, mean, std)
 
 
@@ -120,14 +122,41 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:150] if str(error) else type(error).__name__
 
 
-def image_statistics(path: str) -> tuple[list[float], list[float]]:
+def image_statistics(path: str, channels: int) -> tuple[list[float], list[float]]:
     """(mean, standard deviation) of each channel as an image encoder wants them; ImageNet's where it does not say."""
     from transformers.image_processing_base import ImageProcessingMixin
 
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        processor = ImageProcessingMixin.get_image_processor_dict(path)[0]
-        return processor["image_mean"], processor["image_std"]
-    return IMAGENET_MEAN, IMAGENET_STD
+    settings = {}
+    with contextlib.suppress(OSError, ValueError):
+        settings = ImageProcessingMixin.get_image_processor_dict(path)[0]
+
+    # pixels from 0 to 1, as they are
+    if settings.get("do_normalize") is False:
+        return [0.0] * channels, [1.0] * channels
+    mean = per_channel(settings.get("image_mean") or IMAGENET_MEAN, channels)
+    std = per_channel(settings.get("image_std") or IMAGENET_STD, channels)
+    return mean, std
+
+
+def per_channel(values: float | list[float], channels: int) -> list[float]:
+    """A number for each channel: a single one, or the mean where they are of another number of channels."""
+    numbers = values if isinstance(values, list | tuple) else [values]
+    if len(numbers) == channels:
+        return list(numbers)
+    return [sum(numbers) / len(numbers)] * channels
+
+
+def size_options(encoder: nn.Module, size: int) -> dict[str, bool]:
+    """What a forward pass of an image encoder is told for images of another size than its own.
+
+    A vision transformer has a position for each patch of the size that it was made for; most resize them if asked.
+    """
+    own = getattr(encoder.config, "image_size", None)
+    sides = own if isinstance(own, list | tuple) else [own, own]
+    known = inspect.signature(encoder.forward).parameters
+    if own is None or list(sides) == [size, size] or "interpolate_pos_encoding" not in known:
+        return {}
+    return {"interpolate_pos_encoding": True}
 
 
 # --- recomputation and weights ----------------------------------------------------------------------------------------

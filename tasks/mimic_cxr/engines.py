@@ -1,7 +1,6 @@
 """Guide 1's two engines behind one face, torch (DDP, or one process) and DeepSpeed ZeRO, and which of them trains."""
 
 import contextlib
-import math
 import warnings
 
 import torch
@@ -109,12 +108,6 @@ class DeepSpeedEngine:
 
 
 Engine = TorchEngine | DeepSpeedEngine
-
-
-def most_passes(samples: int, batch_size: int) -> int:
-    """How many micro-batches the rank with the most makes of the samples of all ranks."""
-    local = math.ceil(samples / world()[1])
-    return math.ceil(local / batch_size)
 
 
 # --- which one, and how -----------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from cli_utils import InputError, Parser, end_with, parse_arguments, read_config
 from cli_utils import take_from_run, value_sources, whole
+from question_utils import check_predict
+from table_utils import shares_text
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}
@@ -67,6 +69,23 @@ OF_THE_RUN = (
     "chexpert_uncertain",
     "max_samples",
     "max_missing",
+    # which questions are drawn
+    "eval_max_samples",
+    "seed",
+    # of a user's table
+    "table",
+    "categories",
+    "split",
+    "split_seed",
+)
+# What --predict takes of it.
+OF_THE_MODEL = (
+    "categories",
+    "image_encoder",
+    "text_encoder",
+    "image_size",
+    "fusion_layers",
+    "max_question_length",
 )
 # What --debug sets.
 DEBUG = {"max_samples": 64, "max_steps": 2, "num_workers": 0, "log_every": 1, "warmup_steps": 0}
@@ -86,6 +105,30 @@ def add_engine_flags(parser: Parser) -> None:
     add("--prefetch_factor", type=whole(1), default=2, help="batches each worker prepares; lower it when RAM is short")
 
 
+def add_table_flags(parser: Parser) -> None:
+    """A user's own table instead of both releases, and how it is read."""
+    add = parser.add_argument_group("your own table").add_argument
+    table = "columns image, question, answer; if wanted patient, split, type, labels; instead of both paths"
+    add("--table", metavar="CSV", help=table)
+    categories = "classes of the category head; default: CheXpert's names, or the table's own answers"
+    add("--categories", nargs="+", metavar="NAME", help=categories)
+    shares = "percent of the patients that train, validate and test, where no column says"
+    add("--split", type=shares_text, default="70,15,15", metavar="T,V,T", help=shares)
+    add("--split_seed", type=int, default=0, help="decides, with the patient's name, the split")
+
+
+def add_output_flags(parser: Parser) -> None:
+    """Where a run writes, and how a trained model is judged."""
+    add = parser.add_argument_group("output and evaluation").add_argument
+    add("--output_dir", default="runs/mimic_cxr", help="run folder: checkpoints, logs, figures, summary")
+    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
+    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet beside the metrics")
+    heads = ("binary", "category", "region", "severity")
+    add("--head", choices=heads, help="what answers --question; left out: as the nearest training question")
+    add("--question_type", metavar="NAME", help="what --question is, such as D02_has_finding, in place of --head")
+    add("--debug", action="store_true", help="a trial: 64 questions a split, 2 steps, no network, no workers")
+
+
 def read_arguments(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
     """The command line and --config, with the guide's keys; what cannot be ends the process with one line.
 
@@ -97,6 +140,9 @@ def read_arguments(parser: Parser, argv: list[str] | None) -> argparse.Namespace
     take_guide_keys(args)
     if args.eval_only:
         take_from_run(parser, args, args.output_dir, OF_THE_RUN)
+    if args.predict:
+        take_from_run(parser, args, args.output_dir, OF_THE_MODEL)
+    check_predict(parser, args)
     check_flags(parser, args)
     if args.debug:
         set_flags(args, DEBUG, "--debug")
@@ -110,15 +156,40 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--use_deepspeed and --use_ddp exclude each other; give one, or none to let the script choose")
     if args.overwrite and (args.resume_from or args.eval_only):
         parser.error("--overwrite starts afresh and excludes --resume_from and --eval_only")
-    if is_given(args, "pretrained_weights") and (args.resume_from or args.eval_only):
-        parser.error("--pretrained_weights starts a new run and excludes --resume_from and --eval_only")
+    if is_given(args, "pretrained_weights") and (args.resume_from or args.eval_only or args.predict):
+        parser.error("--pretrained_weights starts a new run and excludes --resume_from, --eval_only and --predict")
     if is_given(args, "deepspeed_config") and args.use_ddp:
         parser.error("--deepspeed_config does not go with --use_ddp; leave one of them out")
-    for name in ("mimic_cxr_path", "mimic_qa_path") if not args.rehearse else ():
+    check_table_flags(parser, args)
+
+    # asking, for which the data may be gone
+    if args.head and args.question_type:
+        parser.error("--head and --question_type exclude each other; give one")
+    if (args.head or args.question_type) and not args.predict:
+        parser.error("--head and --question_type are about --predict, which is not given")
+    needs_no_data = args.rehearse or args.predict or args.table
+    for name in ("mimic_cxr_path", "mimic_qa_path") if not needs_no_data else ():
         if not Path(getattr(args, name)).is_dir():
             parser.error(f"{getattr(args, name)}: no such folder; check --{name}")
+
+    # files and folders that are named
     if args.deepspeed_config and not Path(args.deepspeed_config).is_file():
         parser.error(f"{args.deepspeed_config}: no such file; check --deepspeed_config")
+
+
+def check_table_flags(parser: Parser, args: argparse.Namespace) -> None:
+    """A table takes the place of both releases, and its folder is where images lie."""
+    for name in ("categories", "split", "split_seed"):
+        if is_given(args, name) and not args.table:
+            parser.error(f"--{name} is of a table of your own and needs --table")
+    if not args.table:
+        return
+    for name in ("mimic_cxr_path", "mimic_qa_path"):
+        if is_given(args, name):
+            parser.error(f"--table and --{name} exclude each other; give one")
+    if not Path(args.table).is_file():
+        parser.error(f"{args.table}: no such file; check --table")
+    args.mimic_cxr_path = str(Path(args.table).parent)
 
 
 def is_given(args: argparse.Namespace, name: str) -> bool:

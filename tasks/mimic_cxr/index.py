@@ -15,7 +15,9 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +79,11 @@ class Questions:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
+    def studies(self) -> Iterator[np.ndarray]:
+        """int32: the study of each question, part after part, which stay mapped as long as they are held."""
+        for part in self.parts:
+            yield map_table(self.path(part)).column(ROW.get_field_index("study")).to_numpy()
+
     def take(self, row: int) -> dict:
         """One row as {column: value} (see ROW)."""
         self.taken += 1
@@ -123,7 +130,15 @@ def open_index(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise not_written(parent, error) from None
-    complete_index(folder, source)
+    return open_folder(folder, cxr, partial(build, folder, source), max_missing)
+
+
+def open_folder(folder: Path, cxr: Path, build_index: Callable[[], None], max_missing: int) -> Index:
+    """All ranks: the index in a folder, built by build_index where it is not complete. cxr: where its images lie.
+
+    Raises as open_index does.
+    """
+    complete_index(folder, cxr, build_index)
 
     # what is damaged is built again, once
     damaged = find_damaged(folder)
@@ -131,7 +146,7 @@ def open_index(
         with agree_on_errors():
             if world()[0] == 0:
                 forget(folder, damaged)
-        complete_index(folder, source)
+        complete_index(folder, cxr, build_index)
         damaged = find_damaged(folder)
     if damaged:
         reason = "damaged again after it was written; check the disk, or choose another --index_dir"
@@ -148,7 +163,7 @@ def open_index(
     return index
 
 
-def complete_index(folder: Path, source: Source) -> None:
+def complete_index(folder: Path, cxr: Path, build_index: Callable[[], None]) -> None:
     """All ranks: build what is lacking in `folder`, or wait for another run that does."""
     state = "waiting"
     lock = None
@@ -156,13 +171,13 @@ def complete_index(folder: Path, source: Source) -> None:
     while state == "waiting":
         with agree_on_errors():
             if world()[0] == 0:
-                state, lock = begin_build(folder, source.cxr)
+                state, lock = begin_build(folder, cxr)
         state = broadcast_object(state)
         if state == "waiting" and not told:
             print_main(f"another run builds the index in {folder}; waiting for it")
             told = True
     if state == "ours":
-        build(folder, source)
+        build_index()
     del lock
 
 

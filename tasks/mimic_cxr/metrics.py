@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 
 from distributed_utils import gather_objects
+from interval_utils import Interval, interval, interval_of_mean
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 
 Metrics = dict[str, float | None]
@@ -16,15 +17,24 @@ Predictions = dict[str, np.ndarray]
 
 
 class Judged(NamedTuple):
-    """The studies in which a CheXpert label is neither uncertain nor blank: its probabilities, and 0 or 1."""
+    """The studies in which a CheXpert label is neither uncertain nor blank: its probabilities, and 0 or 1.
+
+    None for a label that was never trained, which has no probability.
+    """
 
     scores: torch.Tensor
     truth: torch.Tensor
+    study: np.ndarray
 
     @property
     def has_both(self) -> bool:
         """Whether there are both classes, without which no curve is defined."""
         return len(self.truth.unique()) == 2
+
+
+def most_classes() -> int:
+    """The classes of the answer head that has the most."""
+    return max(len(names) for names in HEADS.values())
 
 
 # --- losses and answers -----------------------------------------------------------------------------------------------
@@ -157,10 +167,10 @@ def judge_labels(
     probability = predictions["chexpert"][first]
     labels = {}
     for i, label in enumerate(CHEXPERT):
-        known = truth[:, i] >= 0
+        known = (truth[:, i] >= 0) & ~np.isnan(probability[:, i])
         scores = torch.from_numpy(probability[known, i])
         target = truth[known, i].astype(np.int64)
-        labels[label] = Judged(scores, torch.from_numpy(target))
+        labels[label] = Judged(scores, torch.from_numpy(target), chosen[known])
     return labels
 
 
@@ -172,6 +182,92 @@ def chexpert_truth(
     columns = [studies[name].to_numpy()[chosen] for name in CHEXPERT]
     truth = np.stack(columns, 1)
     return np.where(truth >= 0, truth, -1)
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def patients_of(studies: pa.RecordBatch, chosen: np.ndarray) -> np.ndarray:
+    """The patient of each of some studies."""
+    return studies["subject_id"].to_numpy()[chosen]
+
+
+def add_interval(metrics: Metrics, name: str, found: Interval, group: str = "") -> None:
+    """Put the ends of a metric's 95 % interval beside it: None where it is unknown."""
+    for end, value in found._asdict().items():
+        metrics[f"{name}_{end}{group}"] = value if math.isfinite(value) else None
+
+
+def answer_intervals(
+    split: str,
+    predictions: Predictions,
+    studies: pa.RecordBatch,
+) -> Metrics:
+    """The 95 % interval of the accuracy by patient: in all, per head and per question type."""
+    right = (predictions["predicted"] == predictions["target"]).astype(np.float64)
+    patient = patients_of(studies, predictions["study"])
+    groups = {"": np.ones(len(right), bool)}
+    for place, head in enumerate(HEADS):
+        groups[f"/{head}"] = predictions["head"] == place
+    for kind in np.unique(predictions["type"]):
+        groups[f"/{kind}"] = predictions["type"] == kind
+
+    metrics: Metrics = {}
+    for group, rows in groups.items():
+        if rows.any():
+            found = interval_of_mean(right[rows], patient[rows])
+            add_interval(metrics, f"{split}/vqa_accuracy", found, group)
+    return metrics
+
+
+def auroc_intervals(
+    split: str,
+    labels: dict[str, Judged],
+    studies: pa.RecordBatch,
+) -> Metrics:
+    """The 95 % interval by patient of the AUROC: of the mean over the labels that have one, and of each label."""
+    defined = {label: judged for label, judged in labels.items() if judged.has_both}
+    name = f"{split}/chexpert_auroc"
+    metrics: Metrics = {}
+    for label, judged in labels.items():
+        found = Interval(math.nan, math.nan)
+        if label in defined:
+            found = label_interval(judged, studies)
+        add_interval(metrics, name, found, f"/{label}")
+
+    # rows of the mean are studies, whose patient is left out of all labels together
+    chosen = np.unique(np.concatenate([judged.study for judged in labels.values()]))
+
+    def mean_area(rows: np.ndarray) -> float:
+        kept = chosen[rows]
+        areas = []
+        for judged in defined.values():
+            inside = np.isin(judged.study, kept)
+            areas.append(area(judged.scores.numpy()[inside], judged.truth.numpy()[inside]))
+        return float(np.mean(areas)) if areas else math.nan
+
+    add_interval(metrics, name, interval(mean_area, patients_of(studies, chosen)))
+    return metrics
+
+
+def label_interval(judged: Judged, studies: pa.RecordBatch) -> Interval:
+    """The interval of one label's AUROC."""
+    scores = judged.scores.numpy()
+    truth = judged.truth.numpy()
+    return interval(lambda rows: area(scores[rows], truth[rows]), patients_of(studies, judged.study))
+
+
+def area(scores: np.ndarray, truth: np.ndarray) -> float:
+    """The AUROC by ranks, as it is computed hundreds of times; nan of one class only."""
+    from scipy.stats import rankdata
+
+    positive = truth == 1
+    count = int(positive.sum())
+    others = len(truth) - count
+    if not count or not others:
+        return math.nan
+    rank_sum = rankdata(scores)[positive].sum()
+    return float((rank_sum - count * (count + 1) / 2) / (count * others))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -186,16 +282,25 @@ def batch_predictions(
 ) -> Predictions:
     """A row for each question of a batch: its class, its study's probabilities, and its part of the losses.
 
-    answers, chexpert: logits of each head and of the labels. entropy, bce: the losses of each question and label.
+    answers, chexpert: logits of each head and of the labels. entropy, bce: the losses of each question and label. `p`
+    holds the probabilities (B, 26) of the classes of the question's own head, and zeros behind them.
     """
     classes = torch.stack([logits.argmax(1) for logits in answers], 1)
     predicted = classes.gather(1, batch["head"][:, None])
+    probability = torch.zeros(len(chexpert), most_classes(), device=chexpert.device)
+    for place, logits in enumerate(answers):
+        asked = batch["head"] == place
+        probability[asked, : logits.shape[1]] = logits[asked].softmax(1)
+
+    # what it is of
     rows = {
         "index": batch["index"],
         "head": batch["head"],
         "target": batch["target"],
         "study": batch["study"],
+        # what the model says
         "predicted": predicted[:, 0],
+        "p": probability,
         "chexpert": chexpert.sigmoid(),
         "entropy": entropy.double(),
         "bce": bce.sum(1).double(),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cli_utils import InputError
 from hardware_utils import autocast, out_of_memory
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
-from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed
+from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed, size_options
 
 HEAD_WIDTH = {
     "binary": 256,
@@ -154,7 +154,8 @@ class ChestModel(nn.Module):
         pixels = (image / 255 - self.mean) / self.std
         if self.mean.is_cuda:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
-        features = self.image(pixel_values=pixels).last_hidden_state
+        options = size_options(self.image, image.shape[-1])
+        features = self.image(pixel_values=pixels, **options).last_hidden_state
 
         # a transformer gives tokens with positions of their own
         if features.dim() == 3:
@@ -170,10 +171,16 @@ class ChestModel(nn.Module):
         image: Tensor,
         ids: Tensor,
         mask: Tensor,
+        image_of: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32."""
+        """Logits (B, classes) of binary, category, region, severity, and (B, 14) of CheXpert, fp32.
+
+        image_of: (B,), which image each question is about, where there is not one for each.
+        """
         with autocast(image.device, self.precision):
             image = self.image_tokens(image)
+            if image_of is not None:
+                image = image.index_select(0, image_of)
             if self.ready_mask:
                 mask = broadcast_mask(mask)
             text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state

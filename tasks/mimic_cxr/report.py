@@ -5,22 +5,41 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
 
+from augmentation_utils import change_images, draw_changes
 from cli_utils import InputError
 from figure_utils import wrap
 from hardware_utils import is_roomy, smaller_batch
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize, batch_flags
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
+from tasks.mimic_cxr.calibration import given_probability, reliability
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.metrics import Metrics, Predictions, judge_labels
 from tasks.mimic_cxr.releases import largest_first
 
-CLASSES = list(HEADS.values())
 # Characters of a line above an image, and of a question there.
 LINE = 48
 LONGEST_QUESTION = 600
+# The tables, the row of all in them, and their columns in order.
+TITLES = {
+    "vqa": "answers",
+    "chexpert": "CheXpert",
+    "decision": "yes or no",
+}
+OF_ALL = {"vqa": "all", "chexpert": "macro"}
+COLUMNS = ("threshold", "accuracy", "majority", "auroc", "ap", "f1", "ece", "balanced", "sensitivity", "specificity")
+# Ways to answer, as the metrics and the table name them.
+BLIND = {
+    "model": "the model",
+    "no_image": "without the image",
+    "other_image": "another patient's image",
+    "no_question": "without the question",
+    "commonest_answer": "commonest training answer",
+    "majority": "majority of its type",
+}
 # What a CheXpert label says.
 LABEL_WORDS = {"present": 1, "uncertain": -1, "absent": 0}
 
@@ -38,35 +57,74 @@ def print_index(facts: dict) -> None:
         if rows:
             print_table(title, rows)
 
+    # a user's table, and what is odd about it
+    if "table" in facts:
+        print_table(facts["table"], facts["splits"])
+        print(f"split {facts['rule']}")
+        for note in facts["notes"]:
+            print(f"note: {note}", flush=True)
+
 
 def print_metrics(
     title: str,
     metrics: Metrics,
     sizes: dict[str, int],
 ) -> None:
-    """Three tables: the loss and its parts, answers (all, heads, types), and CheXpert labels, each with its n."""
-    losses: dict[str, dict] = {}
-    answers: dict[str, dict] = {}
-    labels: dict[str, dict] = {}
-    for name, value in metrics.items():
-        if "/" not in name:
-            continue
+    """A table for each family of metrics: the loss and its parts, answers, labels, decisions, scores without looking.
 
-        # a metric of a group, or of all
-        shown = "undefined" if value is None else value
-        _, metric, *group = name.split("/", 2)
-        if metric.startswith("loss"):
-            losses[metric] = {"mean": shown}
-            continue
-        is_label = metric.startswith("chexpert")
-        table = labels if is_label else answers
-        group = group[0] if group else ("macro" if is_label else "all")
-        row = table.setdefault(group, {"n": sizes[group]})
-        row[metric.split("_")[1]] = shown
+    sizes: how many questions or studies each row stands for. In brackets are 95 % intervals by patient.
+    """
+    losses: dict[str, dict] = {}
+    tables: dict[str, dict[str, dict]] = {family: {} for family in TITLES}
+    for name in metrics:
+        split, metric, *group = name.split("/", 2) if "/" in name else ("", "")
+        family, _, column = metric.partition("_")
+        if family == "loss":
+            losses[metric] = {"mean": cell_of(metrics, name)}
+        elif family in tables and column in COLUMNS:
+            row = group[0] if group else OF_ALL[family]
+            line = tables[family].setdefault(row, {"n": sizes[row.removesuffix(" tuned")]})
+            line[column] = cell_of(metrics, f"{split}/{metric}", f"/{group[0]}" if group else "")
 
     print_table(f"{title}: loss", losses)
-    print_table(f"{title}: answers", answers)
-    print_table(f"{title}: CheXpert", labels)
+    for family, rows in tables.items():
+        if rows:
+            print_table(f"{title}: {TITLES[family]}", rows)
+    print_blind(f"{title}: what looking adds", metrics)
+
+
+def cell_of(
+    metrics: Metrics,
+    name: str,
+    ending: str = "",
+    sign: str = "",
+) -> str:
+    """A metric with its 95 % interval where it has one; sign: `+` for one that tells a difference."""
+    value = metrics[f"{name}{ending}"]
+    if value is None:
+        return "undefined"
+    low = metrics.get(f"{name}_low{ending}")
+    high = metrics.get(f"{name}_high{ending}")
+    text = format(value, f"{sign}.4f")
+    return text if low is None else f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def print_blind(title: str, metrics: Metrics) -> None:
+    """The table of blind_metrics, where there are any: each way to answer, and how far the model is above it."""
+    rows = {}
+    for name in metrics:
+        # <split>/blind/<way to answer>/accuracy
+        *family, way, metric = ["", *name.split("/")]
+        if family[-1:] != ["blind"] or metric != "accuracy":
+            continue
+        split = family[1]
+        line = {"n": metrics[f"{split}/blind/rows"], "patients": metrics[f"{split}/blind/cases"]}
+        line["accuracy"] = cell_of(metrics, name)
+        if way != "model":
+            line["model above"] = cell_of(metrics, f"{name}_gain", sign="+")
+        rows[BLIND[way]] = line
+    if rows:
+        print_table(title, rows)
 
 
 def write_evaluation(
@@ -97,24 +155,42 @@ def make_results_folder(run_folder: Path) -> None:
         pass
 
 
-def write_predictions(run_folder: Path, data: QuestionData, predictions: Predictions) -> bool:
-    """predictions_<split>.parquet: one row a question, with CheXpert probabilities; whether the disk took it."""
+def write_predictions(
+    run_folder: Path,
+    data: QuestionData,
+    predictions: Predictions,
+    thresholds: dict[str, float],
+) -> bool:
+    """predictions_<split>.parquet: one row a question, with every probability; whether the disk took it.
+
+    Classes of another head than the question's have none, nor have labels that were never trained.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     heads = list(HEADS)
     rows = [data.row(int(i)) for i in predictions["index"]]
     table = {
+        "subject_id": [f"p{data.study_column('subject_id', row['study'])}" for row in rows],
         "study_id": [f"s{data.study_column('study_id', row['study'])}" for row in rows],
         "question_id": [row["id"] for row in rows],
         "question_type": predictions["type"].tolist(),
         "head": [heads[head] for head in predictions["head"]],
         "question": [row["question"] for row in rows],
+        # what is said of it
         "answer": class_names(predictions, "predicted"),
+        "p(answer)": given_probability(predictions),
+        "answer at threshold": answers_at_threshold(predictions, thresholds),
         "truth": class_names(predictions, "target"),
     }
+    for number, (head, names) in enumerate(HEADS.items()):
+        of_others = predictions["head"] != number
+        for place, name in enumerate(names):
+            table[f"p({head}: {name})"] = pa.array(predictions["p"][:, place], mask=of_others)
+    if "image" in data.index.studies.schema.names:
+        table = {"image": [data.study_column("image", row["study"]) for row in rows]} | table
     for i, label in enumerate(CHEXPERT):
-        table[f"p({label})"] = predictions["chexpert"][:, i]
+        table[f"p({label})"] = pa.array(predictions["chexpert"][:, i], from_pandas=True)
 
     # through memory, so that a full disk leaves no half of it
     content = pa.BufferOutputStream()
@@ -122,10 +198,20 @@ def write_predictions(run_folder: Path, data: QuestionData, predictions: Predict
     return write_result(run_folder / f"predictions_{data.split}.parquet", content.getvalue().to_pybytes())
 
 
+def answers_at_threshold(predictions: Predictions, thresholds: dict[str, float]) -> list[str | None]:
+    """The answers of yes or no at the threshold of the validation; None for others, and where there is none."""
+    if "binary" not in thresholds:
+        return [None] * len(predictions["head"])
+    said = predictions["p"][:, 1].astype(np.float64) >= thresholds["binary"]
+    binary = predictions["head"] == list(HEADS).index("binary")
+    return [HEADS["binary"][int(yes)] if asked else None for yes, asked in zip(said, binary, strict=True)]
+
+
 def class_names(predictions: Predictions, column: str) -> list[str]:
     """The names of the classes in a column, each of its question's head."""
     pairs = zip(predictions["head"], predictions[column], strict=True)
-    return [CLASSES[head][number] for head, number in pairs]
+    classes = list(HEADS.values())
+    return [classes[head][number] for head, number in pairs]
 
 
 # --- the banner -------------------------------------------------------------------------------------------------------
@@ -234,20 +320,31 @@ def short_question(item: dict) -> str:
     return wrap(item["question"][:LONGEST_QUESTION], LINE)
 
 
-def draw_inputs(data: QuestionData):
-    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels."""
+def draw_inputs(data: QuestionData, seed: int | None = None):
+    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels.
+
+    seed: of the augmentation, whose first epoch is shown; None without one.
+    """
+    classes = list(HEADS.values())
     images = []
     texts = []
     for i in evenly(len(data), 9):
         item = data[i]
-        lines = [short_question(item), f"answer: {CLASSES[item['head']][item['target']]}"]
+        lines = [short_question(item), f"answer: {classes[item['head']][item['target']]}"]
         for word, value in LABEL_WORDS.items():
             names = labels_of(data, item["study"], value)
             if names:
                 lines.append(wrap(f"{word}: {', '.join(names)}", LINE))
         if item["error"]:
             lines.append("NOT READABLE")
-        images.append(item["image"])
+
+        # as the first epoch has it
+        image = item["image"]
+        if seed is not None:
+            pixels = torch.from_numpy(image.copy())
+            changes = draw_changes(seed, 0, [item["study"]])
+            image = change_images(pixels[None, None], changes)[0, 0].numpy()
+        images.append(image)
         texts.append("\n".join(lines))
     return draw_images(images, texts, ["black"] * len(images))
 
@@ -281,7 +378,46 @@ def draw_split(data: QuestionData, predictions: Predictions) -> dict:
     return {
         f"{data.split}_answers": draw_answers(data, predictions),
         f"{data.split}_curves": draw_curves(data, predictions),
+        f"{data.split}_reliability": draw_reliability(data, predictions),
     }
+
+
+def draw_reliability(data: QuestionData, predictions: Predictions):
+    """A matplotlib figure: how often what is given a probability is true, of the answers and of the labels."""
+    from matplotlib.figure import Figure
+
+    right = predictions["predicted"] == predictions["target"]
+    curves = {"all answers": reliability(given_probability(predictions), right)}
+    for number, head in enumerate(HEADS):
+        rows = predictions["head"] == number
+        if rows.any():
+            curves[head] = reliability(given_probability(predictions)[rows], right[rows])
+    figure = Figure(figsize=(12.4, 6.2))
+    draw_shares(add_square(figure, 0.9, 0.8, 4.8), "probability of the answer given", curves)
+
+    # all labels together: each has few studies
+    judged = judge_labels(predictions, data.index.studies)
+    scores = np.concatenate([label.scores.numpy() for label in judged.values()])
+    truth = np.concatenate([label.truth.numpy() for label in judged.values()])
+    curves = {"all labels": reliability(scores, truth)} if len(truth) else {}
+    draw_shares(add_square(figure, 7.0, 0.8, 4.8), "probability of a CheXpert label", curves)
+    return figure
+
+
+def draw_shares(axes, title: str, curves: dict) -> None:
+    """Shares against probabilities, {name: Bins}; the diagonal is what they should be, points grow with their rows."""
+    diagonal = [0, 1]
+    axes.plot(diagonal, diagonal, color="grey", linewidth=0.8, linestyle=":")
+    for i, (name, bins) in enumerate(curves.items()):
+        text = f"{name} (n {bins.count.sum():,})"
+        axes.plot(bins.probability, bins.share, color=f"C{i}", label=text, linewidth=2 if i == 0 else 1)
+        axes.scatter(bins.probability, bins.share, s=4 + 200 * bins.count / bins.count.sum(), color=f"C{i}")
+    axes.set_title(title)
+    axes.set_xlabel("probability, mean of a bin")
+    axes.set_ylabel("share that is true")
+    axes.set_aspect(1)
+    if curves:
+        axes.legend(loc="upper left", fontsize=9, frameon=False)
 
 
 def draw_curves(data: QuestionData, predictions: Predictions):

@@ -16,11 +16,15 @@ from distributed_utils import Ranks, agree_on_errors, print_main, world
 from hardware_utils import choose_precision, set_numerics, split_batch
 from loop_utils import TrainingRun, agree_on_precision
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from question_utils import describe_sharing
+from table_utils import parse_shares
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.engines import choose_engine, choose_precision_with, config_file, engine_copies
 from tasks.mimic_cxr.flags import is_given, set_flags, translate_guide_keys
 from tasks.mimic_cxr.hardware import HardwareSettings, processes_per_node, settings_of_job, settings_of_plan
+from tasks.mimic_cxr.index import Index, open_index
 from tasks.mimic_cxr.model import ChestModel, encoder_layers, recompute_activations
+from tasks.mimic_cxr.own_index import open_own_index
 from tasks.mimic_cxr.report import describe_memory, describe_trained, print_rehearsal
 
 
@@ -93,6 +97,32 @@ def deepspeed_settings(path: str, args: argparse.Namespace) -> dict:
     if args.compile and config["zero_optimization"]["stage"] == 3:
         raise InputError("--compile: does not go with ZeRO-3; leave it out, or use stage 1 or 2")
     return config
+
+
+def open_questions(args: argparse.Namespace) -> Index:
+    """All ranks: the index of the releases' questions, or of a user's table, whose classes are kept for args.yaml."""
+    if args.table:
+        index = open_own_index(
+            Path(args.index_dir),
+            Path(args.table),
+            args.categories,
+            parse_shares(args.split),
+            args.split_seed,
+            args.max_missing,
+        )
+        args.categories = index.facts["categories"]
+        return index
+
+    # both releases
+    return open_index(
+        Path(args.index_dir),
+        Path(args.mimic_cxr_path),
+        Path(args.mimic_qa_path),
+        args.quality_grade,
+        args.view,
+        args.max_missing,
+        limit=64 if args.debug else 0,
+    )
 
 
 def choose_batch_size(
@@ -205,8 +235,13 @@ def describe_run(
     if batch.recomputed and not args.gradient_checkpointing:
         recomputed_source = "one question did not fit without"
 
+    # the questions, and the images that they are about
     questions = ", ".join(f"{len(data):,} {split}" for split, data in sets.items())
     selected = f"grade {args.quality_grade}, {source['quality_grade']}; view {args.view}"
+    train = sets["train"]
+    images = describe_sharing(len(train), train.count_images(), args.questions_per_image)
+    if args.table:
+        selected = args.table
     epoch_steps = training.planned_steps // args.epochs
     product = f"{batch.size} per GPU ({batch.source}) x {accumulation} x {world_size}"
 
@@ -218,6 +253,8 @@ def describe_run(
         "checkpointing": f"{batch.recomputed} ({recomputed_source})",
         "loading": f"{args.num_workers} workers per GPU ({source['num_workers']}), {args.cache_gb:g} GiB disk cache",
         "questions": f"{questions} ({selected})",
+        # each of which is about one
+        "images": images,
         "epochs": f"{args.epochs} epochs ({source['epochs']}), {epoch_steps} steps an epoch",
         "trained": describe_trained(model),
     }

@@ -1,171 +1,179 @@
 """What is looked at before the first step: every image and mask decodes, fits its partner and is of one split."""
 
-import hashlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, gather_objects
-from tasks.prs_med.data import Row, foreground, misfit, open_upright, read_annotations
+from tasks.prs_med.data import NO_PATIENTS, Patients, Row, misfit, read_annotations
+from tasks.prs_med.file_facts import NOISE, Facts, ImageFacts, MaskFacts, image_facts, mask_facts
+from tasks.prs_med.findings import all_findings, name_findings, summarise
+from tasks.prs_med.metrics import position_in
+from tasks.prs_med.orientation import explain_positions
 from tasks.prs_med.report import print_data_check
 
-# mask values below this, beside values above 127, can be what JPEG made of 0
-NOISE = 32
-
-
-class FileFacts(NamedTuple):
-    """What one look at a file tells.
-
-    digest: of an image's content, empty for a mask. foreground, lost: of a mask, its share and its lost_levels.
-    """
-
-    size: tuple[int, int]
-    turned: bool
-    digest: str
-    foreground: float
-    lost: list[int]
+# fewer contradictions than this never end a run
+FEWEST_CONTRADICTIONS = 3
 
 
 def read_rows(
-    root: Path, names: list[str] | None, skip_bad_rows: bool, needed_split: str, check: bool, ranks: Ranks
+    root: Path,
+    names: list[str] | None,
+    skip_bad_rows: bool,
+    needed_split: str,
+    check: bool,
+    ranks: Ranks,
+    patients: Patients = NO_PATIENTS,
+    max_contradictions: float = 1.0,
 ) -> list[Row]:
-    """All ranks: the annotations' rows; with `check`, each with the digest of its image's content.
+    """All ranks: the annotations' rows; with `check`, each with its findings and the digest of its image's content.
 
-    Raises InputError for a needed split without rows, an unreadable image, or one image in two splits.
+    Raises InputError for a needed split without rows, an unreadable image, one image or patient in two splits, a pair
+    that cannot be right, or a CSV with more than this share of answers that contradict their masks.
     """
     rows: list[Row] = []
     with agree_on_errors():
-        rows = read_annotations(root, names, skip_bad_rows)
+        rows = read_annotations(root, names, skip_bad_rows, patients)
         if not any(row.split == needed_split for row in rows):
             problem = f"no rows in split {needed_split!r}"
             raise InputError(f"{root}: {problem}; correct the CSVs or choose another --eval_split")
     if check:
-        files = inspect_files(rows, ranks)
-        findings = check_pairs(rows, files)
-        rows = [row._replace(digest=files[row.image].digest) for row in rows]
-        if ranks.is_main:
-            print_data_check(len(rows), findings)
+        facts = inspect_files(rows, ranks)
+        rows = [row._replace(digest=facts.images[row.image].digest) for row in rows]
+        check_pairs(rows, facts)
     check_splits(rows)
+    if check:
+        rows = report_findings(rows, facts, ranks)
+        check_contradictions(rows, facts, max_contradictions)
     return rows
 
 
-def inspect_files(rows: list[Row], ranks: Ranks) -> dict[str, FileFacts]:
-    """{path: facts} of every image and mask, each decoded once (the ranks share the work).
+def report_findings(rows: list[Row], facts: Facts, ranks: Ranks) -> list[Row]:
+    """Print what may be meant; the rows with the names of it, the worst first."""
+    findings = all_findings(rows, facts, ranks)
+    if ranks.is_main:
+        print_data_check(len(rows), summarise(rows, findings))
+    return name_findings(rows, findings)
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def inspect_files(rows: list[Row], ranks: Ranks) -> Facts:
+    """What there is to know of every image and mask, each decoded once (the ranks share the work).
 
     Raises InputError on all ranks for an unreadable file.
     """
     sources = {}
+    masks: dict[str, dict[str, None]] = {}
     for row in reversed(rows):
         sources[row.image] = row.source
         sources[row.mask] = row.source
-    images = {row.image for row in rows}
+        masks.setdefault(row.image, {})[row.mask] = None
 
-    def inspect(path: str) -> tuple[str, FileFacts]:
+    def look(path: str, facts_of, *given):
         try:
-            return path, inspect_file(path, path in images)
+            return facts_of(path, *given)
         except Exception as error:
             reason = str(error).replace(path, "file")
             raise InputError(f"{sources[path]}: {path} is not a readable image ({reason}); replace it") from None
 
-    paths = sorted(sources)
+    def inspect(path: str) -> Facts:
+        image, edges = look(path, image_facts)
+        of_masks = {(path, mask): look(mask, mask_facts, edges) for mask in masks[path]}
+        return Facts({path: image}, of_masks)
+
+    paths = sorted(masks)
     local = paths[ranks.rank :: ranks.world_size]
-    local_facts: dict[str, FileFacts] = {}
+    local_facts = Facts({}, {})
     quiet = not (ranks.is_main and sys.stderr.isatty())
     with agree_on_errors(), ThreadPoolExecutor(max_workers=8) as pool:
         inspected = pool.map(inspect, local)
-        local_facts = dict(tqdm(inspected, "checking images", len(local), disable=quiet))
+        for facts in tqdm(inspected, "checking images", len(local), disable=quiet):
+            local_facts.images.update(facts.images)
+            local_facts.masks.update(facts.masks)
 
-    facts = {}
+    everything = Facts({}, {})
     for part in gather_objects(local_facts):
-        facts |= part
-    return facts
+        everything.images.update(part.images)
+        everything.masks.update(part.masks)
+    return everything
 
 
-def inspect_file(path: str, is_image: bool) -> FileFacts:
-    """Decode an image or a mask."""
-    image, turned = open_upright(path)
-    if is_image:
-        content = Path(path).read_bytes()
-        digest = hashlib.blake2b(content, digest_size=16)
-        return FileFacts(image.size, turned, digest.hexdigest(), foreground=0.0, lost=[])
-    values = np.asarray(image).max(axis=2)
-    share = float(foreground(values).mean())
-    lost = lost_levels(values)
-    return FileFacts(image.size, turned, "", share, lost)
+# --- what cannot be right ---------------------------------------------------------------------------------------------
 
 
-def lost_levels(values: np.ndarray) -> list[int]:
-    """Values 1..127 of solid areas in a 0..255 mask, which `foreground` takes for background: a label map has them.
-
-    JPEG, resizing and smoothing leave such values at edges and as noise near 0, but no solid areas of more than a few
-    pixels. A pixel counts as solid when its 3 x 3 neighbourhood has one value. A solid area is a label when it is not
-    near 0 and not small beside the foreground, or when the mask has few values, 0 among them, as a lossless file has.
-    """
-    above = values > 127
-    count = int(above.sum())
-    between = (values > 0) & ~above
-    if not count or not between.any():
-        return []
-
-    # the pixels whose neighbours all have their value
-    height, width = values.shape
-    inner = values[1:-1, 1:-1]
-    solid = np.ones(inner.shape, bool)
-    for y in range(3):
-        for x in range(3):
-            neighbours = values[y : y + height - 2, x : x + width - 2]
-            solid &= neighbours == inner
-    pixels = np.bincount(inner[solid], minlength=256)
-
-    few_values = len(np.unique(values)) <= 16
-    few_values = few_values and pixels[0] > 0
-    smallest = 1 if few_values else 0.05 * count
-    lowest = 1 if few_values else NOISE
-    return [level for level in range(lowest, 128) if pixels[level] >= smallest]
-
-
-def check_pairs(rows: list[Row], files: dict[str, FileFacts]) -> dict[str, dict]:
-    """{finding: number of rows and the first} for what may be meant; raises InputError for what cannot be right."""
-    for row in rows:
-        mask = files[row.mask]
-        problem = misfit(mask.size, files[row.image].size)
-        if any(level >= NOISE for level in mask.lost) and not problem:
-            levels = ", ".join(map(str, mask.lost[:5]))
-            problem = f"a label map: its value {levels} would count as background beside values above 127"
-            problem += "; write foreground as 255, the rest as 0"
+def check_pairs(rows: list[Row], facts: Facts) -> None:
+    """InputError for the first pair that cannot be right, with the number of others."""
+    problems = {}
+    for index, row in enumerate(rows):
+        image, mask = facts.of(row)
+        problem = pair_problem(image, mask)
         if problem:
-            raise InputError(f"{row.source}: {row.mask}: {problem}")
-
-    findings: dict[str, dict] = {}
-    for row in rows:
-        for name in odd_facts(files[row.mask], files[row.image]):
-            finding = findings.setdefault(name, {"rows": 0, "first": row.source})
-            finding["rows"] += 1
-    return findings
+            problems[index] = problem
+    if problems:
+        first = min(problems)
+        others = f" ({len(problems) - 1} more rows like it)" if len(problems) > 1 else ""
+        row = rows[first]
+        raise InputError(f"{row.source}: {row.mask}: {problems[first]}{others}")
 
 
-def odd_facts(mask: FileFacts, image: FileFacts) -> list[str]:
-    """What is unusual about a pair, but may be meant."""
-    facts = {
-        "turned as EXIF says": image.turned or mask.turned,
-        "mask empty": mask.foreground == 0,
-        "mask all foreground": mask.foreground == 1,
-        "mask's width and height swapped": mask.size != image.size and mask.size == image.size[::-1],
-        f"mask values below {NOISE} left out": bool(mask.lost),
-    }
-    return [name for name, holds in facts.items() if holds]
+def pair_problem(image: ImageFacts, mask: MaskFacts) -> str:
+    """Why an image and a mask cannot be a pair; empty when they can."""
+    if image.two_valued and mask.grey:
+        return "the image has two values and the mask has grey ones: they are swapped; exchange the two files"
+    if image.digest == mask.digest:
+        return "the mask is a copy of its image; put the mask into the folder of masks"
+    problem = misfit(mask.size, image.size)
+    if problem and image.turned != mask.turned:
+        turned = "image" if image.turned else "mask"
+        return f"{problem} (the {turned} alone was turned as its EXIF tag says)"
+    if problem:
+        return problem
+    if any(level >= NOISE for level in mask.lost) and not mask.grey:
+        levels = ", ".join(map(str, mask.lost[:5]))
+        problem = f"a label map: its value {levels} would count as background beside values above 127"
+        problem += "; write foreground as 255, the rest as 0"
+    return problem
 
 
 def check_splits(rows: list[Row]) -> None:
-    """InputError naming an image (not a row, and a copy under another name counts) that lies in two splits."""
+    """InputError naming an image, also where it is a copy under another name, or a patient that lies in two splits.
+
+    A patient of two CSVs may be two people: numbers are given anew in each data set.
+    """
     seen: dict[str, Row] = {}
     for row in rows:
         first = seen.setdefault(row.identity, row)
         if first.split != row.split:
             splits = f"{row.split!r} and, at {first.source}, in {first.split!r}"
             raise InputError(f"{row.source}: picture {row.image} is in split {splits}; keep its rows in one split")
+
+    patients: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = (row.modality, row.patient)
+        first = patients.setdefault(key, row)
+        if row.patient and first.split != row.split:
+            splits = f"{row.split!r} and, at {first.source}, in {first.split!r}"
+            raise InputError(f"{row.source}: patient {row.patient!r} is in split {splits}; keep a patient in one split")
+
+
+def check_contradictions(rows: list[Row], facts: Facts, limit: float) -> None:
+    """InputError for a CSV where more than this share of the answers name another position than the mask's."""
+    for modality in dict.fromkeys(row.modality for row in rows):
+        of_csv = [row for row in rows if row.modality == modality]
+        stated = {row: position_in(row.answer) for row in of_csv}
+        positions = {row: facts.of(row)[1].position for row in of_csv}
+        named = [row for row in of_csv if stated[row] and positions[row]]
+        wrong = [row for row in named if stated[row] != positions[row]]
+        if len(wrong) < FEWEST_CONTRADICTIONS or len(wrong) <= limit * len(named):
+            continue
+        said = [stated[row] for row in named]
+        true = [positions[row] for row in named]
+        how = explain_positions(said, true)
+        hint = f" (they fit the masks {how})" if how else ""
+        counts = f"{len(wrong)} of {len(named)} answers name another position than their mask's, as this one{hint}"
+        raise InputError(f"{wrong[0].source}: {counts}; correct them or raise --max_contradictions")

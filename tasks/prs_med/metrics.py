@@ -1,33 +1,47 @@
-"""How good masks and answers are: the positions that both name, the scores of a row, their means over a split."""
+"""How good masks and answers are: the positions that both name, and the scores of a row."""
 
 import re
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy import ndimage
 
-MEANS = ("dice", "iou", "position_accuracy", "position_accuracy_mask")
+
+class MaskBox(NamedTuple):
+    """The bounding box of a mask's foreground; right and bottom are the first pixels behind it."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
 
 
-def position_of(mask: np.ndarray) -> str | None:
-    """Where the foreground of a mask lies, None without any.
-
-    It is "center" when its bounding box spans the image's centre, else the quadrant that the box's own centre is in.
-    """
+def box_of(mask: np.ndarray) -> MaskBox | None:
+    """The bounding box of a (H, W) bool mask, None without any foreground."""
     rows = np.flatnonzero(mask.any(axis=1))
     columns = np.flatnonzero(mask.any(axis=0))
     if not len(rows):
         return None
+    return MaskBox(columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
 
-    top = rows[0]
-    bottom = rows[-1] + 1
-    left = columns[0]
-    right = columns[-1] + 1
+
+def position_of(mask: np.ndarray) -> str | None:
+    """Where the foreground of a mask lies, None without any."""
+    box = box_of(mask)
     height, width = mask.shape
-    if top < height / 2 < bottom and left < width / 2 < right:
+    return box and position_of_box(box, height, width)
+
+
+def position_of_box(box: MaskBox, height: float, width: float) -> str:
+    """Where the bounding box of a mask lies in an image of this size.
+
+    It is "center" when the box spans the image's centre, else the quadrant that the box's own centre is in.
+    """
+    if box.top < height / 2 < box.bottom and box.left < width / 2 < box.right:
         return "center"
-    vertical = "top" if top + bottom < height else "bottom"
-    side = "left" if left + right < width else "right"
+    vertical = "top" if box.top + box.bottom < height else "bottom"
+    side = "left" if box.left + box.right < width else "right"
     return f"{vertical} {side}"
 
 
@@ -47,17 +61,22 @@ class Scores(NamedTuple):
     """What one row of an evaluation comes to.
 
     A mask that is empty as it should be has a Dice and an IoU of 1. An empty mask has no position, and the two
-    accuracies are None. mask_loss: BCE + Dice. text_loss: cross-entropy summed over the answer's tokens.
+    accuracies are None. hd95: pixels, see hausdorff_95. position: the true one. mask_loss: BCE + Dice. text_loss:
+    cross-entropy summed over the answer's tokens. answer: the generated one; None where none was asked for, as is
+    position_accuracy.
     """
 
     index: int
     dice: float
     iou: float
+    hd95: float
+    position: str | None
     position_accuracy: bool | None
     position_accuracy_mask: bool | None
     mask_loss: float
     text_loss: float
     tokens: float
+    answer: str | None
 
 
 class RowSums(NamedTuple):
@@ -92,58 +111,80 @@ def add_up_rows(
     return [RowSums._make(row) for row in table.tolist()]
 
 
-def score_row(index: int, sums: RowSums, mask: np.ndarray, answer: str, position: str | None) -> Scores:
+def outline(mask: np.ndarray) -> np.ndarray:
+    """The pixels of a mask that touch its outside, or the image's border."""
+    return mask & ~ndimage.binary_erosion(mask)
+
+
+def hausdorff_95(predicted: np.ndarray, target: np.ndarray) -> float:
+    """The distance within which 95 % of each mask's outline lie from the other's, in pixels; (H, W) bool masks.
+
+    The larger one of both directions, as MONAI's. Both empty: 0; one of them: the image's diagonal, the largest
+    distance there is.
+    """
+    either = predicted | target
+    if not either.any():
+        return 0.0
+    if not predicted.any() or not target.any():
+        return float(np.hypot(*either.shape))
+
+    # both outlines, in the box around them
+    rows = np.flatnonzero(either.any(axis=1))
+    columns = np.flatnonzero(either.any(axis=0))
+    box = (slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1))
+    of_predicted = outline(predicted[box])
+    of_target = outline(target[box])
+
+    to_target = ndimage.distance_transform_edt(~of_target)
+    to_predicted = ndimage.distance_transform_edt(~of_predicted)
+    there = np.percentile(to_target[of_predicted], 95)
+    back = np.percentile(to_predicted[of_target], 95)
+    return float(max(there, back))
+
+
+def score_row(
+    index: int,
+    sums: RowSums,
+    mask: np.ndarray,
+    target: np.ndarray,
+    answer: str | None,
+    position: str | None,
+) -> Scores:
     """The scores of a predicted mask and a generated answer; position: the true one, None for an empty mask."""
     dice = iou = 1.0
     if sums.union:
         dice = 2 * sums.intersection / (sums.intersection + sums.union)
         iou = sums.intersection / sums.union
+    named = None
+    if position and answer is not None:
+        named = position_in(answer) == position
+
     return Scores(
         index=index,
         dice=dice,
         iou=iou,
-        position_accuracy=position_in(answer) == position if position else None,
+        hd95=hausdorff_95(mask, target),
+        position=position,
+        position_accuracy=named,
         position_accuracy_mask=position_of(mask) == position if position else None,
         mask_loss=sums.mask_loss,
         text_loss=sums.text_loss,
         tokens=sums.tokens,
+        answer=answer,
     )
 
 
-def score_batch(batch: dict, sums: list[RowSums], masks: np.ndarray, answers: list[str]) -> list[Scores]:
-    """The scores of a batch's rows, for the predicted masks and the generated answers."""
-    return [
-        score_row(index, sums[k], masks[k], answers[k], batch["position"][k]) for k, index in enumerate(batch["index"])
-    ]
-
-
-def mean_metrics(
-    scores: list[Scores], modalities: list[str], split: str, lambda_seg: float, lambda_txt: float
-) -> dict[str, float]:
-    """The metrics of a split by name: the losses of training, then means over all rows and over each modality's.
-
-    modalities: of each row of the data set, by its index. The mask's loss is a mean over rows, the text's over tokens.
-    """
-    seg = sum(row.mask_loss for row in scores) / len(scores)
-    txt = sum(row.text_loss for row in scores) / sum(row.tokens for row in scores)
-    metrics = {
-        f"{split}/loss": lambda_seg * seg + lambda_txt * txt,
-        f"{split}/loss_seg": seg,
-        f"{split}/loss_txt": txt,
-        f"{split}/text_loss": txt,
-    }
-    metrics |= mean_scores(scores, split, "")
-    for modality in sorted(set(modalities)):
-        of_modality = [row for row in scores if modalities[row.index] == modality]
-        metrics |= mean_scores(of_modality, split, f"/{modality}")
-    return metrics
-
-
-def mean_scores(scores: list[Scores], split: str, ending: str) -> dict[str, float]:
-    """The means of some rows, by the metric's name with this ending; what no row has is left out."""
-    means = {}
-    for name in MEANS:
-        values = [getattr(row, name) for row in scores if getattr(row, name) is not None]
-        if values:
-            means[f"{split}/{name}{ending}"] = sum(values) / len(values)
-    return means
+def score_batch(
+    batch: dict,
+    sums: list[RowSums],
+    masks: np.ndarray,
+    answers: list[str] | None,
+) -> list[Scores]:
+    """The scores of a batch's rows, for the predicted masks and the generated answers; None: none were asked for."""
+    targets = batch["mask"].cpu().numpy()
+    scores = []
+    for k, index in enumerate(batch["index"]):
+        answer = answers[k] if answers else None
+        position = batch["position"][k]
+        scores.append(score_row(index, sums[k], masks[k], targets[k], answer, position))
+    return scores

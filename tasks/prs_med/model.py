@@ -72,7 +72,8 @@ class MaskDecoder(nn.Module):
 class PRSMed(nn.Module):
     """Frozen VLM with LoRA, SAM vision encoder trained in full, mask decoder; one forward pass gives mask and answer.
 
-    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it.
+    precision: no, bf16 or fp16. base: what tells its frozen part from others, as a checkpoint holds it. sharded:
+    whether the frozen part is shared out over the processes.
     """
 
     def __init__(self, vlm: nn.Module, sam: nn.Module, reader: Reader, precision: str):
@@ -82,6 +83,7 @@ class PRSMed(nn.Module):
         self.reader = reader
         self.precision = precision
         self.base: dict = {}
+        self.sharded = False
         self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
 
         # each encoder has its own normalisation
@@ -103,6 +105,7 @@ class PRSMed(nn.Module):
     def forward(self, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Mask logits (B, image_size, image_size), the answer's cross-entropy summed over its tokens (B,), both fp32.
 
+        Both encoders run once for each different image; image_of says which one a question is about.
         The mask reads hidden states of prompt positions, which by causality know nothing of the answer behind them.
         """
         with autocast(self.device, self.precision):
@@ -112,10 +115,7 @@ class PRSMed(nn.Module):
 
     def hidden_states(self, batch: dict) -> torch.Tensor:
         """(B, L, D): the language model's last hidden states of image, question and answer."""
-        with torch.no_grad():
-            pixels = self.vlm_pixels(batch)
-            features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True)
-            image = torch.stack(list(features.pooler_output))
+        image = self.image_features(batch)
 
         # the image's features take the places of its tokens
         embed = self.vlm.get_input_embeddings()
@@ -136,6 +136,14 @@ class PRSMed(nn.Module):
         output = language_model(inputs_embeds=embeddings, attention_mask=causal, use_cache=False)
         return output.last_hidden_state
 
+    @torch.no_grad()
+    def image_features(self, batch: dict) -> torch.Tensor:
+        """(B, image tokens, D): what the language model sees of each question's image."""
+        pixels = self.vlm_pixels(batch)
+        features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True)
+        image = torch.stack(list(features.pooler_output))
+        return image.index_select(0, batch["image_of"])
+
     def text_loss(self, batch: dict, hidden: torch.Tensor) -> torch.Tensor:
         """(B,) cross-entropy of the answers' tokens, each predicted at the place before it."""
         states = pick(hidden, batch["answer_at"])
@@ -151,6 +159,7 @@ class PRSMed(nn.Module):
         pixels = batch["sam"] / 255
         pixels = (pixels - self.sam_mean) / self.sam_std
         features = self.sam(pixels).last_hidden_state
+        features = features.index_select(0, batch["image_of"])
 
         places = batch["words"]
         words = pick(hidden, places)
@@ -171,19 +180,26 @@ class PRSMed(nn.Module):
         """Greedy answers to the prompts of a batch, from the image and the question alone."""
         prompt = batch["prompt"]
         padding = prompt < 0
+        embed = self.vlm.get_input_embeddings()
+
+        # processes that share a base out go on until all have their answers
         with autocast(self.device, self.precision):
+            # the image's features take the places of its tokens; with embeddings, the new tokens alone come back
+            words = embed(prompt.masked_fill(padding, self.reader.pad))
+            image = self.image_features(batch).to(words.dtype)
+            is_image = prompt == self.reader.image_token
+            is_image = is_image.unsqueeze(2)
+            embeddings = words.masked_scatter(is_image, image)
             tokens = self.vlm.generate(
-                input_ids=prompt.masked_fill(padding, self.reader.pad),
+                inputs_embeds=embeddings,
                 attention_mask=(~padding).long(),
-                pixel_values=self.vlm_pixels(batch),
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
                 pad_token_id=self.reader.pad,
                 eos_token_id=self.reader.end,
+                synced_gpus=self.sharded,
             )
-        _, length = prompt.shape
-        new_tokens = tokens[:, length:]
-        answers = self.reader.tokenizer.batch_decode(new_tokens, skip_special_tokens=True)
+        answers = self.reader.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [answer.strip() for answer in answers]
 
 

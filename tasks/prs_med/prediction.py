@@ -1,6 +1,6 @@
-"""--predict: the mask and the answer of one image and question, printed and written as files."""
+"""--predict: masks and answers of images and questions, written as files; those of a single one are printed."""
 
-import io
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,73 +9,82 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from checkpoint_utils import write_atomically
-from cli_utils import InputError
-from distributed_utils import Ranks, agree_on_errors, to_device
+from distributed_utils import print_main, to_device
+from predict_utils import Asked, answer_questions, png, write_files
 from tasks.prs_med.data import open_image
 from tasks.prs_med.metrics import position_of
 
 
-@torch.no_grad()
-def predict_image(
-    model: nn.Module, path: str, question: str, max_new_tokens: int, run_folder: Path, ranks: Ranks
-) -> None:
-    """All ranks: the answer, and the mask at the image's size, in <run_folder>/predictions. Raises InputError."""
-    try:
-        image = open_image(path)
-    except Exception as error:
-        raise InputError(f"{path}: not a readable image ({error}); check --predict") from None
+def predict(model: nn.Module, asked: list[Asked], batch_size: int, max_new_tokens: int, run_folder: Path) -> int:
+    """All ranks: answer all questions, with masks at the images' sizes, in <run_folder>/predictions; the exit code.
 
-    # a batch of one question without an answer
-    reader = model.reader
-    sam, vlm = reader.pixels(image)
-    prompt, answer_tokens = reader.tokens(question, "")
-    item = reader.blank() | {"index": 0, "sam": sam, "vlm": vlm}
-    item |= {"prompt": prompt, "answer": answer_tokens}
-    batch = reader.collate([item])
-    batch = to_device(batch, ranks.device)
-
+    Raises InputError where no image can be read.
+    """
     model.eval()
+    folder = run_folder / "predictions"
+    answer = partial(answer_batch, model, max_new_tokens, folder)
+    records = answer_questions(asked, batch_size, open_image, answer, folder)
+
+    # a single one is told at once
+    if len(asked) == 1:
+        record = records[0]
+        print_main(f"{record['answer']}\nmask: {record['share']:.1%} of the image, position {record['position']}")
+        print_main(f"written: {folder / asked[0].stem}_mask.png, _overlay.png, .txt, and {folder}/predictions.csv")
+    return 0
+
+
+@torch.no_grad()
+def answer_batch(
+    model: nn.Module,
+    max_new_tokens: int,
+    folder: Path,
+    asked: list[Asked],
+    images: list[Image.Image],
+) -> list[dict]:
+    """What predictions.csv says of each question about its image; mask, overlay and text are written."""
+    reader = model.reader
+    items = []
+    for index, (one, image) in enumerate(zip(asked, images, strict=True)):
+        sam, vlm = reader.pixels(image)
+        # a question without an answer
+        prompt, answer = reader.tokens(one.question, "")
+        items.append(reader.blank() | {"index": index, "sam": sam, "vlm": vlm, "prompt": prompt, "answer": answer})
+    batch = to_device(reader.collate(items), model.device)
     logits, _ = model(batch)
-    answer = model.answer(batch, max_new_tokens)[0]
-    size = (image.height, image.width)
-    native = F.interpolate(logits[None], size, mode="bilinear", align_corners=False)
-    mask = native[0, 0].cpu().numpy() > 0
+    answers = model.answer(batch, max_new_tokens)
 
-    stem = run_folder / "predictions" / Path(path).stem
-    with agree_on_errors():
-        if ranks.is_main:
-            print(f"{answer}\nmask: {mask.mean():.1%} of the image, position {position_of(mask)}", flush=True)
-            write_prediction(stem, image, mask, f"{question}\n{answer}\n")
+    # each image at its own size
+    records = []
+    for index, (one, image) in enumerate(zip(asked, images, strict=True)):
+        size = (image.height, image.width)
+        native = F.interpolate(logits[index, None, None], size, mode="bilinear", align_corners=False)
+        mask = native[0, 0].cpu().numpy() > 0
+        write_prediction(folder, one, image, mask, answers[index])
+        record = {
+            "answer": answers[index],
+            "position": position_of(mask),
+            "share": round(float(mask.mean()), 6),
+            "mask": f"{one.stem}_mask.png",
+            "overlay": f"{one.stem}_overlay.png",
+            "text": f"{one.stem}.txt",
+        }
+        records.append(record)
+    return records
 
 
-def write_prediction(stem: Path, image: Image.Image, mask: np.ndarray, text: str) -> None:
+def write_prediction(folder: Path, one: Asked, image: Image.Image, mask: np.ndarray, answer: str) -> None:
     """<stem>_mask.png with 0 and 255, <stem>_overlay.png with the mask in red, <stem>.txt. Raises InputError."""
     red = Image.new("RGB", image.size, (255, 40, 40))
     overlay = Image.composite(red, image, gray(mask, 110))
     files = {
-        "_mask.png": png(gray(mask, 255)),
-        "_overlay.png": png(overlay),
-        ".txt": text.encode(),
+        f"{one.stem}_mask.png": png(gray(mask, 255)),
+        f"{one.stem}_overlay.png": png(overlay),
+        f"{one.stem}.txt": f"{one.question}\n{answer}\n".encode(),
     }
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        for ending, content in files.items():
-            write_atomically(Path(f"{stem}{ending}"), lambda file, content=content: file.write(content))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"{stem}: not written ({reason}); choose another --checkpoint_dir") from None
-    print(f"written: {stem}_mask.png, _overlay.png, .txt", flush=True)
+    write_files(folder, files)
 
 
 def gray(mask: np.ndarray, value: int) -> Image.Image:
     """An 8-bit image of a mask: this value inside, 0 outside."""
     pixels = np.where(mask, value, 0)
     return Image.fromarray(pixels.astype(np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    """The image as a PNG file."""
-    content = io.BytesIO()
-    image.save(content, "PNG")
-    return content.getvalue()

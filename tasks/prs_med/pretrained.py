@@ -230,10 +230,14 @@ def choose_architecture(asked: Architecture, base: dict | None) -> Architecture:
     return Architecture(base["lora_rank"], base["lora_alpha"], base["image_size"])
 
 
-def wrap_model(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """DDP around the model where there are several processes."""
+def wrap_model(model: nn.Module, ranks: Ranks, sharded: bool) -> nn.Module:
+    """DDP around the model where there are several processes; sharded: they share its frozen weights out."""
     if ranks.world_size == 1:
         return model
+    if sharded:
+        from tasks.prs_med.sharding import shard_base
+
+        shard_base(model)
     # or rank 0 would send all 14 GB of frozen weights to the others, who have loaded the same file
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)

@@ -7,6 +7,8 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
+from question_utils import distinct
+
 
 class PixelStatistics(NamedTuple):
     """What an encoder's pixels are normalised by, for each of the three channels."""
@@ -92,22 +94,26 @@ class Reader:
             "vlm": torch.zeros(3, vlm_side, vlm_side, dtype=torch.uint8),
             "mask": torch.zeros(side, side, dtype=torch.bool),
             "position": None,
+            "key": 0,
+            "extents": [],
             "error": error,
         }
 
     def largest_batch(self, size: int, longest: Longest) -> dict:
-        """A made-up batch, on the host, of rows whose prompt and answer have so many tokens."""
+        """A made-up batch, on the host, of rows whose prompt and answer have so many tokens, each of its own image."""
         prompt = [self.pad] * longest.prompt
         answer = [self.pad] * longest.answer
-        item = {**self.blank(), "index": 0, "prompt": prompt, "answer": answer}
-        return self.collate([item] * size)
+        item = {"index": 0, "prompt": prompt, "answer": answer}
+        return self.collate([self.blank() | item for _ in range(size)])
 
     def collate(self, items: list[dict]) -> dict:
         """A batch of rows.
 
-        ids: prompt and answer, padded on the right, which causal attention never sees. prompt: the prompt alone, padded
-        with -1 on the left, as generation wants it. words: the places of the prompt's text. answer: the answer's
-        tokens; token k is predicted at place answer_at[k], the first one at the prompt's last place.
+        sam, vlm: the different images; rows that hold the same tensors share one. image_of: which of them each row is
+        about; image_of_row says it on the host. keys, extents: of each image. ids: prompt and answer, padded on the
+        right, which causal attention never sees. prompt: the prompt alone, padded with -1 on the left, as generation
+        wants it. words: the places of the prompt's text. answer: the answer's tokens; token k is predicted at place
+        answer_at[k], the first one at the prompt's last place.
         """
         prompts = [item["prompt"] for item in items]
         answers = [item["answer"] for item in items]
@@ -122,18 +128,29 @@ class Reader:
 
         errors = [item["error"] for item in items]
         errors = [error for error in errors if error]
+
+        # each image once
+        places, image_of = distinct([item["sam"] for item in items])
         images = {}
-        for name in ("sam", "vlm", "mask"):
-            tensors = [item[name] for item in items]
+        for name in ("sam", "vlm"):
+            tensors = [items[place][name] for place in places]
             images[name] = torch.stack(tensors)
+        masks = [item["mask"] for item in items]
+
         return images | {
+            "image_of": torch.tensor(image_of),
+            "mask": torch.stack(masks),
             "ids": pad_rows(ids, self.pad),
             "prompt": pad_rows(prompts, -1, side="left"),
             "words": pad_rows(words, -1),
             "answer": pad_rows(answers, -100),
             "answer_at": pad_rows(answer_at, 0),
+            # what stays on the host is a list
             "index": [item["index"] for item in items],
             "position": [item["position"] for item in items],
+            "image_of_row": image_of,
+            "keys": [items[place]["key"] for place in places],
+            "extents": [items[place]["extents"] for place in places],
             "error": errors[0] if errors else "",
         }
 

@@ -1,5 +1,7 @@
 """Guide 0's tables and figures, what its banner says, and the files of an evaluation."""
 
+import csv
+import io
 import json
 import textwrap
 from argparse import Namespace
@@ -13,40 +15,97 @@ from distributed_utils import scale_learning_rate, world
 from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
 from memory_utils import BatchSize
-from tasks.prs_med.data import PositionData, Row, count_rows
+from question_utils import describe_sharing
+from tasks.prs_med.augmentation import augment
+from tasks.prs_med.data import PositionData, Row, case_of
+from tasks.prs_med.findings import ADVICE
+from tasks.prs_med.metrics import Scores
 
 PANEL_INCHES = 4
 # of 8 points, in a panel's width
 PANEL_CHARACTERS = 62
 LINE_INCHES = 0.17
 
+# a table's columns, and the metrics in them
+COLUMNS = {
+    "dice": "dice",
+    "iou": "iou",
+    "position": "position_accuracy",
+    "position_mask": "position_accuracy_mask",
+}
+# what stands in a line of the table of cases beside the row itself
+CASE_SCORES = ("dice", "iou", "hd95", "position_accuracy", "position_accuracy_mask")
+
 
 # --- tables and the banner --------------------------------------------------------------------------------------------
 
 
-def print_data_check(rows: int, findings: dict[str, dict]) -> None:
-    """What the check of all images and masks found: one line for each finding, with its first row."""
-    if findings:
-        print_table(f"data check, {rows} rows", findings)
-    else:
-        print(f"data check: {rows} rows, every mask fits its image; none is empty or full", flush=True)
+def print_data_check(rows: int, findings: dict[str, tuple[dict, str]]) -> None:
+    """What the check of all images and masks found: the rows of each finding and the first; then what to do."""
+    if not findings:
+        print(f"data check: {rows} rows, every mask fits its image; nothing is odd", flush=True)
+        return
+    print_table(f"data check, {rows} rows", {name: table for name, (table, _) in findings.items()})
+    for name, (_, advice) in findings.items():
+        print(f"  {name}: {advice}", flush=True)
 
 
-def print_metrics(title: str, metrics: dict[str, float], rows: list[Row]) -> None:
-    """Rank 0: the table of a split: all rows, then each modality, with the number of rows of each."""
+def print_metrics(title: str, metrics: dict[str, float]) -> None:
+    """Rank 0: the table of a split: all rows, then each modality, with 95 % intervals; the losses above it.
+
+    n: rows. cases: patients, or images where these are not known.
+    """
     if world()[0] > 0:
         return
-    counts = count_rows(rows)
-    table: dict[str, dict] = {}
-    for name, value in metrics.items():
-        _, metric, *modality = name.split("/")
-        # it has two names
-        if metric == "loss_txt":
-            continue
-        group = modality[0] if modality else "all"
-        column = metric.replace("position_accuracy", "position")
-        table.setdefault(group, {"n": counts[group]})[column] = value
+    split, _ = next(iter(metrics)).split("/")
+    losses = [f"{name} {metrics[f'{split}/{name}']:.4f}" for name in ("loss", "loss_seg", "loss_txt")]
+    print(f"{title}: {', '.join(losses)}", flush=True)
+
+    groups = {name.split("/")[2] for name in metrics if name.startswith(f"{split}/dice/")}
+    table = {"all": metrics_row(metrics, split, "")}
+    for group in sorted(groups):
+        table[group] = metrics_row(metrics, split, f"/{group}")
     print_table(title, table)
+    if f"{split}/position_accuracy" not in metrics:
+        print("position, of the generated answers, is not in the table: --no_generate, or all masks are empty")
+
+
+def metrics_row(
+    metrics: dict[str, float],
+    split: str,
+    ending: str,
+) -> dict[str, str | float]:
+    """The line of a split's table for the metrics with this ending."""
+    rows = metrics.get(f"{split}/rows{ending}", "-")
+    chosen_of = metrics.get(f"{split}/of_rows{ending}")
+    line = {
+        "n": f"{rows} of {chosen_of}" if chosen_of else rows,
+        "cases": metrics.get(f"{split}/cases{ending}", "-"),
+    }
+    for column, name in COLUMNS.items():
+        if any(known.startswith(f"{split}/{name}") for known in metrics):
+            line[column] = cell_of(metrics, f"{split}/{name}", ending)
+    # pixels need no interval to be read
+    line["hd95"] = metrics.get(f"{split}/hd95{ending}", "-")
+    return line
+
+
+def cell_of(
+    metrics: dict[str, float],
+    name: str,
+    ending: str = "",
+    sign: str = "",
+) -> str:
+    """A metric's value with its 95 % interval where it has one; sign: `+` for one that tells a difference."""
+    value = metrics.get(f"{name}{ending}")
+    if value is None:
+        return "-"
+    low = metrics.get(f"{name}_low{ending}")
+    high = metrics.get(f"{name}_high{ending}")
+    text = format(value, f"{sign}.3f")
+    if low is None:
+        return text
+    return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
 def describe_recomputation(recomputed: bool, flag: bool | None, source: str) -> str:
@@ -92,6 +151,8 @@ def describe_run(
     vlm = describe_source(args.vlm_path, source["vlm_path"])
     sam = describe_source(args.sam_path, source["sam_path"])
     flag = args.gradient_checkpointing
+    training = sets["train"].rows
+    images = len({row.identity for row in training})
     keep = sets["train"].keep
 
     return {
@@ -100,6 +161,7 @@ def describe_run(
         "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
         "precision": reason,
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
+        "images": describe_sharing(len(training), images, args.questions_per_image),
         "models": f"{vlm}, {sam}",
         "loading": "images kept in memory" if keep else f"{args.num_workers} workers per GPU",
         "trained": describe_parameters(model),
@@ -110,14 +172,22 @@ def describe_run(
 
 
 class Example(NamedTuple):
-    """One row of an evaluation to be shown: (3, H, W) uint8 image, predicted and true mask, generated answer."""
+    """One row of an evaluation to be shown: (3, H, W) uint8 image, predicted and true mask, generated answer if any."""
 
     row: Row
     image: np.ndarray
     predicted: np.ndarray
     target: np.ndarray
-    answer: str
+    answer: str | None
     dice: float
+
+
+class Results(NamedTuple):
+    """An evaluation's metrics by name, a few rows to show, and what every row comes to, in their order."""
+
+    metrics: dict[str, float]
+    examples: list[Example]
+    scores: list[Scores]
 
 
 class ImagePanel(NamedTuple):
@@ -127,6 +197,28 @@ class ImagePanel(NamedTuple):
     target: np.ndarray
     predicted: np.ndarray | None
     sentences: list[str]
+
+
+def take_examples(
+    rows: list[Row],
+    batch: dict,
+    masks: np.ndarray,
+    scores: list[Scores],
+) -> dict[int, Example]:
+    """Those of a batch's rows that the figure shows, by index; rows: of the whole data set."""
+    shown = spread(len(rows))
+    examples = {}
+    for k, score in enumerate(scores):
+        if score.index in shown:
+            examples[score.index] = Example(
+                row=rows[score.index],
+                image=batch["sam"][batch["image_of"][k]].cpu().numpy(),
+                predicted=masks[k],
+                target=batch["mask"][k].cpu().numpy(),
+                answer=score.answer,
+                dice=score.dice,
+            )
+    return examples
 
 
 def spread(count: int) -> list[int]:
@@ -139,31 +231,62 @@ def draw_predictions(examples: list[Example]):
     panels = []
     for example in examples:
         row = example.row
+        says = example.answer or "(nothing)"
+        if example.answer is None:
+            says = "(not asked, --no_generate)"
         sentences = [
             f"{Path(row.source).name}, Dice {example.dice:.2f}",
             row.question,
-            f"says: {example.answer or '(nothing)'}",
+            f"says: {says}",
             f"true: {row.answer}",
         ]
         panels.append(ImagePanel(example.image, example.target, example.predicted, sentences))
     return draw_panels(panels)
 
 
-def draw_inputs(data: PositionData):
-    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used."""
-    panels = []
-    for index in spread(len(data)):
-        item = data[index]
-        row = data.rows[index]
-        # an image that cannot be used ends the run at its step, on all ranks
-        if item["error"]:
-            continue
-        position = item["position"] or "none, the mask is empty"
-        image = item["sam"].numpy()
-        mask = item["mask"].numpy()
-        sentences = [f"{Path(row.source).name}, position: {position}", row.question, row.answer]
-        panels.append(ImagePanel(image, mask, None, sentences))
+def draw_inputs(sets: list[PositionData], seed: int = 0):
+    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used.
+
+    The first of each finding of the data check comes first, the worst in front; the other rows are of the first set.
+    seed: of the augmentation, whose first epoch is shown where a set is augmented.
+    """
+    odd: dict[str, tuple[PositionData, int]] = {}
+    for data in sets:
+        for index, row in enumerate(data.rows):
+            for finding in row.findings:
+                odd.setdefault(finding.name, (data, index))
+    order = list(ADVICE)
+    shown = list(dict.fromkeys(odd[name] for name in sorted(odd, key=order.index)))
+    plain = [(sets[0], index) for index in spread(len(sets[0]))]
+    shown += [place for place in plain if place not in shown]
+
+    panels = [input_panel(data, index, seed) for data, index in shown[:9]]
+    # an image that cannot be used ends the run at its step, on all ranks
+    panels = [panel for panel in panels if panel]
     return draw_panels(panels) if panels else None
+
+
+def input_panel(data: PositionData, index: int, seed: int) -> ImagePanel | None:
+    """A row as the model is given it, under its findings, question and answer; None where it cannot be used."""
+    item = data[index]
+    if item["error"]:
+        return None
+    row = data.rows[index]
+    position = item["position"] or "none, the mask is empty"
+    sentences = []
+    for finding in row.findings:
+        how = f" ({finding.how})" if finding.how else ""
+        sentences.append(f"ODD: {finding.name}{how}")
+    sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
+    image = item["sam"]
+    mask = item["mask"]
+    # what was found is shown as it is in the files
+    if data.augmented and not row.findings:
+        batch = data.reader.collate([item])
+        batch = augment(batch, seed, epoch=0)
+        image = batch["sam"][0]
+        mask = batch["mask"][0]
+    return ImagePanel(image.numpy(), mask.numpy(), None, sentences)
 
 
 def draw_panels(panels: list[ImagePanel]):
@@ -225,10 +348,40 @@ def draw_image(axes, panel: ImagePanel) -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write_evaluation(run_folder: Path, name: str, results: dict, examples: list[Example]) -> None:
-    """Rank 0: eval_<name>.json and its figure; a full disk is said, and ends nothing."""
+def write_evaluation(
+    run_folder: Path,
+    name: str,
+    metrics: dict,
+    results: Results,
+    rows: list[Row],
+) -> None:
+    """Rank 0: eval_<name>.json, eval_<name>_cases.csv and the figure; a full disk is said, and ends nothing."""
     if world()[0] > 0:
         return
-    text = json.dumps(results, indent=2) + "\n"
+    text = json.dumps(metrics, indent=2) + "\n"
     write_result(run_folder / f"eval_{name}.json", text.encode())
-    save_figure(run_folder / "figures" / f"{name}_predictions.png", draw_predictions(examples))
+    write_cases(run_folder / f"eval_{name}_cases.csv", rows, results.scores)
+    save_figure(run_folder / "figures" / f"{name}_predictions.png", draw_predictions(results.examples))
+
+
+def write_cases(path: Path, rows: list[Row], scores: list[Scores]) -> None:
+    """Rank 0: a CSV of one line a row: image, case, question, true and generated answer, all scores.
+
+    case: the patient, or what the image is told from others by. loss_txt: a mean over the answer's tokens.
+    """
+    if world()[0] > 0:
+        return
+    text = io.StringIO()
+    table = csv.writer(text)
+    start = ["image", "mask", "case", "modality", "question", "answer", "generated", "position"]
+    table.writerow(start + list(CASE_SCORES) + ["loss_seg", "loss_txt"])
+    for score in scores:
+        row = rows[score.index]
+        cells = [row.image, row.mask, case_of(row), row.modality, row.question, row.answer, score.answer]
+        cells.append(score.position)
+        for name in CASE_SCORES:
+            value = getattr(score, name)
+            cells.append(int(value) if isinstance(value, bool) else value)
+        cells += [score.mask_loss, score.text_loss / score.tokens]
+        table.writerow(cells)
+    write_result(path, text.getvalue().encode())

@@ -1,0 +1,50 @@
+"""Make a data set of your own images for a training script: pairs, splits, questions and the folders that it reads.
+
+    python prepare_data.py prs_med scans masks my_data --structure liver
+    python prepare_data.py prs_med scans label_maps my_data --labels "1=liver,2=spleen" --patient_pattern "^(P[0-9]+)"
+    python prepare_data.py prs_med scans masks my_data --structure tumour --table patients.csv --patient_column patient
+    python prepare_data.py prs_med Task03_Liver/imagesTr Task03_Liver/labelsTr my_data --slice_spacing 10
+    python prepare_data.py mimic_cxr xrays.csv                # looks at a table that train_mimic_cxr.py --table reads
+
+Made-up data are written by sample_data.py. What is understood is said in tasks/<task>/README.md, "Your own images".
+"""
+
+import argparse
+import sys
+from importlib import import_module
+from types import ModuleType
+
+from cli_utils import Parser, run_main
+
+TASKS = {
+    "prs_med": "images with masks, for train_prs_med.py",
+    "mimic_cxr": "a table of X-rays with questions, for train_mimic_cxr.py",
+}
+
+
+def task_module(task: str) -> ModuleType:
+    """Import tasks/<task>/prepare.py, which has the flags and the work of one task."""
+    return import_module(f"tasks.{task}.prepare")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(__doc__)
+    subparsers = parser.add_subparsers(dest="task", required=True)
+    for task, purpose in TASKS.items():
+        task_parser = subparsers.add_parser(task, help=purpose)
+
+        # Only the task that is asked for is imported, so that --help answers at once.
+        if task in argv:
+            task_module(task).add_arguments(task_parser)
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    flags = vars(args)
+    task = flags.pop("task")
+    task_module(task).prepare(**flags)
+
+
+if __name__ == "__main__":
+    run_main(main, parse_args())
