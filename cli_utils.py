@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 # How many values a config file may stand for.
 MOST_VALUES = 100_000
@@ -143,6 +144,27 @@ class Parser(argparse.ArgumentParser):
         if is_first_process():
             print(f"error: {message}; see --help", file=sys.stderr)
         sys.exit(2)
+
+
+def parse_task(
+    parser: argparse.ArgumentParser,
+    tasks: dict[str, str],
+    task_module: Callable[[str], ModuleType],
+    argv: list[str] | None,
+) -> argparse.Namespace:
+    """The command line of a script with a subcommand for each task: {task: its purpose}.
+
+    task_module: imports the module that has a task's add_arguments.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    subparsers = parser.add_subparsers(dest="task", required=True)
+    for task, purpose in tasks.items():
+        task_parser = subparsers.add_parser(task, help=purpose)
+
+        # only the task that is asked for is imported, so that --help answers at once
+        if task in argv:
+            task_module(task).add_arguments(task_parser)
+    return parser.parse_args(argv)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] | None = None) -> None:

@@ -10,11 +10,10 @@ Made-up data are written by sample_data.py. What is understood is said in tasks/
 """
 
 import argparse
-import sys
 from importlib import import_module
 from types import ModuleType
 
-from cli_utils import Parser, run_main
+from cli_utils import Parser, parse_task, run_main
 
 TASKS = {
     "prs_med": "images with masks, for train_prs_med.py",
@@ -28,16 +27,7 @@ def task_module(task: str) -> ModuleType:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(__doc__)
-    subparsers = parser.add_subparsers(dest="task", required=True)
-    for task, purpose in TASKS.items():
-        task_parser = subparsers.add_parser(task, help=purpose)
-
-        # Only the task that is asked for is imported, so that --help answers at once.
-        if task in argv:
-            task_module(task).add_arguments(task_parser)
-    return parser.parse_args(argv)
+    return parse_task(Parser(__doc__), TASKS, task_module, argv)
 
 
 def main(args: argparse.Namespace) -> None:

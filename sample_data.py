@@ -16,11 +16,10 @@ What a task's data set looks like is said in tasks/<task>/sample_data.py, which 
 """
 
 import argparse
-import sys
 from importlib import import_module
 from types import ModuleType
 
-from cli_utils import run_main
+from cli_utils import parse_task, run_main
 
 TASKS = {
     "prs_med": "position-reasoning segmentation (train_prs_med.py)",
@@ -37,18 +36,8 @@ def task_module(task: str) -> ModuleType:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    subparsers = parser.add_subparsers(dest="task", required=True)
-
-    for task, purpose in TASKS.items():
-        task_parser = subparsers.add_parser(task, help=purpose)
-
-        # Only the task that is asked for is imported, so that --help answers at once.
-        if task in argv:
-            task_module(task).add_arguments(task_parser)
-
-    return parser.parse_args(argv)
+    return parse_task(parser, TASKS, task_module, argv)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -192,23 +192,26 @@ def check_alignment(
         sign = 1.0 if np.median(own) >= 0 else -1.0
         own = sign * own
 
-        # those that agree far less than the others in what is peculiar to a patient
+        # those that agree far less than the others in what is peculiar to a patient, where that tells patients apart
         table = sign * peculiar(expected, seen)
-        strangers = np.diag(table) < sign * now - 0.5
-        if len(patients) < MANY_PATIENTS or sign * now <= 0.6:
-            strangers = np.zeros(len(patients), bool)
+        tells_apart = len(patients) >= MANY_PATIENTS and sign * now > 0.6
+        strangers = tells_apart & (np.diag(table) < sign * now - 0.5)
 
         # {place of a patient: what its image is instead, if that is known}
         wrong: dict[int, str] = {}
         for place, correlation in enumerate(own):
             change, fit = fitting_change(integrals[place], seen[place], k, names, sign)
-            clearly = fisher_z(fit) > fisher_z(correlation) + Z_MARGIN
+            fits_better = fisher_z(fit) > fisher_z(correlation) + Z_MARGIN
+            misfits = correlation < LEAST_CORRELATION
+            is_plain = fits_better and fit > PLAIN_CORRELATION
+            if not (strangers[place] or misfits or is_plain):
+                continue
+
+            # of a stranger's image, whose it is instead
             if strangers[place]:
                 other, likeness = fitting_patient(place, table, patients)
-                if not clearly or likeness > fit:
+                if not fits_better or likeness > fit:
                     change, fit = other, likeness
-            elif not (correlation < LEAST_CORRELATION or (clearly and fit > PLAIN_CORRELATION)):
-                continue
             known = fit > max(LEAST_CORRELATION, correlation)
             wrong[place] = f"; {change} ({fit:.2f})" if known else ""
         if wrong:
