@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -230,9 +231,8 @@ def answer_questions(
     rank, world_size = world()
     batches = [asked[first : first + batch_size] for first in range(0, len(asked), batch_size)]
     rounds = -(-len(batches) // world_size)
-    progress = Progress(len(asked))
     local = {}
-    with ThreadPoolExecutor(max_workers=8) as pool:
+    with ThreadPoolExecutor(max_workers=8) as pool, closing(Progress(len(asked))) as progress:
         for number in range(rounds):
             own = number * world_size + rank
             # the ranks stay together, so that none waits for long and all end at an error of one
@@ -240,7 +240,6 @@ def answer_questions(
                 if own < len(batches):
                     local[own] = answer_readable(batches[own], open_image, answer_batch, folder, pool)
             progress.advance(batch_size * world_size)
-    progress.close()
 
     # in the order of the questions
     merged = {}
