@@ -7,6 +7,7 @@ of the ranks before it, the update of the weights, the log and the checkpoints a
 import contextlib
 import math
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -74,6 +75,15 @@ class TrainingRun:
     eval_steps: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
 
+    def __enter__(self) -> "TrainingRun":
+        """All ranks: watch over the run from here on."""
+        self.guards = contextlib.ExitStack()
+        self.guards.enter_context(self.stop)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.guards.__exit__(*error)
+
     def pauses(self) -> bool:
         """Whether an evaluation follows this step, wherever in the epoch it is.
 
@@ -97,6 +107,11 @@ class TrainingRun:
         progress.saved = position
         contents = self.contents() | {"state": asdict(progress), "log": self.log.pending(progress.step)}
         save_checkpoint(self.run_folder, contents, progress.step, self.keep_last)
+
+
+def safety_flags(args: Namespace) -> dict:
+    """The flags that guard a run, as TrainingRun takes them."""
+    return {"save_every": args.save_every, "keep_last": args.keep_last, "max_bad_steps": args.max_bad_steps}
 
 
 def resume(progress: Progress, checkpoint: dict, this_run: dict, run_folder: Path, best: str = "best.pt") -> None:

@@ -111,7 +111,7 @@ from checkpoint_utils import load_trained, lock_run_folder, prepare_checkpoint, 
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_step
 from loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start
-from loop_utils import restore_training, resume, say_if_finished, say_saved, say_where
+from loop_utils import restore_training, resume, safety_flags, say_if_finished, say_saved, say_where
 from loop_utils import stopped_in_evaluation, sync_gradients
 from memory_utils import BatchSize
 
@@ -456,10 +456,7 @@ def fit(
         precision=precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, this_run, batch, args),
-        # how often a checkpoint is written, how many are kept, when a diverged run ends
-        save_every=args.save_every,
-        keep_last=args.keep_last,
-        max_bad_steps=args.max_bad_steps,
+        **safety_flags(args),
     )
 
     # say what will be done
@@ -471,7 +468,7 @@ def fit(
         model.compile_layers()
 
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
-    with explain_out_of_memory(advice), training.stop, contextlib.closing(log):
+    with explain_out_of_memory(advice), training, contextlib.closing(log):
         train_epoch = partial(train_one_epoch, wrap(model), loader, optimizer, scaler)
         code = train(experiment, train_epoch, loader.batch_sampler.used, training)
         return code or test_best(experiment, training, begun)

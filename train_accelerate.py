@@ -110,7 +110,7 @@ from hardware_utils import autocast, choose_precision, set_numerics
 from logging_utils import RunLog
 from loop_utils import LossScaler, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import explain_out_of_memory, keep_best, next_epoch, optimizer_steps
-from loop_utils import restore_training, say_if_finished, say_saved, sync_gradients
+from loop_utils import restore_training, safety_flags, say_if_finished, say_saved, sync_gradients
 
 # the cascade
 from tasks.cascade.agreement import prior_state
@@ -539,9 +539,7 @@ def open_run(
         log=log,
         # each stage has its own, see part_of_run
         contents=dict,
-        save_every=args.save_every,
-        keep_last=args.keep_last,
-        max_bad_steps=args.max_bad_steps,
+        **safety_flags(args),
     )
 
 
@@ -589,7 +587,7 @@ def fit(precision: str, reason: str, args: Namespace, ranks: Ranks) -> int:
 
     # the weights of a stage before are in the models; let go of the rest
     del checkpoint
-    with training.stop, contextlib.closing(training.log):
+    with training, contextlib.closing(training.log):
         if code := train_stages(choice.of(plan), begun_stage, setup, training):
             return code
         finish_cascade(plan, setup.models, training, data, vars(args), begun)

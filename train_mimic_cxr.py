@@ -94,7 +94,7 @@ from image_order_utils import order_facts
 from logging_utils import RunLog, with_bar
 from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
 from loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
-from loop_utils import say_if_finished, say_where, seed_ranks
+from loop_utils import safety_flags, say_if_finished, say_where, seed_ranks
 from memory_utils import BatchSize
 
 # questions and answers
@@ -474,9 +474,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
         precision=setup.precision,
         log=log,
         contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, asked),
-        save_every=args.save_every,
-        keep_last=args.keep_last,
-        max_bad_steps=args.max_bad_steps,
+        **safety_flags(args),
     )
     training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
@@ -484,7 +482,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     prepare_checkpoint(model)
     print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
-    with training.stop, closing(log), closing(engine), explain_out_of_memory(advice):
+    with training, closing(log), closing(engine), explain_out_of_memory(advice):
         code, sizes = train(engine, loader, training, sets, args)
         if code:
             return code

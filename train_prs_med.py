@@ -83,7 +83,8 @@ from checkpoint_utils import prepare_checkpoint, trained_state
 from logging_utils import RunLog, with_bar
 from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step, pad_passes
 from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
-from loop_utils import print_start, restore_training, resume, say_if_finished, say_where, seed_ranks, sync_gradients
+from loop_utils import print_start, restore_training, resume, safety_flags, say_if_finished, say_where, seed_ranks
+from loop_utils import sync_gradients
 
 # images, questions and results
 from predict_utils import list_questions
@@ -477,9 +478,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         precision=model.precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
-        save_every=args.save_every,
-        keep_last=args.keep_last,
-        max_bad_steps=args.max_bad_steps,
+        **safety_flags(args),
     )
     training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
@@ -495,7 +494,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         model.compile()
 
     advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
-    with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
+    with training, contextlib.closing(log), explain_out_of_memory(advice):
         code = train(model, wrap_model(model, ranks, args.shard_base), loaders, optimizer, scaler, training, args)
         if code:
             return code

@@ -103,7 +103,8 @@ from memory_utils import BatchSize
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
-from loop_utils import restore_training, resume, say_if_finished, seed_ranks, sync_gradients
+from loop_utils import restore_training, resume, safety_flags
+from loop_utils import say_if_finished, seed_ranks, sync_gradients
 
 # the cases, and what is told of them
 from tasks.survival.batch import rows_of_step
@@ -479,9 +480,7 @@ def fit(
         precision=setup.precision,
         log=log,
         contents=partial(checkpoint_contents, learner, fold, batch, this_run, args),
-        save_every=args.save_every,
-        keep_last=args.keep_last,
-        max_bad_steps=args.max_bad_steps,
+        **safety_flags(args),
     )
 
     # begin, or resume where the checkpoint stands
@@ -498,7 +497,7 @@ def fit(
 
     # SmartCache's thread ends with the training; the evaluations after it read all cases
     advice = partial(out_of_memory_at, batch, args, ranks)
-    with training.stop, contextlib.closing(log), explain_out_of_memory(advice):
+    with training, contextlib.closing(log), explain_out_of_memory(advice):
         with contextlib.closing(loader.dataset):
             code, last_score = train(learner, fold, loader, training, args)
         if code:
