@@ -42,6 +42,11 @@ def environment_number(name: str, low: int, high: int) -> int:
     return int(text)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 file, 2 files."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 # --- types of arguments -----------------------------------------------------------------------------------------------
 
 

@@ -124,9 +124,13 @@ def test_what_is_odd_about_classes_is_said(tmp_path):
         ["a.png", "Q?", "pneumonya", "train"],
         ["b.png", "Q?", "pneumonia", "train"],
         ["c.png", "Q?", "cyst", "test"],
+        ["c.png", "q?", "Cyst.", "test"],
     ]
     notes = read(tmp_path, rows, ("image", "question", "answer", "split")).notes
-    assert any("'pneumonia' and 'pneumonya' are two classes" in note for note in notes)
+    assert [note for note in notes if "'pneumonya'" in note] == [
+        "answers 'pneumonia' and 'pneumonya' are two classes; make them one if one is misspelt"
+    ]
+    assert "1 row there twice or more; each counts" in notes
     assert any("'cyst' has no training row" in note for note in notes)
 
 
@@ -294,6 +298,10 @@ BAD = {
         f"{HEAD},Edema\n{GOOD},1\n{GOOD},0\n", "t.csv:3: Edema is 0, and 1 in another row"
     ),
     # answers
+    "two answers": Bad(
+        f"{HEAD}\n{GOOD}\nb.png,Q?,yes\na.png,q?,No.\nb.png,Q?,no\n",
+        "t.csv:4: answer 'No.', and 'yes' in ",
+    ),
     "free text": Bad(
         "\n".join([HEAD, *(f"{n}.png,Q?,The text number {n}" for n in range(101))]),
         "t.csv:2: 101 different answers such as 'The text number 0' are free text, and this model chooses among",

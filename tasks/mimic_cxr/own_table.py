@@ -16,7 +16,7 @@ from image_utils import is_dicom
 from table_utils import SPLITS, Record, Shares, Table, check_one_split, empty_splits, find_column, read_table
 from table_utils import split_name, split_of
 from tasks.mimic_cxr.answers import CHEXPERT
-from tasks.mimic_cxr.own_answers import Asked, Routing, notes_on_classes, route, simplify
+from tasks.mimic_cxr.own_answers import Asked, Routing, notes_on_classes, notes_on_repeats, route, simplify
 from tasks.mimic_cxr.releases import BLANK
 
 LABELS = {simplify(name): place for place, name in enumerate(CHEXPERT)}
@@ -80,7 +80,8 @@ def read_own_table(path: Path, categories: list[str] | None, shares: Shares, see
 
     routing = route(asked, categories)
     trains = [images[place].split == "train" for place in places]
-    notes = notes + notes_on_classes(routing, trains)
+    notes += notes_on_repeats(places, asked)
+    notes += notes_on_classes(routing, trains)
     types = types_of(table, asked, routing)
     return OwnTable(images, places, asked, types, routing, rule, notes)
 

@@ -24,7 +24,7 @@ def add_data_flags(parser: Parser) -> None:
     text = "instead: what this matches in the image's file name, or its first group"
     add("--patient_pattern", metavar="REGEX", help=text)
     share = number(0, 1)
-    text = "share of a CSV's answers that may name another place than the mask; 1: all"
+    text = "share of a CSV's answers that may contradict their mask or each other; 1: all"
     add("--max_contradictions", type=share, default=0.25, help=text)
 
 
