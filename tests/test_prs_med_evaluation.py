@@ -163,6 +163,8 @@ def test_no_generate_asks_for_no_answers(run_prs_med, by_steps, tmp_path):
     assert {row["generated"] for row in rows} == {""}
     # by the mask, what looking adds is said all the same
     assert "test/blind/no_image/position_accuracy_mask_gain" in metrics
+    assert "model's position_mask above" in done.stdout
+    assert "model's position above" not in done.stdout
 
 
 def brute_hausdorff(predicted: np.ndarray, target: np.ndarray) -> float:
