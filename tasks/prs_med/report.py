@@ -96,7 +96,10 @@ def cell_of(
     ending: str = "",
     sign: str = "",
 ) -> str:
-    """A metric's value with its 95 % interval where it has one; sign: `+` for one that tells a difference."""
+    """A metric's value with its 95 % interval where it has one; sign: `+` for one that tells a difference.
+
+    (-) stands behind a difference that has none: of one case, or the same in all.
+    """
     value = metrics.get(f"{name}{ending}")
     if value is None:
         return "-"
@@ -104,7 +107,7 @@ def cell_of(
     high = metrics.get(f"{name}_high{ending}")
     text = format(value, f"{sign}.3f")
     if low is None:
-        return text
+        return f"{text} (-)" if sign else text
     return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
