@@ -489,7 +489,7 @@ DATA = {
     ),
     # images that cannot be decoded
     "JPG truncated": Case(pictures(halve), r"\.jpg: not a readable picture .*truncated"),
-    "JPG a header": Case(pictures(CUT), r"\.jpg: not a readable picture \(cannot identify image file"),
+    "JPG a header": Case(pictures(CUT), r"\.jpg: not a readable picture \(of no known format, or cut short"),
     "JPG truncated in val": Case(
         pictures_of("validate", first(300)), r"\.jpg: not a readable picture", "--max_samples 0"
     ),

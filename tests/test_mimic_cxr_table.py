@@ -330,6 +330,7 @@ RUNS = {
     "no images": ("--table {folder}/lost.csv", "lost.csv: none of its images is there, such as lost.png; they lie in"),
     "an image too few": ("--table {folder}/short.csv", "1 picture files do not exist, such as lost.png"),
     "no image at all": ("--table {folder}/text.csv", "text.csv:2: {folder}/text.png is not a readable image ("),
+    "no DICOM": ("--table {folder}/junk.csv", "junk.csv:2: {folder}/junk.dcm is not a readable image (not a DICOM"),
     "no training rows": ("--table {folder}/test.csv", "test.csv: no questions in split 'train'; add a column 'split'"),
 }
 
@@ -339,6 +340,10 @@ def test_a_run_on_a_bad_table_is_one_line(own_flags, zygote, tmp_path, name):
     words, message = RUNS[name]
     Image.fromarray(gray(square())).save(tmp_path / "a.png")
     (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "junk.dcm").write_bytes(bytes(500))
+
+    # their tables
+    write_table(tmp_path / "junk.csv", [["junk.dcm", "Q?", "yes"]])
     write_table(tmp_path / "lost.csv", [["lost.png", "Q?", "yes"]])
     write_table(tmp_path / "short.csv", [["a.png", "Q?", "yes"], ["lost.png", "Q?", "yes"]])
     write_table(tmp_path / "text.csv", [["text.png", "Q?", "yes"]])

@@ -595,6 +595,18 @@ BAD = {
     ),
     # files
     "broken image": Bad(put("scans/p1_1.png", b"\x89PNG"), "--structure x", "scans/p1_1.png: not a readable image ("),
+    # named as DICOM
+    "no DICOM": Bad(
+        lambda f: ((f / "scans" / "p1_1.png").unlink(), put("scans/p1_1.dcm", bytes(500))(f)),
+        "--structure x",
+        "scans/p1_1.dcm: not a readable image (not a DICOM file, though it is named as one; export it",
+    ),
+    "no DICOM mask": Bad(
+        lambda f: ((f / "masks" / "p1_1.png").unlink(), put("masks/p1_1.dcm", bytes(500))(f)),
+        "--structure x",
+        "masks/p1_1.dcm: not a readable mask (not a DICOM file,",
+    ),
+    # other files
     "broken mask": Bad(put("masks/p1_1.png", b"GIF89a"), "--structure x", "masks/p1_1.png: not a readable mask ("),
     "not a number": Bad(
         lambda f: ((f / "scans" / "p0_1.png").unlink(), put("scans/p0_1.tif", HOLED)(f)),
