@@ -45,7 +45,7 @@ def environment_number(name: str, low: int, high: int) -> int:
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun: 1 file, 2 files."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # --- types of arguments -----------------------------------------------------------------------------------------------

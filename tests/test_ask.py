@@ -278,7 +278,7 @@ BAD = {
     "text as an image": ({"a.png": "x"}, f"--predict {{tmp}}/a.png {ASK}", "not a readable image"),
     "empty folder": ({}, f"--predict {{tmp}} {ASK}", "holds no image"),
     "folder without images": ({"a.txt": "x"}, f"--predict {{tmp}} {ASK}", "holds no image"),
-    "no readable image": ({"a.png": "x", "b.jpg": ""}, f"--predict {{tmp}} {ASK}", "nor can the other 1"),
+    "no readable image": ({"a.png": "x", "b.jpg": ""}, f"--predict {{tmp}} {ASK}", "); nor can 1 other; check"),
     # tables
     "no column": ({"a.csv": "image\n{image}\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'question'"),
     "no image column": ({"a.csv": "file,question\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'image'"),

@@ -328,7 +328,7 @@ RUNS = {
     "a table's flag": ("--split_seed 3", "--split_seed is of a table of your own and needs --table"),
     "bad shares": ("--table {table} --split 60,20,10", "--split: must be three shares that add up to 100, such as"),
     "no images": ("--table {folder}/lost.csv", "lost.csv: none of its images is there, such as lost.png; they lie in"),
-    "an image too few": ("--table {folder}/short.csv", "1 picture files do not exist, such as lost.png"),
+    "an image too few": ("--table {folder}/short.csv", "1 picture file not found, such as lost.png"),
     "no image at all": ("--table {folder}/text.csv", "text.csv:2: {folder}/text.png is not a readable image ("),
     "no DICOM": ("--table {folder}/junk.csv", "junk.csv:2: {folder}/junk.dcm is not a readable image (not a DICOM"),
     "no training rows": ("--table {folder}/test.csv", "test.csv: no questions in split 'train'; add a column 'split'"),

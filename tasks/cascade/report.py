@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_utils import export_weights
-from cli_utils import InputError, RunError
+from cli_utils import InputError, RunError, counted
 from distributed_utils import agree_on_errors, print_main, world
 from hardware_utils import available_ram_gb
 from logging_utils import RunLog, print_table, save_figure, write_result
@@ -337,7 +337,8 @@ def write_evaluation(
         for name, figure in draw_evaluation("eval_test", example, facts).items():
             save_figure(run_folder / "figures" / f"{name}.png", figure)
     written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
-    print(f"{len(data.ids['test'])} patients; written: {written}", flush=True)
+    patients = counted(len(data.ids["test"]), "patient")
+    print(f"{patients}; written: {written}", flush=True)
 
 
 def grid_of(

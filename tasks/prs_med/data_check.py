@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from distributed_utils import Ranks, agree_on_errors, gather_objects
 from tasks.prs_med.data import NO_PATIENTS, Patients, Row, misfit, read_annotations
 from tasks.prs_med.file_facts import NOISE, Facts, ImageFacts, MaskFacts, image_facts, mask_facts
@@ -117,7 +117,8 @@ def check_pairs(rows: list[Row], facts: Facts) -> None:
             problems[index] = problem
     if problems:
         first = min(problems)
-        others = f" ({len(problems) - 1} more rows like it)" if len(problems) > 1 else ""
+        more = len(problems) - 1
+        others = f" ({counted(more, 'more row')} like it)" if more else ""
         row = rows[first]
         raise InputError(f"{row.source}: {row.mask}: {problems[first]}{others}")
 

@@ -202,12 +202,12 @@ def print_summary(rows: list[dict], found: Pairs, known: Images, reading: Readin
     volumes = [pair for pair in found.pairs if is_volume(pair.image)]
     if volumes:
         slices = {row["image_name"] for row in rows}
-        print(f"{len(slices)} slices of {len(volumes)} volumes, {reading.spacing:g} mm apart")
+        print(f"{counted(len(slices), 'slice')} of {counted(len(volumes), 'volume')}, {reading.spacing:g} mm apart")
     print_table(name, table)
     print(f"split {known.rule}")
     for note in notes_on_repeats(rows):
         print(f"note: {note}")
-    print(f"{len(found.unpaired)} files without a partner")
+    print(f"{counted(len(found.unpaired), 'file')} without a partner")
 
 
 def notes_on_repeats(rows: list[dict]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from cli_utils import counted
 from distributed_utils import scale_learning_rate, world
 from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
@@ -43,9 +44,9 @@ CASE_SCORES = ("dice", "iou", "hd95", "position_accuracy", "position_accuracy_ma
 def print_data_check(rows: int, findings: dict[str, tuple[dict, str]]) -> None:
     """What the check of all images and masks found: the rows of each finding and the first; then what to do."""
     if not findings:
-        print(f"data check: {rows} rows, every mask fits its image; nothing is odd", flush=True)
+        print(f"data check: {counted(rows, 'row')}, every mask fits its image; nothing is odd", flush=True)
         return
-    print_table(f"data check, {rows} rows", {name: table for name, (table, _) in findings.items()})
+    print_table(f"data check, {counted(rows, 'row')}", {name: table for name, (table, _) in findings.items()})
     for name, (_, advice) in findings.items():
         print(f"  {name}: {advice}", flush=True)
 
