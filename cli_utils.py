@@ -17,6 +17,8 @@ from types import ModuleType
 
 # How many values a config file may stand for.
 MOST_VALUES = 100_000
+# Where a value is from that take_from_run has set.
+FROM_RUN = "the run's args.yaml"
 
 
 class InputError(Exception):
@@ -519,7 +521,7 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
             if args.source[name] != "default" or value in (None, getattr(args, name)):
                 continue
             setattr(args, name, check_config_value(str(path), actions[name], value))
-            args.source[name] = "the run's args.yaml"
+            args.source[name] = FROM_RUN
             taken.append(f"--{name} {value}")
     except InputError as error:
         end_with(error)

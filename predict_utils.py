@@ -89,6 +89,8 @@ def ask_of_folder(folder: Path, question: str) -> list[Asked]:
             asked.append(Asked(str(name), path, question, path.stem, "", {}))
         else:
             others += 1
+
+    # what was found, and what not
     if not asked:
         raise InputError(f"{folder}: holds no image ({' '.join(IMAGE_ENDINGS)}); check --predict")
     if others:

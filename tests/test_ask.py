@@ -339,6 +339,21 @@ def test_bad_input(trained, name, tmp_path, zygote):
     assert tree(trained.run_folder) == before
 
 
+MOVED = [(PRS_MED, "--checkpoint_dir", "sam_path"), (MIMIC, "--output_dir", "text_encoder")]
+
+
+@pytest.mark.parametrize(("script", "flag", "model"), MOVED)
+@pytest.mark.parametrize("path", ["/gone/away/model", "{tmp}/model", "docs/model"])
+def test_a_model_that_has_moved_is_named_with_its_flag(script, flag, model, path, tmp_path, zygote):
+    """Also where it was named as `docs/model`, which a model on the hub could be, too."""
+    old = path.format(tmp=tmp_path)
+    (tmp_path / "args.yaml").write_text(f"{model}: {old}\n")
+    done = zygote(script, flag, tmp_path, "--predict", tmp_path, "--question", "?")
+    assert done.code == 2
+    reason = "not there any more, and the run was trained with it"
+    assert done.stderr == f"error: {old}: {reason}; give its folder as --{model}; see --help\n"
+
+
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
