@@ -194,9 +194,13 @@ def draw_grain(side: int, changes: list[Change], device: torch.device) -> Tensor
 
 
 @torch.no_grad()
-def move_masks(masks: Tensor, changes: list[Change]) -> Tensor:
-    """(B, S, S) bool masks, each moved as its image is; bool on the same device, False beyond the border."""
+def move_masks(masks: Tensor, changes: list[Change], image_of: Tensor) -> Tensor:
+    """(B, S, S) bool masks, each moved as its image is; bool on the same device, False beyond the border.
+
+    changes: of the images. image_of: (B,) which of them each mask is of.
+    """
     grid = sampling_grid(masks.shape[-1], changes, masks.device)
+    grid = grid.index_select(0, image_of)
     values = masks[:, None].float()
     moved = F.grid_sample(values, grid, mode="nearest", align_corners=False)
     return moved[:, 0] > 0.5

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from types import ModuleType
 
 # How many values a config file may stand for.
 MOST_VALUES = 100_000
+# Where a value is from that take_from_run has set.
+FROM_RUN = "the run's args.yaml"
 
 
 class InputError(Exception):
@@ -40,6 +43,11 @@ def environment_number(name: str, low: int, high: int) -> int:
     if re.fullmatch("0|[1-9][0-9]{0,9}", text) is None or not low <= int(text) <= high:
         raise InputError(f"{name} must be a whole number from {low} to {high}, not {text!r}")
     return int(text)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 file, 2 files."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # --- types of arguments -----------------------------------------------------------------------------------------------
@@ -513,7 +521,7 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
             if args.source[name] != "default" or value in (None, getattr(args, name)):
                 continue
             setattr(args, name, check_config_value(str(path), actions[name], value))
-            args.source[name] = "the run's args.yaml"
+            args.source[name] = FROM_RUN
             taken.append(f"--{name} {value}")
     except InputError as error:
         end_with(error)
@@ -558,15 +566,41 @@ def end_with(error: Exception) -> None:
     """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
     if is_first_process():
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+    drop_unread_output()
     sys.exit(2 if isinstance(error, InputError) else 1)
 
 
+def drop_unread_output() -> bool:
+    """Whether nobody reads standard output any more, as behind `| head`; what is left to be written is then dropped."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        unread = bool(poll.poll(0))
+    except (AttributeError, OSError, ValueError):
+        # Windows has no poll, and a test's output no file
+        return False
+    if unread:
+        # or the interpreter would try once more, and complain
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+    return unread
+
+
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
-    """Run `main(args)` and exit with its code; InputError and RunError become one line (rank 0) and codes 2 and 1."""
+    """Run `main(args)` and exit with its code; InputError and RunError become one line (rank 0) and codes 2 and 1.
+
+    Where nobody reads its output any more it ends without a word, with the code of SIGPIPE.
+    """
     try:
         code = main(args)
+        sys.stdout.flush()
     except (InputError, RunError) as error:
         end_with(error)
+    except BrokenPipeError:
+        # another pipe, such as a worker's, is a fault
+        if not drop_unread_output():
+            raise
+        sys.exit(141)
     except KeyboardInterrupt:
         # This is before the training loop, which saves and ends by itself.
         sys.stderr.write("interrupted\n")

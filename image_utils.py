@@ -40,7 +40,7 @@ def open_upright(file: str | BinaryIO, window: Window | None = None) -> tuple[Im
     """The image as 8-bit grey or RGB, upright, and whether it had to be turned for that. file: its path, or open.
 
     16-bit and float images are scaled to their own range, DICOM to its window. window: takes the place of both.
-    Raises what Pillow and pydicom raise for a file that is none of their own.
+    Raises ValueError for an unknown format, and what Pillow and pydicom raise for a damaged file.
     """
     try:
         with Image.open(file) as image:
@@ -53,7 +53,7 @@ def open_upright(file: str | BinaryIO, window: Window | None = None) -> tuple[Im
             values = np.asarray(image, np.float32)
     except UnidentifiedImageError:
         if not is_dicom(file):
-            raise
+            raise unknown_format(file) from None
         return dicom_image(file, window), False
     return Image.fromarray(to_bytes(values, window)), turned
 
@@ -76,7 +76,7 @@ def open_gray(path: str, side: int) -> Image.Image:
             values = np.asarray(image, np.float32)
     except UnidentifiedImageError:
         if not is_dicom(path):
-            raise
+            raise unknown_format(path) from None
         return dicom_image(path, None).convert("L")
     return Image.fromarray(to_bytes(values, None))
 
@@ -113,6 +113,13 @@ def is_dicom(file: str | Path | BinaryIO) -> bool:
             return opened.read(132)[128:] == b"DICM"
     except OSError:
         return False
+
+
+def unknown_format(file: str | Path | BinaryIO) -> ValueError:
+    """The error of a file that is neither DICOM nor of a format that Pillow knows; the caller names it."""
+    if isinstance(file, str | Path) and str(file).lower().endswith(DICOM_ENDINGS):
+        return ValueError("not a DICOM file, though it is named as one; export it again, as DICOM or PNG")
+    return ValueError("of no known format, or cut short")
 
 
 def read_dicom(file: str | Path | BinaryIO):

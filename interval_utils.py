@@ -18,6 +18,8 @@ CONFIDENCE = 0.95
 TAIL = (1 - CONFIDENCE) / 2
 # of a costly statistic no more values than these are computed: cases are then left out in so many groups
 MOST_GROUPS = 200
+# what rounding leaves of a variance of 0
+NO_VARIANCE = 1e-15
 
 
 class Interval(NamedTuple):
@@ -37,7 +39,8 @@ def interval_of_mean(
 ) -> Interval:
     """The interval of the mean over rows; cases: of each row. Rows whose value is nan are left out.
 
-    bounded: the values lie in 0..1. Fewer than two cases tell nothing: nan.
+    bounded: the values lie in 0..1. Fewer than two cases tell nothing: nan; nor do cases that are all the same, unless
+    they are bounded.
     """
     values = np.asarray(values, np.float64)
     known = ~np.isnan(values)
@@ -64,7 +67,8 @@ def interval(
     """The interval of any number computed from rows, such as an AUROC; cases: of each row.
 
     statistic: gives the number for the indices of some rows, nan where these have none (an AUROC of one class). It is
-    called up to 201 times. bounded: it lies in 0..1. Fewer than two cases, or a statistic without a value: nan.
+    called up to 201 times. bounded: it lies in 0..1. Where nothing is told, as in interval_of_mean, and for a statistic
+    without a value: nan.
     """
     names, case = np.unique(np.asarray(cases), return_inverse=True)
     if len(names) < 2:
@@ -106,6 +110,9 @@ def from_jackknife(
     quantile = float(student_t.ppf(1 - TAIL, groups - 1))
     if bounded:
         return binomial(estimate, variance, quantile, cases)
+    # all cases are alike, which tells nothing of others
+    if variance <= NO_VARIANCE:
+        return UNKNOWN
     half = quantile * math.sqrt(variance)
     return Interval(estimate - half, estimate + half)
 
@@ -124,8 +131,7 @@ def binomial(
 
     rows = cases
     of_one_row = estimate * (1 - estimate)
-    # what rounding leaves is no variance
-    if variance > 1e-15 and of_one_row > 0:
+    if variance > NO_VARIANCE and of_one_row > 0:
         normal = norm.ppf(1 - TAIL)
         rows = of_one_row / variance * (normal / quantile) ** 2
 

@@ -324,7 +324,8 @@ class RunLog:
         """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B."""
         values = {name: finite_or_none(value) for name, value in values.items()}
         self.last |= values
-        if "train/samples_per_s" in values:
+        # an interval may hold steps of an earlier call alone, which were not timed here
+        if values.get("train/samples_per_s"):
             self.rates.append(values["train/samples_per_s"])
         if not self.ranks.is_main:
             return

@@ -19,7 +19,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from checkpoint_utils import write_atomically
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
 from image_utils import DICOM_ENDINGS
 
@@ -89,10 +89,13 @@ def ask_of_folder(folder: Path, question: str) -> list[Asked]:
             asked.append(Asked(str(name), path, question, path.stem, "", {}))
         else:
             others += 1
+
+    # what was found, and what not
     if not asked:
         raise InputError(f"{folder}: holds no image ({' '.join(IMAGE_ENDINGS)}); check --predict")
     if others:
-        print_main(f"{folder}: {len(asked)} images; {others} files with other endings left alone")
+        images = counted(len(asked), "image")
+        print_main(f"{folder}: {images}; {counted(others, 'file')} with other endings left alone")
     return asked
 
 
@@ -120,7 +123,7 @@ def ask_of_table(file: Path, question: str | None) -> list[Asked]:
 
     # nothing is answered before the table is as it should be
     if problems:
-        more = f" (and {len(problems) - 1} more rows, the last {problems[-1]})" if problems[1:] else ""
+        more = f" (and {counted(len(problems) - 1, 'more row')}, the last {problems[-1]})" if problems[1:] else ""
         raise InputError(f"{problems[0]}{more}; correct the table")
     if not asked:
         raise InputError(f"{file}: holds no rows; check --predict")
@@ -317,7 +320,7 @@ def finish(asked: list[Asked], records: list[dict], folder: Path) -> None:
     with agree_on_errors():
         if len(failed) == len(asked):
             one, reason = failed[0]
-            others = f"; nor can the other {len(asked) - 1}" if asked[1:] else ""
+            others = f"; nor can {counted(len(asked) - 1, 'other')}" if asked[1:] else ""
             raise InputError(f"{one.path}: not a readable image ({reason}){others}; check --predict")
         if world()[0] == 0:
             write_table(asked, records, folder)
@@ -328,10 +331,13 @@ def finish(asked: list[Asked], records: list[dict], folder: Path) -> None:
         print_main(f"warning: {row}{one.path}: not a readable image ({reason})", file=sys.stderr)
     if failed[MOST_NAMED:]:
         print_main(f"warning: {len(failed) - MOST_NAMED} more, see the column error", file=sys.stderr)
+
+    # of several, how many were answered
     if asked[1:]:
         unread = f", {len(failed)} not, as their images cannot be read" if failed else ""
         count = len(asked) - len(failed)
-        print_main(f"{count} questions answered{unread}; written: {folder / 'predictions.csv'} and the files it names")
+        answered = f"{counted(count, 'question')} answered{unread}"
+        print_main(f"{answered}; written: {folder / 'predictions.csv'} and the files it names")
 
 
 def write_table(asked: list[Asked], records: list[dict], folder: Path) -> None:

@@ -3,8 +3,9 @@
 import math
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
+from pathlib import Path
 
-from cli_utils import Parser, whole
+from cli_utils import FROM_RUN, Parser, whole
 
 # How often a run is evaluated: epochs, or optimizer steps.
 EVERY = re.compile(r"([1-9]\d{0,8})(steps)?")
@@ -65,6 +66,18 @@ def check_predict(parser: Parser, args: Namespace) -> None:
         reason = "--overwrite starts afresh and excludes --predict"
     if reason:
         parser.error(reason)
+
+
+def check_models(parser: Parser, args: Namespace, names: tuple[str, ...]) -> None:
+    """End with one line where a model's folder is not there any more, as the run to be applied names it."""
+    for name in names:
+        path = getattr(args, name)
+        if path is None or args.source[name] != FROM_RUN or Path(path).exists():
+            continue
+        # such as microsoft/rad-dino, where there is no folder microsoft
+        on_hub = path.count("/") == 1 and path[0] not in "./~" and not Path(path).parent.is_dir()
+        if not on_hub:
+            parser.error(f"{path}: not there any more, and the run was trained with it; give its folder as --{name}")
 
 
 def distinct(images: list) -> tuple[list[int], list[int]]:

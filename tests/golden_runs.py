@@ -68,6 +68,9 @@ actions = {}
 import argparse
 real = argparse.ArgumentParser.parse_known_args
 def note(parser, *rest):
+    # the first parser looks for --config alone
+    if len(parser._actions) < 5:
+        return real(parser, *rest)
     for action in parser._actions:
         choices = list(action.choices) if action.choices else None
         actions[action.dest] = [sorted(action.option_strings), repr(action.default), choices, str(action.nargs)]

@@ -278,7 +278,7 @@ BAD = {
     "text as an image": ({"a.png": "x"}, f"--predict {{tmp}}/a.png {ASK}", "not a readable image"),
     "empty folder": ({}, f"--predict {{tmp}} {ASK}", "holds no image"),
     "folder without images": ({"a.txt": "x"}, f"--predict {{tmp}} {ASK}", "holds no image"),
-    "no readable image": ({"a.png": "x", "b.jpg": ""}, f"--predict {{tmp}} {ASK}", "nor can the other 1"),
+    "no readable image": ({"a.png": "x", "b.jpg": ""}, f"--predict {{tmp}} {ASK}", "); nor can 1 other; check"),
     # tables
     "no column": ({"a.csv": "image\n{image}\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'question'"),
     "no image column": ({"a.csv": "file,question\n"}, "--predict {tmp}/a.csv", "a.csv:1: no column 'image'"),
@@ -337,6 +337,21 @@ def test_bad_input(trained, name, tmp_path, zygote):
     assert message in errors[0]
     assert "Traceback" not in done.stderr
     assert tree(trained.run_folder) == before
+
+
+MOVED = [(PRS_MED, "--checkpoint_dir", "sam_path"), (MIMIC, "--output_dir", "text_encoder")]
+
+
+@pytest.mark.parametrize(("script", "flag", "model"), MOVED)
+@pytest.mark.parametrize("path", ["/gone/away/model", "{tmp}/model", "docs/model"])
+def test_a_model_that_has_moved_is_named_with_its_flag(script, flag, model, path, tmp_path, zygote):
+    """Also where it was named as `docs/model`, which a model on the hub could be, too."""
+    old = path.format(tmp=tmp_path)
+    (tmp_path / "args.yaml").write_text(f"{model}: {old}\n")
+    done = zygote(script, flag, tmp_path, "--predict", tmp_path, "--question", "?")
+    assert done.code == 2
+    reason = "not there any more, and the run was trained with it"
+    assert done.stderr == f"error: {old}: {reason}; give its folder as --{model}; see --help\n"
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------

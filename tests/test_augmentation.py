@@ -63,7 +63,7 @@ def geometry(change: Change) -> Change:
 def moved(mask: np.ndarray, change: Change) -> np.ndarray:
     """A mask after a change."""
     masks = as_tensor(mask)[0]
-    return move_masks(masks, [change])[0].numpy()
+    return move_masks(masks, [change], torch.tensor([0]))[0].numpy()
 
 
 def reference(values: np.ndarray, change: Change, order: int) -> np.ndarray:
@@ -203,7 +203,7 @@ def batch_of(data: PositionData, places: list[int]) -> dict:
     for name in ("sam", "vlm", "mask"):
         tensors = [item[name] for item in items]
         batch[name] = torch.stack(tensors)
-    batch["image_of_row"] = list(range(len(places)))
+    batch["image_of"] = torch.arange(len(places))
     batch["keys"] = [item["key"] for item in items]
     batch["extents"] = [item["extents"] for item in items]
     return batch

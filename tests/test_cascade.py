@@ -349,8 +349,16 @@ def test_stages_one_at_a_time(run, one, tmp_path):
     assert "error: --stage 2: the stages before it are not there" in done.stderr
     run(out, [*flags, "--stage", "1"])
     assert read_json(out / "summary.json")["stages"] == 1
-    run(out, [*flags, "--stage", "stage2", "--resume_from", "auto"])
+    done = run(out, [*flags, "--stage", "stage2", "--resume_from", "auto"])
     training = training_lines(out)
+
+    # the speed of a stage is told by the call that trained it
+    speeds = done.stdout.partition("\nspeed ")[2].splitlines()
+    first, second = (line.split()[1] for line in speeds[1:3])
+    assert first == "-"
+    assert float(second) > 0
+
+    # the same as in one call
     assert training == training_lines(one)
     assert curve(out)[-1] == curve(one)[-1]
 

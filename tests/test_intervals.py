@@ -153,7 +153,9 @@ def test_what_has_no_interval():
     one_case = interval_of_mean([0.5, 0.7], ["a", "a"])
     no_row = interval_of_mean([], [])
     no_value = interval(lambda rows: math.nan, ["a", "b"])
-    for low, high in (one_case, no_row, no_value):
+    # a difference that is the same in all cases
+    no_width = interval_of_mean([0.1] * 30, np.repeat(np.arange(10), 3), bounded=False)
+    for low, high in (one_case, no_row, no_value, no_width):
         assert math.isnan(low)
         assert math.isnan(high)
 

@@ -413,7 +413,7 @@ def test_missing_pictures_are_listed_and_come_back(tmp_path):
     image = cxr / releases.image_name(10000001, 50000002, "ee")
     content = image.read_bytes()
     image.unlink()
-    with pytest.raises(mci.InputError, match=r"1 picture files do not exist.*ee\.jpg.*--max_missing"):
+    with pytest.raises(mci.InputError, match=r"1 picture file not found.*ee\.jpg.*--max_missing"):
         open_index(folder, (cxr, qba))
 
     index = open_index(folder, (cxr, qba), max_missing=1)

@@ -124,9 +124,13 @@ def test_what_is_odd_about_classes_is_said(tmp_path):
         ["a.png", "Q?", "pneumonya", "train"],
         ["b.png", "Q?", "pneumonia", "train"],
         ["c.png", "Q?", "cyst", "test"],
+        ["c.png", "q?", "Cyst.", "test"],
     ]
     notes = read(tmp_path, rows, ("image", "question", "answer", "split")).notes
-    assert any("'pneumonia' and 'pneumonya' are two classes" in note for note in notes)
+    assert [note for note in notes if "'pneumonya'" in note] == [
+        "answers 'pneumonia' and 'pneumonya' are two classes; make them one if one is misspelt"
+    ]
+    assert "1 row there twice or more; each counts" in notes
     assert any("'cyst' has no training row" in note for note in notes)
 
 
@@ -294,6 +298,10 @@ BAD = {
         f"{HEAD},Edema\n{GOOD},1\n{GOOD},0\n", "t.csv:3: Edema is 0, and 1 in another row"
     ),
     # answers
+    "two answers": Bad(
+        f"{HEAD}\n{GOOD}\nb.png,Q?,yes\na.png,q?,No.\nb.png,Q?,no\n",
+        "t.csv:4: answer 'No.', and 'yes' in ",
+    ),
     "free text": Bad(
         "\n".join([HEAD, *(f"{n}.png,Q?,The text number {n}" for n in range(101))]),
         "t.csv:2: 101 different answers such as 'The text number 0' are free text, and this model chooses among",
@@ -320,8 +328,9 @@ RUNS = {
     "a table's flag": ("--split_seed 3", "--split_seed is of a table of your own and needs --table"),
     "bad shares": ("--table {table} --split 60,20,10", "--split: must be three shares that add up to 100, such as"),
     "no images": ("--table {folder}/lost.csv", "lost.csv: none of its images is there, such as lost.png; they lie in"),
-    "an image too few": ("--table {folder}/short.csv", "1 picture files do not exist, such as lost.png"),
+    "an image too few": ("--table {folder}/short.csv", "1 picture file not found, such as lost.png"),
     "no image at all": ("--table {folder}/text.csv", "text.csv:2: {folder}/text.png is not a readable image ("),
+    "no DICOM": ("--table {folder}/junk.csv", "junk.csv:2: {folder}/junk.dcm is not a readable image (not a DICOM"),
     "no training rows": ("--table {folder}/test.csv", "test.csv: no questions in split 'train'; add a column 'split'"),
 }
 
@@ -331,6 +340,10 @@ def test_a_run_on_a_bad_table_is_one_line(own_flags, zygote, tmp_path, name):
     words, message = RUNS[name]
     Image.fromarray(gray(square())).save(tmp_path / "a.png")
     (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "junk.dcm").write_bytes(bytes(500))
+
+    # their tables
+    write_table(tmp_path / "junk.csv", [["junk.dcm", "Q?", "yes"]])
     write_table(tmp_path / "lost.csv", [["lost.png", "Q?", "yes"]])
     write_table(tmp_path / "short.csv", [["a.png", "Q?", "yes"], ["lost.png", "Q?", "yes"]])
     write_table(tmp_path / "text.csv", [["text.png", "Q?", "yes"]])

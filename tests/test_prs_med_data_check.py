@@ -244,6 +244,21 @@ def asked_twice(root: Path) -> None:
     edit_csv(root, change)
 
 
+def answered_in_two_ways(root: Path) -> None:
+    """Each image is asked the same twice, with another answer."""
+
+    def change(index: int, record: dict) -> dict:
+        return record | {"question": "Is there a mass?", "answer": "No." if index % 2 else "Yes."}
+
+    edit_csv(root, change)
+
+
+def row_twice(root: Path) -> None:
+    path = root / "annotations" / f"{LUNG}.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[1]]))
+
+
 class Fault(NamedTuple):
     """How a fault is planted, the finding that names it, and in how many rows; `rows` 0: an error that holds it."""
 
@@ -292,6 +307,8 @@ FAULTS = {
     "position": Fault(on_row(position=opposite), "`position` column contradicts the mask"),
     "no position": Fault(on_row(answer=lambda _: "It is there."), "answer names no position"),
     "asked twice": Fault(asked_twice, "question repeated with another answer"),
+    "two answers": Fault(answered_in_two_ways, "20 of 40 rows answer a question about an image otherwise than", 0),
+    "row twice": Fault(row_twice, "row there twice"),
     # splits
     "copy": Fault(copy_file, "keep its rows in one split", 0),
     "JPEG": Fault(saved_again(through_jpeg), LIKE),

@@ -163,6 +163,8 @@ def test_no_generate_asks_for_no_answers(run_prs_med, by_steps, tmp_path):
     assert {row["generated"] for row in rows} == {""}
     # by the mask, what looking adds is said all the same
     assert "test/blind/no_image/position_accuracy_mask_gain" in metrics
+    assert "model's position_mask above" in done.stdout
+    assert "model's position above" not in done.stdout
 
 
 def brute_hausdorff(predicted: np.ndarray, target: np.ndarray) -> float:
@@ -333,6 +335,10 @@ def test_a_model_that_looks_is_told_from_one_that_guesses(bright_squares, capsys
 
     printed = capsys.readouterr().out
     assert "commonest training answer" in printed
+    # right in all rows either way: that the next one is so, too, nothing tells
+    (line,) = [line for line in printed.splitlines() if line.startswith("without the question")]
+    assert line.endswith("+0.000 (-)")
+    assert "test/blind/no_question/position_accuracy_gain_low" not in metrics
     # every row is shown the image of another case
     from tasks.prs_med.blind import OTHER_IMAGE, blind_sets
 

@@ -112,7 +112,7 @@ def test_evaluation_on_a_closed_disk(prs_med_data, trained, closed_disk, run_prs
     assert re.search(r"^test\s.*\bdice\b", done.stdout, re.MULTILINE)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     names = [re.sub(r".*/", "", line.split(": not written")[0]) for line in lines]
-    assert names == ["eval_test.json", "test_predictions.png"]
+    assert names == ["eval_test.json", "eval_test_cases.csv", "test_predictions.png"]
     assert all(re.fullmatch(r"warning: \S+: not written \((No space|Read-only).*\)", line) for line in lines)
 
 

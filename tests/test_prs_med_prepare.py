@@ -275,7 +275,7 @@ def test_patients_by_pattern_and_by_column(tmp_path, capsys):
     assert "split by image, as no patients are known" in capsys.readouterr().out
 
 
-def test_a_table_with_splits_questions_and_structures(tmp_path):
+def test_a_table_with_splits_questions_and_structures(tmp_path, capsys):
     names = many_images(tmp_path)
     table = tmp_path / "t.csv"
     lines = ["file,patient,split,structure,question,answer"]
@@ -284,7 +284,9 @@ def test_a_table_with_splits_questions_and_structures(tmp_path):
         lines.append(f"{name},{name[:2]},{split},cyst,Where is it?,")
         lines.append(f'scans/{name}.png,{name[:2]},{split},cyst,"Left, or right?",It is left.')
     table.write_text("\n".join(lines))
+
     rows = prepare(tmp_path, "--table", table)
+    assert "note: " not in capsys.readouterr().out
     assert len(rows) == 36
     assert {row["split"] for row in rows if row["patient"] == "P5"} == {"test"}
     assert {row["split"] for row in rows if row["patient"] != "P5"} == {"train"}
@@ -292,6 +294,14 @@ def test_a_table_with_splits_questions_and_structures(tmp_path):
         ("Where is it?", True): 18,
         ("Left, or right?", False): 18,
     }
+
+    # a row twice, and a question with two answers
+    lines += [lines[1], lines[2].replace("It is left.", "It is right.")]
+    table.write_text("\n".join(lines))
+    prepare(tmp_path, "--table", table, out="again")
+    answers, copies = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert "1 answer to a question that a row before answers otherwise, such as 'It is right.'" in answers
+    assert copies == "note: 1 row there twice or more; each counts"
 
 
 def test_an_empty_split_is_said_with_a_seed_that_fills_it(tmp_path, capsys):
@@ -585,6 +595,18 @@ BAD = {
     ),
     # files
     "broken image": Bad(put("scans/p1_1.png", b"\x89PNG"), "--structure x", "scans/p1_1.png: not a readable image ("),
+    # named as DICOM
+    "no DICOM": Bad(
+        lambda f: ((f / "scans" / "p1_1.png").unlink(), put("scans/p1_1.dcm", bytes(500))(f)),
+        "--structure x",
+        "scans/p1_1.dcm: not a readable image (not a DICOM file, though it is named as one; export it",
+    ),
+    "no DICOM mask": Bad(
+        lambda f: ((f / "masks" / "p1_1.png").unlink(), put("masks/p1_1.dcm", bytes(500))(f)),
+        "--structure x",
+        "masks/p1_1.dcm: not a readable mask (not a DICOM file,",
+    ),
+    # other files
     "broken mask": Bad(put("masks/p1_1.png", b"GIF89a"), "--structure x", "masks/p1_1.png: not a readable mask ("),
     "not a number": Bad(
         lambda f: ((f / "scans" / "p0_1.png").unlink(), put("scans/p0_1.tif", HOLED)(f)),

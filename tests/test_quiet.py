@@ -1,6 +1,7 @@
 """A clean run has nothing on its error stream, and no library speaks between its lines."""
 
 import csv
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,53 @@ def odd_names(survival_data: Path, tmp_path: Path) -> list:
     with open(tmp_path / "odd.csv", "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header, *odd_rows])
     return ["--csv_path", tmp_path / "odd.csv", "--data_dir", survival_data, "--cache_dir", tmp_path / "cache", *TINY]
+
+
+# what a script does, its exit code, and its words on the error stream
+ENDS = {
+    "few lines": ("print(1)", 141, ""),
+    "many lines": ("[print(n) for n in range(100_000)]", 141, ""),
+    "at once": ("print(1, flush=True)", 141, ""),
+    "an error": ("(print(1), fail(InputError('x; y')))", 2, "error: x; y\n"),
+}
+
+
+def end_script(words: str, output: int) -> subprocess.CompletedProcess:
+    """A script that does so, writing into this pipe or file."""
+    program = f"""
+from cli_utils import InputError, run_main
+def fail(error):
+    raise error
+run_main(lambda _: {words} and None, None)
+"""
+    command = [sys.executable, "-c", program]
+    buffered = {"PYTHONUNBUFFERED": ""}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | buffered,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_whose_output_nobody_reads_ends_quietly(name):
+    """As behind `| head`, which has gone."""
+    words, code, message = ENDS[name]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = end_script(words, writer)
+    os.close(writer)
+    assert done.returncode == code
+    assert done.stderr == message
+
+
+def test_another_broken_pipe_is_a_fault():
+    done = end_script("fail(BrokenPipeError('of a worker'))", subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert done.stderr.endswith("BrokenPipeError: of a worker\n")
 
 
 @pytest.mark.parametrize("script", ["train_survival_distributed", "train_accelerate", "train"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_utils import export_weights
-from cli_utils import InputError, RunError
+from cli_utils import InputError, RunError, counted
 from distributed_utils import agree_on_errors, print_main, world
 from hardware_utils import available_ram_gb
 from logging_utils import RunLog, print_table, save_figure, write_result
@@ -170,7 +170,7 @@ def finish_cascade(
     }
     facts |= comparable_facts(data, values["views"], last.config["volume_size"])
     finish_run(training, begun, facts)
-    print_speed(plan, training.log, models[-1].position.device)
+    print_speed(plan[: len(models)], training.log, models[-1].position.device)
     say_where(training.run_folder)
 
 
@@ -179,29 +179,26 @@ def print_speed(
     log: RunLog,
     device: torch.device,
 ) -> None:
-    """Rank 0 prints throughput and memory of each stage that was trained, beside what the guide aims for."""
-    if world()[0]:
+    """Rank 0 prints throughput and memory of each stage beside what the guide aims for, - for those of another call."""
+    speeds = {stage.name: log.last.get(f"train/samples_per_s_per_gpu/{stage.name}") for stage in plan}
+    if world()[0] or not any(speeds.values()):
         return
     total = None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory / 2**30
 
-    # a stage that an earlier run has trained is left out
     rows = {}
-    for stage in plan:
-        samples_per_s = log.last.get(f"train/samples_per_s_per_gpu/{stage.name}")
-        if samples_per_s is None:
-            continue
-        memory = log.last[f"train/peak_memory_gb/{stage.name}"]
-        rows[stage.name] = {
-            "samples/s/GPU": f"{samples_per_s:.2f}",
+    for name, samples_per_s in speeds.items():
+        # an earlier call may have trained it
+        memory = log.last[f"train/peak_memory_gb/{name}"] if samples_per_s else None
+        rows[name] = {
+            "samples/s/GPU": f"{samples_per_s:.2f}" if samples_per_s else "-",
             "guide's aim": f"> {GUIDE_SAMPLES_PER_S}",
-            "memory GB": f"{memory:.2f}",
-            "share": f"{memory / total:.0%}" if total else "-",
+            "memory GB": f"{memory:.2f}" if samples_per_s else "-",
+            "share": f"{memory / total:.0%}" if samples_per_s and total else "-",
             "share's aim": "70-80%",
         }
-    if rows:
-        print_table("speed", rows)
+    print_table("speed", rows)
 
 
 # --- the banner -------------------------------------------------------------------------------------------------------
@@ -337,7 +334,8 @@ def write_evaluation(
         for name, figure in draw_evaluation("eval_test", example, facts).items():
             save_figure(run_folder / "figures" / f"{name}.png", figure)
     written = f"{run_folder}/eval_test.json, {run_folder}/figures/eval_test.png"
-    print(f"{len(data.ids['test'])} patients; written: {written}", flush=True)
+    patients = counted(len(data.ids["test"]), "patient")
+    print(f"{patients}; written: {written}", flush=True)
 
 
 def grid_of(

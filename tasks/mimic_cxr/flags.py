@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cli_utils import InputError, Parser, end_with, parse_arguments, read_config
 from cli_utils import take_from_run, value_sources, whole
-from question_utils import check_predict
+from question_utils import check_models, check_predict
 from table_utils import shares_text
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -142,6 +142,7 @@ def read_arguments(parser: Parser, argv: list[str] | None) -> argparse.Namespace
         take_from_run(parser, args, args.output_dir, OF_THE_RUN)
     if args.predict:
         take_from_run(parser, args, args.output_dir, OF_THE_MODEL)
+    check_models(parser, args, ("image_encoder", "text_encoder"))
     check_predict(parser, args)
     check_flags(parser, args)
     if args.debug:

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from checkpoint_utils import RunLock
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
 from tasks.mimic_cxr.answers import HEAD_OF_CODE, HEADS
 from tasks.mimic_cxr.index_build import ROW, Source, build
@@ -157,7 +157,7 @@ def open_folder(folder: Path, cxr: Path, build_index: Callable[[], None], max_mi
         index = Index(folder, read_index(folder), map_table(folder / "studies.arrow"))
         missing = index.facts["missing"]
         if len(missing) > max_missing:
-            count = f"{len(missing)} picture files do not exist, such as {missing[0]}"
+            count = f"{counted(len(missing), 'picture file')} not found, such as {missing[0]}"
             advice = "download them, or allow so many by --max_missing"
             raise InputError(f"{cxr}: {count} (all in {folder / 'missing.txt'}); {advice}")
     return index

@@ -9,7 +9,7 @@ import difflib
 from collections import Counter
 from typing import NamedTuple
 
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 
 # In this order a head is looked for; yes and no are told by it from a class of that name.
@@ -117,11 +117,36 @@ def notes_on_classes(routing: Routing, in_training: list[bool]) -> list[str]:
             counts[name] += trains
 
     notes = []
+    told: set[frozenset] = set()
     for name in sorted(counts):
         others = [other for other in routing.categories if other != name]
         near = difflib.get_close_matches(name, others, n=1, cutoff=ALIKE)
-        if near:
+        # each is the other's neighbour
+        pair = frozenset([name, *near])
+        if near and pair not in told:
+            told.add(pair)
             notes.append(f"answers {name!r} and {near[0]!r} are two classes; make them one if one is misspelt")
         if not counts[name]:
             notes.append(f"answer {name!r} has no training row, so that it cannot be learned")
     return notes
+
+
+def notes_on_repeats(places: list[int], asked: list[Asked]) -> list[str]:
+    """How many rows are there twice; places: of their images. Raises InputError where one has another answer."""
+    firsts: dict[tuple[int, str], Asked] = {}
+    contradictions = []
+    copies = 0
+    for place, row in zip(places, asked, strict=True):
+        first = firsts.setdefault((place, simplify(row.question)), row)
+        if simplify(row.answer) != simplify(first.answer):
+            contradictions.append((row, first))
+        elif row is not first:
+            copies += 1
+
+    if contradictions:
+        row, first = contradictions[0]
+        more = len(contradictions) - 1
+        others = f" ({counted(more, 'more row')} like it)" if more else ""
+        reason = f"answer {row.answer!r}, and {first.answer!r} in {first.source} about the same image and question"
+        raise InputError(f"{row.source}: {reason}{others}; keep one, or ask about each by itself")
+    return [f"{counted(copies, 'row')} there twice or more; each counts"] if copies else []

@@ -9,14 +9,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from cli_utils import InputError
-from image_utils import is_dicom
+from image_utils import is_dicom, unknown_format
 from table_utils import SPLITS, Record, Shares, Table, check_one_split, empty_splits, find_column, read_table
 from table_utils import split_name, split_of
 from tasks.mimic_cxr.answers import CHEXPERT
-from tasks.mimic_cxr.own_answers import Asked, Routing, notes_on_classes, route, simplify
+from tasks.mimic_cxr.own_answers import Asked, Routing, notes_on_classes, notes_on_repeats, route, simplify
 from tasks.mimic_cxr.releases import BLANK
 
 LABELS = {simplify(name): place for place, name in enumerate(CHEXPERT)}
@@ -80,7 +80,8 @@ def read_own_table(path: Path, categories: list[str] | None, shares: Shares, see
 
     routing = route(asked, categories)
     trains = [images[place].split == "train" for place in places]
-    notes = notes + notes_on_classes(routing, trains)
+    notes += notes_on_repeats(places, asked)
+    notes += notes_on_classes(routing, trains)
     types = types_of(table, asked, routing)
     return OwnTable(images, places, asked, types, routing, rule, notes)
 
@@ -114,11 +115,13 @@ def check_image(path: Path, source: str) -> bool:
     try:
         with Image.open(path):
             return True
-    except Exception as error:
+    except UnidentifiedImageError:
         if is_dicom(path):
             return True
+        reason = str(unknown_format(path))
+    except Exception as error:
         reason = str(error).replace(str(path), "file").splitlines()[0]
-        raise InputError(f"{source}: {path} is not a readable image ({reason}); replace it") from None
+    raise InputError(f"{source}: {path} is not a readable image ({reason}); replace it")
 
 
 # --- patients and splits ----------------------------------------------------------------------------------------------

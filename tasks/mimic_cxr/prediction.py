@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from checkpoint_utils import load_trained
+from cli_utils import counted
 from distributed_utils import Ranks, agree_on_errors, print_main, to_device
 from hardware_utils import choose_precision, set_numerics
 from loop_utils import agree_on_precision
@@ -74,7 +75,8 @@ def tell_of_training(asked: list[Asked], heads: list[ChosenHead], training: dict
     far = [(one, head) for one, head in zip(asked, heads, strict=True) if not head.near]
     if far:
         one, head = far[0]
-        print_main(f"{len(far)} questions like none in training, such as {one.question!r}: {head.head}, {head.reason}")
+        questions = counted(len(far), "question")
+        print_main(f"{questions} like none in training, such as {one.question!r}: {head.head}, {head.reason}")
     if training["wordings"] is None:
         print_main("the checkpoint does not tell which labels were trained: all are given")
     never = [name for name in CHEXPERT if name not in training["labels"]]

@@ -4,7 +4,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from table_utils import parse_shares
 
 
@@ -45,9 +45,8 @@ def prepare(table: Path, categories: list[str] | None, shares: tuple, split_seed
     for note in own.notes:
         print(f"note: {note}")
     if missing:
-        raise InputError(
-            f"{table}: {len(missing)} images are not there, such as {missing[0]}; paths begin at its folder"
-        )
+        lacking = counted(len(missing), "image")
+        raise InputError(f"{table}: {lacking} not found, such as {missing[0]}; paths begin at its folder")
 
     if small_models:
         questions = [row.question for row in own.asked]

@@ -99,14 +99,19 @@ def cell_of(
     ending: str = "",
     sign: str = "",
 ) -> str:
-    """A metric with its 95 % interval where it has one; sign: `+` for one that tells a difference."""
+    """A metric with its 95 % interval where it has one; sign: `+` for one that tells a difference.
+
+    (-) stands behind a difference that has none: of one case, or the same in all.
+    """
     value = metrics[f"{name}{ending}"]
     if value is None:
         return "undefined"
     low = metrics.get(f"{name}_low{ending}")
     high = metrics.get(f"{name}_high{ending}")
     text = format(value, f"{sign}.4f")
-    return text if low is None else f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
+    if low is None:
+        return f"{text} (-)" if sign else text
+    return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
 def print_blind(title: str, metrics: Metrics) -> None:

@@ -133,9 +133,8 @@ def augment(batch: dict, seed: int, epoch: int) -> dict:
         change = draw_change(seed, epoch, key)
         stays = all(position_stays(extent, change) for extent in extents)
         changes.append(change if stays else change.in_place())
-    of_rows = [changes[image] for image in batch["image_of_row"]]
     return batch | {
         "sam": change_images(batch["sam"], changes),
         "vlm": change_images(batch["vlm"], changes),
-        "mask": move_masks(batch["mask"], of_rows),
+        "mask": move_masks(batch["mask"], changes, batch["image_of"]),
     }

@@ -183,15 +183,17 @@ def print_blind(title: str, metrics: dict[str, float], split: str) -> None:
         return
     start = f"{split}/blind"
     table = {}
+
+    # without generated answers, the masks' positions are compared
+    compared = "position"
+    if f"{start}/{MODEL}/position_accuracy" not in metrics:
+        compared = "position_mask"
     for name, label in LABELS.items():
         line = {"n": metrics[f"{start}/rows"], "cases": metrics[f"{start}/cases"]}
         for column, metric in COLUMNS.items():
             if metric in COMPARED:
                 line[column] = cell_of(metrics, f"{start}/{name}/{metric}")
-        named = f"{start}/{name}/position_accuracy"
-        by_mask = f"{start}/{name}/position_accuracy_mask"
-        line["model's position above"] = cell_of(metrics, f"{named}_gain", sign="+")
-        if f"{start}/{MODEL}/position_accuracy" not in metrics:
-            line["model's position above"] = cell_of(metrics, f"{by_mask}_gain", sign="+")
+        gain = f"{start}/{name}/{COLUMNS[compared]}_gain"
+        line[f"model's {compared} above"] = cell_of(metrics, gain, sign="+")
         table[label] = line
     print_table(title, table)

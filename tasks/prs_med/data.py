@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from blind_utils import choose_rows
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from distributed_utils import create_distributed_dataloader, print_main
 from image_order_utils import ImageGroups
 from image_utils import open_image, open_upright
@@ -116,7 +116,7 @@ def read_annotations(
             rows += read_csv(file, root, skip_bad_rows, patients)
     dropped = rows.count(None)
     if dropped:
-        print_main(f"{dropped} rows with a missing field dropped")
+        print_main(f"{counted(dropped, 'row')} with a missing field dropped")
     return [row for row in rows if row is not None]
 
 

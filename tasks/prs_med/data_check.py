@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from distributed_utils import Ranks, agree_on_errors, gather_objects
 from tasks.prs_med.data import NO_PATIENTS, Patients, Row, misfit, read_annotations
 from tasks.prs_med.file_facts import NOISE, Facts, ImageFacts, MaskFacts, image_facts, mask_facts
 from tasks.prs_med.findings import all_findings, name_findings, summarise
-from tasks.prs_med.metrics import position_in
+from tasks.prs_med.metrics import meaning_of, position_in
 from tasks.prs_med.orientation import explain_positions
 from tasks.prs_med.report import print_data_check
 
@@ -32,7 +32,7 @@ def read_rows(
     """All ranks: the annotations' rows; with `check`, each with its findings and the digest of its image's content.
 
     Raises InputError for a needed split without rows, an unreadable image, one image or patient in two splits, a pair
-    that cannot be right, or a CSV with more than this share of answers that contradict their masks.
+    that cannot be right, or a CSV with more than this share of answers that contradict their masks or each other.
     """
     rows: list[Row] = []
     with agree_on_errors():
@@ -48,6 +48,7 @@ def read_rows(
     if check:
         rows = report_findings(rows, facts, ranks)
         check_contradictions(rows, facts, max_contradictions)
+        check_repeated(rows, max_contradictions)
     return rows
 
 
@@ -116,7 +117,8 @@ def check_pairs(rows: list[Row], facts: Facts) -> None:
             problems[index] = problem
     if problems:
         first = min(problems)
-        others = f" ({len(problems) - 1} more rows like it)" if len(problems) > 1 else ""
+        more = len(problems) - 1
+        others = f" ({counted(more, 'more row')} like it)" if more else ""
         row = rows[first]
         raise InputError(f"{row.source}: {row.mask}: {problems[first]}{others}")
 
@@ -177,3 +179,24 @@ def check_contradictions(rows: list[Row], facts: Facts, limit: float) -> None:
         hint = f" (they fit the masks {how})" if how else ""
         counts = f"{len(wrong)} of {len(named)} answers name another position than their mask's, as this one{hint}"
         raise InputError(f"{wrong[0].source}: {counts}; correct them or raise --max_contradictions")
+
+
+def check_repeated(rows: list[Row], limit: float) -> None:
+    """InputError for a CSV where more than this share of the rows answer a question otherwise than a row before.
+
+    That is a row about the same image; answers that name one position in other words are the same.
+    """
+    for modality in dict.fromkeys(row.modality for row in rows):
+        of_csv = [row for row in rows if row.modality == modality]
+        firsts: dict[tuple[str, str], Row] = {}
+        wrong = []
+        for row in of_csv:
+            first = firsts.setdefault((row.identity, row.question.casefold()), row)
+            if meaning_of(row.answer) != meaning_of(first.answer):
+                wrong.append((row, first))
+        if len(wrong) < FEWEST_CONTRADICTIONS or len(wrong) <= limit * len(of_csv):
+            continue
+        row, first = wrong[0]
+        counts = f"{len(wrong)} of {len(of_csv)} rows answer a question about an image otherwise than a row before"
+        advice = "keep one of them or raise --max_contradictions"
+        raise InputError(f"{row.source}: {counts}, as this one and {first.source}; {advice}")

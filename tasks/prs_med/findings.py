@@ -38,6 +38,7 @@ ADVICE = {
     "mask's proportions up to 2 % off": "it is stretched to its image; crop or pad it instead",
     # of the texts
     "question repeated with another answer": "keep one, or say in the question which is meant",
+    "row there twice": "it counts twice in training and in the scores; keep one",
     "answer names no position": "top or bottom with left or right, or center; else it counts as wrong",
 }
 
@@ -153,7 +154,7 @@ def odd_texts(row: Row, mask: MaskFacts) -> dict[str, bool]:
 
 
 def repeated_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
-    """Masks that several images share, and questions of one image that are answered in two ways."""
+    """Masks that several images share, questions of one image that are answered in two ways, and rows there twice."""
     images_of_mask: dict[str, set[str]] = {}
     for row in rows:
         image, mask = facts.of(row)
@@ -167,12 +168,17 @@ def repeated_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:
             yield Finding(index, "one mask for several images")
 
     first_answers: dict[tuple[str, str], str] = {}
+    known: set[tuple[str, ...]] = set()
     for index, row in enumerate(rows):
         asked = (row.identity, row.question.casefold())
         answer = row.answer.casefold()
         first = first_answers.setdefault(asked, answer)
         if answer != first:
             yield Finding(index, "question repeated with another answer")
+        whole = (row.image, row.mask, *asked, answer)
+        if whole in known:
+            yield Finding(index, "row there twice")
+        known.add(whole)
 
 
 def turned_findings(rows: list[Row], facts: Facts) -> Iterator[Finding]:

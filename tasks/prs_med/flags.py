@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from cli_utils import Parser, number, parse_arguments, take_from_run, value_sources, whole
-from question_utils import check_predict
+from question_utils import check_models, check_predict
 
 
 def add_data_flags(parser: Parser) -> None:
@@ -24,7 +24,7 @@ def add_data_flags(parser: Parser) -> None:
     text = "instead: what this matches in the image's file name, or its first group"
     add("--patient_pattern", metavar="REGEX", help=text)
     share = number(0, 1)
-    text = "share of a CSV's answers that may name another place than the mask; 1: all"
+    text = "share of a CSV's answers that may contradict their mask or each other; 1: all"
     add("--max_contradictions", type=share, default=0.25, help=text)
 
 
@@ -64,6 +64,7 @@ def check_args(parser: Parser, args: Namespace) -> None:
         take_from_run(parser, args, run_folder, DATA + MODELS)
     if args.predict:
         take_from_run(parser, args, run_folder, MODELS)
+    check_models(parser, args, MODELS)
 
     # the data may be gone, and config.json of both models is enough for a rehearsal
     models_known = args.vlm_path and args.sam_path

@@ -135,6 +135,9 @@ def write_set(
             raise InputError(f"{pairs[0].mask.parent}: no mask of a training image shows anything; check the masks")
         write_csv(partial / "annotations.csv", writer.rows)
         put_in_place(partial, out, name)
+    except BrokenPipeError:
+        # of standard output, not of a file
+        raise
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{error.filename or out}: not written ({reason}); choose another folder") from None

@@ -57,6 +57,11 @@ def position_in(sentence: str) -> str | None:
     return f"top {side}" if vertical in ("top", "upper") else f"bottom {side}"
 
 
+def meaning_of(answer: str) -> str:
+    """What an answer has in common with its other wordings: the position that it names, else all of it."""
+    return position_in(answer) or answer.casefold()
+
+
 class Scores(NamedTuple):
     """What one row of an evaluation comes to.
 

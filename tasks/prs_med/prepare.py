@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from cli_utils import InputError, number, whole
+from cli_utils import InputError, counted, number, whole
 from image_utils import Window
 from table_utils import SPLITS, parse_shares
 from tasks.prs_med.layout import write_set
@@ -202,7 +202,35 @@ def print_summary(rows: list[dict], found: Pairs, known: Images, reading: Readin
     volumes = [pair for pair in found.pairs if is_volume(pair.image)]
     if volumes:
         slices = {row["image_name"] for row in rows}
-        print(f"{len(slices)} slices of {len(volumes)} volumes, {reading.spacing:g} mm apart")
+        print(f"{counted(len(slices), 'slice')} of {counted(len(volumes), 'volume')}, {reading.spacing:g} mm apart")
     print_table(name, table)
     print(f"split {known.rule}")
-    print(f"{len(found.unpaired)} files without a partner")
+    for note in notes_on_repeats(rows):
+        print(f"note: {note}")
+    print(f"{counted(len(found.unpaired), 'file')} without a partner")
+
+
+def notes_on_repeats(rows: list[dict]) -> list[str]:
+    """What to say of questions that an image has more than once: answered in two ways, or the very same row."""
+    from tasks.prs_med.metrics import meaning_of
+
+    firsts: dict[tuple[str, str], dict] = {}
+    contradictions = []
+    copies = 0
+    for row in rows:
+        asked = (row["image_name"], row["question"].casefold())
+        first = firsts.setdefault(asked, row)
+        if meaning_of(row["answer"]) != meaning_of(first["answer"]):
+            contradictions.append(row)
+        elif row is not first and row["image_path"] == first["image_path"]:
+            copies += 1
+
+    notes = []
+    if contradictions:
+        row = contradictions[0]
+        what = counted(len(contradictions), "answer")
+        about = f"such as {row['answer']!r} to {row['question']!r} about {row['image_name']}"
+        notes.append(f"{what} to a question that a row before answers otherwise, {about}; keep one of them")
+    if copies:
+        notes.append(f"{counted(copies, 'row')} there twice or more; each counts")
+    return notes

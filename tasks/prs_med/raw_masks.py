@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from cli_utils import InputError
-from image_utils import dicom_values, is_dicom, turn_upright
+from image_utils import dicom_values, is_dicom, turn_upright, unknown_format
 
 # More values than a label map of a slice has; what JPEG and smooth edges leave are more.
 FEW_VALUES = 16
@@ -55,7 +55,7 @@ def read_values(path: Path, keep_labels: bool) -> np.ndarray:
         # DICOM, or nothing that is known
         if is_dicom(path):
             return dicom_mask(path)
-        raise InputError(f"{path}: not a readable mask (unknown format); replace it") from None
+        raise InputError(f"{path}: not a readable mask ({unknown_format(path)}); replace it") from None
     except InputError:
         raise
     # what a damaged file raises

@@ -110,7 +110,7 @@ class Reader:
         """A batch of rows.
 
         sam, vlm: the different images; rows that hold the same tensors share one. image_of: which of them each row is
-        about; image_of_row says it on the host. keys, extents: of each image. ids: prompt and answer, padded on the
+        about. keys, extents: of each image. ids: prompt and answer, padded on the
         right, which causal attention never sees. prompt: the prompt alone, padded with -1 on the left, as generation
         wants it. words: the places of the prompt's text. answer: the answer's tokens; token k is predicted at place
         answer_at[k], the first one at the prompt's last place.
@@ -148,7 +148,6 @@ class Reader:
             # what stays on the host is a list
             "index": [item["index"] for item in items],
             "position": [item["position"] for item in items],
-            "image_of_row": image_of,
             "keys": [items[place]["key"] for place in places],
             "extents": [items[place]["extents"] for place in places],
             "error": errors[0] if errors else "",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from cli_utils import counted
 from distributed_utils import scale_learning_rate, world
 from figure_utils import drawable_characters
 from logging_utils import print_table, save_figure, write_result
@@ -43,9 +44,9 @@ CASE_SCORES = ("dice", "iou", "hd95", "position_accuracy", "position_accuracy_ma
 def print_data_check(rows: int, findings: dict[str, tuple[dict, str]]) -> None:
     """What the check of all images and masks found: the rows of each finding and the first; then what to do."""
     if not findings:
-        print(f"data check: {rows} rows, every mask fits its image; nothing is odd", flush=True)
+        print(f"data check: {counted(rows, 'row')}, every mask fits its image; nothing is odd", flush=True)
         return
-    print_table(f"data check, {rows} rows", {name: table for name, (table, _) in findings.items()})
+    print_table(f"data check, {counted(rows, 'row')}", {name: table for name, (table, _) in findings.items()})
     for name, (_, advice) in findings.items():
         print(f"  {name}: {advice}", flush=True)
 
@@ -96,7 +97,10 @@ def cell_of(
     ending: str = "",
     sign: str = "",
 ) -> str:
-    """A metric's value with its 95 % interval where it has one; sign: `+` for one that tells a difference."""
+    """A metric's value with its 95 % interval where it has one; sign: `+` for one that tells a difference.
+
+    (-) stands behind a difference that has none: of one case, or the same in all.
+    """
     value = metrics.get(f"{name}{ending}")
     if value is None:
         return "-"
@@ -104,7 +108,7 @@ def cell_of(
     high = metrics.get(f"{name}_high{ending}")
     text = format(value, f"{sign}.3f")
     if low is None:
-        return text
+        return f"{text} (-)" if sign else text
     return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 

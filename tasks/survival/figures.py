@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 
+from cli_utils import counted
 from figure_utils import figure_text
 from tasks.survival.cohort import Outcome
 from tasks.survival.data import MultiGPUSurvivalDataset
@@ -12,11 +13,6 @@ from tasks.survival.folds import Fold
 from tasks.survival.metrics import Evaluation, concordance, easiest_and_hardest, kaplan_meier, logrank_p
 from tasks.survival.metrics import pairs_in_order, score, survival_at
 from tasks.survival.volumes import Volumes, augment
-
-
-def plural(number: int, name: str) -> str:
-    """1 case, 2 cases."""
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 # --- the scores of a fold ---------------------------------------------------------------------------------------------
@@ -41,8 +37,8 @@ def draw_survival(
         hspace=0.4,
         wspace=0.25,
     )
-    cases = plural(len(outcome.time), "case")
-    events = plural(int(outcome.event.sum()), "event")
+    cases = counted(len(outcome.time), "case")
+    events = counted(int(outcome.event.sum()), "event")
     sizes = f"{cases}, {events}"
     figure.suptitle(f"{heading}: {sizes}", fontsize=13)
     draw_tertiles(figure.add_subplot(2, 2, 1), log_hazard, outcome)
@@ -70,8 +66,8 @@ def draw_tertiles(axes, log_hazard: np.ndarray, outcome: Outcome) -> None:
         rows = third == k
         if rows.any():
             curve = kaplan_meier(event[rows], time[rows], grid)
-            cases = plural(rows.sum(), "case")
-            events = plural(event[rows].sum(), "event")
+            cases = counted(rows.sum(), "case")
+            events = counted(event[rows].sum(), "event")
             label = f"{name} risk ({cases}, {events})"
             axes.step(grid, curve, where="post", color=f"C{k}", label=label)
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cli_utils import InputError
+from cli_utils import InputError, counted
 from distributed_utils import print_main, world
 from hardware_utils import available_ram_gb
 from logging_utils import print_table, save_figure, write_result
@@ -215,7 +215,7 @@ def write_new_predictions(
         write_atomically(path, lambda file: file.write(table))
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); choose another --log_dir") from None
-    print(f"{len(cohort)} cases: {path}", flush=True)
+    print(f"{counted(len(cohort), 'case')}: {path}", flush=True)
 
 
 # --- the end of a fold ------------------------------------------------------------------------------------------------
@@ -304,4 +304,4 @@ def write_evaluation(
         write_results(fold, result, checkpoint["run"]["training_data"], used, run_folder, years)
         for name, figure in draw_results(fold, result, years).items():
             save_figure(run_folder / "figures" / f"{name}.png", figure)
-    print(f"{len(fold.val)} cases; written: {run_folder}/eval_val.json, {run_folder}/figures", flush=True)
+    print(f"{counted(len(fold.val), 'case')}; written: {run_folder}/eval_val.json, {run_folder}/figures", flush=True)
