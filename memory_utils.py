@@ -261,18 +261,17 @@ def fit_batch_to_memory(
     if before := begun_with(checkpoint, asked):
         size, accumulation = before["used"]
         source = "as the run was begun" if size < wanted.size else wanted.source
-        if before["recomputed"] and recompute is not None:
+        recomputed = before["recomputed"] and recompute is not None
+        if recomputed:
             recompute()
-            recomputed = True
 
-    # try, and ask for less until all ranks have room; a step that only lacks its margin is made after all
+    # try smaller micro-batches, then recomputation, until all have room; a step that lacks its margin is made after all
     while True:
         trial = try_step(partial(try_once, size), model, copies_held() if copies is None else copies)
         agreed = agree_on_trial(trial)
         if agreed.fits:
             break
 
-        # first smaller micro-batches, then recomputation
         if size > 1:
             size, accumulation = wanted.smaller(size, accumulation)
             source = f"fitted: {wanted.size} did not fit into {agreed.room_text}"

@@ -145,6 +145,8 @@ def rehearse(
         batch = asked_batch(args, processes)
         size = batch.size
         accumulation = batch.accumulation
+
+    # a step of it
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
         precision, _ = choose_precision(args.mixed_precision, ranks.device)
