@@ -774,10 +774,7 @@ def test_an_effective_batch_is_kept_by_any_number_of_processes(task, run_task, t
 
 
 # PRS-Med scales its learning rate, and the cascade's stages have batches of their own
-OF_THEIR_OWN = [task if task in ("prs_med", "cascade") else pytest.param(task, marks=pytest.mark.soak) for task in TASKS]
-
-
-@pytest.mark.parametrize("task", OF_THEIR_OWN)
+@pytest.mark.parametrize("task", ["prs_med", "cascade"])
 def test_a_run_of_per_gpu_flags_goes_on_by_another_number(task, run_task, finished, tmp_path):
     """Its own effective batch leads to its learning rate; another one, or an accumulation beside it, is refused."""
     middle = sorted(finished(task).glob("step_*.pt"))[0]
