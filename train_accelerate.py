@@ -331,7 +331,8 @@ def fit_stage(
         accumulation=stage.batch.accumulation,
         drop_last=False,
     )
-    part = part_of_run(training, stage, partial(checkpoint_contents, stage, learner, setup))
+    held = nn.ModuleDict({"net": learner.model, "ema": learner.averaged.model, "earlier": nn.ModuleList(setup.models)})
+    part = part_of_run(training, stage, partial(checkpoint_contents, stage, learner, setup), held)
 
     # at its start a stage is written down and drawn
     begin_speed(stage, training.log, setup.device)
