@@ -81,17 +81,17 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
     make them of a batch, and the running statistics of batch normalization: DDP leaves them alone here, so that without
     SyncBatchNorm they follow the rank's own samples.
     """
-    statistics = set()
-    for prefix, module in model.named_modules():
+    compared = set(model.state_dict(keep_vars=True))
+    for path, module in model.named_modules():
         if isinstance(module, _NormBase):
-            statistics |= {f"{prefix}.{name}".lstrip(".") for name, _ in module.named_buffers(recurse=False)}
+            for name, _ in module.named_buffers(path, recurse=False):
+                compared.discard(name)
 
-    tensors = {name: value for name, value in model.named_parameters() if is_whole(value)}
-    kept = model.state_dict(keep_vars=True).keys() - statistics
+    tensors = dict(model.named_parameters())
     for name, buffer in model.named_buffers():
-        if name in kept and is_whole(buffer):
+        if name in compared:
             tensors[name] = buffer
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if is_whole(tensor)}
 
 
 def is_whole(tensor: Tensor) -> bool:
@@ -107,10 +107,13 @@ def check_drift(model: nn.Module, step: int, run_folder: Path) -> None:
 
     One transfer of 8 bytes a tensor from the device, and one between the ranks' hosts.
     """
-    tensors = shared_tensors(model)
-    if world()[1] == 1 or not tensors:
+    if world()[1] == 1:
         return
-    sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).cpu()
+    tensors = shared_tensors(model)
+    sums = [checksum(tensor) for tensor in tensors.values()]
+    if not sums:
+        return
+    sums = torch.stack(sums).cpu()
 
     # ~x falls as x rises: the largest ~x belongs to the smallest x
     largest, smallest = reduce_max(torch.stack([sums, ~sums]))
@@ -146,18 +149,26 @@ def blame_ranks(sums: list[tuple[int, str]]) -> str:
     _, second = ranked[1]
 
     # two ranks, or two halves
-    if second == most:
-        everyone = {rank: host for rank, (_, host) in enumerate(sums)}
-        return f"{list_ranks(everyone)} do not agree, and no majority says who is right"
-    odd = {rank: host for rank, (value, host) in enumerate(sums) if value != common}
-    return f"{list_ranks(odd)} against the {most} others"
+    tie = second == most
+    odd = {}
+    for rank, (value, host) in enumerate(sums):
+        if tie or value != common:
+            odd[rank] = host
+    named = list_ranks(odd)
+    if tie:
+        return f"{named} do not agree, and no majority says who is right"
+    return f"{named} against the {most} others"
 
 
 def list_ranks(hosts: dict[int, str]) -> str:
     """`rank 3 (node07), rank 5 (node08)`, at most so many."""
-    named = [f"rank {rank} ({host})" for rank, host in hosts.items()]
-    more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
-    return ", ".join(named[:NAMED]) + more
+    named = []
+    for rank, host in hosts.items():
+        named.append(f"rank {rank} ({host})")
+    if len(named) > NAMED:
+        more = len(named) - NAMED
+        named[NAMED:] = [f"{more} more"]
+    return ", ".join(named)
 
 
 def newest_step(run_folder: Path) -> int | None:
