@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from checkpoint_utils import settle_checkpoint
@@ -96,7 +95,7 @@ def shared_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def is_whole(tensor: Tensor) -> bool:
     """Whether this process holds the whole of a tensor, and not its share by FSDP or ZeRO-3."""
-    return not isinstance(tensor, DTensor) and not hasattr(tensor, "ds_id")
+    return not hasattr(tensor, "to_local") and not hasattr(tensor, "ds_id")
 
 
 # --- compared between the ranks ---------------------------------------------------------------------------------------

@@ -3,38 +3,45 @@
 import pytest
 import torch
 from conftest import ROOT
+from flip_bit import flip_bit
 from torch import nn
 
 from drift_utils import checksum, shared_tensors
 
 
-def test_what_a_checksum_tells_apart():
-    """Every bit, places that two values change, and nothing of the memory format or of what the values are."""
+def checksums(tensors) -> set[int]:
+    """The different checksums of some tensors."""
+    return {int(checksum(tensor)) for tensor in tensors}
+
+
+def test_a_checksum_knows_the_values_and_their_places():
+    """It does not depend on the memory format; two values that differ by their highest bit alone have places, too."""
     tensor = torch.randn(3, 5, 4, 4)
-    expected = checksum(tensor)
-    assert checksum(tensor.to(memory_format=torch.channels_last)) == expected
-    assert checksum(tensor + 0) == expected
+    other = tensor.to(memory_format=torch.channels_last)
+    assert len(checksums([tensor, other, tensor + 0])) == 1
 
-    # two values that change places, also such as differ by their highest bit alone
     values = torch.tensor([1.0, -1.0, 2.0, 0.0, 5.0])
-    assert len({int(checksum(values.roll(k))) for k in range(5)}) == 5
-    assert checksum(values[[1, 0, 2, 3, 4]]) != checksum(values)
+    swapped = values[[1, 0, 2, 3, 4]]
+    turned = [values.roll(places) for places in range(5)]
+    assert len(checksums([swapped, *turned])) == 6
 
-    # more than a block of a device, and two blocks that change places
+    # several blocks, which change places
     long = torch.arange(200_000)
-    blocks = [int(checksum(part)) for part in (long, long.roll(1 << 15), long.roll(1 << 16), long[:-1])]
-    assert len(set(blocks)) == 4
+    half = long.roll(1 << 15)
+    whole = long.roll(1 << 16)
+    assert len(checksums([long, half, whole, long[:-1]])) == 4
 
-    # each bit of values of each size
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64):
-        small = torch.ones(3, dtype=dtype)
-        sums = {int(checksum(small))}
-        octets = small.view(torch.uint8)
-        for bit in range(8 * len(octets)):
-            octets[bit // 8] ^= 1 << bit % 8
-            sums.add(int(checksum(small)))
-            octets[bit // 8] ^= 1 << bit % 8
-        assert len(sums) == 8 * len(octets) + 1
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_each_bit_changes_the_checksum(dtype):
+    tensor = torch.ones(3, dtype=dtype)
+    flipped = [tensor]
+    for octet in range(tensor.nbytes):
+        for bit in range(8):
+            other = tensor.clone()
+            flip_bit(other, octet, bit)
+            flipped.append(other)
+    assert len(checksums(flipped)) == len(flipped)
 
 
 def test_which_tensors_are_compared():
