@@ -32,7 +32,7 @@ def test_a_checksum_knows_the_values_and_their_places():
     assert len(checksums([long, half, whole, long[:-1]])) == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int64])
 def test_each_bit_changes_the_checksum(dtype):
     tensor = torch.ones(3, dtype=dtype)
     flipped = [tensor]
