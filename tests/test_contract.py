@@ -38,8 +38,14 @@ RUN_FOLDER_FLAGS = {
 # A run stops here: within an epoch, and within an interval of --log_every 3.
 STOP = {"prs_med": 4, "mimic_cxr": 4, "survival": 4, "cascade": 5, "compressed_ad": 5}
 
-# Survival's batch size is that of all processes, which must divide it.
-TWO_RANKS = {task: ["--batch_size", "8"] if task == "survival" else [] for task in TASKS}
+# For two processes: survival's batch size is that of all of them, and the cascade then has a third step in its epoch.
+TWO_RANKS = {
+    "prs_med": [],
+    "mimic_cxr": [],
+    "survival": ["--batch_size", "8"],
+    "cascade": ["--batch_size", "2"],
+    "compressed_ad": [],
+}
 
 # What depends on the clock or the machine.
 SPEED = ("train/samples_per_s", "train/tflops", "train/mfu")
