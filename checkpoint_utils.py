@@ -552,7 +552,8 @@ def check_run_folder(run_folder: Path, may_exist: bool, overwrite: bool) -> None
         return
     names = {*RESULT_FILES, MANIFEST}
     files = [path for path in run_folder.iterdir() if path.name in names or is_checkpoint_name(path.name)]
-    folders = [path for path in (run_folder / "logs", run_folder / "figures") if path.exists()]
+    folders = [run_folder / name for name in ("logs", "figures", "profile")]
+    folders = [path for path in folders if path.exists()]
     _check_kinds([*files, run_folder / ".lock"], folders)
 
     manifest = read_manifest(run_folder)

@@ -80,6 +80,16 @@ def seed_number(text: str) -> int:
     return value
 
 
+def step_range(text: str) -> str:
+    """argparse type: `A:B`, the first and the last of at most 100 optimizer steps."""
+    first, _, last = text.partition(":")
+    valid = re.fullmatch("[0-9]{1,18}:[0-9]{1,18}", text) is not None
+    if not valid or not 1 <= int(first) <= int(last) < int(first) + 100:
+        reason = "must be the first and the last of at most 100 steps, as 20:25 (in a YAML file in quotes)"
+        raise argparse.ArgumentTypeError(f"{reason}, not {text!r}")
+    return text
+
+
 def json_value(text: str, noun: str):
     """What the JSON of a flag says. noun: what it should be. Raises ArgumentTypeError."""
     try:
@@ -186,6 +196,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] |
     add("--wandb", action="store_true", help="log to Weights & Biases too (WANDB_MODE=offline needs no account)")
     add("--wandb_project", default="medical-multi-gpu", help="W&B project name")
 
+    text = "profile optimizer steps A to B: traces and a table in the run folder's profile/"
+    add("--profile", type=step_range, metavar="A:B", help=text)
+
     add = parser.add_argument_group("launch").add_argument
     text = "with plain `python`: start so many processes (one per GPU) through torchrun; launchers set it by themselves"
     add("--world_size", type=whole(1), help=text)
@@ -241,6 +254,8 @@ def _add_safety_arguments(parser: argparse.ArgumentParser) -> None:
     text = "optimizer steps between checkpoints, besides those at epoch ends or evaluations; 0: only those"
     add("--save_every", type=whole(0), default=500, help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
+    text = "steps between checks that all ranks hold the same weights, as before each checkpoint; 0: none"
+    add("--check_every", type=whole(0), default=500, help=text)
     text = "seconds after which ranks give up on one that is dead or stuck and end the job"
     add("--dist_timeout", type=whole(1), default=600, help=text)
 

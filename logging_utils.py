@@ -422,10 +422,14 @@ def with_bar(batches: Iterable, title: str) -> Iterator:
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
-    """Rank 0: {row name: {column: value}} as an aligned table; `title: none` where there are no rows."""
+    """Rank 0: print format_table."""
+    print(format_table(title, rows), flush=True)
+
+
+def format_table(title: str, rows: dict[str, dict[str, float]]) -> str:
+    """{row name: {column: value}} as an aligned table; `title: none` where there are no rows."""
     if not rows:
-        print(f"{title}: none", flush=True)
-        return
+        return f"{title}: none"
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     names = [title, *rows]
     width = max(len(name) for name in names)
@@ -437,7 +441,7 @@ def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:
     for name, cells in zip(names, table, strict=True):
         aligned = [f"  {cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True)]
         lines.append(f"{name:<{width}}" + "".join(aligned))
-    print("\n".join(lines), flush=True)
+    return "\n".join(lines)
 
 
 def format_cell(value) -> str:

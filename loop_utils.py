@@ -19,11 +19,13 @@ from torch.utils.data import DataLoader
 
 from checkpoint_utils import best_sha256, check_same_run, mark_best, restore_optimizer, restore_rng
 from checkpoint_utils import restore_scaler, save_checkpoint, settle_checkpoint
-from cli_utils import InputError
+from cli_utils import InputError, RunError
 from distributed_utils import Ranks, StopSignal, agree_on_errors, gather_objects, leave_alone, print_main
 from distributed_utils import reduce_max, reduce_sum, world
+from drift_utils import check_drift
 from hardware_utils import out_of_memory
 from logging_utils import RunLog, print_banner
+from profile_utils import StepProfile
 
 # --- where a run stands -----------------------------------------------------------------------------------------------
 
@@ -57,7 +59,8 @@ class TrainingRun:
 
     last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
     ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. eval_epochs,
-    eval_steps: how many there are between two evaluations, one of them being 0. batch_scale: see BatchSize.scale.
+    eval_steps: how many there are between two evaluations, one of them being 0. batch_scale: see BatchSize.scale. model:
+    what the ranks must agree on, if anything, every check_every steps and before each checkpoint.
     """
 
     run_folder: Path
@@ -74,12 +77,19 @@ class TrainingRun:
     eval_epochs: int = 1
     eval_steps: int = 0
     batch_scale: float = 1.0
+
+    # what watches over it
+    model: nn.Module | None = None
+    check_every: int = 0
+    profile: StepProfile = field(default_factory=StepProfile)
     stop: StopSignal = field(default_factory=StopSignal)
 
     def __enter__(self) -> "TrainingRun":
         """All ranks: watch over the run from here on."""
         self.guards = contextlib.ExitStack()
         self.guards.enter_context(self.stop)
+        self.guards.enter_context(self.profile)
+        self.profile.warn_if_unused(self.progress.step, self.last_step)
         return self
 
     def __exit__(self, *error) -> None:
@@ -105,14 +115,22 @@ class TrainingRun:
         position = [progress.step, progress.epoch]
         if progress.saved == position:
             return
+        self.check_weights()
         progress.saved = position
-        contents = self.contents() | {"state": asdict(progress), "log": self.log.pending(progress.step)}
-        save_checkpoint(self.run_folder, contents, progress.step, self.keep_last)
+        with self.profile.span("save"):
+            contents = self.contents() | {"state": asdict(progress), "log": self.log.pending(progress.step)}
+            save_checkpoint(self.run_folder, contents, progress.step, self.keep_last)
+
+    def check_weights(self) -> None:
+        """All ranks: RunError on all together where their weights differ."""
+        if self.check_every and self.model is not None:
+            check_drift(self.model, self.progress.step, self.run_folder)
 
 
 def safety_flags(args: Namespace) -> dict:
     """The flags that guard a run, as TrainingRun takes them."""
-    return {"save_every": args.save_every, "keep_last": args.keep_last, "max_bad_steps": args.max_bad_steps}
+    flags = {"save_every": args.save_every, "keep_last": args.keep_last, "max_bad_steps": args.max_bad_steps}
+    return flags | {"check_every": args.check_every, "profile": StepProfile(args.profile)}
 
 
 def resume(progress: Progress, checkpoint: dict, this_run: dict, run_folder: Path, best: str = "best.pt") -> None:
@@ -188,34 +206,40 @@ def optimizer_steps(
     progress = training.progress
     log = training.log
     stop = training.stop
+    profile = training.profile
     rank, world_size = world()
     sampler = loader.batch_sampler
     sampler.set_position(progress.epoch, progress.samples)
     log.restart_clock()
     batches = iter(loader)
     while progress.step < training.last_step and progress.samples < sampler.used:
+        profile.begin_step(progress.step + 1)
         samples, local = sampler.step_sizes(progress.samples)
         step = Step(samples, local, first=samples * rank // world_size, batches=[])
 
         # fetch; the time this takes is the wait for data
         begun = time.perf_counter()
-        for _ in range(max(1, math.ceil(local / sampler.batch_size))):
-            step.batches.append(next(batches))
+        with profile.span("data wait"):
+            for _ in range(max(1, math.ceil(local / sampler.batch_size))):
+                step.batches.append(next(batches))
         log.waited += time.perf_counter() - begun
 
         # agree with the other ranks, before anything of the step is used
         counts = [step.weight * value for value in count(step)] if count else []
         error = first_error(step.batches)
         facts = [stop.code == 143, stop.code == 130, bool(error), *counts]
-        stop_143, stop_130, unusable, *step.totals = reduce_sum(facts).tolist()
+        with profile.span("wait for the other ranks"):
+            stop_143, stop_130, unusable, *step.totals = reduce_sum(facts).tolist()
         if unusable:
             raise InputError(next(reason for reason in gather_objects(error) if reason))
         if stop_143 or stop_130:
             stop.agreed = 143 if stop_143 else 130
-            return
+            break
         yield step
+        profile.end_step(progress.step, training.run_folder)
         if training.pauses():
-            return
+            break
+    profile.end(training.run_folder)
 
 
 def most_passes(samples: int, batch_size: int) -> int:
@@ -299,11 +323,18 @@ def end_step(training: TrainingRun, step: Step, losses: torch.Tensor, grad_norm:
         shared = torch.zeros_like(shared)
     log.step(torch.cat([losses, shared]), step.samples, lr)
 
-    log.check(progress.step, training.max_bad_steps)
+    try:
+        log.check(progress.step, training.max_bad_steps)
+    except RunError:
+        # one rank's own weights may be the cause
+        training.check_weights()
+        raise
     if progress.step % log.log_every == 0:
         log.write_interval(progress.step, progress.epoch + 1)
     if training.save_every and progress.step % training.save_every == 0:
         training.save()
+    elif training.check_every and progress.step % training.check_every == 0:
+        training.check_weights()
 
 
 # --- the end of an epoch and of a run ---------------------------------------------------------------------------------

@@ -456,6 +456,7 @@ def fit(
         precision=precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, this_run, batch, args),
+        model=model,
         **safety_flags(args),
     )
 

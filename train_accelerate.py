@@ -332,7 +332,8 @@ def fit_stage(
         effective_batch_size=stage.batch.total,
         drop_last=False,
     )
-    part = part_of_run(training, stage, partial(checkpoint_contents, stage, learner, setup))
+    held = nn.ModuleDict({"net": learner.model, "ema": learner.averaged.model, "earlier": nn.ModuleList(setup.models)})
+    part = part_of_run(training, stage, partial(checkpoint_contents, stage, learner, setup), held)
 
     # at its start a stage is written down and drawn
     begin_speed(stage, training.log, setup.device)

@@ -475,6 +475,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
         precision=setup.precision,
         log=log,
         contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, asked),
+        model=model,
         **safety_flags(args),
     )
     training.eval_epochs, training.eval_steps = split_interval(args.eval_every)

@@ -483,6 +483,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         precision=model.precision,
         log=log,
         contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
+        model=model,
         **safety_flags(args),
     )
     training.batch_scale = batch.scale

@@ -480,6 +480,7 @@ def fit(
         precision=setup.precision,
         log=log,
         contents=partial(checkpoint_contents, learner, fold, batch, this_run, args),
+        model=model,
         **safety_flags(args),
     )
 

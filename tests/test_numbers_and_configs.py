@@ -37,6 +37,8 @@ CONFIGS = {
     "digits.json": ('{"seed": ' + "9" * 5000 + "}", "not valid JSON"),
     "digits.yaml": ("seed: " + "9" * 5000, "not valid YAML"),
     "date.yaml": ("seed: 2001-99-99", "not valid YAML"),
+    # YAML takes it for a number of sixties
+    "profile.yaml": ("profile: 20:25", "profile: must be the first and the last of at most 100 steps"),
     "seed.yaml": (f"seed: {2**70}", r"seed: must be a whole number from -2^63 to 2^64 - 1"),
 }
 

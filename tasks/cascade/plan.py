@@ -202,8 +202,12 @@ def part_of_run(
     training: TrainingRun,
     stage: StagePlan,
     contents: Callable[[], dict],
+    model: nn.Module,
 ) -> TrainingRun:
-    """A stage's part of a run, which ends with its steps, or where --max_steps ends the run."""
+    """A stage's part of a run, which ends with its steps, or where --max_steps ends the run.
+
+    model: what the ranks must agree on.
+    """
     progress = training.progress
     end_of_stage = progress.step - progress.stage_step + stage.steps
     return replace(
@@ -212,6 +216,7 @@ def part_of_run(
         planned_steps=stage.steps,
         effective_batch_size=stage.effective_batch_size,
         contents=contents,
+        model=model,
     )
 
 
