@@ -59,8 +59,8 @@ class TrainingRun:
 
     last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
     ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. eval_epochs,
-    eval_steps: how many there are between two evaluations, one of them being 0. batch_scale: see BatchSize.scale. model:
-    what the ranks must agree on, if anything, every check_every steps and before each checkpoint.
+    eval_steps: how many there are between two evaluations, one of them being 0. batch_scale: see BatchSize.scale.
+    model: what the ranks must agree on, if anything, every check_every steps and before each checkpoint.
     """
 
     run_folder: Path
