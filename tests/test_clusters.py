@@ -1,15 +1,20 @@
-"""Job files of SLURM, on stubs: what they ask for, what they start, and when a job goes back into the queue."""
+"""SLURM's job files on stubs, the Kubernetes manifest and the Dockerfile: what they ask for, start and restart."""
 
 import re
+import shlex
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 from slurm_stub import Cluster, warn
 from test_contract import SCRIPTS, TASKS
 from test_pages import flags_in, known_flags, read
 
+MANIFEST = "configs/kubernetes/jobset.yaml"
 JOB_FILES = {task: f"configs/slurm/{task}.sbatch" for task in TASKS}
 # Options of sbatch that its manual lists, as far as they are used here.
 OPTIONS = "job-name nodes ntasks-per-node gpus-per-node cpus-per-task mem time signal requeue open-mode output".split()
@@ -24,6 +29,9 @@ touch started
 if [[ ${OWN_CODE:-} ]]; then exit "$OWN_CODE"; fi
 for ((i = 0; i < 600; i++)); do sleep 0.05; done
 """
+
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -141,3 +149,153 @@ def test_a_hostile_value(name, cluster):
     assert f"error: {name} must be a whole number" in cluster.log()
     assert not mark.exists()
     assert cluster.calls() == []
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job_set() -> dict:
+    """The JobSet's spec; the manifest's other object is the volume's claim."""
+    claim, job_set = yaml.safe_load_all(read(MANIFEST))
+    assert (claim["apiVersion"], claim["kind"]) == ("v1", "PersistentVolumeClaim")
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    return job_set["spec"]
+
+
+@pytest.fixture(scope="module")
+def node(job_set) -> dict:
+    """The Job of all nodes."""
+    (replicated,) = job_set["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    return replicated["template"]["spec"]
+
+
+def seconds_to_save() -> int:
+    """What the launcher lets torchrun's processes have after a SIGTERM."""
+    return int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)", read("launch_distributed_training.sh"))[1])
+
+
+def test_wrong_input_ends_a_job_set_and_anything_else_restarts_it(job_set, node):
+    """The job's one rule, and the one reason of the set's: all others are counted and restart."""
+    (container,) = node["template"]["spec"]["containers"]
+    exit_codes = {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert node["podFailurePolicy"] == {"rules": [{"action": "FailJob", "onExitCodes": exit_codes}]}
+    assert job_set["failurePolicy"]["maxRestarts"] > 0
+    (rule,) = job_set["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+    # a failure policy wants pods that are not restarted; one that is lost fails the job, so that all nodes begin again
+    assert node["template"]["spec"]["restartPolicy"] == "Never"
+    assert node["backoffLimit"] == 0
+    assert job_set["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
+
+
+def test_a_pod_has_time_to_save(node):
+    grace = node["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace >= seconds_to_save() + 30
+
+
+def test_the_nodes_find_each_other_and_their_folders(job_set, node):
+    name = list(yaml.safe_load_all(read(MANIFEST)))[1]["metadata"]["name"]
+    pod = node["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert node["completionMode"] == "Indexed"
+    assert node["completions"] == node["parallelism"] == int(environment["NNODES"])
+
+    # the host name of the first pod, as JobSet makes it up
+    first = f"{name}-{job_set['replicatedJobs'][0]['name']}-0-0.{job_set['network']['subdomain']}"
+    assert job_set["network"]["enableDNSHostnames"] is True
+    assert environment["MASTER_ADDR"] == first
+
+    # what is read and written lies on the volume
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    claim = next(iter(yaml.safe_load_all(read(MANIFEST))))
+    assert mounts["/storage"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+    flags = dict(word.split("=", 1) for word in container["args"])
+    script = flags.pop("--script")
+    assert set(flags) <= known_flags(script)
+    assert flags["--resume_from"] == "auto"
+    assert all(value.startswith("/storage/") for flag, value in flags.items() if flag != "--resume_from")
+
+    # the user of the image
+    assert pod["securityContext"]["runAsUser"] == int(instructions("USER")[-1])
+
+
+def test_the_launcher_takes_the_manifests_words(node):
+    """--dry_run prints the command of the second node."""
+    (container,) = node["template"]["spec"]["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    environment |= {"NODE_RANK": "1", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    command = [ROOT / "launch_distributed_training.sh", *container["args"], "--torchrun", "--dry_run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    assert words[2:6] == [
+        "--nnodes=2",
+        "--node_rank=1",
+        "--master_addr=training-node-0-0.training",
+        "--master_port=29500",
+    ]
+    assert words[6:] == [str(ROOT / "train_prs_med.py"), *container["args"][1:]]
+
+
+# --- the container ----------------------------------------------------------------------------------------------------
+
+
+def instructions(kind: str = "") -> list[str]:
+    """What stands behind each instruction of this kind in the Dockerfile; of all kinds, the whole lines."""
+    text = read("Dockerfile").replace("\\\n", " ")
+    lines = [" ".join(line.split()) for line in text.splitlines() if line and not line.startswith("#")]
+    if not kind:
+        return lines
+    return [line.removeprefix(kind + " ") for line in lines if line.startswith(kind + " ")]
+
+
+def test_the_dockerfile():
+    """Packages before the project, so that a change of the project installs nothing; not root when it runs."""
+    kinds = [line.split()[0] for line in instructions()]
+    assert kinds == "FROM RUN ENV WORKDIR COPY RUN COPY RUN USER ENTRYPOINT CMD".split()
+    assert instructions("FROM")[0].startswith("python:3.11-")
+    assert instructions("COPY") == ["requirements.txt ./", ". ./"]
+    assert "-r requirements.txt" in instructions("RUN")[1]
+    assert int(instructions("USER")[0]) > 0
+    *init, launcher = yaml.safe_load(instructions("ENTRYPOINT")[0])
+    assert init == ["tini", "--"]
+    assert "tini" in instructions("RUN")[0]
+    assert (ROOT / launcher).stat().st_mode & 0o111
+
+    # what is left out is nothing that git has
+    ignored = read(".dockerignore").split()
+    listed = subprocess.run(["git", "ls-files", "--", *ignored], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert listed.stdout == ""
+
+
+@pytest.mark.soak
+def test_the_dockerfiles_lines_in_order(tmp_path, darkroom_data):
+    """In a clean environment, without those that need root: what was installed trains."""
+    app = tmp_path / "app"
+    app.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    environment = {"PATH": f"{tmp_path}/env/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
+
+    def run(line: str) -> None:
+        done = subprocess.run(["sh", "-c", line], cwd=app, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+    # the packages, before the project is there
+    _, install, _ = instructions("RUN")
+    shutil.copy2(ROOT / "requirements.txt", app)
+    run(install)
+
+    # the project, as git has it, and a run of it by the container's own entry
+    run(f"cd {shlex.quote(str(ROOT))} && git ls-files -z | xargs -0 cp --parents -t {shlex.quote(str(app))}")
+    launcher = yaml.safe_load(instructions("ENTRYPOINT")[0])[-1]
+    flags = f"--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --n_transit 20 --train_timesteps 3 --data {darkroom_data}"
+    run(f"{launcher} --script train.py --num_gpus 2 {flags} --output_dir {tmp_path}/run")
+    assert (tmp_path / "run" / "summary.json").is_file()
