@@ -101,14 +101,18 @@ become() {
 # Before the time limit (#SBATCH --signal=B:USR1@120) the run is told to save, and the job goes back into the queue by
 # itself; so it does after a failure, up to MAX_REQUEUES times (default 30).
 train_under_slurm() {
-  local step code told=0 heard=-1
+  local word step code told=0 heard=-1 lost_node=(--kill-on-bad-exit=1)
   check_variables 0 4294967295 SLURM_JOB_ID
   check_variables 0 999999 SLURM_RESTART_COUNT MAX_REQUEUES
   check_variables 1 99999 SLURM_NNODES SLURM_CPUS_PER_TASK
   [[ ${SLURM_JOB_ID:-} ]] || fail "this is not a SLURM job; start it by sbatch"
 
+  # An elastic run goes on without a node that it loses.
+  for word in "$@"; do
+    if [[ $word == --elastic || $word == --elastic=* ]]; then lost_node=(--kill-on-bad-exit=0 --no-kill); fi
+  done
+  local command=(srun --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 "${lost_node[@]}")
   # srun does not take the cores of a task from sbatch by itself.
-  local command=(srun --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 --kill-on-bad-exit=1)
   if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then command+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
 
   # A SIGTERM to srun itself would kill the run: scancel hands it to the processes that srun started, and only to them.

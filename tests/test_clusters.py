@@ -5,13 +5,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from conftest import ROOT
 from slurm_stub import Cluster, warn
 from test_contract import SCRIPTS, TASKS
+from test_launch_distributed import Machine, torchrun
 from test_pages import flags_in, known_flags, read
 
 MANIFEST = "configs/kubernetes/jobset.yaml"
@@ -105,6 +105,13 @@ def test_at_the_time_limit_the_run_saves_and_the_job_is_requeued(task, cluster):
     assert start[:5] == ["srun", *step]
     assert start[5] == "./launch_distributed_training.sh"
     assert start[-4:] == ["--resume_from", "auto", "--seed", "3"]
+
+
+def test_an_elastic_run_outlives_a_node(cluster):
+    """srun then ends neither the other nodes nor the job."""
+    assert cluster.start("survival", ["--elastic=1:8"], OWN_CODE="0").wait(timeout=30) == 0
+    (start,) = cluster.calls()
+    assert start[1:5] == ["--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill"]
 
 
 # Environment, whether the time is up, and what is printed; a job that is requeued says so.
@@ -227,22 +234,18 @@ def test_the_nodes_find_each_other_and_their_folders(job_set, node):
     assert pod["securityContext"]["runAsUser"] == int(instructions("USER")[-1])
 
 
-def test_the_launcher_takes_the_manifests_words(node):
-    """--dry_run prints the command of the second node."""
+def test_the_launcher_takes_the_manifests_words(node, tmp_path):
+    """On the second node, with its four GPUs."""
+    machine = Machine(tmp_path, 4)
+    (machine.repo / "train_prs_med.py").touch()
     (container,) = node["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    environment |= {"NODE_RANK": "1", "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
-    command = [ROOT / "launch_distributed_training.sh", *container["args"], "--torchrun", "--dry_run"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    assert words[2:6] == [
-        "--nnodes=2",
-        "--node_rank=1",
-        "--master_addr=training-node-0-0.training",
-        "--master_port=29500",
-    ]
-    assert words[6:] == [str(ROOT / "train_prs_med.py"), *container["args"][1:]]
+    launched = machine.run(shlex.join(container["args"]), nodes=2, plain=True, NODE_RANK="1", **environment)
+    assert launched.done.returncode == 0, launched.done.stderr
+
+    meeting = ["--nnodes=2", "--node_rank=1", "--master_addr=training-node-0-0.training", "--master_port=29500"]
+    script = str(machine.repo / "train_prs_med.py")
+    assert launched.argv == torchrun(4, *meeting, script, *container["args"][1:])
 
 
 # --- the container ----------------------------------------------------------------------------------------------------
