@@ -299,6 +299,7 @@ def test_the_dockerfiles_lines_in_order(tmp_path, darkroom_data):
     # the project, as git has it, and a run of it by the container's own entry
     run(f"cd {shlex.quote(str(ROOT))} && git ls-files -z | xargs -0 cp --parents -t {shlex.quote(str(app))}")
     launcher = yaml.safe_load(instructions("ENTRYPOINT")[0])[-1]
-    flags = f"--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --n_transit 20 --train_timesteps 3 --data {darkroom_data}"
+    flags = f"--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --n_transit 20 --data {darkroom_data}"
+    flags += " --train_timesteps 3 --num_warmup_steps 1 --val_episodes 2 --eval_episodes 3 --eval_seeds 2"
     run(f"{launcher} --script train.py --num_gpus 2 {flags} --output_dir {tmp_path}/run")
     assert (tmp_path / "run" / "summary.json").is_file()
