@@ -260,7 +260,7 @@ def test_ctrl_c_saves_and_the_rest_is_the_uninterrupted_run(task, run_task, fini
 MANY_STEPS = {
     "prs_med": ["--num_epochs", "30"],
     "mimic_cxr": ["--epochs", "30"],
-    "survival": ["--epochs", "30"],
+    "survival": ["--epochs", "30", "--batch_size", "8"],
     "cascade": ["--num_epochs_per_stage", "30"],
     "compressed_ad": ["--train_timesteps", "100", "--eval_interval", "50"],
 }
