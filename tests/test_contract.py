@@ -218,44 +218,6 @@ def test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run(task, run_t
     assert summaries[0] == summaries[1]
 
 
-# Checkpoints after which training resumes at once, without an evaluation, which waits for the file at its end.
-KILLS = [(task, step) for task in TASKS for step in (2, 6 if task == "compressed_ad" else 4)]
-KILL_CASES = [pytest.param(*kill, marks=() if kill == KILLS[2] else pytest.mark.soak) for kill in KILLS]
-
-
-@pytest.mark.parametrize(("task", "step"), KILL_CASES)
-def test_killed_while_a_checkpoint_is_written(task, step, small_run, run_script, finished, tmp_path):
-    """Training has gone on meanwhile; resumed from the checkpoint before, or afresh, it is the uninterrupted run."""
-    run_folder = tmp_path / "run"
-    command = small_run(task, run_folder, ["--save_every", "2"])
-
-    killed = run_script([ROOT / "tests" / "kill_in_save.py", step, *command])
-    assert killed.code == -signal.SIGKILL
-    assert [path.name for path in run_folder.glob(".*.tmp")] == [f".step_{step:08d}.pt.tmp"]
-    assert not (run_folder / f"step_{step:08d}.pt").exists()
-
-    ended_well(run_script([*command, "--resume_from", "auto"]))
-    assert lines(run_folder) == lines(finished(task))
-    last = load_checkpoint(run_folder / "last.pt")
-    expected = load_checkpoint(finished(task) / "last.pt")
-    assert same_tensors(last["optimizer"], expected["optimizer"])
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_ctrl_c_saves_and_the_rest_is_the_uninterrupted_run(task, run_task, finished, tmp_path):
-    """SIGINT: exit code 130, a checkpoint of the step reached, and the same lines after a resume."""
-    run_folder = tmp_path / "run"
-    flags = ["--resume_from", "auto", "--save_every", "1"]
-
-    interrupt = at_step(run_folder, 2, "all", signal.SIGINT)
-    stopped = run_task(task, run_folder, flags, interrupt=interrupt)
-    assert stopped.code == 130, stopped.stderr
-    assert "signal: saved at step" in stopped.stdout
-
-    ended_well(run_task(task, run_folder, flags))
-    assert lines(run_folder) == lines(finished(task))
-
-
 # More steps, so that a run is still under way when it is told to leave; and what the job's file and the launcher add.
 MANY_STEPS = {
     "prs_med": ["--num_epochs", "30"],
@@ -293,6 +255,44 @@ def test_a_slurm_job_whose_time_is_up_is_requeued(task, small_run, run_script, t
     undisturbed = [script, *LAUNCHED.get(task, []), *flags, RUN_FOLDER_FLAGS[task], tmp_path / "undisturbed"]
     ended_well(run_script(undisturbed, ranks=ranks))
     assert lines(run_folder) == lines(tmp_path / "undisturbed")
+
+
+# Checkpoints after which training resumes at once, without an evaluation, which waits for the file at its end.
+KILLS = [(task, step) for task in TASKS for step in (2, 6 if task == "compressed_ad" else 4)]
+KILL_CASES = [pytest.param(*kill, marks=() if kill == KILLS[2] else pytest.mark.soak) for kill in KILLS]
+
+
+@pytest.mark.parametrize(("task", "step"), KILL_CASES)
+def test_killed_while_a_checkpoint_is_written(task, step, small_run, run_script, finished, tmp_path):
+    """Training has gone on meanwhile; resumed from the checkpoint before, or afresh, it is the uninterrupted run."""
+    run_folder = tmp_path / "run"
+    command = small_run(task, run_folder, ["--save_every", "2"])
+
+    killed = run_script([ROOT / "tests" / "kill_in_save.py", step, *command])
+    assert killed.code == -signal.SIGKILL
+    assert [path.name for path in run_folder.glob(".*.tmp")] == [f".step_{step:08d}.pt.tmp"]
+    assert not (run_folder / f"step_{step:08d}.pt").exists()
+
+    ended_well(run_script([*command, "--resume_from", "auto"]))
+    assert lines(run_folder) == lines(finished(task))
+    last = load_checkpoint(run_folder / "last.pt")
+    expected = load_checkpoint(finished(task) / "last.pt")
+    assert same_tensors(last["optimizer"], expected["optimizer"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_ctrl_c_saves_and_the_rest_is_the_uninterrupted_run(task, run_task, finished, tmp_path):
+    """SIGINT: exit code 130, a checkpoint of the step reached, and the same lines after a resume."""
+    run_folder = tmp_path / "run"
+    flags = ["--resume_from", "auto", "--save_every", "1"]
+
+    interrupt = at_step(run_folder, 2, "all", signal.SIGINT)
+    stopped = run_task(task, run_folder, flags, interrupt=interrupt)
+    assert stopped.code == 130, stopped.stderr
+    assert "signal: saved at step" in stopped.stdout
+
+    ended_well(run_task(task, run_folder, flags))
+    assert lines(run_folder) == lines(finished(task))
 
 
 # --- what is measured and computed ------------------------------------------------------------------------------------
