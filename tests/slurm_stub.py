@@ -75,7 +75,7 @@ class Cluster:
         return (self.folder / "log").read_text()
 
 
-def warn(job: subprocess.Popen, is_running, seconds: float = 90) -> int:
+def warn(job: subprocess.Popen, is_running, seconds: float = 200) -> int:
     """Tell a batch script that its time is nearly up, once its run has come so far; returns its exit code."""
     deadline = time.time() + seconds
     while job.poll() is None and time.time() < deadline and not is_running():
