@@ -3,7 +3,7 @@
 #   ./launch_distributed_training.sh --config configs/default_config.yaml
 #   --num_gpus N    instead of all GPUs; without GPUs: N CPU processes     --dry_run  print the command, do not run it
 #   --deepspeed | --torchrun  force DeepSpeed or DDP     --script FILE  default train_mimic_cxr.py     --debug  a try
-# Several nodes: configs/slurm/mimic_cxr.sbatch, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
+# Several nodes: the files in configs/slurm, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)

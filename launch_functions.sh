@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the three launchers share; they read it with `source`.
+# What the launchers and the job files in configs/slurm share; they read it with `source`.
 
 # fail TEXT: one line `error: TEXT`, exit code 2. Line breaks and the like are shown as ?.
 fail() {
@@ -95,4 +95,62 @@ become() {
     exec "$python" "$helper" "${1##*/}" "${@:2}"
   fi
   exec "$@"
+}
+
+# train_under_slurm COMMAND WORD...: run this once on each node of a SLURM job and end with its exit code.
+# Before the time limit (#SBATCH --signal=B:USR1@120) the run is told to save, and the job goes back into the queue by
+# itself; so it does after a failure, up to MAX_REQUEUES times (default 30).
+train_under_slurm() {
+  local word step code told=0 heard=-1 lost_node=(--kill-on-bad-exit=1)
+  check_variables 0 4294967295 SLURM_JOB_ID
+  check_variables 0 999999 SLURM_RESTART_COUNT MAX_REQUEUES
+  check_variables 1 99999 SLURM_NNODES SLURM_CPUS_PER_TASK
+  [[ ${SLURM_JOB_ID:-} ]] || fail "this is not a SLURM job; start it by sbatch"
+
+  # An elastic run goes on without a node that it loses.
+  for word in "$@"; do
+    if [[ $word == --elastic || $word == --elastic=* ]]; then lost_node=(--kill-on-bad-exit=0 --no-kill); fi
+  done
+  local command=(srun --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 "${lost_node[@]}")
+  # srun does not take the cores of a task from sbatch by itself.
+  if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then command+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
+
+  # A SIGTERM to srun itself would kill the run: scancel hands it to the processes that srun started, and only to them.
+  trap 'told=$((told + 1)); if ((told == 1)); then scancel --signal=TERM "$SLURM_JOB_ID" || true; fi' USR1
+  "${command[@]}" "$@" &
+  step=$!
+
+  # USR1 ends the waiting and not the step: wait again.
+  while ((heard != told)); do
+    heard=$told
+    code=0
+    wait "$step" || code=$?
+  done
+  trap '' USR1
+  requeue_job "$code" "$told"
+  exit "$code"
+}
+
+# requeue_job CODE TOLD: put this job back into the queue if its run has to go on. TOLD: 0, or the time was up.
+# As in configs/kubernetes/jobset.yaml, a run that is done or had wrong input is not repeated.
+requeue_job() {
+  local code=$1 told=$2 count=$((${SLURM_RESTART_COUNT:-0} + 1)) most=${MAX_REQUEUES:-30}
+  if [[ $code == 0 || $code == 2 ]]; then return; fi
+  if ((told == 0)); then
+    # The user's scancel or Ctrl-C; or a failure that came so soon that it would only come again.
+    if [[ $code == 143 || $code == 130 ]]; then return; fi
+    if ((SECONDS < 600)); then
+      echo "not requeued: exit code $code in the first 10 minutes"
+      return
+    fi
+  fi
+
+  if [[ ${SLURM_ARRAY_JOB_ID:-} ]]; then
+    echo "not requeued: the tasks of an array job are not; submit this one again"
+  elif ((count > most)); then
+    echo "not requeued: $most times already; submit the job again, or set MAX_REQUEUES"
+  else
+    echo "requeue $count of at most $most, after exit code $code"
+    scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: scontrol refused; submit the job again" >&2
+  fi
 }

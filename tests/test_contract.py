@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, at_step, tree
+from slurm_stub import Cluster, warn
 from test_run_folder import damage
 
 import checkpoint_utils
@@ -224,6 +225,45 @@ def test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run(task, run_t
         summary = read_summary(folder)
         summaries.append({name: value for name, value in summary.items() if not name.startswith(TIMES)})
     assert summaries[0] == summaries[1]
+
+
+# More steps, so that a run is still under way when it is told to leave; and what the job's file and the launcher add.
+MANY_STEPS = {
+    "prs_med": ["--num_epochs", "30"],
+    "mimic_cxr": ["--epochs", "30"],
+    "survival": ["--epochs", "30", "--batch_size", "8"],
+    "cascade": ["--num_epochs_per_stage", "30"],
+    "compressed_ad": ["--train_timesteps", "100", "--eval_interval", "50"],
+}
+LAUNCHED = {
+    "mimic_cxr": ["--config", "configs/default_config.yaml", "--use_ddp"],
+    "cascade": ["--config", "configs/multi_view_config.json"],
+}
+JOBS = [pytest.param(task, marks=() if task == "compressed_ad" else pytest.mark.soak) for task in TASKS]
+
+
+@pytest.mark.parametrize("task", JOBS)
+def test_a_slurm_job_whose_time_is_up_is_requeued(task, small_run, run_script, tmp_path):
+    """configs/slurm/<task>.sbatch on stubs of SLURM: told to leave, and run again, it is the uninterrupted run."""
+    run_folder = tmp_path / "run"
+    cluster = Cluster(tmp_path / "slurm")
+    script, *flags = small_run(task, run_folder, [*MANY_STEPS[task], "--save_every", "4"])
+    ranks = 1 if task == "compressed_ad" else 2
+    words = ["--num_gpus", ranks, *flags] + ["--torchrun"] * (task == "mimic_cxr")
+
+    code = warn(cluster.start(task, words), lambda: any(run_folder.glob("step_*.pt")))
+    assert code == 143, cluster.log()
+    assert "signal: saved at step" in cluster.log()
+    assert [call[0] for call in cluster.calls()] == ["srun", "scancel", "scontrol"]
+
+    # SLURM starts the same file again
+    code = cluster.start(task, words, SLURM_RESTART_COUNT="1").wait(timeout=240)
+    assert code == 0, cluster.log()
+    assert [call[0] for call in cluster.calls()[3:]] == ["srun"]
+
+    undisturbed = [script, *LAUNCHED.get(task, []), *flags, RUN_FOLDER_FLAGS[task], tmp_path / "undisturbed"]
+    ended_well(run_script(undisturbed, ranks=ranks))
+    assert lines(run_folder) == lines(tmp_path / "undisturbed")
 
 
 # Checkpoints after which training resumes at once, without an evaluation, which waits for the file at its end.
