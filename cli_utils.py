@@ -563,8 +563,11 @@ def end_with(error: Exception) -> None:
 
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
     """Run `main(args)` and exit with its code; InputError and RunError become one line (rank 0) and codes 2 and 1."""
+    from stop_utils import StopWatch
+
     try:
-        code = main(args)
+        with StopWatch():
+            code = main(args)
     except (InputError, RunError) as error:
         end_with(error)
     except KeyboardInterrupt:

@@ -24,6 +24,8 @@ from distributed_utils import Ranks, StopSignal, agree_on_errors, gather_objects
 from distributed_utils import reduce_max, reduce_sum, world
 from hardware_utils import out_of_memory
 from logging_utils import RunLog, print_banner
+from phase_utils import StepPhase, doing
+from stop_utils import StopWatch
 
 # --- where a run stands -----------------------------------------------------------------------------------------------
 
@@ -74,11 +76,15 @@ class TrainingRun:
     eval_epochs: int = 1
     eval_steps: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
+    phase: StepPhase = field(default_factory=StepPhase)
 
     def __enter__(self) -> "TrainingRun":
         """All ranks: watch over the run from here on."""
         self.guards = contextlib.ExitStack()
+        self.guards.enter_context(self.phase)
         self.guards.enter_context(self.stop)
+        first_step = self.progress.step
+        self.guards.enter_context(StopWatch(self.stop, lambda: (self.progress.step, self.saved_step(first_step))))
         return self
 
     def __exit__(self, *error) -> None:
@@ -98,6 +104,11 @@ class TrainingRun:
             return True
         return bool(self.eval_epochs) and epoch_complete and (self.progress.epoch + 1) % self.eval_epochs == 0
 
+    def saved_step(self, first_step: int) -> int:
+        """The step of the newest checkpoint; first_step: where this process began."""
+        return self.progress.saved[0] if self.progress.saved else first_step
+
+    @doing("saving a checkpoint", must_finish=True)
     def save(self) -> None:
         """All ranks: a checkpoint of this position, unless there is one."""
         progress = self.progress
@@ -187,22 +198,27 @@ def optimizer_steps(
     progress = training.progress
     log = training.log
     stop = training.stop
+    phase = training.phase
     rank, world_size = world()
     sampler = loader.batch_sampler
     sampler.set_position(progress.epoch, progress.samples)
     log.restart_clock()
+    phase.fetch()
     batches = iter(loader)
     while progress.step < training.last_step and progress.samples < sampler.used:
         samples, local = sampler.step_sizes(progress.samples)
         step = Step(samples, local, first=samples * rank // world_size, batches=[])
 
         # fetch; the time this takes is the wait for data
+        phase.fetch()
+        stop.step_due = phase.due
         begun = time.perf_counter()
         for _ in range(max(1, math.ceil(local / sampler.batch_size))):
             step.batches.append(next(batches))
         log.waited += time.perf_counter() - begun
 
         # agree with the other ranks, before anything of the step is used
+        phase.compute(progress.step + 1, not log.counts)
         counts = [step.weight * value for value in count(step)] if count else []
         error = first_error(step.batches)
         facts = [stop.code == 143, stop.code == 130, bool(error), *counts]
@@ -211,10 +227,11 @@ def optimizer_steps(
             raise InputError(next(reason for reason in gather_objects(error) if reason))
         if stop_143 or stop_130:
             stop.agreed = 143 if stop_143 else 130
-            return
+            break
         yield step
         if training.pauses():
-            return
+            break
+    phase.rest()
 
 
 def most_passes(samples: int, batch_size: int) -> int:
