@@ -100,7 +100,7 @@ from hardware_utils import autocast
 from memory_utils import BatchSize
 
 # the loop and its log
-from logging_utils import RunLog
+from logging_utils import RunLog, with_bar
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
 from loop_utils import restore_training, resume, safety_flags
@@ -381,7 +381,8 @@ def compute_outputs(model: RiskNet, cases: MultiGPUSurvivalDataset, workers: int
     shape = (len(cases), model.head.out_features)
     outputs = torch.zeros(shape, dtype=torch.float64)
     error = ""
-    for places, batch in zip(loader.batch_sampler, loader, strict=True):
+    batches = zip(loader.batch_sampler, loader, strict=True)
+    for places, batch in with_bar(batches, "cases"):
         error = error or first_error([batch])
         images = batch["image"].to(model.device, non_blocking=True)
         outputs[places] = model(images).double().cpu()
