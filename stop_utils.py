@@ -20,8 +20,8 @@ from collections.abc import Callable
 from phase_utils import current, must_finish, own_rank
 
 # Seconds that the main thread has to end the run in order; the second where steps would be lost.
-PATIENCE = 5.0
-PATIENCE_WITH_STEPS = 8.0
+PATIENCE = 3.0
+PATIENCE_WITH_STEPS = 7.0
 
 # How often the thread looks, in seconds.
 INTERVAL = 0.1
