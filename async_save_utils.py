@@ -43,10 +43,13 @@ class CheckpointWriter:
     def start(self, write: Callable[[], None]) -> None:
         """Begin `write()` and return; what it raises is raised by wait()."""
 
+        # training goes on meanwhile, so that nothing is said; whoever waits for the write says so
+        under_way = contextlib.ExitStack()
+        under_way.enter_context(doing("writing the checkpoint", after=math.inf, must_finish=True))
+
         def run() -> None:
             try:
-                # training goes on meanwhile, so that nothing is said; whoever waits for it says so
-                with doing("writing the checkpoint", after=math.inf, must_finish=True):
+                with under_way:
                     write()
             except BaseException as error:
                 self.error = error

@@ -393,7 +393,8 @@ def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> 
 
 def agree_on_signal(stop: StopSignal) -> int:
     """All ranks: the exit code of a signal that any of them was sent so far, else 0."""
-    return int(reduce_max([stop.code])[0])
+    stop.agreed = int(reduce_max([stop.code])[0])
+    return stop.agreed
 
 
 def stopped_in_evaluation(training: TrainingRun) -> int:

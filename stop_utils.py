@@ -71,10 +71,12 @@ class StopWatch:
     def _run(self) -> None:
         """In the thread: wait for a signal, then for the main thread, then leave."""
         number = self._next_signal()
+        if not number:
+            return
         code = 130 if number == signal.SIGINT else 143
         StopWatch.code = StopWatch.code or code
         told = time.monotonic()
-        while number and not self.over.wait(INTERVAL):
+        while not self.over.wait(INTERVAL):
             # A save that ends gives the main thread a new chance to come to its next step.
             if must_finish():
                 told = time.monotonic()
