@@ -99,10 +99,12 @@ class StopWatch:
         if self.stop.agreed:
             # All ranks are at the same step: they save and end in order.
             return False
+        # Where nothing would be lost, a step that takes its usual time is waited for all the same, but not for long.
         done, saved = self.steps()
+        takes_long = time.monotonic() > self.stop.step_due
         if done == saved:
-            return seconds > PATIENCE
-        return seconds > PATIENCE_WITH_STEPS and time.monotonic() > self.stop.step_due
+            return seconds > PATIENCE_WITH_STEPS or (seconds > PATIENCE and takes_long)
+        return seconds > PATIENCE_WITH_STEPS and takes_long
 
     def _leave(self, code: int) -> None:
         """End this process now, with its loading processes, which heed no SIGTERM."""
