@@ -7,6 +7,7 @@ it first; what it could not write is then told to all ranks together (checkpoint
 import contextlib
 import copy
 import ctypes
+import math
 import mmap
 import os
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from hardware_utils import available_ram_gb
+from phase_utils import doing
 
 # Where tensors may begin in the memory of a copy, bytes: a cache line.
 ALIGNMENT = 64
@@ -41,9 +43,14 @@ class CheckpointWriter:
     def start(self, write: Callable[[], None]) -> None:
         """Begin `write()` and return; what it raises is raised by wait()."""
 
+        # training goes on meanwhile, so that nothing is said; whoever waits for the write says so
+        under_way = contextlib.ExitStack()
+        under_way.enter_context(doing("writing the checkpoint", after=math.inf, must_finish=True))
+
         def run() -> None:
             try:
-                write()
+                with under_way:
+                    write()
             except BaseException as error:
                 self.error = error
 
@@ -59,7 +66,8 @@ class CheckpointWriter:
     def join(self) -> None:
         """Until the write is over, however it went."""
         if self.thread is not None:
-            self.thread.join()
+            with doing("waiting for the checkpoint's write"):
+                self.thread.join()
             self.thread = None
 
     def wait(self) -> None:

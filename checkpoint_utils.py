@@ -45,6 +45,9 @@ from manifest_utils import (
     write_manifest,
 )
 
+# What takes long says so.
+from phase_utils import doing
+
 # --- state of the random generators -----------------------------------------------------------------------------------
 
 
@@ -341,6 +344,7 @@ def checkpoint_to_use(resume_from: str | None, run_folder: Path) -> Path:
     return path / "best.pt" if path.is_dir() else path
 
 
+@doing("reading the checkpoint")
 def load_checkpoint(resume_from: str | None, run_folder: Path, format: str, resume: bool = False) -> Checkpoint | None:
     """All ranks: the checkpoint that `--resume_from` means, on the CPU; None without flag or anything to resume.
 
@@ -788,10 +792,12 @@ class RunLock:
         # The file is open for the lifetime of the lock.
         self.file = open(path, "a")  # noqa: SIM115
         deadline = time.monotonic() + wait
-        while not self._try():
-            if time.monotonic() >= deadline:
-                raise InputError(f"{path.parent}: another run is writing here; stop it or choose another output folder")
-            time.sleep(0.2)
+        with doing(f"waiting for another run to leave {path.parent}"):
+            while not self._try():
+                if time.monotonic() >= deadline:
+                    advice = "stop it or choose another output folder"
+                    raise InputError(f"{path.parent}: another run is writing here; {advice}")
+                time.sleep(0.2)
 
     def _try(self) -> bool:
         """Whether the lock is ours now."""

@@ -612,8 +612,11 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
 
     Where nobody reads its output any more it ends without a word, with the code of SIGPIPE.
     """
+    from stop_utils import StopWatch
+
     try:
-        code = main(args)
+        with StopWatch():
+            code = main(args)
         sys.stdout.flush()
     except (InputError, RunError) as error:
         end_with(error)

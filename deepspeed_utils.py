@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from cli_utils import InputError, read_config
+from phase_utils import doing
 
 # What the command line owns.
 OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -130,6 +131,7 @@ def check_owned(config: dict, path: str, own: dict, precision: str) -> None:
             raise InputError(f'{path}: {name}.enabled: {reason}; write "auto" there, or give --mixed_precision')
 
 
+@doing("starting DeepSpeed")
 def start_engine(model: nn.Module, optimizer: Optimizer, config: dict):
     """deepspeed.initialize in the process group that is there already."""
     # DeepSpeed insists on it; plain python and srun do not set it.

@@ -29,8 +29,10 @@ from tqdm import tqdm
 
 from cli_utils import InputError, RunError, environment_number
 from hardware_utils import usable_cores
+from phase_utils import doing
 from sampler_utils import EvalBatchSampler, TrainBatchSampler
 from startup_utils import agree_to_start, check_gpus, explain_failure, meet
+from stop_utils import leave_if_told
 
 # More processes than any machine has: a larger number is a mistake.
 MOST_RANKS = 10**6
@@ -98,7 +100,8 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     rank, local_rank, world_size, launcher = read_environment()
     ranks = Ranks(rank, local_rank, world_size, _own_device(local_rank, launcher), launcher)
     backend = backend or _default_backend(ranks.device)
-    store = _join_group(ranks, backend, timeout)
+    with doing("waiting for the other processes"):
+        store = _join_group(ranks, backend, timeout)
     try:
         _start_gpu(ranks, backend, store)
         yield ranks
@@ -106,9 +109,10 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
         # All ranks have agreed to leave in order. Frames of the traceback would keep DDP alive.
         traceback.clear_frames(error.__traceback__)
         raise
-    except BaseException:
+    except BaseException as error:
         # A crash of one rank: it goes at once, so that the others see the broken connection instead of waiting.
         if world_size > 1:
+            leave_if_told(error)
             print(f"rank {rank} crashed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
@@ -436,11 +440,13 @@ class StopSignal:
     """SIGTERM and SIGINT to this process set `code` (143 or 130).
 
     The training loop asks all ranks for it at each step boundary; `agreed` is what they have agreed on, else 0.
+    step_due: until when (time.monotonic) the step under way takes no longer than usual. See StopWatch.
     """
 
     def __init__(self):
         self.code = 0
         self.agreed = 0
+        self.step_due = 0.0
 
     def __enter__(self) -> "StopSignal":
         # SIGBREAK is Windows' Ctrl-Break

@@ -26,6 +26,7 @@ from figure_utils import figure_png, plot_curves
 from flops_utils import FlopCount, matmul_rate
 from hardware_utils import peak_memory_gb
 from manifest_utils import note_written, write_atomically
+from phase_utils import doing
 
 
 def print_banner(title: str, facts: dict) -> None:
@@ -418,7 +419,8 @@ def finite_or_none(value):
 def with_bar(batches: Iterable, title: str) -> Iterator:
     """The batches of an evaluation; rank 0 shows on a terminal how many of its own are done."""
     hidden = world()[0] > 0 or not sys.stderr.isatty()
-    return iter(tqdm(batches, desc=title, unit="batch", dynamic_ncols=True, leave=False, disable=hidden))
+    with doing(f"evaluating ({title})", has_bar=True):
+        yield from tqdm(batches, desc=title, unit="batch", dynamic_ncols=True, leave=False, disable=hidden)
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:

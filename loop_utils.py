@@ -26,6 +26,8 @@ from drift_utils import check_drift
 from hardware_utils import out_of_memory
 from logging_utils import RunLog, print_banner
 from profile_utils import StepProfile
+from phase_utils import StepPhase, doing
+from stop_utils import StopWatch
 
 # --- where a run stands -----------------------------------------------------------------------------------------------
 
@@ -83,13 +85,17 @@ class TrainingRun:
     check_every: int = 0
     profile: StepProfile = field(default_factory=StepProfile)
     stop: StopSignal = field(default_factory=StopSignal)
+    phase: StepPhase = field(default_factory=StepPhase)
 
     def __enter__(self) -> "TrainingRun":
         """All ranks: watch over the run from here on."""
         self.guards = contextlib.ExitStack()
+        self.guards.enter_context(self.phase)
         self.guards.enter_context(self.stop)
         self.guards.enter_context(self.profile)
         self.profile.warn_if_unused(self.progress.step, self.last_step)
+        first_step = self.progress.step
+        self.guards.enter_context(StopWatch(self.stop, lambda: (self.progress.step, self.saved_step(first_step))))
         return self
 
     def __exit__(self, *error) -> None:
@@ -109,6 +115,11 @@ class TrainingRun:
             return True
         return bool(self.eval_epochs) and epoch_complete and (self.progress.epoch + 1) % self.eval_epochs == 0
 
+    def saved_step(self, first_step: int) -> int:
+        """The step of the newest checkpoint; first_step: where this process began."""
+        return self.progress.saved[0] if self.progress.saved else first_step
+
+    @doing("saving a checkpoint", must_finish=True)
     def save(self) -> None:
         """All ranks: a checkpoint of this position, unless there is one."""
         progress = self.progress
@@ -207,17 +218,24 @@ def optimizer_steps(
     log = training.log
     stop = training.stop
     profile = training.profile
+    phase = training.phase
     rank, world_size = world()
+
+    # the loader goes on where the run stands
     sampler = loader.batch_sampler
     sampler.set_position(progress.epoch, progress.samples)
     log.restart_clock()
+    phase.fetch()
     batches = iter(loader)
+
     while progress.step < training.last_step and progress.samples < sampler.used:
         profile.begin_step(progress.step + 1)
         samples, local = sampler.step_sizes(progress.samples)
         step = Step(samples, local, first=samples * rank // world_size, batches=[])
 
         # fetch; the time this takes is the wait for data
+        phase.fetch()
+        stop.step_due = phase.due
         begun = time.perf_counter()
         with profile.span("data wait"):
             for _ in range(max(1, math.ceil(local / sampler.batch_size))):
@@ -225,6 +243,7 @@ def optimizer_steps(
         log.waited += time.perf_counter() - begun
 
         # agree with the other ranks, before anything of the step is used
+        phase.compute(progress.step + 1, not log.counts)
         counts = [step.weight * value for value in count(step)] if count else []
         error = first_error(step.batches)
         facts = [stop.code == 143, stop.code == 130, bool(error), *counts]
@@ -235,11 +254,15 @@ def optimizer_steps(
         if stop_143 or stop_130:
             stop.agreed = 143 if stop_143 else 130
             break
+
+        # the script computes the step
         yield step
         profile.end_step(progress.step, training.run_folder)
         if training.pauses():
             break
+
     profile.end(training.run_folder)
+    phase.rest()
 
 
 def most_passes(samples: int, batch_size: int) -> int:
@@ -408,7 +431,8 @@ def print_start(title: str, ranks: Ranks, training: TrainingRun, rows: dict) -> 
 
 def agree_on_signal(stop: StopSignal) -> int:
     """All ranks: the exit code of a signal that any of them was sent so far, else 0."""
-    return int(reduce_max([stop.code])[0])
+    stop.agreed = int(reduce_max([stop.code])[0])
+    return stop.agreed
 
 
 def stopped_in_evaluation(training: TrainingRun) -> int:

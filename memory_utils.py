@@ -13,6 +13,7 @@ from batch_utils import share_out
 from cli_utils import RunError
 from distributed_utils import print_main, reduce_max, world
 from hardware_utils import out_of_memory, split_batch
+from phase_utils import doing
 
 # What a GPU must have beside a trial's peak: the share is for fragmentation, the bytes are for what NCCL, cuDNN and
 # cuBLAS allocate past torch's allocator.
@@ -233,6 +234,7 @@ def begun_with(checkpoint: dict | None, asked: tuple[int, int]) -> dict | None:
     return None
 
 
+@doing("finding the batch that fits into the memory")
 def fit_batch_to_memory(
     try_once: Callable[[int], None],
     model: nn.Module,

@@ -30,6 +30,7 @@ import fake_cuda_utils
 import flops_utils
 from distributed_utils import Ranks, read_environment
 from memory_utils import MARGIN_BYTES, MARGIN_SHARE
+from phase_utils import doing
 
 GIB = 2**30
 # What the allocator rounds each tensor up to, bytes.
@@ -426,6 +427,7 @@ class Rehearsed(NamedTuple):
     flops: int
 
 
+@doing("rehearsing a step")
 def rehearse_step(
     trace: Trace, model: nn.Module, optimizer: torch.optim.Optimizer, trial: Callable[[], None],
     accumulation: int = 1, processes: int = 1, beside: nn.Module | None = None,

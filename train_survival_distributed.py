@@ -94,13 +94,12 @@ from torch.utils.data import DataLoader
 # the processes, the checkpoints and the memory
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint, trained_state
 from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader
-from distributed_utils import launch_workers, print_main, reduce_sum, schedule
-from distributed_utils import setup_distributed, world, wrap_in_ddp
+from distributed_utils import launch_workers, print_main, reduce_sum, schedule, setup_distributed, world, wrap_in_ddp
 from hardware_utils import autocast
 from memory_utils import BatchSize
 
 # the loop and its log
-from logging_utils import RunLog
+from logging_utils import RunLog, with_bar
 from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
 from loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
 from loop_utils import restore_training, resume, safety_flags
@@ -381,7 +380,8 @@ def compute_outputs(model: RiskNet, cases: MultiGPUSurvivalDataset, workers: int
     shape = (len(cases), model.head.out_features)
     outputs = torch.zeros(shape, dtype=torch.float64)
     error = ""
-    for places, batch in zip(loader.batch_sampler, loader, strict=True):
+    batches = zip(loader.batch_sampler, loader, strict=True)
+    for places, batch in with_bar(batches, "cases"):
         error = error or first_error([batch])
         images = batch["image"].to(model.device, non_blocking=True)
         outputs[places] = model(images).double().cpu()

@@ -304,6 +304,60 @@ def test_ctrl_c_saves_and_the_rest_is_the_uninterrupted_run(task, run_task, fini
     assert lines(run_folder) == lines(finished(task))
 
 
+# A stop signal in a phase that does not come to its end: how it begins, how it is struck, in which ranks of how many.
+STRIKES = {
+    "first-step": ("step 1", "hangs", "0"),
+    "a-step": ("step 3", "hangs", "0"),
+    "evaluation": ("evaluating", "hangs", "0"),
+    "both-ranks": ("evaluating", "hangs", "0,1"),
+    "one-rank": ("evaluating", "hangs", "1"),
+    "save": ("saving", "lasts", "0"),
+    "write": ("writing", "lasts", "0"),
+    "lock": ("waiting for another run", "hangs", "0"),
+    "index": ("building the index", "hangs", "0,1"),
+}
+# Before the training the system ends a process at once.
+AT_ONCE = ("lock", "index")
+QUICK = ["prs_med both-ranks", "mimic_cxr one-rank", "survival save", "cascade evaluation", "compressed_ad a-step"]
+STOP_CASES = []
+for task in TASKS:
+    for strike in STRIKES:
+        if strike == "index" and task != "mimic_cxr":
+            continue
+        marks = () if f"{task} {strike}" in QUICK else pytest.mark.soak
+        STOP_CASES.append(pytest.param(task, strike, marks=marks))
+
+
+@pytest.mark.parametrize(("task", "strike"), STOP_CASES)
+def test_a_stop_signal_is_served_in_every_phase(task, strike, small_run, run_script, finished, tmp_path):
+    """SIGTERM: exit code 143, no traceback, no process left; a save is completed, and the rest is the unbroken run."""
+    run_folder = tmp_path / "run"
+    more = ["--index_dir", tmp_path / "index"] if strike == "index" else []
+    command = small_run(task, run_folder, ["--save_every", "2", *more])
+    phase, how, ranks = STRIKES[strike]
+    struck = [ROOT / "tests" / "slow_phase.py", phase, how, ranks, *command]
+    count = 1 if ranks == "0" else 2
+
+    stopped = run_script(struck, ranks=count)
+    assert f"struck: {phase}" in stopped.stdout
+    code = -signal.SIGTERM if strike in AT_ONCE else 143
+    assert stopped.code == code, stopped.stdout[-2000:] + stopped.stderr[-2000:]
+    assert "Traceback" not in stopped.stderr, stopped.stderr
+    assert stopped.seconds < 30
+
+    # it says where it goes on, and has saved what it was about to
+    said = re.search(r"signal: (saved at|ended while .*goes on from) step (\d+)", stopped.stdout)
+    assert said or strike in ("one-rank", *AT_ONCE)
+    saved = [int(path.stem[5:]) for path in run_folder.glob("step_*.pt")]
+    assert said is None or int(said[2]) == max(saved, default=0)
+    assert max(saved, default=0) >= 2 or how == "hangs"
+
+    # the rest is the unbroken run's, which has one process
+    if count == 1 or strike == "index":
+        ended_well(run_script([*command, "--resume_from", "auto"]))
+        assert lines(run_folder) == lines(finished(task))
+
+
 # --- what is measured and computed ------------------------------------------------------------------------------------
 
 

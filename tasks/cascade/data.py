@@ -24,6 +24,7 @@ from cli_utils import InputError
 from distributed_utils import agree_on_errors, create_distributed_dataloader, gather_objects, print_main, reduce_sum
 from distributed_utils import world
 from hardware_utils import available_ram_gb, usable_cores
+from phase_utils import doing
 from sampler_utils import permute
 from tasks.cascade.agreement import Prior, start_volume
 from tasks.cascade.alignment import GreyFit, check_alignment, fit_greys
@@ -314,6 +315,7 @@ def survey_patient(
         return Survey(empty, empty, np.zeros(3, np.float32), str(error))
 
 
+@doing("reading CTs", has_bar=True)
 def survey_patients(
     patients: list[Patient],
     decoded: Decoded,
@@ -476,6 +478,7 @@ def source_of_flags(values: dict, source: dict[str, str], device: torch.device) 
     return Source(**fields)
 
 
+@doing("computing means over the patients")
 def mean_over(
     dataset: "XrayCtDataset",
     shape: tuple[int, ...],

@@ -9,6 +9,7 @@ from torch import Tensor
 from distributed_utils import StopSignal, agree_on_errors, reduce_sum
 from fixed_order_utils import interpolate
 from loop_utils import agree_on_signal
+from phase_utils import doing
 from tasks.cascade.agreement import made_consistent, measure_xrays, start_volume
 from tasks.cascade.alignment import GreyFit
 from tasks.cascade.data import Data, XrayCtDataset, eval_batches, grey
@@ -33,6 +34,7 @@ class Evaluation(NamedTuple):
     example: Example | None
 
 
+@doing("evaluating (val)")
 @torch.no_grad()
 def mean_losses(
     k: int,
@@ -93,6 +95,7 @@ class Test(NamedTuple):
         return score_names(split, views, self.kinds, more)
 
 
+@doing("evaluating the cascade")
 @torch.no_grad()
 def evaluate(
     split: str,

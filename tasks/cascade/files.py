@@ -19,6 +19,7 @@ from tqdm import tqdm
 from cache_utils import identity
 from cli_utils import InputError
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, world
+from phase_utils import doing
 from tasks.cascade import dicom, lidc
 from tasks.cascade.projector import render_drr, resize
 from tasks.cascade.rays import check_views
@@ -403,6 +404,7 @@ def write_drrs(job: DrrJob) -> int:
     return len(job.views)
 
 
+@doing("rendering X-rays", has_bar=True)
 def make_drrs(root: Path, views: tuple[View, ...] = (PA, LAT)) -> int:
     """All ranks: render the missing images of every CT below root; returns how many. Raises InputError."""
     rank, world_size = world()

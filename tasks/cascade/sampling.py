@@ -11,6 +11,7 @@ from torch import Tensor
 from cli_utils import InputError
 from distributed_utils import EvalBatchSampler, agree_on_errors, print_main, world
 from hardware_utils import autocast
+from phase_utils import doing
 from tasks.cascade.agreement import CORRECTIONS, LAST_CORRECTIONS, agree, measure_xrays
 from tasks.cascade.data import Decoded, grey
 from tasks.cascade.diffusion import PREVIOUS_NOISE_SAMPLING, Diffusion, Start, denoise, noise_like, prediction_of
@@ -170,6 +171,7 @@ def folder_batch(
     }
 
 
+@doing("sampling volumes")
 @torch.no_grad()
 def sample_folder(
     folder: Path,

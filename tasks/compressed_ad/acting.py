@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distributed_utils import StopSignal, any_rank, reduce_sum, world
+from phase_utils import doing
 from tasks.compressed_ad.darkroom import ACTIONS, HORIZON, NEXT, START
 from tasks.compressed_ad.model import InContextNet
 
@@ -112,6 +113,7 @@ class ActedEpisodes(NamedTuple):
     paths: np.ndarray
 
 
+@doing("evaluating agents", has_bar=True)
 @torch.no_grad()
 def act_in_context(
     model: InContextNet,

@@ -16,6 +16,7 @@ from checkpoint_utils import load_trained
 from cli_utils import InputError
 from distributed_utils import print_main
 from hardware_utils import out_of_memory
+from phase_utils import doing
 
 # ImageNet's statistics, for an image encoder that names none.
 IMAGENET_MEAN = [0.485, 0.456, 0.406]
@@ -55,6 +56,7 @@ def load_encoders(image_encoder: str, text_encoder: str, dropout: float) -> Enco
     return Encoders(image, text, tokenizer, mean, std)
 
 
+@doing("loading an encoder")
 def load_encoder(path: str, flag: str, options: dict | None = None) -> nn.Module:
     """A Hugging Face encoder in fp32, all of whose weights are in the file but for a pooler, which nothing here uses.
 

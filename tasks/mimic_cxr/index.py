@@ -26,6 +26,7 @@ import pyarrow as pa
 from checkpoint_utils import RunLock
 from cli_utils import InputError, counted
 from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
+from phase_utils import doing
 from tasks.mimic_cxr.answers import HEAD_OF_CODE, HEADS
 from tasks.mimic_cxr.index_build import ROW, Source, build
 from tasks.mimic_cxr.index_files import check_seen, is_intact, map_table, not_written, part_path, read_facts
@@ -168,16 +169,18 @@ def complete_index(folder: Path, cxr: Path, build_index: Callable[[], None]) -> 
     state = "waiting"
     lock = None
     told = False
-    while state == "waiting":
-        with agree_on_errors():
-            if world()[0] == 0:
-                state, lock = begin_build(folder, cxr)
-        state = broadcast_object(state)
-        if state == "waiting" and not told:
-            print_main(f"another run builds the index in {folder}; waiting for it")
-            told = True
+    with doing("waiting for the index that another run builds"):
+        while state == "waiting":
+            with agree_on_errors():
+                if world()[0] == 0:
+                    state, lock = begin_build(folder, cxr)
+            state = broadcast_object(state)
+            if state == "waiting" and not told:
+                print_main(f"another run builds the index in {folder}; waiting for it")
+                told = True
     if state == "ours":
-        build_index()
+        with doing("building the index", has_bar=True):
+            build_index()
     del lock
 
 
@@ -225,6 +228,7 @@ def read_index(folder: Path) -> dict:
     return facts
 
 
+@doing("checking the index")
 def find_damaged(folder: Path) -> list[Path]:
     """All ranks: the Arrow files that have not the checksum of index.json, the same on every rank."""
     files = {}

@@ -17,6 +17,7 @@ from distributed_utils import create_distributed_dataloader, print_main
 from image_order_utils import ImageGroups
 from image_utils import open_image, open_upright
 from memory_utils import BatchSize
+from phase_utils import doing
 from tasks.prs_med.augmentation import Extent, extent_of
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader
@@ -92,6 +93,7 @@ def case_of(row: Row) -> str:
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 
+@doing("reading the annotations")
 def read_annotations(
     root: Path, names: list[str] | None, skip_bad_rows: bool, patients: Patients = NO_PATIENTS
 ) -> list[Row]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cli_utils import InputError
 from distributed_utils import Ranks, gather_objects, wrap_in_ddp
 from hardware_utils import out_of_memory
+from phase_utils import doing
 from tasks.prs_med.reader import PixelStatistics, Reader
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,6 +86,7 @@ def explain_loading(path: str) -> Iterator[None]:
         raise InputError(f"{path}: checkpoint cannot be loaded ({reason}); download it again") from None
 
 
+@doing("loading the language model")
 def load_vlm(source: Source, precision: str, device: torch.device) -> nn.Module:
     """The vision language model in the precision of the run. Raises InputError."""
     from transformers import LlavaForConditionalGeneration
@@ -95,6 +97,7 @@ def load_vlm(source: Source, precision: str, device: torch.device) -> nn.Module:
         return LlavaForConditionalGeneration.from_pretrained(source.path, dtype=DTYPES[precision], **place)
 
 
+@doing("loading the image encoder")
 def load_sam(source: Source, image_size: int | None) -> nn.Module:
     """SAM's vision encoder in fp32 for images of so many pixels a side, None for its own size. Raises InputError."""
     from transformers import SamModel, SamVisionModel

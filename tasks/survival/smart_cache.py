@@ -9,6 +9,7 @@ import numpy as np
 
 from cli_utils import InputError
 from distributed_utils import world
+from phase_utils import doing
 
 
 class SmartCache:
@@ -58,6 +59,7 @@ class SmartCache:
         step = min(self.replaced or self.cached, left)
         return 1 + (math.ceil(left / step) if step else 0)
 
+    @doing("filling the cache")
     def set_epoch(self, epoch: int) -> None:
         """Bring the cache to an epoch: the next one by MONAI's replacement, another by filling it anew."""
         if epoch == self.epoch:

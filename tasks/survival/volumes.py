@@ -19,6 +19,7 @@ from cache_utils import DiskCache, identity
 from checkpoint_utils import write_atomically
 from cli_utils import InputError
 from distributed_utils import broadcast_object, gather_objects, world
+from phase_utils import doing
 from tasks.survival.cohort import Cohort, first_line
 
 
@@ -70,6 +71,7 @@ class Check(NamedTuple):
     fault: str
 
 
+@doing("checking volumes", has_bar=True)
 def check_volumes(
     cohort: Cohort,
     rows: np.ndarray,
