@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from cli_utils import InputError, Parser, end_with, whole
 
@@ -58,6 +59,13 @@ def die_with(parent: int) -> None:
 # --- the agent of one rank --------------------------------------------------------------------------------------------
 
 
+class Finished(NamedTuple):
+    """The result of a worker that has finished, and torchrun's handle of that worker."""
+
+    of: object
+    result: object
+
+
 def use_elastic_agent() -> None:
     """Let torchrun, in this process, use an agent that knows which ends of its worker are final."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -65,10 +73,25 @@ def use_elastic_agent() -> None:
     from torch.distributed.launcher import api
 
     class Agent(LocalElasticAgent):
-        """torchrun's agent with three rules of ours; of those, only crashes count as restarts."""
+        """torchrun's agent, which ends with what a script has told, and restarts no one for less than a change."""
+
+        _finished = None
+        _lost_one = False
+
+        def _look_at_worker(self, worker_group) -> RunResult:
+            """How the worker does; one that has finished is kept until all have, as a change may call it back."""
+            if self._finished is None or self._finished.of is not self._pcontext:
+                result = super()._monitor_workers(worker_group)
+                if result.state != WorkerState.SUCCEEDED:
+                    return result
+                self._finished = Finished(self._pcontext, result)
+                worker_group.store.add("finished", 1)
+            if worker_group.store.add("finished", 0) >= worker_group.group_world_size:
+                return self._finished.result
+            return RunResult(state=WorkerState.HEALTHY)
 
         def _monitor_workers(self, worker_group) -> RunResult:
-            result = super()._monitor_workers(worker_group)
+            result = self._look_at_worker(worker_group)
             codes = {failure.exitcode for failure in result.failures.values()}
 
             # what the script has told is the same on all ranks, and would be told again
