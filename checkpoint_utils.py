@@ -482,6 +482,7 @@ def check_same_run(contents: dict, now: dict) -> None:
             advice = "give the same again"
             if "batch" in name:
                 advice = "keep the product of batch size, --gradient_accumulation_steps and the number of processes"
+                advice += f", or give --effective_batch_size {before}"
             raise InputError(f"--resume_from: a run with {name.replace('_', ' ')} {before}, now {value}; {advice}")
 
 

@@ -208,6 +208,8 @@ def _add_speed_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mixed_precision", choices=("auto", "no", "bf16", "fp16"), default="auto", help=text)
     text = "batches per GPU summed into one step; on OOM double it and halve the batch size, the result stays the same"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
+    text = "samples of a step over ALL GPUs, however many: accumulation follows, batch size is the most PER GPU at once"
+    add("--effective_batch_size", type=whole(1), metavar="N", help=text)
     text = "fit the batch to memory, the effective one stays; left out: on GPUs, not on CPU"
     add("--auto_batch", action=argparse.BooleanOptionalAction, help=text)
     text = "data loading processes PER GPU; 0: the training process itself"
@@ -400,6 +402,10 @@ def parse_arguments(
 
     # What must be done before torch is imported is done here.
     args = parser.parse_args(argv)
+    if getattr(args, "effective_batch_size", None):
+        from batch_utils import check_accumulation
+
+        check_accumulation(parser, args, argv)
     if getattr(args, "rehearse", False):
         prepare_rehearsal(parser, args)
     if getattr(args, "deterministic", False):

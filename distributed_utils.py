@@ -280,6 +280,7 @@ def create_distributed_dataloader(
     num_workers: int = 0,
     accumulation: int = 1,
     drop_last: bool = True,
+    effective_batch_size: int | None = None,
     **options,
 ) -> DataLoader:
     """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU.
@@ -287,7 +288,8 @@ def create_distributed_dataloader(
     Shuffled and dealt out when `train` (call `loader.batch_sampler.set_position(epoch)` before each epoch), in order
     and unpadded otherwise. Without drop_last the last step of an epoch is uneven: weight it as TrainBatchSampler.window
     says. A data set with a `train_sampler` of its own (one of which each rank holds a part) is dealt out by that.
-    num_workers is lowered to the cores there are. Raises InputError for persistent workers beside one that `changes`
+    num_workers is lowered to the cores there are. effective_batch_size: samples of a step over all ranks, where it is
+    not batch_size x accumulation x ranks. Raises InputError for persistent workers beside one that `changes`
     with the epoch: they would keep its first state.
     """
     rank, world_size = world()
@@ -301,6 +303,8 @@ def create_distributed_dataloader(
         sampler = dataset.train_sampler(batch_size, seed, accumulation, drop_last)
     else:
         sampler = TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed, accumulation, drop_last)
+    if effective_batch_size is not None:
+        sampler.set_effective_batch(effective_batch_size)
 
     # Its own generator: a DataLoader draws from the global one at each epoch, and a resumed run would draw once more.
     generator = torch.Generator().manual_seed(seed % 2**63)
@@ -402,9 +406,12 @@ def agree_on_errors() -> Iterator[None]:
         raise errors[0] from None
 
 
-def scale_learning_rate(base: float, world_size: int, rule: str) -> float:
-    """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by sqrt(world_size), none leaves it."""
-    factors = {"linear": world_size, "sqrt": math.sqrt(world_size), "none": 1}
+def scale_learning_rate(base: float, batches: float, rule: str) -> float:
+    """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by sqrt(world_size), none leaves it.
+
+    batches: the world size, or how many times a step has the samples that the base is meant for.
+    """
+    factors = {"linear": batches, "sqrt": math.sqrt(batches), "none": 1}
     return base * factors[rule]
 
 

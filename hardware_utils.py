@@ -135,15 +135,20 @@ def out_of_memory(error: BaseException) -> bool:
     return bool(OUT_OF_MEMORY.search(message) or PROBABLY_OUT_OF_MEMORY.search(message))
 
 
-def split_batch(batch_size: int, accumulation: int) -> tuple[int, int]:
-    """The next smaller batch, and the accumulation that keeps the effective one: (8, 1) -> (4, 2), (3, 1) -> (1, 3)."""
+def split_batch(batch_size: int, accumulation: int | None) -> tuple[int, int | None]:
+    """The next smaller batch, and the accumulation that keeps the effective one: (8, 1) -> (4, 2), (3, 1) -> (1, 3).
+
+    accumulation: None where it follows by itself, so that a batch is just halved.
+    """
+    if accumulation is None:
+        return max(1, batch_size // 2), None
     for factor in range(2, batch_size + 1):
         if batch_size % factor == 0:
             return batch_size // factor, accumulation * factor
     return batch_size, accumulation
 
 
-def smaller_batch(batch_size: int, accumulation: int, most: int) -> tuple[int, int]:
+def smaller_batch(batch_size: int, accumulation: int | None, most: int) -> tuple[int, int | None]:
     """The largest batch of at most `most` that split_batch comes to, and its accumulation."""
     while batch_size > max(1, most):
         batch_size, accumulation = split_batch(batch_size, accumulation)

@@ -57,7 +57,7 @@ class TrainingRun:
 
     last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
     ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. eval_epochs,
-    eval_steps: how many there are between two evaluations, one of them being 0.
+    eval_steps: how many there are between two evaluations, one of them being 0. batch_scale: see BatchSize.scale.
     """
 
     run_folder: Path
@@ -73,6 +73,7 @@ class TrainingRun:
     max_bad_steps: int = 10
     eval_epochs: int = 1
     eval_steps: int = 0
+    batch_scale: float = 1.0
     stop: StopSignal = field(default_factory=StopSignal)
 
     def __enter__(self) -> "TrainingRun":

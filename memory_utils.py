@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from batch_utils import share_out
 from cli_utils import RunError
 from distributed_utils import print_main, reduce_max, world
 from hardware_utils import out_of_memory, split_batch
@@ -38,6 +39,10 @@ class BatchSize(NamedTuple):
     source: where they come from, for the banner. recomputed: activations are computed again in the backward pass.
     asked: (size, accumulation) of the flags, where memory has changed them. peak_gib: of the trial step, over all
     ranks; None without one and on a CPU.
+
+    total: --effective_batch_size, of which size and accumulation are those of the process with most; None where they
+    and the processes make it. most: samples of a micro-batch as the flag has them. base: the batch that the base
+    learning rate is meant for.
     """
 
     size: int
@@ -46,12 +51,74 @@ class BatchSize(NamedTuple):
     recomputed: bool = False
     asked: tuple[int, int] | None = None
     peak_gib: float | None = None
+    total: int | None = None
+    most: int | None = None
+    base: int | None = None
+
+    def of_effective_batch(self, total: int | None, base: int | None = None) -> "BatchSize":
+        """The batch of --effective_batch_size, `size` being the most for a micro-batch; itself where that is None.
+
+        base: of the run that is resumed.
+        """
+        if total is None:
+            return self
+        batch = self._replace(total=total, most=self.size, base=base or self.size)
+        return batch.planned_for(world()[1])
+
+    def planned_for(self, processes: int) -> "BatchSize":
+        """As so many processes share it out; itself where the flags are per GPU."""
+        if self.total is None:
+            return self
+        size, accumulation = share_out(self.total, self.most, processes)
+        return self._replace(size=size, accumulation=accumulation)
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples of an optimizer step, over all processes."""
+        return self.total or self.size * self.accumulation * world()[1]
+
+    @property
+    def share(self) -> int:
+        """The most samples of an optimizer step that one process has."""
+        return math.ceil(self.effective_batch_size / world()[1])
+
+    @property
+    def scale(self) -> float:
+        """What --lr_scaling goes by: how often a step has the base batch; the processes where flags are per GPU."""
+        return self.total / self.base if self.total else world()[1]
+
+    @property
+    def accumulation_flag(self) -> int | None:
+        """The accumulation as a user is to ask for it; None where it follows from --effective_batch_size."""
+        return self.flag(self.accumulation)
+
+    def flag(self, accumulation: int) -> int | None:
+        """As accumulation_flag, for this accumulation."""
+        return None if self.total else accumulation
+
+    def smaller(self, size: int, accumulation: int) -> tuple[int, int]:
+        """The next smaller micro-batch than `size`, and how many of them."""
+        if self.total:
+            return share_out(self.total, size // 2, world()[1])
+        return split_batch(size, accumulation)
+
+    def describe(self) -> str:
+        """How --effective_batch_size is shared out, for the banner."""
+        processes = world()[1]
+        least = self.total // processes
+        share = f"{self.share} each" if least == self.share else f"{least} or {self.share} each"
+        passes = f"{self.accumulation} passes of up to {self.size}" if self.accumulation > 1 else "in one pass"
+        source = f" ({self.source})" if self.source else ""
+        return f"{self.total} (--effective_batch_size) over {processes} processes: {share}, {passes}{source}"
 
     def record(self) -> dict:
         """For a checkpoint: a resumed run splits its steps in the same way, see fit_batch_to_memory."""
         used = [self.size, self.accumulation]
         asked = list(self.asked) if self.asked else used
-        return {"world_size": world()[1], "asked": asked, "used": used, "recomputed": bool(self.recomputed)}
+        record = {"world_size": world()[1], "asked": asked, "used": used, "recomputed": bool(self.recomputed)}
+        if self.total:
+            record |= {"effective_batch_size": self.total, "batch_size": self.most, "base": self.base}
+        return record
 
 
 def fits_by_itself(auto_batch: bool | None, device: torch.device) -> bool:
@@ -66,8 +133,10 @@ def auto_batch_advice(auto_batch: bool | None, device: torch.device) -> str:
     return "" if fits_by_itself(auto_batch, device) else ", or --auto_batch, which tries by itself"
 
 
-def batch_flags(size: int, accumulation: int, flag: str = "--batch_size", processes: int = 1) -> str:
+def batch_flags(size: int, accumulation: int | None, flag: str = "--batch_size", processes: int = 1) -> str:
     """How a user asks for a batch; processes: how many of them the flag counts together."""
+    if accumulation is None:
+        return f"{flag} {size * processes}"
     return f"{flag} {size * processes} --gradient_accumulation_steps {accumulation}"
 
 
@@ -168,7 +237,7 @@ def fit_batch_to_memory(
     try_once: Callable[[int], None],
     model: nn.Module,
     wanted: BatchSize,
-    words: Callable[[int, int], str],
+    words: Callable[[int, int | None], str],
     advice: str,
     copies: float | None = None,
     recompute: Callable[[], None] | None = None,
@@ -179,10 +248,10 @@ def fit_batch_to_memory(
     The batch is halved and the accumulation doubled until a step fits. Where not even one sample does, `recompute`
     turns on the recomputation of activations, and the batch starts again from the wanted one.
 
-    try_once(size): forward and backward pass of the largest batch there can be, without talking to other ranks.
-    words(size, accumulation): how a user asks for them. copies: see copies_held; recompute: None where the model
-    cannot, or a flag decided. checkpoint: a resumed run starts at the split that it was begun with, as another one adds
-    up in another order. Raises RunError with the advice.
+    try_once(size): forward and backward pass of the largest batch, without talking to other ranks. words(size,
+    accumulation): how a user asks for them. copies: see copies_held. recompute: None where the model cannot, or a flag
+    decided. checkpoint: a resumed run starts at its own split, to add up in the same order. Raises RunError with
+    advice.
     """
     asked = (wanted.size, wanted.accumulation)
     size, accumulation = asked
@@ -192,38 +261,38 @@ def fit_batch_to_memory(
     if before := begun_with(checkpoint, asked):
         size, accumulation = before["used"]
         source = "as the run was begun" if size < wanted.size else wanted.source
-        if before["recomputed"] and recompute is not None:
+        recomputed = before["recomputed"] and recompute is not None
+        if recomputed:
             recompute()
-            recomputed = True
 
-    # try, and ask for less until all ranks have room; a step that only lacks its margin is made after all
+    # try smaller micro-batches, then recomputation, until all have room; a step that lacks its margin is made after all
     while True:
         trial = try_step(partial(try_once, size), model, copies_held() if copies is None else copies)
         agreed = agree_on_trial(trial)
         if agreed.fits:
             break
 
-        # first smaller micro-batches, then recomputation
         if size > 1:
-            size, accumulation = split_batch(size, accumulation)
+            size, accumulation = wanted.smaller(size, accumulation)
             source = f"fitted: {wanted.size} did not fit into {agreed.room_text}"
-            print_main(f"out of memory: going on with {words(size, accumulation)}")
+            print_main(f"out of memory: going on with {words(size, wanted.flag(accumulation))}")
         elif recompute is not None and not recomputed:
             recompute()
             recomputed = True
             size, accumulation = asked
             source = wanted.source
-            print_main(f"out of memory: going on with {words(size, accumulation)}, activations recomputed")
+            print_main(f"out of memory: going on with {words(size, wanted.flag(accumulation))}, activations recomputed")
         # nothing is left to lower
         elif agreed.ran_out:
             reason = trial.error or "on another process"
-            raise RunError(f"out of memory at {words(size, accumulation)} ({reason[:120]}); {advice}")
+            raise RunError(f"out of memory at {words(size, wanted.flag(accumulation))} ({reason[:120]}); {advice}")
         else:
             taken = f"{agreed.peak_gib:.1f} of {agreed.room_text}"
             print_main(f"warning: a step takes {taken}, which leaves little for NCCL and fragmentation; {advice}")
             break
 
-    return BatchSize(size, accumulation, source, recomputed or wanted.recomputed, asked, agreed.peak_gib)
+    fitted = wanted._replace(size=size, accumulation=accumulation, source=source, asked=asked)
+    return fitted._replace(recomputed=recomputed or wanted.recomputed, peak_gib=agreed.peak_gib)
 
 
 def release_memory() -> None:

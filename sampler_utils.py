@@ -51,6 +51,7 @@ class TrainBatchSampler:
     world_size make up the effective batch. The ranks' shares are disjoint and contiguous. The last step holds what is
     left (a rank without a share of it is given one sample to compute, for which `step_sizes` says 0). With drop_last
     every batch is full, and what is left below one batch of all ranks is left out: that does depend on the world size.
+    After `set_effective_batch` the shares need not be equal, nor the batches of the ranks equally many.
     """
 
     # ImageGroups where the samples are questions, of which those about one image come together
@@ -74,10 +75,17 @@ class TrainBatchSampler:
         self.effective_batch_size = batch_size * world_size * accumulation
 
         # samples of an epoch that are used, and where in which epoch the next iteration begins
+        self.drop_last = drop_last
         remainder = num_samples % (batch_size * world_size) if drop_last else 0
         self.used = num_samples - remainder
         self.epoch = 0
         self.start = 0
+
+    def set_effective_batch(self, samples: int) -> None:
+        """Let an optimizer step have so many samples of all ranks, a batch still at most batch_size."""
+        self.effective_batch_size = samples
+        if self.drop_last:
+            self.used = self.num_samples - self.num_samples % samples
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
         """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
@@ -101,13 +109,13 @@ class TrainBatchSampler:
 
     def __len__(self) -> int:
         full_steps, rest = divmod(self.used - self.start, self.effective_batch_size)
-        batch_of_all_ranks = self.batch_size * self.world_size
-        batches_per_step = self.effective_batch_size // batch_of_all_ranks
-        last = 0
-        if rest:
-            _, local = self.step_sizes(self.used - rest)
-            last = max(1, math.ceil(local / self.batch_size))
-        return full_steps * batches_per_step + last
+        last = self._batches(rest) if rest else 0
+        return full_steps * self._batches(self.effective_batch_size) + last
+
+    def _batches(self, samples: int) -> int:
+        """This rank's batches of a step of so many samples; one for a rank without a share."""
+        local = self._place(samples, self.rank + 1) - self._place(samples, self.rank)
+        return max(1, math.ceil(local / self.batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
         for first in range(self.start, self.used, self.effective_batch_size):

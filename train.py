@@ -118,8 +118,8 @@ from memory_utils import BatchSize
 # the task
 from tasks.compressed_ad.acting import ActedEpisodes, act_in_context
 from tasks.compressed_ad.data import DarkroomData, evaluation_batches, make_loader, read_darkroom
-from tasks.compressed_ad.memory import RehearsedParts, fit_segments_to_memory, out_of_memory_advice
-from tasks.compressed_ad.memory import rehearse_segments
+from tasks.compressed_ad.memory import RehearsedParts, asked_batch, fit_segments_to_memory
+from tasks.compressed_ad.memory import out_of_memory_advice, rehearse_segments
 from tasks.compressed_ad.model import InContextNet
 from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_evaluation
 from tasks.compressed_ad.report import describe_run, draw_inputs, draw_test, print_processes
@@ -424,7 +424,7 @@ def fit(
     """
     model, data, precision, args, _ = experiment
     run_folder = Path(args.output_dir)
-    batch = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
+    batch = asked_batch(args)
     try_batch = partial(trial_step, model, precision)
     batch = fit_segments_to_memory(try_batch, model, batch, data.segments.max_depth, args.auto_batch, checkpoint)
     workers = choose_workers(args.num_workers, args.source["num_workers"], ranks.device)
@@ -467,7 +467,7 @@ def fit(
     if args.compile:
         model.compile_layers()
 
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation_flag, args.auto_batch, ranks.device)
     with explain_out_of_memory(advice), training, contextlib.closing(log):
         train_epoch = partial(train_one_epoch, wrap(model), loader, optimizer, scaler)
         code = train(experiment, train_epoch, loader.batch_sampler.used, training)
@@ -575,8 +575,7 @@ def rehearse(args: Namespace) -> None:
         return RehearsedParts(model, make_optimizer(model, args), partial(trial_step, model, precision), precision)
 
     depth = args.max_compression_depth if args.n_latent else 0
-    batch = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, source="")
-    rehearse_segments(parts, depth, batch, args.world_size, args.gpu_memory)
+    rehearse_segments(parts, depth, asked_batch(args), args.world_size, args.gpu_memory)
 
 
 def main(args: Namespace) -> int:
@@ -585,9 +584,8 @@ def main(args: Namespace) -> int:
         rehearse(args)
     launch_workers(args.world_size or 1)
     with setup_distributed(timeout=args.dist_timeout) as ranks:
-        size = args.train_batch_size
-        accumulation = args.gradient_accumulation_steps
-        advice = partial(out_of_memory_advice, size, accumulation, args.auto_batch, ranks.device)
+        asked = asked_batch(args)
+        advice = partial(out_of_memory_advice, asked.size, asked.accumulation_flag, args.auto_batch, ranks.device)
         with explain_out_of_memory(advice):
             return run(args, ranks)
 

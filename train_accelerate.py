@@ -329,6 +329,7 @@ def fit_stage(
         seed=args.seed + 1000003 * stage.number,
         num_workers=setup.data.decoded.workers,
         accumulation=stage.batch.accumulation,
+        effective_batch_size=stage.batch.total,
         drop_last=False,
     )
     part = part_of_run(training, stage, partial(checkpoint_contents, stage, learner, setup))

@@ -113,7 +113,7 @@ from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
 from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
 from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
 from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
-from tasks.mimic_cxr.settings import Setup, choose_batch_size, choose_setup, describe_run
+from tasks.mimic_cxr.settings import Setup, asked_batch, choose_batch_size, choose_setup, describe_run
 from tasks.mimic_cxr.settings import open_questions, out_of_memory_advice, rehearse_model
 
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
@@ -229,6 +229,7 @@ def training_loader(data: QuestionData, batch: BatchSize, args: Namespace) -> Da
         args.prefetch_factor,
         seed=args.seed,
         accumulation=batch.accumulation,
+        effective_batch_size=batch.total,
         drop_last=False,
         questions_per_image=args.questions_per_image,
     )
@@ -481,7 +482,7 @@ def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, ar
     # train, and test what was best
     prepare_checkpoint(model)
     print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation_flag, args.auto_batch, ranks.device)
     with training, closing(log), closing(engine), explain_out_of_memory(advice):
         code, sizes = train(engine, loader, training, sets, args)
         if code:
@@ -580,8 +581,8 @@ def main(args: Namespace) -> int:
 
         # --auto_optimize sets the batch on the way
         def advice() -> str:
-            accumulation = args.gradient_accumulation_steps
-            return out_of_memory_advice(args.batch_size, accumulation, args.auto_batch, ranks.device)
+            asked = asked_batch(args)
+            return out_of_memory_advice(asked.size, asked.accumulation_flag, args.auto_batch, ranks.device)
 
         with explain_out_of_memory(advice):
             return run(args, ranks)

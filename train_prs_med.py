@@ -46,7 +46,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch_size", type=whole(1), default=8, help="samples PER GPU and forward pass; lower it on OOM")
     add("--learning_rate", type=number(0, above=True), default=1e-4, help="base rate, before --lr_scaling")
-    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help="times world size, its root, or 1")
+    text = "times world size (or --effective_batch_size / --batch_size), its root, or 1"
+    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add("--lr_schedule", choices=("constant", "cosine"), default="constant", help="after warm-up; cosine ends at 0")
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
     add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
@@ -77,6 +78,7 @@ from hardware_utils import choose_precision, set_numerics
 from memory_utils import BatchSize
 
 # the loop, its log and its checkpoints
+from batch_utils import keep_effective_batch
 from image_order_utils import order_facts
 from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
 from checkpoint_utils import prepare_checkpoint, trained_state
@@ -236,7 +238,7 @@ def train_one_epoch(
     model.train()
     device = next(model.parameters()).device
     _, world_size = world()
-    base_lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
+    base_lr = scale_learning_rate(args.learning_rate, training.batch_scale, args.lr_scaling)
     progress = training.progress
     for step in optimizer_steps(loader, training, count=count_answer_tokens):
         factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
@@ -351,10 +353,12 @@ def evaluate_only(
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def asked_batch(args: Namespace) -> BatchSize:
-    """The batch of the flags."""
+def asked_batch(args: Namespace, checkpoint: dict | None = None) -> BatchSize:
+    """The batch of the flags, or of the run that is resumed."""
+    base = keep_effective_batch(vars(args), args.source, checkpoint)
     recomputed = bool(args.gradient_checkpointing)
-    return BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
+    batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
+    return batch.of_effective_batch(args.effective_batch_size, base)
 
 
 def trial_step(model: PRSMed, batch: dict, args: Namespace) -> None:
@@ -452,8 +456,9 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     begun = time.time()
     run_folder = Path(args.checkpoint_dir)
     trial = partial(trial_step, args=args)
+    asked = asked_batch(args, checkpoint)
     batch = choose_batch_size(
-        model, sets["train"], trial, asked_batch(args), args.auto_batch, args.gradient_checkpointing, checkpoint
+        model, sets["train"], trial, asked, args.auto_batch, args.gradient_checkpointing, checkpoint
     )
     loaders = {"train": training_loader(sets["train"], batch, args.seed, args.num_workers, args.questions_per_image)}
     loaders |= evaluation_loaders(sets, batch.size, args.eval_max_samples, args.seed, args.num_workers)
@@ -480,6 +485,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
         contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
         **safety_flags(args),
     )
+    training.batch_scale = batch.scale
     training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
 
     # begin, or resume where the checkpoint stands
@@ -493,7 +499,7 @@ def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: N
     if args.compile:
         model.compile()
 
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation, args.auto_batch, ranks.device)
+    advice = partial(out_of_memory_advice, batch.size, batch.accumulation_flag, args.auto_batch, ranks.device)
     with training, contextlib.closing(log), explain_out_of_memory(advice):
         code = train(model, wrap_model(model, ranks, args.shard_base), loaders, optimizer, scaler, training, args)
         if code:
@@ -581,7 +587,7 @@ def main(args: Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with setup_distributed(timeout=args.dist_timeout) as ranks:
         asked = asked_batch(args)
-        advice = partial(out_of_memory_advice, asked.size, asked.accumulation, args.auto_batch, ranks.device)
+        advice = partial(out_of_memory_advice, asked.size, asked.accumulation_flag, args.auto_batch, ranks.device)
         with explain_out_of_memory(advice):
             return run(args, ranks)
 

@@ -456,7 +456,7 @@ def fit(
         start = first_weights(checkpoint, args.pretrained_path)
         model = build_model(args, setup.precision, fold.outputs, start, ranks)
         del start
-    batch = choose_batch_size(cox_loss, model, checkpoint, setup.batch, args)
+    batch = choose_batch_size(cox_loss, model, checkpoint, args)
     loader = make_loader(fold, batch, args)
     sampler = loader.batch_sampler
     planned_steps = args.epochs * sampler.steps_per_epoch()

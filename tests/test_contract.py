@@ -739,3 +739,60 @@ def test_twenty_steps_at_five_limits(task, run_little, run_task, tmp_path):
         chosen = [" ".join(line.split()) for line in done.stdout.splitlines() if "did not fit" in line]
         print(f"{task}, memory for {limit}: {'; '.join(chosen)}; off by {error:.1e}")
         assert error < 1e-5
+
+
+# --- any number of processes ------------------------------------------------------------------------------------------
+
+# dropout draws per rank, and PRS-Med's learning rate follows the batch
+SAME_AT_ANY_SIZE = {
+    "prs_med": ["--lora_dropout", "0", "--lr_scaling", "none"],
+    "mimic_cxr": ["--dropout", "0"],
+}
+# uneven over 2 and 3 processes, of which those of 3 make 1, 1 and 2 passes
+EFFECTIVE = ["--effective_batch_size", "7", "--batch_size", "2"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_effective_batch_is_kept_by_any_number_of_processes(task, run_task, tmp_path):
+    """Begun by 3 processes, resumed by 2 and by 1, which do not name it: the losses of one process and one batch."""
+    same = [*SAME_AT_ANY_SIZE.get(task, ()), "--log_every", "1", "--max_steps"]
+    ended_well(run_task(task, tmp_path / "one", ["--batch_size", "7", *same, "4"]))
+    expected = train_losses(tmp_path / "one")
+    assert len(expected) == 4
+
+    run_folder = tmp_path / "run"
+    begun = ended_well(run_task(task, run_folder, [*EFFECTIVE, *same, "2"], ranks=3))
+    assert "7 (--effective_batch_size) over 3 processes: 2 or 3 each, 2 passes of up to 2" in begun.stdout
+    resumed = ended_well(run_task(task, run_folder, [*same, "3", "--resume_from", "auto"], ranks=2))
+    assert "7 (--effective_batch_size) over 2 processes: 3 or 4 each" in resumed.stdout
+    ended_well(run_task(task, run_folder, [*same, "4", "--resume_from", "auto"]))
+
+    losses = train_losses(run_folder)
+    assert [step for step, _ in losses] == [1, 2, 3, 4]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=1e-5)
+    assert read_summary(run_folder)["effective_batch_size"] == 7
+
+
+# PRS-Med scales its learning rate, and the cascade's stages have batches of their own
+OF_THEIR_OWN = [task if task in ("prs_med", "cascade") else pytest.param(task, marks=pytest.mark.soak) for task in TASKS]
+
+
+@pytest.mark.parametrize("task", OF_THEIR_OWN)
+def test_a_run_of_per_gpu_flags_goes_on_by_another_number(task, run_task, finished, tmp_path):
+    """Its own effective batch leads to its learning rate; another one, or an accumulation beside it, is refused."""
+    middle = sorted(finished(task).glob("step_*.pt"))[0]
+    begun = load_checkpoint(middle)
+    total = begun["run"]["effective_batch_size"]
+    trained = [line for line in lines(finished(task)) if "train/lr" in line]
+    expected = next(line for line in trained if line["step"] > begun["step"])
+    resumed = ["--resume_from", middle, "--max_steps", expected["step"], "--batch_size", "2"]
+
+    other = [*resumed, "--effective_batch_size", total + 1]
+    assert f"--effective_batch_size {total}" in one_error_line(run_task(task, tmp_path / "other", other))
+    both = ["--effective_batch_size", "7", "--gradient_accumulation_steps", "2"]
+    assert "--gradient_accumulation_steps: follows" in one_error_line(run_task(task, tmp_path / "both", both))
+
+    run_folder = tmp_path / "run"
+    ended_well(run_task(task, run_folder, [*resumed, "--effective_batch_size", total], ranks=2))
+    last = [line for line in lines(run_folder) if "train/lr" in line][-1]
+    assert (last["step"], last["train/lr"]) == (expected["step"], expected["train/lr"])

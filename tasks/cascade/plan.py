@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from checkpoint_utils import Checkpoint, at_end_of_step, load_trained
 from cli_utils import InputError, RunError
-from distributed_utils import agree_on_errors, reduce_max, schedule, world
+from distributed_utils import agree_on_errors, reduce_max, schedule
 from hardware_utils import smaller_batch, split_batch
 from logging_utils import RunLog
 from loop_utils import LossScaler, Progress, TrainingRun, resume
@@ -88,7 +88,7 @@ class StagePlan(NamedTuple):
     @property
     def effective_batch_size(self) -> int:
         """Patients of an optimizer step, over all processes."""
-        return self.batch.size * self.batch.accumulation * world()[1]
+        return self.batch.effective_batch_size
 
     def run_facts(self, seed: int, training_data: str) -> dict:
         """What may not differ in a run that resumes in this stage. training_data: fingerprint of the patients."""
@@ -117,7 +117,7 @@ class Learner(NamedTuple):
 def plan_as_asked(number: int, config: dict, recompute: bool | None) -> StagePlan:
     """A stage with the batch of the flags or of the config. recompute: --gradient_checkpointing."""
     batch = BatchSize(config["batch_size"], config["accumulation_steps"], "", bool(recompute))
-    return StagePlan(number, config, batch)
+    return StagePlan(number, config, batch.of_effective_batch(config.get("effective_batch_size")))
 
 
 def plan_stages(
@@ -328,12 +328,17 @@ def fit_stage_batch(
         turn_on = partial(setattr, model, "checkpointing", True)
         advice = "pass a smaller voxel_dim or token_grid"
 
-    def words(size: int, accumulation: int) -> str:
-        return f"{stage.name}: batch_size {size} and accumulation_steps {accumulation}"
+    def words(size: int, accumulation: int | None) -> str:
+        return f"{stage.name}: {batch_keys(size, accumulation)}"
 
     return fit_batch_to_memory(
         try_once, model, stage.batch, words, advice, copies=copies, recompute=turn_on, checkpoint=checkpoint
     )
+
+
+def batch_keys(size: int, accumulation: int | None) -> str:
+    """How --config asks for a stage's batch. accumulation: None where it follows from the effective batch."""
+    return f"batch_size {size}" + (f" and accumulation_steps {accumulation}" if accumulation else "")
 
 
 def otherwise_smaller(recompute: bool | None) -> str:
@@ -345,10 +350,10 @@ def smaller_stage_advice(
     stage: StagePlan, recompute: bool | None, auto_batch: bool | None, device: torch.device
 ) -> str:
     """The batch at which a stage ran out of memory, and what to change."""
-    size, accumulation = split_batch(stage.batch.size, stage.batch.accumulation)
+    size, accumulation = split_batch(stage.batch.size, stage.batch.accumulation_flag)
     advice = otherwise_smaller(recompute) + auto_batch_advice(auto_batch, device)
     if stage.batch.size > 1:
-        smaller = f"batch_size {size} and accumulation_steps {accumulation} for this stage in --config"
+        smaller = f"{batch_keys(size, accumulation)} for this stage in --config"
         advice = f"{smaller} (the same result), {advice}"
     return f"at batch_size {stage.batch.size} per GPU; try {advice}"
 
@@ -362,10 +367,10 @@ def out_of_memory_advice(auto_batch: bool | None, device: torch.device) -> str:
 
 def smaller_batch_words(stage: StagePlan, by_flags: bool, samples: int) -> str:
     """How a user asks for micro-batches of at most so many samples in a stage, the effective batch as it is."""
-    size, accumulation = smaller_batch(stage.batch.size, stage.batch.accumulation, samples)
+    size, accumulation = smaller_batch(stage.batch.size, stage.batch.accumulation_flag, samples)
     if by_flags:
         return batch_flags(size, accumulation)
-    return f"in --config, {stage.name}: batch_size {size} and accumulation_steps {accumulation}"
+    return f"in --config, {stage.name}: {batch_keys(size, accumulation)}"
 
 
 # --- rehearsal --------------------------------------------------------------------------------------------------------
@@ -401,6 +406,7 @@ def rehearse_stages(
     memory = rehearsal.memory_to_plan_for(gpu_memory)
     reports = []
     for stage in stages:
+        stage = stage._replace(batch=stage.batch.planned_for(processes))
         trace = rehearsal.Trace()
         with rehearsal.imaginary_gpu(trace) as ranks:
             parts = make(stage, ranks.device)

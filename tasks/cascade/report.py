@@ -287,7 +287,8 @@ def describe_batches(plan: list[StagePlan]) -> str:
     for stage in plan:
         batch = f"{stage.batch.size} per GPU x {stage.batch.accumulation} accumulation x {world()[1]}"
         source = f" ({stage.batch.source})" if stage.batch.source else ""
-        batches.append(f"{stage.name}: {batch} = {stage.effective_batch_size}{source}")
+        product = f"{batch} = {stage.effective_batch_size}{source}"
+        batches.append(f"{stage.name}: {stage.batch.describe() if stage.batch.total else product}")
     return "; ".join(batches)
 
 

@@ -15,7 +15,7 @@ SECTION_KEYS = {
     "training": (
         "batch_size num_timesteps v_parameterization learning_rate num_epochs_per_stage gradient_checkpointing "
         "mixed_precision accumulation_steps physics_weight weight_decay scheduler warmup_steps ema_decay grad_clip "
-        "ddim_steps seed xray_agreement regression num_samples"
+        "ddim_steps seed xray_agreement regression num_samples effective_batch_size"
     ),
     "data": (
         "dataset_path augmentation cache_in_memory num_workers cache_dir split_seed split_files flip_drrs_vertical "
@@ -47,6 +47,8 @@ def wrong_flags(values: dict, source: dict[str, str]) -> str:
 
     if reason := wrong_views(values, source) or wrong_rival(values):
         return reason
+    if source["gradient_accumulation_steps"] == "command line" and has_effective_batch(values["stage_configs"] or []):
+        return "--gradient_accumulation_steps: follows from the stages' effective_batch_size; leave it out"
 
     # modes that exclude each other
     uses_checkpoint = values["eval_only"] or values["sample"]
@@ -101,7 +103,26 @@ def stages_of_flags(values: dict, source: dict[str, str]) -> list[dict]:
                 stage[key] = values[flag]
         if values["physics_weight"] is not None:
             stage["physics_weight"] = values["physics_weight"]
+
+        # from the effective batch follows the accumulation; a stage without one does not name it
+        if stage["effective_batch_size"] is None:
+            del stage["effective_batch_size"]
+        else:
+            stage["accumulation_steps"] = 1
     return stages
+
+
+def has_effective_batch(stages: list[dict]) -> bool:
+    """Whether any of the stages is to have the same batch at any number of processes."""
+    return any(stage.get("effective_batch_size") for stage in stages)
+
+
+def keep_effective_batches(stages: list[dict], saved: list[dict]) -> None:
+    """Let the stages of a resumed run that name no effective batch have that of the checkpoint's."""
+    for stage, before in zip(stages, saved, strict=False):
+        total = before.get("effective_batch_size")
+        if total and not stage.get("effective_batch_size"):
+            stage |= {"effective_batch_size": total, "accumulation_steps": 1}
 
 
 def views_to_render(values: dict, source: dict[str, str]) -> tuple[View, ...]:
@@ -155,12 +176,18 @@ def adopt_settings(values: dict, source: dict[str, str], checkpoint: dict, path:
         raise InputError(f"{asked}: must divide the {settings['num_timesteps']} steps of {path}")
 
     # its stages, but for what the command line says of all of them
+    saved = settings["stage_configs"]
+    if source["gradient_accumulation_steps"] == "command line" and has_effective_batch(saved):
+        raise InputError(f"{path}: a run with --effective_batch_size; leave out --gradient_accumulation_steps")
     if source["stage_configs"] != "default":
-        check_stages(values["stage_configs"], settings["stage_configs"], checkpoint["state"]["stage"], path)
+        check_stages(values["stage_configs"], saved, checkpoint["state"]["stage"], path)
+        keep_effective_batches(values["stage_configs"], saved)
         values.update(adopted)
         return
     given = {key: values[flag] for key, flag in OPTIONAL.items() if source[flag] == "command line"}
     if values["physics_weight"] is not None:
         given["physics_weight"] = values["physics_weight"]
-    adopted["stage_configs"] = [stage | given for stage in settings["stage_configs"]]
+    if "effective_batch_size" in given:
+        given["accumulation_steps"] = 1
+    adopted["stage_configs"] = [stage | given for stage in saved]
     values.update(adopted)

@@ -31,6 +31,7 @@ LEAST = {
     "num_epochs": 1,
     "token_grid": 2,
     "accumulation_steps": 1,
+    "effective_batch_size": 1,
 }
 KEYS = ("name", "volume_size", *LEAST, "physics_weight")
 # The keys that may be left out, and the flag that then holds, and that wins when given on the command line.
@@ -38,6 +39,7 @@ OPTIONAL = {
     "batch_size": "batch_size",
     "num_epochs": "num_epochs_per_stage",
     "accumulation_steps": "gradient_accumulation_steps",
+    "effective_batch_size": "effective_batch_size",
 }
 # What may not differ from the stages of a checkpoint.
 FIXED_KEYS = ("name", "volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
@@ -101,6 +103,8 @@ def wrong_value(config: dict) -> str:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             return f"{key} {value!r} must be a whole number of at least {least}"
+    if config["effective_batch_size"] and (config["accumulation_steps"] or 1) > 1:
+        return "accumulation_steps follows from effective_batch_size; remove one"
     weight = config["physics_weight"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         return f"physics_weight {weight!r} must be a number of at least 0"

@@ -272,6 +272,7 @@ def make_loader(segments: SegmentDataset, batch: BatchSize, seed: int, num_worke
         seed=seed,
         num_workers=num_workers,
         accumulation=batch.accumulation,
+        effective_batch_size=batch.total,
         drop_last=False,
         collate_fn=as_it_is,
     )

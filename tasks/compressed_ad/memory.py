@@ -1,5 +1,6 @@
 """What CompressedAD does, and says, where memory runs out."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +16,12 @@ from tasks.compressed_ad.model import InContextNet
 # what else takes less memory
 SMALLER = "a smaller --n_transit or --tf_n_embd"
 FLAG = "--train_batch_size"
+
+
+def asked_batch(args: Namespace) -> BatchSize:
+    """The batch of the flags."""
+    batch = BatchSize(args.train_batch_size, args.gradient_accumulation_steps, args.source["train_batch_size"])
+    return batch.of_effective_batch(args.effective_batch_size)
 
 
 def largest_batch(batch_size: int, depth: int, n_transit: int) -> dict:
@@ -59,13 +66,13 @@ def fit_segments_to_memory(
     )
 
 
-def flags_of_smaller_batch(size: int, accumulation: int, samples: int) -> str:
+def flags_of_smaller_batch(size: int, accumulation: int | None, samples: int) -> str:
     """The flags that split the same effective batch so that so many samples are computed at once."""
     smaller, more = smaller_batch(size, accumulation, samples)
     return batch_flags(smaller, more, flag=FLAG)
 
 
-def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, device: torch.device) -> str:
+def out_of_memory_advice(size: int, accumulation: int | None, auto_batch: bool | None, device: torch.device) -> str:
     """What was tried, and the flags that take less memory."""
     smaller, more = split_batch(size, accumulation)
     flags = batch_flags(smaller, more, flag=FLAG)
@@ -97,6 +104,7 @@ def rehearse_segments(
 
     processes = rehearsal.processes_to_plan_for(world_size)
     memory = rehearsal.memory_to_plan_for(gpu_memory)
+    batch = batch.planned_for(processes)
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
         parts = make(ranks)
@@ -112,6 +120,6 @@ def rehearse_segments(
 
     name = "compressed_ad" if parts.model.n_latent else "ad"
     title = f"{name}, {batch.size} segments per GPU x {batch.accumulation} accumulation, {parts.precision}"
-    words = partial(flags_of_smaller_batch, batch.size, batch.accumulation)
+    words = partial(flags_of_smaller_batch, batch.size, batch.accumulation_flag)
     rehearsal.report_rehearsal(title, step, batch.size, memory, words, SMALLER)
     rehearsal.end_rehearsal()

@@ -231,6 +231,7 @@ def describe_run(
     _, world_size = world()
     sampler = loader.batch_sampler
     split = f"{batch.size} per GPU x {batch.accumulation} accumulation x {world_size}"
+    split += f" = {sampler.effective_batch_size} ({batch.source})"
 
     # the model
     name = "compressed_ad" if model.n_latent else "ad"
@@ -245,7 +246,7 @@ def describe_run(
     steps = sampler.steps_per_epoch()
     cached = "all histories" if histories.in_memory else "none, mapped"
     return {
-        "batch": f"{split} = {sampler.effective_batch_size} ({batch.source})",
+        "batch": batch.describe() if batch.total else split,
         "learning rate": lr,
         "precision": reason,
         "model": f"{name}, {parameters} parameters, {context}",

@@ -3,6 +3,7 @@
 Light on purpose (no torch): train.py needs it before its arguments are parsed.
 """
 
+from batch_utils import keep_effective_batch
 from cli_utils import InputError
 
 # What --model stands for where flag and config are silent: the published settings.
@@ -114,4 +115,5 @@ def adopt_settings(flags: dict, source: dict[str, str], checkpoint: dict, path: 
             changes.append(f"begun with --{name} {before}, going on with {now}: another run from here on")
     if source["seed"] == "default":
         flags["seed"] = checkpoint["run"]["seed"]
+    keep_effective_batch(flags, source, checkpoint, "train_batch_size")
     return changes

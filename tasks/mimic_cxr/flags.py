@@ -43,13 +43,16 @@ SECTIONS = {
     "settings": {key: key for key in TRAINING_KEYS},
     "deepspeed": {"enabled": "deepspeed_enabled", "stage": "zero_stage"},
 }
+# in a section it is what came out for so many processes, and no flag
+for section in ("training", "settings"):
+    SECTIONS[section]["effective_batch_size"] = "derived_batch_size"
 # What a run no longer holds once it was translated.
 TRANSLATED = (
     "batch_size_per_gpu",
     "fp16",
     "pin_memory",
     "dataloader_num_workers",
-    "effective_batch_size",
+    "derived_batch_size",
     "engine",
     "deepspeed_enabled",
     "zero_stage",
@@ -218,7 +221,7 @@ def add_guide_keys(parser: Parser) -> None:
     add("--fp16", action=argparse.BooleanOptionalAction)
     add("--pin_memory", action=argparse.BooleanOptionalAction)
     add("--dataloader_num_workers", type=whole(0))
-    add("--effective_batch_size", type=whole(1))
+    add("--derived_batch_size", type=whole(1))
     add("--engine", choices=("python", "deepspeed", "torchrun"))
     add("--deepspeed_enabled", action=argparse.BooleanOptionalAction)
     add("--zero_stage", type=int, choices=(0, 2, 3))
@@ -319,11 +322,13 @@ def note_other_value(args: argparse.Namespace, name: str) -> str:
 def guide_keys(config: str | None) -> list[tuple[str, object]]:
     """[(section.key, value)] of a config's keys that translate_guide_keys explains."""
     explained = {*TRANSLATED, "offload_optimizer", "enabled", "stage"}
+    in_section = {"effective_batch_size"}
     pairs = []
     for name, value in (read_config(config) if config else {}).items():
         values = {name: value}
         if name in SECTIONS:
             values = {f"{name}.{key}": item for key, item in value.items()}
+            explained |= in_section
         for key, item in values.items():
             if key.split(".")[-1] in explained and item is not None:
                 pairs.append((key, item))

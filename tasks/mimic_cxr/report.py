@@ -253,7 +253,7 @@ def print_rehearsal(
     title: str,
     step,
     batch_size: int,
-    accumulation: int,
+    accumulation: int | None,
     recomputed: bool,
     memory_gb: float,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 import deepspeed_utils
+from batch_utils import keep_effective_batch
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, print_main, world
 from hardware_utils import choose_precision, set_numerics, split_batch
@@ -18,6 +19,8 @@ from loop_utils import TrainingRun, agree_on_precision
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from question_utils import describe_sharing
 from table_utils import parse_shares
+
+# the task
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.engines import choose_engine, choose_precision_with, config_file, engine_copies
 from tasks.mimic_cxr.flags import is_given, set_flags, translate_guide_keys
@@ -66,8 +69,10 @@ def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
     # what the file says must go with the flags
     with agree_on_errors():
         if config is not None:
-            accumulation = args.gradient_accumulation_steps
-            deepspeed_utils.fill_config(config, config_path, args.batch_size, accumulation, args.grad_clip, precision)
+            batch = asked_batch(args)
+            size = batch.size
+            accumulation = batch.accumulation
+            deepspeed_utils.fill_config(config, config_path, size, accumulation, args.grad_clip, precision)
     reason = set_numerics(ranks.device, precision, reason, args.deterministic)
     return Setup(precision, reason, engine_reason, config, config_path, hardware)
 
@@ -78,7 +83,22 @@ def apply_hardware(args: argparse.Namespace, ranks: Ranks, processes: int) -> Ha
         return HardwareSettings({})
     hardware = settings_of_job(ranks, processes, args.batch_size if is_given(args, "batch_size") else None)
     set_flags(args, hardware.flags, "hardware")
+    leave_accumulation(args)
     return hardware
+
+
+def leave_accumulation(args: argparse.Namespace) -> None:
+    """With --effective_batch_size the accumulation follows from it, and not from the hardware."""
+    if args.effective_batch_size:
+        args.gradient_accumulation_steps = 1
+
+
+def asked_batch(args: argparse.Namespace, checkpoint: dict | None = None) -> BatchSize:
+    """The batch of the flags, or of the run that is resumed."""
+    base = keep_effective_batch(vars(args), args.source, checkpoint)
+    recomputed = bool(args.gradient_checkpointing)
+    batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
+    return batch.of_effective_batch(args.effective_batch_size, base)
 
 
 def deepspeed_settings(path: str, args: argparse.Namespace) -> dict:
@@ -137,8 +157,8 @@ def choose_batch_size(
     Where no flag decided, activations are recomputed if not even one question fits. config: DeepSpeed's, None where
     torch trains.
     """
-    recomputed = bool(args.gradient_checkpointing)
-    wanted = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
+    wanted = asked_batch(args, checkpoint)
+    recomputed = wanted.recomputed
     if not fits_by_itself(args.auto_batch, model.mean.device):
         return wanted
 
@@ -184,7 +204,8 @@ def rehearse_model(
         asked = args.batch_size if is_given(args, "batch_size") else None
         plan = settings_of_plan(processes, memory, asked)
         set_flags(args, plan.flags, "hardware")
-    batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, "")
+        leave_accumulation(args)
+    batch = asked_batch(args).planned_for(processes)
 
     # a step of it on a GPU that is not there
     trace = rehearsal.Trace()
@@ -199,11 +220,11 @@ def rehearse_model(
 
     title = f"MIMIC-CXR by DDP, {batch.size} per GPU x {batch.accumulation} accumulation, {precision}"
     recomputed = bool(args.gradient_checkpointing)
-    print_rehearsal(title, step, batch.size, batch.accumulation, recomputed, memory)
+    print_rehearsal(title, step, batch.size, batch.accumulation_flag, recomputed, memory)
     rehearsal.end_rehearsal()
 
 
-def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, device: torch.device) -> str:
+def out_of_memory_advice(size: int, accumulation: int | None, auto_batch: bool | None, device: torch.device) -> str:
     """The flags that take less memory than this batch."""
     half, micro_batches = split_batch(size, accumulation)
     smaller = batch_flags(half, micro_batches)
@@ -244,10 +265,11 @@ def describe_run(
         selected = args.table
     epoch_steps = training.planned_steps // args.epochs
     product = f"{batch.size} per GPU ({batch.source}) x {accumulation} x {world_size}"
+    product += f" = {training.effective_batch_size}"
 
     rows = {
         "engine": f"{engine} ({setup.engine_reason})",
-        "batch": f"{product} = {training.effective_batch_size}",
+        "batch": batch.describe() if batch.total else product,
         "learning rate": f"{args.learning_rate:g} ({source['learning_rate']}), {args.lr_schedule}, not scaled",
         "precision": setup.precision_reason,
         "checkpointing": f"{batch.recomputed} ({recomputed_source})",

@@ -419,6 +419,7 @@ def training_loader(
         seed=seed,
         num_workers=0 if data.keep else num_workers,
         accumulation=batch.accumulation,
+        effective_batch_size=batch.total,
         drop_last=False,
         collate_fn=data.reader.collate,
     )

@@ -43,7 +43,7 @@ def choose_batch_size(
     return fit_batch_to_memory(try_once, model, wanted, batch_flags, advice, recompute=turn_on, checkpoint=checkpoint)
 
 
-def out_of_memory_advice(size: int, accumulation: int, auto_batch: bool | None, device: torch.device) -> str:
+def out_of_memory_advice(size: int, accumulation: int | None, auto_batch: bool | None, device: torch.device) -> str:
     """The flags that take less memory than this batch."""
     smaller = batch_flags(*split_batch(size, accumulation))
     automatic = auto_batch_advice(auto_batch, device)
@@ -65,6 +65,7 @@ def rehearse_model(
 
     processes = rehearsal_utils.processes_to_plan_for(world_size)
     memory = rehearsal_utils.memory_to_plan_for(gpu_memory)
+    batch = batch.planned_for(processes)
     trace = rehearsal_utils.Trace()
     with rehearsal_utils.imaginary_gpu(trace) as ranks, rehearsal_utils.random_weights(ranks.device):
         model = build_model(ranks.device)
@@ -76,7 +77,7 @@ def rehearse_model(
         step = rehearsal_utils.rehearse_step(trace, model, optimizer, trial, batch.accumulation, processes)
 
     def words(samples: int) -> str:
-        return batch_flags(*smaller_batch(batch.size, batch.accumulation, samples))
+        return batch_flags(*smaller_batch(batch.size, batch.accumulation_flag, samples))
 
     title = f"PRS-Med, {batch.size} per GPU x {batch.accumulation} accumulation, {sum(longest)} tokens"
     title += f", {model.precision}, activations {'recomputed' if batch.recomputed else 'kept'}"

@@ -117,6 +117,8 @@ def describe_recomputation(recomputed: bool, flag: bool | None, source: str) -> 
 
 def describe_batch(batch: BatchSize, world_size: int) -> str:
     """What makes up the effective batch."""
+    if batch.total:
+        return batch.describe()
     effective = batch.size * batch.accumulation * world_size
     return f"{batch.size} per GPU x {batch.accumulation} accumulation x {world_size} = {effective} ({batch.source})"
 
@@ -146,7 +148,8 @@ def describe_run(
 ) -> dict[str, str]:
     """The banner's rows of this script; reason: of the precision."""
     _, world_size = world()
-    lr = scale_learning_rate(args.learning_rate, world_size, args.lr_scaling)
+    lr = scale_learning_rate(args.learning_rate, batch.scale, args.lr_scaling)
+    scaling = f"{args.lr_scaling}: effective batch / {batch.base}" if batch.total else args.lr_scaling
     source = args.source
     vlm = describe_source(args.vlm_path, source["vlm_path"])
     sam = describe_source(args.sam_path, source["sam_path"])
@@ -158,7 +161,7 @@ def describe_run(
     return {
         "batch": describe_batch(batch, world_size),
         "recomputation": describe_recomputation(batch.recomputed, flag, source["gradient_checkpointing"]),
-        "learning rate": f"{args.learning_rate:g} -> {lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "learning rate": f"{args.learning_rate:g} -> {lr:g} ({scaling}), {args.lr_schedule}",
         "precision": reason,
         "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
         "images": describe_sharing(len(training), images, args.questions_per_image),

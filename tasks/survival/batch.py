@@ -1,6 +1,7 @@
 """--batch_size of survival counts the cases of all processes: how it is split, and what is said where it cannot be."""
 
 import platform
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
@@ -31,6 +32,18 @@ def wanted_batch(total: int, accumulation: int, processes: int, source: str) -> 
     return BatchSize(size, accumulation, source)
 
 
+def asked_batch(args: Namespace, processes: int) -> BatchSize:
+    """The batch of the flags, of which --batch_size is that of one process with --effective_batch_size.
+
+    Raises InputError when --batch_size cannot be split evenly.
+    """
+    source = args.source["batch_size"]
+    if args.effective_batch_size:
+        batch = BatchSize(args.batch_size, 1, source).of_effective_batch(args.effective_batch_size)
+        return batch.planned_for(processes)
+    return wanted_batch(args.batch_size, args.gradient_accumulation_steps, processes, source)
+
+
 def largest_batch(batch_size: int, image_size: list[int]) -> dict:
     """A made-up batch, on the host, of cases that all have an event, each at a time of its own."""
     cases = torch.arange(batch_size)
@@ -53,14 +66,19 @@ def rows_of_step(step: Step) -> list[float]:
 
 def describe_batch(batch: BatchSize, processes: int) -> str:
     """A row of the banner."""
+    if batch.total:
+        return batch.describe()
     source = batch.source.replace(" did", " per process did")
     split = f"{batch.size} per process x {processes}; x {batch.accumulation} accumulation"
     return f"{batch.size * processes} in all ({source}) = {split} = {batch.size * processes * batch.accumulation}"
 
 
-def out_of_memory_advice(size: int, accumulation: int, processes: int, otherwise: str) -> str:
+def out_of_memory_advice(size: int, accumulation: int | None, processes: int, otherwise: str) -> str:
     """The flags that take less memory than this batch of one process. otherwise: how the batch could be fitted."""
     smaller_size, more_steps = split_batch(size, accumulation)
+    if accumulation is None:
+        smaller = batch_flags(smaller_size, None)
+        return f"--batch_size {size}; try {smaller} (the same result), a smaller --image_size or --resnet{otherwise}"
     smaller = batch_flags(smaller_size, more_steps, processes=processes)
     batch = f"--batch_size {size * processes} over {processes} processes"
     return f"{batch}; try {smaller} (the same result), a smaller --image_size or --resnet{otherwise}"

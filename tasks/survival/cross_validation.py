@@ -12,6 +12,7 @@ from checkpoint_utils import RunLock, begin_afresh, check_run_folder, finish_del
 from cli_utils import InputError, save_args
 from distributed_utils import agree_on_errors, print_main, world
 from logging_utils import print_table, save_figure, write_result
+from tasks.survival.batch import asked_batch
 from tasks.survival.cohort import Outcome
 from tasks.survival.figures import draw_survival
 from tasks.survival.flags import adopt_settings
@@ -92,7 +93,7 @@ def cross_validate(
             "epochs": args.epochs,
             "folds": len(folds),
             "world_size": setup.ranks.world_size,
-            "effective_batch_size": setup.batch.size * setup.batch.accumulation * setup.ranks.world_size,
+            "effective_batch_size": asked_batch(args, setup.ranks.world_size).effective_batch_size,
             "precision": setup.precision,
             "seconds": round(time.time() - begun, 1),
         }

@@ -195,5 +195,7 @@ def check_settings(args: Namespace) -> None:
         raise InputError("--cox_memory: belongs to the Cox loss; leave it out with --task pretrain")
     if args.norm == "batch" and args.gradient_accumulation_steps > 1:
         raise InputError("--norm batch: accumulation would take its statistics from parts of a batch; use --norm group")
+    if args.norm == "batch" and args.effective_batch_size:
+        raise InputError("--norm batch: --effective_batch_size would change its statistics; use --norm group")
     if args.norm == "batch" and args.auto_batch:
         raise InputError("--norm batch: --auto_batch would change its statistics; use --norm group, or choose a batch")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cli_utils import InputError
 from sampler_utils import TrainBatchSampler, permute
 from tasks.survival.smart_cache import SmartCache
 
@@ -27,6 +28,13 @@ class PartitionSampler(TrainBatchSampler):
         cases = smart_cache.cached * world_size
         super().__init__(cases, batch_size, rank, world_size, seed, accumulation, drop_last)
         self.smart_cache = smart_cache
+
+    def set_effective_batch(self, samples: int) -> None:
+        # a rank has no more cases than the others
+        if samples % self.world_size:
+            reason = f"with --use_smart_cache each of the {self.world_size} processes has as many cases of a step"
+            raise InputError(f"--effective_batch_size {samples}: {reason}; take a multiple of their number")
+        super().set_effective_batch(samples)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
         self.smart_cache.set_epoch(epoch)

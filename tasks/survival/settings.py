@@ -13,14 +13,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from batch_utils import keep_effective_batch
 from checkpoint_utils import Checkpoint, RunLock, checkpoint_to_use, load_checkpoint, lock_run_folder
 from cli_utils import InputError
 from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
 from hardware_utils import choose_precision, set_numerics, smaller_batch
 from loop_utils import TrainingRun, agree_on_precision, print_start
 from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+
+# the task
 from tasks.survival.batch import cases_per_process, cores_per_process, describe_batch
-from tasks.survival.batch import largest_batch, out_of_memory_advice, trial_step, wanted_batch
+from tasks.survival.batch import asked_batch, largest_batch, out_of_memory_advice, trial_step
 from tasks.survival.cohort import Cohort, read_cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.flags import COLUMNS
@@ -33,18 +36,17 @@ from tasks.survival.volumes import check_volumes, load_images
 class Setup(NamedTuple):
     """What follows from the machine and the flags, the same for every fold.
 
-    precision_reason: for the banner. batch: of one process, as the flags ask for it. cores: of one process.
+    precision_reason: for the banner. cores: of one process.
     """
 
     ranks: Ranks
     precision: str
     precision_reason: str
-    batch: BatchSize
     cores: int
 
 
 def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
-    """All ranks: precision, batch and --num_workers. Raises InputError."""
+    """All ranks: precision and --num_workers. Raises InputError, also for a batch that cannot be."""
     precision, reason = agree_on_precision(partial(choose_precision, args.mixed_precision, ranks.device))
     with agree_on_errors():
         if args.backend == "nccl" and ranks.device.type == "cpu":
@@ -53,9 +55,10 @@ def choose_setup(args: argparse.Namespace, ranks: Ranks) -> Setup:
     # kernels of 1 x 1 x 1 have two layouts at once
     warnings.filterwarnings("ignore", message="Grad strides do not match")
 
-    source = args.source["batch_size"]
-    batch = wanted_batch(args.batch_size, args.gradient_accumulation_steps, ranks.world_size, source)
-    return Setup(ranks, precision, reason, batch, choose_workers(args, ranks.device))
+    # a run that is resumed may have an effective batch of its own
+    if not args.resume_from:
+        asked_batch(args, ranks.world_size)
+    return Setup(ranks, precision, reason, choose_workers(args, ranks.device))
 
 
 def choose_workers(args: argparse.Namespace, device: torch.device) -> int:
@@ -72,9 +75,11 @@ def out_of_memory_at(batch: BatchSize | None, args: argparse.Namespace, ranks: R
     """What a user is told where this batch of one process does not fit; None: the one of the flags."""
     size = cases_per_process(args.batch_size, ranks.world_size, args.source["batch_size"])
     accumulation = args.gradient_accumulation_steps
+    if args.effective_batch_size:
+        batch = batch or asked_batch(args, ranks.world_size)
     if batch:
         size = batch.size
-        accumulation = batch.accumulation
+        accumulation = batch.accumulation_flag
     otherwise = auto_batch_advice(args.auto_batch, ranks.device)
     return out_of_memory_advice(size, accumulation, ranks.world_size, otherwise)
 
@@ -83,19 +88,20 @@ def choose_batch_size(
     cox_loss: Callable[..., torch.Tensor],
     model: nn.Module,
     checkpoint: dict | None,
-    wanted: BatchSize,
     args: argparse.Namespace,
 ) -> BatchSize:
-    """The batch of the flags, or what a step leaves room for. cox_loss: see try_cases."""
+    """The batch of the flags or of the run that is resumed, or what a step leaves room for. cox_loss: see try_cases."""
+    keep_effective_batch(vars(args), args.source, checkpoint)
+    wanted = asked_batch(args, world()[1])
     # the statistics of --norm batch depend on how the batch is split
     if args.norm == "batch" or not fits_by_itself(args.auto_batch, model.device):
         return wanted
-    cases = wanted.size * wanted.accumulation
+    cases = wanted.share
 
     def try_once(size: int) -> None:
         try_cases(cox_loss, model, size, cases - size, args)
 
-    words = partial(batch_flags, processes=world()[1])
+    words = partial(batch_flags, processes=1 if wanted.total else world()[1])
     advice = "pass a smaller --image_size or --resnet"
     return fit_batch_to_memory(try_once, model, wanted, words, advice, checkpoint=checkpoint)
 
@@ -135,6 +141,12 @@ def rehearse(
     memory = rehearsal.memory_to_plan_for(args.gpu_memory)
     size = max(1, round(args.batch_size / processes))
     accumulation = args.gradient_accumulation_steps
+    if args.effective_batch_size:
+        batch = asked_batch(args, processes)
+        size = batch.size
+        accumulation = batch.accumulation
+
+    # a step of it
     trace = rehearsal.Trace()
     with rehearsal.imaginary_gpu(trace) as ranks:
         precision, _ = choose_precision(args.mixed_precision, ranks.device)
@@ -148,6 +160,8 @@ def rehearse(
     # a smaller batch has the same result, but not where the statistics of --norm batch depend on it
     title = f"survival, {size} cases per GPU x {accumulation} accumulation, {precision}"
     words = partial(rehearsed_flags, size, accumulation, processes)
+    if args.effective_batch_size:
+        words = partial(batch_flags, accumulation=None)
     otherwise = "a smaller --image_size or --resnet"
     if args.norm == "batch":
         words = None
@@ -249,6 +263,7 @@ def make_loader(fold: Fold, batch: BatchSize, args: argparse.Namespace) -> DataL
         seed=args.seed,
         num_workers=0 if args.use_smart_cache else args.num_workers,
         accumulation=batch.accumulation,
+        effective_batch_size=batch.total,
         drop_last=args.norm == "batch",
     )
     sampler = loader.batch_sampler
