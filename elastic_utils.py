@@ -29,7 +29,7 @@ ENDED = (0, 1, 2)
 
 # How often agents show that they are alive, and after how many silent intervals one counts as dead. Clocks of several
 # machines differ.
-HEARTBEAT_SECONDS = {"one machine": (1, 3), "several": (2, 5)}
+HEARTBEAT_SECONDS = {"one machine": (1, 5), "several": (2, 5)}
 # How long a worker may go on that waits for a peer that is gone.
 STUCK_SECONDS = 15
 # How long the others are waited for once there are enough ranks.
@@ -44,6 +44,14 @@ def is_elastic() -> bool:
 def crash_code() -> int:
     """The exit code of a rank that cannot go on, while the training may."""
     return CRASHED if is_elastic() else 1
+
+
+def check_elastic(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Flags of a script that a training must have, or cannot have, whose ranks may come and go; ends it with code 2."""
+    if args.overwrite:
+        parser.error("--overwrite: would delete the run at each restart of --elastic; remove the run folder yourself")
+    if args.effective_batch_size is None:
+        parser.error("--elastic: the batch must not change with the GPUs; give --effective_batch_size N")
 
 
 def die_with(parent: int) -> None:
@@ -163,7 +171,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--agents", type=whole(1), required=True, help="ranks of this machine, one per GPU")
     add("--ranks", metavar="MIN:MAX", required=True, help="how many ranks the training may have, over all machines")
-    add("--endpoint", metavar="HOST:PORT", help="several machines: where they meet; a path: a file that all of them see")
+    add(
+        "--endpoint", metavar="HOST:PORT", help="several machines: where they meet"
+    )
     add("--host", action="store_true", help="this machine is HOST")
     add("--rejoin", type=whole(1), default=30, help="seconds after which a killed agent is started again")
     add("--max_restarts", type=whole(1), default=30, help="crashes of a rank that are put up with")
@@ -183,13 +193,10 @@ def read_ranks(text: str, agents: int) -> tuple[int, int]:
 
 
 def complete_script(words: list[str]) -> list[str]:
-    """The script's command line with --resume_from auto. Raises InputError for flags that a restart cannot have."""
-    flags = {word.partition("=")[0] for word in words}
+    """The script's command line with --resume_from auto. Raises InputError without a script."""
     if not words:
         raise InputError("no script to start; give one after the flags")
-    if "--overwrite" in flags:
-        raise InputError("--overwrite would delete the run at each restart; remove the folder yourself, or leave it out")
-    if "--resume_from" in flags:
+    if any(word.partition("=")[0] == "--resume_from" for word in words):
         return words
     return [*words, "--resume_from", "auto"]
 
@@ -200,7 +207,8 @@ def agent_command(args: argparse.Namespace, endpoint: str) -> list[str]:
     interval, attempts = HEARTBEAT_SECONDS[machines]
     meeting = [f"last_call_timeout={LAST_CALL_SECONDS[machines]}"]
     meeting += [f"keep_alive_interval={interval}", f"keep_alive_max_attempt={attempts}"]
-    meeting += ["store_type=file"] if "/" in endpoint else ["is_host=0"]
+    # the store is in the process that starts the agents
+    meeting.append("is_host=0")
 
     launcher = str(Path(__file__).with_name("launch_utils.py"))
     command = [sys.executable, launcher, "torchrun", f"--nnodes={args.ranks}", "--nproc_per_node=1"]
