@@ -171,9 +171,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--agents", type=whole(1), required=True, help="ranks of this machine, one per GPU")
     add("--ranks", metavar="MIN:MAX", required=True, help="how many ranks the training may have, over all machines")
-    add(
-        "--endpoint", metavar="HOST:PORT", help="several machines: where they meet"
-    )
+    add("--endpoint", metavar="HOST:PORT", help="several machines: where they meet")
     add("--host", action="store_true", help="this machine is HOST")
     add("--rejoin", type=whole(1), default=30, help="seconds after which a killed agent is started again")
     add("--max_restarts", type=whole(1), default=30, help="crashes of a rank that are put up with")
@@ -266,6 +264,10 @@ class Agents:
         for agent in self.running.values():
             agent.send_signal(number)
 
+    def call_back(self, _number: int, _frame) -> None:
+        """Start the killed agents again now."""
+        self.due = dict.fromkeys(self.due, 0.0)
+
     def look(self) -> None:
         """Note which agents have ended, and start those that are due again."""
         for number, agent in list(self.running.items()):
@@ -336,6 +338,7 @@ def main() -> int:
     agents = Agents(agent_command(args, endpoint), gpus, args.rejoin, args.max_restarts)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, agents.stop)
+    signal.signal(signal.SIGUSR2, agents.call_back)
     gate = "" if args.endpoint else f"{store.port}:{args.agents}"
     for number in range(args.agents):
         agents.start(number, gate)

@@ -1,5 +1,8 @@
 """GPUs that come and go: agents that are killed and come back, ends that are final, and the launchers' command line."""
 
+import contextlib
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -8,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import PRS_MED, ROOT
+
+# the fixtures of a small run of each script
+from test_contract import TASKS, data_folders, ended_well, run_script, run_task, small_run, train_losses  # noqa: F401
 from test_launch_distributed import Machine
 from test_launchers import NODE, Stubs
 
@@ -23,6 +29,17 @@ class Elastic:
         self.log = folder / "log"
         with open(self.log, "a") as log:
             self.launcher = psutil.Popen([str(word) for word in command], cwd=ROOT, stdout=log, stderr=log)
+
+    def __enter__(self) -> "Elastic":
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Whatever a test has found, no process is left."""
+        if self.launcher.poll() is None:
+            everyone = [self.launcher, *self.launcher.children(recursive=True)]
+            for process in everyone:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def agents(self) -> list[psutil.Process]:
         """The agents that run, in the order of their start."""
@@ -60,29 +77,87 @@ def steps_in(folder: Path) -> list[tuple[int, int, int]]:
 
 def test_three_then_two_then_three(tmp_path):
     """A rank is lost with its agent: two go on from the newest checkpoint; it joins again, and nothing is redone."""
-    training = Elastic(3, [WORKER, tmp_path, "400"], tmp_path, "--rejoin=8")
-    training.wait_until(lambda: len(steps_in(tmp_path)) >= 15)
-    training.lose(2)
-    training.wait_until(lambda: steps_in(tmp_path)[-1][1] == 2)
-    training.wait_until(lambda: steps_in(tmp_path)[-1][1] == 3)
-    assert training.end() == 0, training.log.read_text()
+    with Elastic(3, [WORKER, tmp_path, "300"], tmp_path, "--rejoin=8") as training:
+        training.wait_until(lambda: len(steps_in(tmp_path)) >= 15)
+        training.lose(2)
+        training.wait_until(lambda: steps_in(tmp_path)[-1][1] == 2)
+        training.wait_until(lambda: steps_in(tmp_path)[-1][1] == 3)
+        assert training.end() == 0, training.log.read_text()
 
     # every step was made, by three, by two and by three again
     steps = steps_in(tmp_path)
-    assert {step for step, _, _ in steps} == set(range(1, 401))
+    assert {step for step, _, _ in steps} == set(range(1, 301))
     sizes = [size for _, size, _ in steps]
     changes = [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
     assert changes == [3, 2, 3]
     assert all(total == size * (size - 1) // 2 for _, size, total in steps)
 
     # at most the steps since the last save were made twice, and none when the rank came back
-    assert len(steps) - 400 <= 10
+    assert len(steps) - 300 <= 10
     assert "ended by signal 9; the others go on, it joins again in 8 s" in training.log.read_text()
 
 
+# Flags that make the small runs of the five scripts long enough for what follows.
+LONG = {
+    "prs_med": ["--num_epochs", "60", "--eval_every", "60"],
+    "mimic_cxr": ["--epochs", "60", "--eval_every", "60"],
+    "survival": ["--epochs", "60"],
+    "cascade": ["--num_epochs_per_stage", "60"],
+    "compressed_ad": ["--train_timesteps", "300", "--eval_interval", "300"],
+}
+SAVE_EVERY = 5
+
+
+def world_sizes(log: str) -> list[int]:
+    """The number of ranks of each start, as the banners tell it."""
+    return [int(size) for size in re.findall(r"launcher .* world size (\d+)", log)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("task", TASKS)
+def test_three_two_one_three_over_the_five_scripts(task, small_run, run_task, tmp_path):  # noqa: F811
+    """By kill -9 of agents with their workers, and by joining: the losses are those of the undisturbed run."""
+    same = ["--effective_batch_size", "6", "--batch_size", "2", "--save_every", SAVE_EVERY, *LONG[task]]
+    same += ["--lr" if task in ("survival", "compressed_ad") else "--learning_rate", "1e-5", "--log_every", "1"]
+    ended_well(run_task(task, tmp_path / "undisturbed", same))
+    expected = dict(train_losses(tmp_path / "undisturbed"))
+
+    run_folder = tmp_path / "run"
+    training = Elastic(3, small_run(task, run_folder, same), tmp_path, "--rejoin=10000")
+
+    def trained() -> int:
+        path = run_folder / "metrics.jsonl"
+        found = re.findall(r'"step": (\d+).*"train/loss"', path.read_text()) if path.exists() else []
+        return int(found[-1]) if found else 0
+
+    def lose(number: int, ranks: int) -> None:
+        """Lose an agent; the others go on after at most SAVE_EVERY steps that are made again."""
+        reached = trained()
+        training.lose(number)
+        begun = time.monotonic()
+        training.wait_until(lambda: world_sizes(training.log.read_text())[-1] == ranks)
+        start = int(re.findall(r"start +step (\d+)", training.log.read_text())[-1])
+        assert reached - SAVE_EVERY <= start
+        training.wait_until(lambda: trained() > reached + 1)
+        print(f"{task}: {ranks} ranks train {time.monotonic() - begun:.1f} s after a kill at step {reached}")
+
+    with training:
+        training.wait_until(lambda: trained() >= 8)
+        lose(2, ranks=2)
+        lose(0, ranks=1)
+        training.launcher.send_signal(signal.SIGUSR2)
+        training.wait_until(lambda: world_sizes(training.log.read_text())[-1] == 3)
+        assert training.end() == 0, training.log.read_text()
+    assert [size for size in world_sizes(training.log.read_text()) if size != 2] == [3, 1, 3]
+
+    found = train_losses(run_folder)
+    assert [step for step, _ in found] == sorted(expected)
+    assert [loss for _, loss in found] == pytest.approx([expected[step] for step, _ in found], rel=1e-5)
+
+
 def test_an_input_error_ends_all_at_once(tmp_path):
-    training = Elastic(2, [WORKER, tmp_path, "0"], tmp_path)
-    assert training.end() == 2
+    with Elastic(2, [WORKER, tmp_path, "0"], tmp_path) as training:
+        assert training.end() == 2
     assert training.log.read_text() == "error: nothing to do; give a last step\n"
 
 

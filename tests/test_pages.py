@@ -33,7 +33,6 @@ OTHER_FLAGS = (
     "--standalone",
     "--signal",
     "--elastic",
-    "--rejoin",
     "--no-kill",
 )
 # A path that begins so is a file of this repository; a user's own data lie elsewhere.
