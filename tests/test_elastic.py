@@ -99,10 +99,10 @@ def test_three_then_two_then_three(tmp_path):
 
 # Flags that make the small runs of the five scripts long enough for what follows.
 LONG = {
-    "prs_med": ["--num_epochs", "60", "--eval_every", "60"],
-    "mimic_cxr": ["--epochs", "60", "--eval_every", "60"],
-    "survival": ["--epochs", "60"],
-    "cascade": ["--num_epochs_per_stage", "60"],
+    "prs_med": ["--num_epochs", "30", "--eval_every", "30"],
+    "mimic_cxr": ["--epochs", "30", "--eval_every", "30"],
+    "survival": ["--epochs", "30"],
+    "cascade": ["--num_epochs_per_stage", "30"],
     "compressed_ad": ["--train_timesteps", "300", "--eval_interval", "300"],
 }
 SAVE_EVERY = 5
