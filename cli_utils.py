@@ -429,6 +429,10 @@ def parse_arguments(
         from batch_utils import check_accumulation
 
         check_accumulation(parser, args, argv)
+    if "ELASTIC_RANKS" in os.environ and hasattr(args, "effective_batch_size"):
+        from elastic_utils import check_elastic
+
+        check_elastic(parser, args)
     if getattr(args, "rehearse", False):
         prepare_rehearsal(parser, args)
     if getattr(args, "deterministic", False):

@@ -5,7 +5,6 @@ Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate la
 """
 
 import contextlib
-import ctypes
 import functools
 import gc
 import math
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from cli_utils import InputError, RunError, environment_number
+from elastic_utils import crash_code, die_with, is_elastic
 from hardware_utils import usable_cores
 from phase_utils import doing
 from sampler_utils import EvalBatchSampler, TrainBatchSampler
@@ -116,7 +116,7 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
             print(f"rank {rank} crashed:", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(crash_code())
         raise
     finally:
         gc.collect()
@@ -143,6 +143,9 @@ def _default_backend(device: torch.device) -> str:
 
 def _join_group(ranks: Ranks, backend: str, timeout: float) -> dist.Store | None:
     """Make the process group where there is more than one process; returns the store that they met at."""
+    if ranks.launcher == "torchrun" and is_elastic():
+        # also a rank that is alone for now
+        die_with(int(os.environ["ELASTIC_PARENT"]))
     if ranks.world_size == 1:
         for note in check_gpus():
             print(note, flush=True)
@@ -189,14 +192,12 @@ def leave_alone(message: str) -> None:
     if world()[1] == 1:
         raise RunError(message)
     print(f"error: rank {world()[0]}: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(crash_code())
 
 
 def die_with_parent() -> None:
     """Linux: get SIGTERM (save and leave) when the launcher dies, even by kill -9. Elsewhere nothing."""
-    if sys.platform == "linux":
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
+    die_with(os.getppid())
 
 
 def launch_workers(world_size: int) -> None:

@@ -2,6 +2,7 @@
 # Detect this machine, choose the engine, and train on all its GPUs. Flags that are not among these go to the script.
 #   ./launch_distributed_training.sh --config configs/default_config.yaml
 #   --num_gpus N    instead of all GPUs; without GPUs: N CPU processes     --dry_run  print the command, do not run it
+#   --elastic, --elastic=MIN:MAX  GPUs may come and go, see docs/elastic.md (DDP)
 #   --deepspeed | --torchrun  force DeepSpeed or DDP     --script FILE  default train_mimic_cxr.py     --debug  a try
 # Several nodes: the files in configs/slurm, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
 set -euo pipefail
@@ -17,6 +18,7 @@ script=$here/train_mimic_cxr.py
 processes=all
 deepspeed=''
 torchrun=''
+elastic=''
 debug=''
 dry_run=''
 words=()
@@ -39,10 +41,15 @@ while (($#)); do
       ;;
     --deepspeed | --use_deepspeed) deepspeed=1 ;;
     --torchrun | --use_ddp) torchrun=1 ;;
+    --elastic) elastic=auto ;;
+    --elastic=*)
+      elastic=${1#*=}
+      check_elastic "$elastic"
+      ;;
     --debug) debug=1 ;;
     --dry_run) dry_run=1 ;;
     -h | --help)
-      sed -n '2,6s/^# //p' "$0"
+      sed -n '2,7s/^# //p' "$0"
       exit 0
       ;;
     *) words+=("$1") ;;
@@ -80,6 +87,12 @@ if [[ $deepspeed ]] && [[ -z $mimic || $torchrun ]]; then
   fail "--deepspeed: not with --torchrun or another script"
 fi
 
+# ZeRO's optimizer state belongs to a number of ranks.
+if [[ $elastic ]]; then
+  if [[ $deepspeed ]]; then fail "--elastic: not with --deepspeed; leave one out"; fi
+  torchrun=1
+fi
+
 # A flag for the data of another guide means that --script was forgotten.
 if [[ $mimic ]]; then
   for word in ${words[@]+"${words[@]}"}; do
@@ -103,6 +116,8 @@ task_cpus=${SLURM_CPUS_PER_TASK:-}
 # In an sbatch script this runs on the first node only: start it once on each.
 if [[ ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_NUM_TASKS:-} ]] && ((nodes > 1)); then
   command=(srun -n "$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1)
+  # The other nodes go on without one that fails.
+  if [[ $elastic ]]; then command=(srun -n "$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 --no-kill); fi
   if [[ $task_cpus ]]; then command+=(-c "$task_cpus"); fi
   start "${command[@]}" "${again[@]}"
 fi
@@ -110,6 +125,7 @@ fi
 # Where srun has started a process for each GPU, the script reads srun's variables by itself.
 task_per_gpu=''
 if ((tasks > nodes)); then
+  if [[ $elastic ]]; then fail "--elastic: start one task a node (--ntasks-per-node=1); it starts one per GPU"; fi
   task_per_gpu=1
   processes=$((tasks / nodes))
 fi
@@ -146,6 +162,7 @@ if [[ $torchrun ]]; then engine=torchrun; fi
 if [[ $deepspeed ]]; then engine=deepspeed; fi
 if [[ $engine == deepspeed && $deepspeed_installed != true ]]; then fail "--deepspeed: it is not installed"; fi
 
+words=("$script" ${words[@]+"${words[@]}"})
 if [[ $engine == python || $task_per_gpu ]]; then
   command=(python)
 else
@@ -170,7 +187,12 @@ else
   fi
 fi
 
-command+=("$script" ${words[@]+"${words[@]}"})
+if [[ $elastic ]]; then
+  NODES=$nodes NODE_RANK=${node_rank:-0} ENDPOINT=${first:-}:${port:-}
+  elastic_command "$elastic" "$processes"
+fi
+
+command+=("${words[@]}")
 if [[ $mimic && $engine == deepspeed ]]; then command+=(--use_deepspeed); fi
 if [[ $mimic && $engine == torchrun ]]; then command+=(--use_ddp); fi
 if [[ $debug && $mimic ]]; then command+=(--debug); fi

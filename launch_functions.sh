@@ -77,6 +77,29 @@ count_gpus() {
   printf '%s\n' "$gpus"
 }
 
+# check_elastic VALUE: the value of --elastic=MIN:MAX.
+check_elastic() {
+  local LC_ALL=C number='[1-9][0-9]{0,6}'
+  [[ $1 =~ ^$number:$number$ ]] || fail "--elastic must be MIN:MAX, such as 1:4, not '$1'"
+}
+
+# elastic_command MIN:MAX PROCESSES WORD...: sets `command` to what starts a torchrun agent for each of this machine's
+# processes (docs/elastic.md), for all of them where MIN:MAX is auto. NODES, NODE_RANK, ENDPOINT: of several machines.
+elastic_command() {
+  local ranks=$1 processes=$2 torchrun python
+  shift 2
+  if [[ $ranks == auto ]]; then ranks=1:$((${NODES:-1} * processes)); fi
+  torchrun=$(command -v torchrun) || fail "no command torchrun; try: make setup"
+  python=${torchrun%/*}/python
+  if [[ ! -x $python ]]; then python=python; fi
+  command=("$python" "${BASH_SOURCE[0]%/*}/elastic_utils.py" --agents="$processes" --ranks="$ranks")
+  if ((${NODES:-1} > 1)); then
+    command+=(--endpoint="$ENDPOINT")
+    if ((NODE_RANK == 0)); then command+=(--host); fi
+  fi
+  command+=("$@")
+}
+
 # print_command COMMAND WORD...: one line that a shell would read as this command.
 print_command() {
   printf '%q ' "$@"

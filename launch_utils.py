@@ -13,8 +13,11 @@ import signal
 import subprocess
 import sys
 
-# How a script ends by itself: done, an error or a crash that it has reported, wrong input, Ctrl-C, SIGTERM.
-REPORTED = (0, 1, 2, 130, 143)
+from elastic_utils import CRASHED, end_of_rendezvous, is_elastic, use_elastic_agent
+
+# How a script ends by itself: done, an error or a crash that it has reported, wrong input, a crash of one rank among
+# ranks that may come and go, Ctrl-C, SIGTERM.
+REPORTED = (0, 1, 2, CRASHED, 130, 143)
 
 # Modules of torchrun that log a line for each process that ends or is told to.
 NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
@@ -83,6 +86,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     # What is started here reads sys.argv as its own command line.
     sys.argv = sys.argv[1:]
@@ -94,6 +98,9 @@ def main() -> int:
     # torchrun says nothing of ends that the script has told.
     for name in NOISY:
         logging.getLogger(name).addFilter(is_worth_showing)
+
+    if is_elastic():
+        use_elastic_agent()
 
     def stop(number: int, _frame) -> None:
         raise SignalException(f"signal {number}", signal.Signals(number))
@@ -108,6 +115,10 @@ def main() -> int:
         return end_of_failures(error.failures)
     except subprocess.CalledProcessError as error:
         return report_end("rank 0", error.returncode)
+    except RendezvousError as error:
+        if not is_elastic():
+            raise
+        return end_of_rendezvous(error)
     except SignalException as error:
         return end_of_signal(error.sigval)
     return 0

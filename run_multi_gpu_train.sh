@@ -3,6 +3,7 @@
 #   ./run_multi_gpu_train.sh /path/to/data              all GPUs
 #   ./run_multi_gpu_train.sh /path/to/data 4            4 GPUs
 #   ./run_multi_gpu_train.sh data 4 -- --batch_size 4   whatever follows `--` goes to train_prs_med.py
+#   --elastic, --elastic=MIN:MAX                        GPUs may come and go, see docs/elastic.md
 #   --dry_run                                           print the command instead of running it
 # Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT, default 29500) and run this on each.
 set -euo pipefail
@@ -12,12 +13,18 @@ here=$(cd "$(dirname "$0")" && pwd)
 source "$here/launch_functions.sh"
 
 dry_run=''
+elastic=''
 words=()
 while (($#)); do
   case $1 in
     --dry_run) dry_run=1 ;;
+    --elastic) elastic=auto ;;
+    --elastic=*)
+      elastic=${1#*=}
+      check_elastic "$elastic"
+      ;;
     -h | --help)
-      sed -n '2,7s/^# //p' "$0"
+      sed -n '2,8s/^# //p' "$0"
       exit 0
       ;;
     --)
@@ -67,6 +74,12 @@ else
   command+=(--standalone)
 fi
 command+=("$here/train_prs_med.py" --data_root "$data" "$@")
+
+if [[ $elastic ]]; then
+  PATH=$PATH:$here/.venv/bin
+  NODES=$nodes ENDPOINT=${MASTER_ADDR:-}:${MASTER_PORT:-29500}
+  elastic_command "$elastic" "$processes" "$here/train_prs_med.py" --data_root "$data" "$@"
+fi
 
 if [[ $dry_run ]]; then
   print_command "${command[@]}"
