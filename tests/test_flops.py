@@ -159,6 +159,12 @@ def test_which_steps_are_counted(tmp_path):
     assert values["train/tflops"] == pytest.approx(values["train/samples_per_s"] * 512 / 1e12)
     assert values["train/mfu"] == pytest.approx(values["train/tflops"] * 1e12 / log.matmul_rate)
     assert "TFLOP/s in fp32" in log.speed_facts()["matmul"]
+
+    # steps of an earlier call alone were not timed by this one
+    log.rows = [[1.0, 0.0]]
+    log.write_rest(6, 1)
+    assert log.last["train/loss"] == 1.0
+    assert len(log.rates) == 1
     log.close()
 
 

@@ -393,7 +393,7 @@ def test_bad_rows_can_be_skipped(prs_med_data, tmp_path, run_prs_med):
     set_field(3, "question", "")(root, None)
     done = run_prs_med(["--data_root", root, "--checkpoint_dir", tmp_path / "run", *FLAGS, "--skip_bad_rows"])
     assert done.code == 0, done.stderr
-    assert "1 rows with a missing field dropped" in done.stdout
+    assert "1 row with a missing field dropped" in done.stdout
 
 
 def test_odd_but_good_data(prs_med_data, tmp_path, run_prs_med):

@@ -339,10 +339,14 @@ def test_a_model_that_looks_is_told_from_one_that_guesses(bright_squares, capsys
     (line,) = [line for line in printed.splitlines() if line.startswith("without the question")]
     assert line.endswith("+0.000 (-)")
     assert "test/blind/no_question/position_accuracy_gain_low" not in metrics
-    # every row is shown the image of another case
-    from tasks.prs_med.blind import OTHER_IMAGE, blind_sets
+    # without the image: of the colour that the normalisation takes away
+    from tasks.prs_med.blind import NO_IMAGE, OTHER_IMAGE, blind_sets
 
-    blind = blind_sets(bright_squares, 0)[OTHER_IMAGE]
+    sets = blind_sets(bright_squares, 0)
+    assert sets[NO_IMAGE][3]["sam"].unique().tolist() == [64]
+
+    # every row is shown the image of another case
+    blind = sets[OTHER_IMAGE]
     assert sorted(blind.images_of) == list(range(12))
     for index in range(12):
         item = blind[index]

@@ -377,7 +377,7 @@ def test_volumes_of_the_decathlon(tmp_path, capsys, codes):
         prepare_data.main(prepare_data.parse_args([*map(str, words), "--name", "ct"]))
         tables.append((tmp_path / f"out{number}" / "annotations" / "ct.csv").read_text())
     assert tables[0] == tables[1]
-    assert "6 slices of 1 volumes, 5 mm apart" in capsys.readouterr().out
+    assert "6 slices of 1 volume, 5 mm apart" in capsys.readouterr().out
 
     # as radiologists look at it: the patient's right is at the left, the front at the top
     rows = read_annotations(tmp_path / "out0", None, False)
