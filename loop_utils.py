@@ -155,7 +155,8 @@ class Step:
 
     samples: of all ranks. local: of this rank; 0 where the last step of an epoch has none for it, and one sample is
     computed that counts nothing. first: place of this rank's first sample among those of the step. batches: the
-    micro-batches, as the loader gave them. totals: what `count` gave, summed over the ranks.
+    micro-batches, as the loader gave them. totals: what `count` gave, summed over the ranks. digest: of the samples of
+    all ranks.
     """
 
     samples: int
@@ -163,6 +164,7 @@ class Step:
     first: int
     batches: list[dict]
     totals: list[float] = field(default_factory=list)
+    digest: str = ""
 
     @property
     def weight(self) -> float:
@@ -192,6 +194,7 @@ def optimizer_steps(
     sampler.set_position(progress.epoch, progress.samples)
     log.restart_clock()
     batches = iter(loader)
+    digests = sampler.step_digests(progress.samples)
     while progress.step < training.last_step and progress.samples < sampler.used:
         samples, local = sampler.step_sizes(progress.samples)
         step = Step(samples, local, first=samples * rank // world_size, batches=[])
@@ -212,6 +215,7 @@ def optimizer_steps(
         if stop_143 or stop_130:
             stop.agreed = 143 if stop_143 else 130
             return
+        step.digest = next(digests)
         yield step
         if training.pauses():
             return
@@ -296,7 +300,7 @@ def end_step(training: TrainingRun, step: Step, losses: torch.Tensor, grad_norm:
     shared = torch.stack([grad_norm, skipped])
     if world()[0] > 0:
         shared = torch.zeros_like(shared)
-    log.step(torch.cat([losses, shared]), step.samples, lr)
+    log.step(torch.cat([losses, shared]), step.samples, lr, step.digest)
 
     log.check(progress.step, training.max_bad_steps)
     if progress.step % log.log_every == 0:
