@@ -13,15 +13,14 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 import loop_utils
 import replay_utils
-from zygote import free_port
+from zygote import ROOT, free_port
 
 
 class Fork:
@@ -102,7 +101,7 @@ def plant(change: str) -> None:
 
     def other_linear(*args, **kwargs):
         output = linear(*args, **kwargs)
-        return output * (1 + 2**-22) if done + 1 >= first else output
+        return output * (1 + 2**-18) if done + 1 >= first else output
 
     # steps are counted where they end
     end_step = loop_utils.end_step
