@@ -117,6 +117,9 @@ def plan_replay(
     parts = parts_of(run_folder, after, until)
     if any(part.args.get("cross_validate") for part in parts):
         raise InputError(f"{run_folder}: is of --cross_validate, which is repeated as a whole only; see --fold")
+
+    # the batch is a property of the run
+    effective_batch_size = facts.get("run", {}).get("effective_batch_size", 0)
     return Replay(
         run_folder=run_folder,
         after=after,
@@ -124,8 +127,8 @@ def plan_replay(
         checkpoint=saved.get(after),
         script=script,
         parts=parts,
-        effective_batch_size=facts.get("run", {}).get("effective_batch_size", 0),
-        seconds=seconds_of(logged, facts, after, until),
+        effective_batch_size=effective_batch_size,
+        seconds=seconds_of(logged, effective_batch_size, after, until),
     )
 
 
@@ -146,12 +149,17 @@ def parts_of(run_folder: Path, after: int, until: int) -> list[Part]:
     parts: list[Part] = []
     end = until
     for start in reversed(read_starts(run_folder)):
-        if start["step"] < end:
-            part = Part(end, start["args"], start["processes"], start["threads"], start["folder"], start["environment"])
+        if after < end and start["step"] < end:
+            part = Part(
+                until=end,
+                args=start["args"],
+                processes=start["processes"],
+                threads=start["threads"],
+                folder=start["folder"],
+                environment=start["environment"],
+            )
             parts.insert(0, part)
             end = start["step"]
-        if end <= after:
-            break
 
     # a run of before there was starts.jsonl, whose last flags are known
     if not parts or end > after:
@@ -159,7 +167,8 @@ def parts_of(run_folder: Path, after: int, until: int) -> list[Part]:
         summary = {}
         with contextlib.suppress(InputError):
             summary = read_config(str(run_folder / "summary.json"))
-        parts.insert(0, Part(end, args, summary.get("world_size", 1)))
+        processes = summary.get("world_size", 1)
+        parts.insert(0, Part(end, args, processes))
 
     # starts of the same flags are one
     merged = parts[:1]
@@ -178,13 +187,13 @@ def settings_of(part: Part) -> tuple:
     return flags, part.processes, part.threads, part.environment
 
 
-def seconds_of(logged: Logged, facts: dict, after: int, until: int) -> float:
-    """How long the run computed the steps, by its own samples/s; 0 where it did not say."""
-    samples = facts.get("run", {}).get("effective_batch_size", 0)
-    rates = [rate for step, rate in logged.rates.items() if after < step and rate]
+def seconds_of(logged: Logged, samples: int, after: int, until: int) -> float:
+    """How long the run computed steps of so many samples, by its own samples/s; 0 where it did not say."""
+    rates = [rate for step, rate in logged.rates.items() if step > after]
     if not rates:
         return 0.0
-    return (until - after) * samples * len(rates) / sum(rates)
+    mean = sum(rates) / len(rates)
+    return (until - after) * samples / mean
 
 
 # --- the repetition ---------------------------------------------------------------------------------------------------
@@ -203,16 +212,19 @@ def replay(plan: Replay, scratch: Path, world_size: int | None, flags: list[str]
         command = prepare(plan, part, scratch, world_size, resume)
         # an evaluation at the end of a part comes again at the begin of the next
         needed = wanted if last else {item for item in wanted if item[0] < part.until}
-        environment = environment_of(part, world_size)
-        folder = part.folder if Path(part.folder or "-").is_dir() else None
 
+        environment = environment_of(part, world_size)
         with open(scratch / "replay.log", "ab") as output:
-            process = start([*command, *flags], folder, environment, output)
+            process = start(command + flags, working_folder(part), environment, output)
         try:
             watch(process, run_folder, part.until, needed)
         finally:
             stop(process)
-        reason = reason_of_end(process.returncode, run_folder, part.until, scratch / "replay.log")
+
+        # it ended by itself: of other data or flags, or of an error
+        reason = ""
+        if not is_saved(run_folder, part.until):
+            reason = reason_of_end(process.returncode, scratch / "replay.log")
         if reason.startswith("--resume_from: a run with") or " was changed after " in reason:
             return Replayed(run_folder, reason)
         if reason:
@@ -221,7 +233,7 @@ def replay(plan: Replay, scratch: Path, world_size: int | None, flags: list[str]
     return Replayed(run_folder)
 
 
-def start(command: list[str], folder: str | None, environment: dict[str, str], output) -> subprocess.Popen:
+def start(command: list[str], folder: Path | None, environment: dict[str, str], output) -> subprocess.Popen:
     """Start the script; what it says goes into an open file."""
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -264,10 +276,12 @@ def prepare(plan: Replay, part: Part, scratch: Path, world_size: int | None, res
     import yaml
 
     args = dict(part.args)
-    args |= {"overwrite": False, "eval_only": False, "wandb": False, "rehearse": False}
-    args |= {"max_steps": part.until, plan.script.folder_flag: str(scratch / "run")}
+    args["overwrite"] = False
+    args["wandb"] = False
+    args["max_steps"] = part.until
     args["resume_from"] = "auto" if resume else None
     args["world_size"] = world_size or part.processes
+    args[plan.script.folder_flag] = str(scratch / "run")
     if world_size and world_size != part.processes:
         args |= share_batch(plan, part, world_size)
 
@@ -280,17 +294,28 @@ def prepare(plan: Replay, part: Part, scratch: Path, world_size: int | None, res
 
 def share_batch(plan: Replay, part: Part, world_size: int) -> dict:
     """The flags by which other processes make the same global batch. Raises InputError where they cannot."""
-    if "effective_batch_size" in part.args:
-        return {"effective_batch_size": plan.effective_batch_size}
+    if "effective_batch_size" in part.args and plan.effective_batch_size:
+        # the accumulation follows
+        return {"effective_batch_size": plan.effective_batch_size, "gradient_accumulation_steps": 1}
     if plan.script.batch_of_all:
         return {}
-    size = part.args[plan.script.batch_flag]
+
+    # a run of before there was that flag: fewer or more batches, or else smaller or larger ones
+    flag = plan.script.batch_flag
+    size = part.args[flag]
     batches = part.args["gradient_accumulation_steps"] * part.processes
+    total = size * batches
     if batches % world_size == 0:
         return {"gradient_accumulation_steps": batches // world_size}
-    if size * batches % world_size == 0:
-        return {plan.script.batch_flag: size * batches // world_size, "gradient_accumulation_steps": 1}
-    raise InputError(f"--world_size {world_size}: does not divide the global batch of {size * batches}; give another")
+    if total % world_size == 0:
+        return {flag: total // world_size, "gradient_accumulation_steps": 1}
+    raise InputError(f"--world_size {world_size}: does not divide the global batch of {total}; give another")
+
+
+def working_folder(part: Part) -> Path | None:
+    """Where the run was started, which its paths may be relative to; None where that is gone."""
+    folder = Path(part.folder)
+    return folder if part.folder and folder.is_dir() else None
 
 
 def environment_of(part: Part, world_size: int | None) -> dict[str, str]:
@@ -304,10 +329,21 @@ def environment_of(part: Part, world_size: int | None) -> dict[str, str]:
 def evaluations(plan: Replay, test: bool) -> set[tuple[int, str]]:
     """(step, name) of the metrics in the window that must be there before the script may be stopped."""
     wanted = set()
-    for step, numbers in read_log(plan.run_folder).numbers.items():
-        if plan.after <= step <= plan.until:
-            wanted |= {(step, name) for name in numbers if "/" in name and not name.startswith("train/")}
-    return wanted if test else {item for item in wanted if not item[1].startswith("test/")}
+    for step, name in evaluations_in(read_log(plan.run_folder)):
+        in_window = plan.after <= step <= plan.until
+        if in_window and (test or not name.startswith("test/")):
+            wanted.add((step, name))
+    return wanted
+
+
+def evaluations_in(logged: Logged) -> set[tuple[int, str]]:
+    """(step, name) of each metric of an evaluation."""
+    found = set()
+    for step, numbers in logged.numbers.items():
+        for name in numbers:
+            if "/" in name and not name.startswith("train/"):
+                found.add((step, name))
+    return found
 
 
 def watch(process: subprocess.Popen, run_folder: Path, until: int, wanted: set[tuple[int, str]]) -> None:
@@ -319,8 +355,8 @@ def watch(process: subprocess.Popen, run_folder: Path, until: int, wanted: set[t
         with contextlib.suppress(InputError):
             logged = read_log(run_folder)
             step = logged.last_step()
-            present = {(step, name) for step, numbers in logged.numbers.items() for name in numbers}
-            if step >= until and wanted <= present and is_saved(run_folder, until):
+            is_there = step >= until and wanted <= evaluations_in(logged)
+            if is_there and is_saved(run_folder, until):
                 return
 
         # a long repetition is heard of
@@ -348,10 +384,11 @@ def stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def reason_of_end(code: int, run_folder: Path, until: int, output: Path) -> str:
-    """Why the script ended before the end of its part, by its own error line; "" if it did not."""
-    if is_saved(run_folder, until):
-        return ""
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return errors[-1] if errors else (lines[-1] if lines else f"exit code {code}")
+def reason_of_end(code: int, output: Path) -> str:
+    """Why the script ended before the end of its part: its own error line, or the last that it said."""
+    text = output.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1].removeprefix("error: ")
+    return lines[-1] if lines else f"exit code {code}"

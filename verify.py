@@ -58,6 +58,7 @@ from pathlib import Path
 from replay_utils import Replay, plan_replay, replay
 from verify_utils import (
     TOLERANCE,
+    WEIGHTS_TOLERANCE,
     Difference,
     Logged,
     add_pending,
@@ -148,7 +149,9 @@ def weights_at(step: int, first: Path, second: Path, manifest) -> tuple[str, Dif
     if weights is None:
         return "equal to the bit", None
     text = f"largest difference {weights.largest:.1e}, first in {weights.tensor}"
-    return text, Difference(step, f"weights of {weights.tensor}", "as saved", "others", weights.error)
+    # on the scale of the other numbers
+    error = weights.error * TOLERANCE / WEIGHTS_TOLERANCE
+    return text, Difference(step, f"weights of {weights.tensor}", "as saved", "others", error)
 
 
 def conclude(found: list[Difference], may_differ: bool) -> int:

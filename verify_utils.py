@@ -4,9 +4,8 @@ A number is a loss, a gradient norm, a learning rate or a metric; the samples of
 Speeds, waits and memory are no part of the comparison.
 """
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +13,20 @@ from typing import NamedTuple
 import torch
 
 from cli_utils import InputError
+from figure_utils import read_records
+from logging_utils import finite_or_none
 from manifest_utils import MANIFEST, RESULT_FILES, Manifest, file_is, find_damage, is_own_checkpoint, read_manifest
 from manifest_utils import read_seal, recover_manifest
 from start_utils import changed_versions, read_starts, start_of
 
 # How far apart two numbers may be, relative to the larger, where the last bits are not promised.
 TOLERANCE = 1e-5
+# And all weights together: AdamW moves a weight whose gradient is rounding alone as far as any other.
+WEIGHTS_TOLERANCE = 1e-3
 # What depends on the clock or the machine, by the last word of a metric's name.
 SPEEDS = ("samples_per_s", "data_wait", "peak_memory_gb", "tflops", "mfu", "seconds")
+# What says where a line belongs.
+POSITION = ("step", "epoch", "steps")
 # The numbers of a single step come first, in the order in which one causes the other.
 EACH_STEP = ("batch", "loss", "grad_norm")
 
@@ -68,36 +73,32 @@ def read_log(run_folder: Path) -> Logged:
     """metrics.jsonl of a run. Raises InputError where there is none."""
     path = run_folder / "metrics.jsonl"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InputError(f"{path}: cannot be read ({reason}); name the folder of a run") from None
+        records = read_records(path)
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise InputError(f"{path}: {reason}; name the folder of a run") from None
+
     logged = Logged()
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            step = record.pop("step")
-        except (ValueError, KeyError, AttributeError):
-            # a full disk cut the line short
-            continue
-        add_line(logged, step, record)
+    for record in records:
+        add_line(logged, record)
     return logged
 
 
-def add_line(logged: Logged, step: int, record: dict) -> None:
-    """Add a line of metrics.jsonl, without its step, to a log."""
-    record.pop("epoch", None)
-    each_step = record.pop("steps", {})
-    size = len(each_step.get("batch", []))
-    if "train/loss" in record:
-        logged.sizes[step] = size
-        logged.rates[step] = record.get("train/samples_per_s") or 0.0
+def add_line(logged: Logged, record: dict) -> None:
+    """Add a line of metrics.jsonl to a log."""
+    step = record["step"]
+    each_step = record.get("steps", {})
     add_steps(logged, step, each_step)
+    if "train/loss" in record:
+        losses = each_step.get("loss", [])
+        logged.sizes[step] = len(losses)
+        logged.rates[step] = record["train/samples_per_s"]
 
     # the rest are numbers of the line, and the stage
     numbers = logged.numbers.setdefault(step, {})
     for name, value in record.items():
-        if not name.split("/")[1:2] or name.split("/")[1] not in SPEEDS:
+        word = name.rpartition("/")[2]
+        if word not in SPEEDS and word not in POSITION:
             numbers[name] = value
 
 
@@ -113,11 +114,14 @@ def add_steps(logged: Logged, last: int, each_step: dict[str, list]) -> None:
 
 def add_pending(logged: Logged, checkpoint: dict) -> None:
     """Add the steps that a checkpoint keeps for the log's next line, where the run was killed before it."""
-    interval = checkpoint.get("log", {})
-    rows = interval.get("rows", [])
-    finite = [[value if math.isfinite(value) else None for value in row] for row in rows]
-    each_step = {"batch": interval.get("batches", []), "loss": [row[0] for row in finite]}
-    each_step["grad_norm"] = [row[-2] for row in finite]
+    interval = checkpoint["log"]
+    rows = interval["rows"]
+    each_step = {
+        "batch": interval.get("batches", []),
+        "loss": [finite_or_none(row[0]) for row in rows],
+        # the gradient norm stands before the last, see end_step
+        "grad_norm": [finite_or_none(row[-2]) for row in rows],
+    }
     add_steps(logged, checkpoint["step"], each_step)
 
 
@@ -125,7 +129,9 @@ def manifest_of(run_folder: Path) -> Manifest:
     """The manifest of a run folder, or what its checkpoints say. Raises InputError for another folder."""
     if not run_folder.is_dir():
         raise InputError(f"{run_folder}: no such folder; name the folder of a run")
-    if not any((run_folder / name).exists() for name in (*RESULT_FILES, MANIFEST)):
+    names = [MANIFEST, *RESULT_FILES]
+    present = [name for name in names if (run_folder / name).exists()]
+    if not present:
         raise InputError(f"{run_folder}: holds no run; name the folder of one, such as runs/demo/prs_med")
     return read_manifest(run_folder) or recover_manifest(run_folder)
 
@@ -137,7 +143,8 @@ def saved_steps(run_folder: Path, manifest: Manifest) -> dict[int, Path]:
         path = run_folder / name
         seal = read_seal(path)
         if name.startswith("step_"):
-            saved[int(path.stem.removeprefix("step_"))] = path
+            step = path.stem.removeprefix("step_")
+            saved[int(step)] = path
         elif seal:
             saved.setdefault(seal.step, path)
     return dict(sorted(saved.items()))
@@ -180,27 +187,36 @@ def differences(first: Logged, second: Logged, after: int, until: int) -> Iterat
             yield from unequal(step, own, other, EACH_STEP)
 
         # means of another number of steps, where a run was stopped within an interval, say nothing
-        numbers = first.numbers.get(step, {})
-        names = [name for name in numbers if step > after or not name.startswith("train/")]
-        sizes = (first.sizes.get(step, 0), second.sizes.get(step, 0))
-        if all(sizes) and sizes[0] != sizes[1]:
+        own_size = first.sizes.get(step, 0)
+        other_size = second.sizes.get(step, 0)
+        same_interval = own_size == other_size or not own_size or not other_size
+        own = first.numbers.get(step, {})
+        other = second.numbers.get(step, {})
+        names = list(own)
+        if step == after or not same_interval:
             names = [name for name in names if not name.startswith("train/")]
-        yield from unequal(step, numbers, second.numbers.get(step, {}), names)
+        yield from unequal(step, own, other, names)
 
 
-def unequal(step: int, first: dict, second: dict, names) -> Iterator[Difference]:
+def unequal(step: int, first: dict, second: dict, names: Iterable[str]) -> Iterator[Difference]:
     """The numbers that both have and that differ."""
     for name in names:
-        if name in first and name in second and first[name] != second[name]:
-            error = relative_error(first[name], second[name])
-            yield Difference(step, name, first[name], second[name], error)
+        if name not in first or name not in second:
+            continue
+        value = first[name]
+        other = second[name]
+        if value != other:
+            error = relative_error(value, other)
+            yield Difference(step, name, value, other, error)
 
 
 def relative_error(first, second) -> float:
     """|first - second| relative to the larger; infinite for what are no finite numbers."""
-    if not isinstance(first, int | float) or not isinstance(second, int | float):
-        return math.inf
-    return abs(first - second) / max(abs(first), abs(second))
+    for value in (first, second):
+        if not isinstance(value, int | float):
+            return math.inf
+    largest = max(abs(first), abs(second))
+    return abs(first - second) / largest
 
 
 class WeightDifference(NamedTuple):
@@ -224,25 +240,30 @@ def compare_weights(first: Path, second: Path) -> WeightDifference | None:
     """How the trained weights of two checkpoints differ; None where they are equal to the bit."""
     one = weights_of(first)
     other = weights_of(second)
-    if one.keys() != other.keys():
-        name = sorted(one.keys() ^ other.keys())[0]
-        return WeightDifference(name, math.inf, math.inf)
+    shapes = {name: value.shape for name, value in one.items()}
+    for name in dict.fromkeys([*one, *other]):
+        if name not in one or name not in other or other[name].shape != shapes[name]:
+            return WeightDifference(name, math.inf, math.inf)
 
     tensor = ""
     largest = 0.0
     squares = 0.0
     norm = 0.0
     for name, value in one.items():
-        norm += float(value.double().square().sum())
-        if torch.equal(value, other[name]):
+        value = value.double()
+        norm += float(value.square().sum())
+        if torch.equal(one[name], other[name]):
             continue
+
         tensor = tensor or name
-        if value.shape != other[name].shape:
-            return WeightDifference(name, math.inf, math.inf)
-        apart = (value.double() - other[name].double()).abs()
-        largest = max(largest, float(apart.max()))
+        apart = value - other[name].double()
+        largest = max(largest, float(apart.abs().max()))
         squares += float(apart.square().sum())
-    return WeightDifference(tensor, largest, math.sqrt(squares / max(norm, 1e-30))) if tensor else None
+
+    if not tensor:
+        return None
+    error = math.sqrt(squares / norm) if norm else math.inf
+    return WeightDifference(tensor, largest, error)
 
 
 # --- what may make the last bits differ ------------------------------------------------------------------------------
@@ -257,8 +278,11 @@ def other_settings(first: Path, second: Path, after: int, until: int) -> list[st
     second_starts = read_starts(second)
 
     # each start of either that computed some of the steps
-    begins = {start["step"] for start in first_starts + second_starts}
-    begins = {step for step in begins if after < step < until} | {after}
+    begins = {after}
+    for start in first_starts + second_starts:
+        if after < start["step"] < until:
+            begins.add(start["step"])
+
     reasons: dict[str, None] = {}
     for step in sorted(begins):
         there = start_of(first_starts, step + 1)
@@ -282,6 +306,7 @@ def compare_starts(there: dict, here: dict) -> list[str]:
     found = [f"{name}: {before} there, {now} here" for name, (before, now) in changed.items()]
 
     on_gpu = not here["versions"]["device"].startswith("CPU")
-    if on_gpu and not (there["args"].get("deterministic") and here["args"].get("deterministic")):
+    deterministic = all(start["args"].get("deterministic") for start in (there, here))
+    if on_gpu and not deterministic:
         found.append("a GPU without --deterministic: some kernels add in varying order")
     return found

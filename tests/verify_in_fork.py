@@ -46,14 +46,15 @@ class Fork:
 
     def poll(self) -> int | None:
         for child, code in self.running.items():
-            if code is None and os.waitpid(child, os.WNOHANG)[0]:
-                self.running[child] = 0
-        return self.finish()
+            if code is None:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    self.running[child] = os.waitstatus_to_exitcode(status)
 
-    def finish(self) -> int | None:
+        # the code farthest from 0 tells most
         codes = list(self.running.values())
         if self.returncode is None and None not in codes:
-            self.returncode = max(codes)
+            self.returncode = max(codes, key=abs)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
