@@ -293,23 +293,17 @@ def prepare(plan: Replay, part: Part, scratch: Path, world_size: int | None, res
 
 
 def share_batch(plan: Replay, part: Part, world_size: int) -> dict:
-    """The flags by which other processes make the same global batch. Raises InputError where they cannot."""
-    if "effective_batch_size" in part.args and plan.effective_batch_size:
-        # the accumulation follows
-        return {"effective_batch_size": plan.effective_batch_size, "gradient_accumulation_steps": 1}
-    if plan.script.batch_of_all:
-        return {}
+    """The flags by which other processes make the same global batch. Raises InputError where that is not known."""
+    total = plan.effective_batch_size
+    if not total:
+        raise InputError(f"--world_size {world_size}: {plan.run_folder} has no checkpoint to tell its global batch")
 
-    # a run of before there was that flag: fewer or more batches, or else smaller or larger ones
-    flag = plan.script.batch_flag
-    size = part.args[flag]
-    batches = part.args["gradient_accumulation_steps"] * part.processes
-    total = size * batches
-    if batches % world_size == 0:
-        return {"gradient_accumulation_steps": batches // world_size}
-    if total % world_size == 0:
-        return {flag: total // world_size, "gradient_accumulation_steps": 1}
-    raise InputError(f"--world_size {world_size}: does not divide the global batch of {total}; give another")
+    # the accumulation follows
+    flags = {"effective_batch_size": total, "gradient_accumulation_steps": 1}
+    if not part.args.get("effective_batch_size") and not plan.script.batch_of_all:
+        # what a learning rate that grows with the processes was meant for
+        flags[plan.script.batch_flag] = total // part.processes
+    return flags
 
 
 def working_folder(part: Part) -> Path | None:
