@@ -206,16 +206,18 @@ def unequal(step: int, first: dict, second: dict, names: Iterable[str]) -> Itera
         value = first[name]
         other = second[name]
         if value != other:
-            error = relative_error(value, other)
+            # a metric near zero is what is left of larger numbers
+            is_metric = name not in EACH_STEP and not name.startswith("train/")
+            error = relative_error(value, other, least=1.0 if is_metric else 0.0)
             yield Difference(step, name, value, other, error)
 
 
-def relative_error(first, second) -> float:
-    """|first - second| relative to the larger; infinite for what are no finite numbers."""
+def relative_error(first, second, least: float) -> float:
+    """|first - second| relative to the larger, or to `least` if that is more; infinite for no finite numbers."""
     for value in (first, second):
         if not isinstance(value, int | float):
             return math.inf
-    largest = max(abs(first), abs(second))
+    largest = max(abs(first), abs(second), least)
     return abs(first - second) / largest
 
 

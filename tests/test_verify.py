@@ -83,6 +83,8 @@ def exchange(first: Path, second: Path) -> None:
 # A run of mimic_cxr is of a few of its images only.
 CHANGE = {"mimic_cxr": lambda files: [change_file(path) for path in files[::2]]}
 CHANGE_AGAIN = {
+    # what alignment with the CT finds is refused at the start
+    "cascade": lambda files: change_file(files[5]),
     "compressed_ad": lambda files: exchange_histories(files[0]),
     "mimic_cxr": lambda files: [
         exchange(first, second) for first, second in zip(files[::2], files[1::2], strict=False)
