@@ -390,7 +390,7 @@ def _check_no_results(run_folder: Path) -> None:
     manifest = read_manifest(run_folder)
 
     # What a kill left while --overwrite deleted it is no result.
-    gone = ["args.yaml", "metrics.jsonl"]
+    gone = ["args.yaml", "starts.jsonl", "metrics.jsonl"]
     if manifest:
         gone += manifest.obsolete
     results = [name for name in RESULT_FILES if name not in gone and (run_folder / name).exists()]

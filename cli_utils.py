@@ -573,14 +573,18 @@ def asked(args: argparse.Namespace, name: str):
     return vars(args).get("asked", {}).get(name, getattr(args, name))
 
 
+def asked_values(args: argparse.Namespace) -> dict:
+    """{flag: value} of the merged arguments, as they were asked for."""
+    own = ("config", "local_rank", "source", "asked")
+    return {name: asked(args, name) for name in vars(args) if name not in own}
+
+
 def save_args(path: Path, args: argparse.Namespace) -> None:
     """Write the merged arguments as YAML that --config reads again."""
     import yaml
 
-    own = ("config", "local_rank", "source", "asked")
-    values = {name: asked(args, name) for name in vars(args) if name not in own}
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(yaml.safe_dump(values), encoding="utf-8")
+    temporary.write_text(yaml.safe_dump(asked_values(args)), encoding="utf-8")
     os.replace(temporary, path)
 
 

@@ -27,6 +27,7 @@ from flops_utils import FlopCount, matmul_rate
 from hardware_utils import peak_memory_gb
 from manifest_utils import note_written, write_atomically
 from phase_utils import doing
+from start_utils import note_start
 
 
 def print_banner(title: str, facts: dict) -> None:
@@ -71,6 +72,8 @@ class RunLog:
         # steps that no line tells of yet: on the device, and on the host summed over the ranks
         self.recent: list[torch.Tensor] = []
         self.rows: list[list[float]] = []
+        # the digest of each of these steps' samples
+        self.batches: list[str] = []
         self.bad_in_row = 0
         self.lr: float | None = None
         self.restart_clock()
@@ -109,6 +112,9 @@ class RunLog:
         if checkpoint:
             interval = checkpoint["log"]
             self.rows = [list(row) for row in interval["rows"]]
+            # checkpoints of earlier versions do not hold the batches
+            known = interval.get("batches", []) if self.rows else []
+            self.batches = [""] * (len(self.rows) - len(known)) + list(known)
             self.bad_in_row = interval["bad_in_row"]
             self.lr = interval.get("lr")
         with agree_on_errors():
@@ -129,6 +135,7 @@ class RunLog:
         # forget what was logged after the checkpoint; without one, all
         self.run_id, size = begin_run(self.run_folder, checkpoint)
         save_args(self.run_folder / "args.yaml", args)
+        note_start(self.run_folder, checkpoint["step"] if checkpoint else 0, args, self.ranks)
         path = self.run_folder / "metrics.jsonl"
         cut_metrics(path, size)
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
@@ -174,12 +181,13 @@ class RunLog:
         """The next step is counted again, as it will differ from those before: another stage, other trained layers."""
         self.counted_samples = 0
 
-    def step(self, values: torch.Tensor, samples: int, lr: float) -> None:
+    def step(self, values: torch.Tensor, samples: int, lr: float, batch: str = "") -> None:
         """Keep one optimizer step's numbers, its samples (of all ranks) and its learning rate.
 
-        values: this rank's part of the sums over the ranks, one for each of the names.
+        values: this rank's part of the sums over the ranks, one for each of the names. batch: digest of the samples.
         """
         self.recent.append(values)
+        self.batches.append(batch)
         self.lr = lr
         self.samples += samples
         self.steps += 1
@@ -220,6 +228,7 @@ class RunLog:
                 sha256 = hashlib.sha256(file.read(self.written)).hexdigest()
         return {
             "rows": self.rows,
+            "batches": list(self.batches),
             "bad_in_row": self.bad_in_row,
             "lr": self.lr,
             "bytes": self.written,
@@ -256,14 +265,24 @@ class RunLog:
             values[f"train/{name}"] = sum(finite) / len(finite) if finite else None
         speed, not_saved = self._measure_speed(seconds)
         values |= speed
+        each_step = self._each_step()
         self.rows = []
-        self.write(step, epoch, values)
+        self.batches = []
+        self.write(step, epoch, values, each_step)
         self._show(step, epoch, values, seconds_left)
         self.restart_clock()
 
         # the last checkpoint's write failed meanwhile: all ranks end the run here
         if not_saved:
             settle_checkpoint()
+
+    def _each_step(self) -> dict[str, list]:
+        """Loss, gradient norm and digest of the samples of each step of the interval, for verify.py to compare."""
+        each_step: dict[str, list] = {}
+        for place, name in enumerate(self.names):
+            if name in ("loss", "grad_norm"):
+                each_step[name] = [finite_or_none(row[place]) for row in self.rows]
+        return each_step | {"batch": self.batches}
 
     def _measure_speed(self, seconds: float) -> tuple[dict[str, float], bool]:
         """All ranks: (throughput, data wait, memory and FLOP/s of an interval, whether a checkpoint's write failed)."""
@@ -321,8 +340,13 @@ class RunLog:
 
     # --- what is written ----------------------------------------------------------------------------------------------
 
-    def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
-        """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B."""
+    def write(
+        self, step: int, epoch: int, values: dict[str, float | None], each_step: dict[str, list] | None = None
+    ) -> None:
+        """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B.
+
+        each_step: lists that the line holds as `steps`, and metrics.jsonl alone.
+        """
         values = {name: finite_or_none(value) for name, value in values.items()}
         self.last |= values
         # an interval may hold steps of an earlier call alone, which were not timed here
@@ -333,6 +357,8 @@ class RunLog:
 
         def write() -> None:
             line = {"step": step, "epoch": epoch, **self.context, **values}
+            if each_step:
+                line["steps"] = each_step
             self.jsonl.write(json.dumps(line) + "\n")
             self.jsonl.flush()
             self.written = self.jsonl.tell()

@@ -185,7 +185,8 @@ class Step:
 
     samples: of all ranks. local: of this rank; 0 where the last step of an epoch has none for it, and one sample is
     computed that counts nothing. first: place of this rank's first sample among those of the step. batches: the
-    micro-batches, as the loader gave them. totals: what `count` gave, summed over the ranks.
+    micro-batches, as the loader gave them. totals: what `count` gave, summed over the ranks. digest: of the samples of
+    all ranks.
     """
 
     samples: int
@@ -193,6 +194,7 @@ class Step:
     first: int
     batches: list[dict]
     totals: list[float] = field(default_factory=list)
+    digest: str = ""
 
     @property
     def weight(self) -> float:
@@ -227,6 +229,7 @@ def optimizer_steps(
     log.restart_clock()
     phase.fetch()
     batches = iter(loader)
+    digests = sampler.step_digests(progress.samples)
 
     while progress.step < training.last_step and progress.samples < sampler.used:
         profile.begin_step(progress.step + 1)
@@ -256,6 +259,7 @@ def optimizer_steps(
             break
 
         # the script computes the step
+        step.digest = next(digests)
         yield step
         profile.end_step(progress.step, training.run_folder)
         if training.pauses():
@@ -344,7 +348,7 @@ def end_step(training: TrainingRun, step: Step, losses: torch.Tensor, grad_norm:
     shared = torch.stack([grad_norm, skipped])
     if world()[0] > 0:
         shared = torch.zeros_like(shared)
-    log.step(torch.cat([losses, shared]), step.samples, lr)
+    log.step(torch.cat([losses, shared]), step.samples, lr, step.digest)
 
     try:
         log.check(progress.step, training.max_bad_steps)

@@ -3,10 +3,14 @@
 The order is a function of (seed, epoch) and the effective batch, so that the number of processes changes nothing.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 
 import numpy as np
+
+# Places of an epoch whose samples are looked up at once for their digests.
+PLACES_AT_ONCE = 4096
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
@@ -103,18 +107,41 @@ class TrainBatchSampler:
         end = self._place(samples, self.rank + 1)
         return samples, end - begin
 
+    def step_digests(self, first: int) -> Iterator[str]:
+        """Of each optimizer step from the one that starts after `first` samples on: eight letters of its samples.
+
+        They tell a step's samples, of all ranks and in their order, from any others, and do not depend on the ranks.
+        """
+        # the order of many steps at once costs about as much as that of one
+        size = self.effective_batch_size
+        steps = max(1, PLACES_AT_ONCE // size)
+        for begin in range(first, self.used, steps * size):
+            end = min(begin + steps * size, self.used)
+            samples = self.samples_of_all(begin, end)
+            for place in range(0, len(samples), size):
+                step = samples[place : place + size]
+                content = step.astype("<i8").tobytes()
+                yield hashlib.blake2b(content, digest_size=4).hexdigest()
+
+    def samples_of_all(self, begin: int, end: int) -> np.ndarray:
+        """The samples of all ranks from one place of the epoch to another; both are where a step begins or ends."""
+        return self.order(np.arange(begin, end))
+
     def _place(self, samples: int, rank: int) -> int:
         """Where a rank's share begins among the samples of a step."""
         return samples * rank // self.world_size
 
     def __len__(self) -> int:
-        full_steps, rest = divmod(self.used - self.start, self.effective_batch_size)
+        samples = self.used - self.start
+        full_steps, rest = divmod(samples, self.effective_batch_size)
         last = self._batches(rest) if rest else 0
         return full_steps * self._batches(self.effective_batch_size) + last
 
     def _batches(self, samples: int) -> int:
         """This rank's batches of a step of so many samples; one for a rank without a share."""
-        local = self._place(samples, self.rank + 1) - self._place(samples, self.rank)
+        begin = self._place(samples, self.rank)
+        end = self._place(samples, self.rank + 1)
+        local = end - begin
         return max(1, math.ceil(local / self.batch_size))
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -132,7 +159,7 @@ class TrainBatchSampler:
                 yield self.order(places).tolist()
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """The samples at some consecutive places of the epoch, all of one step."""
+        """The samples at some consecutive places of the epoch."""
         if self.groups is not None:
             return self.groups.order(places, self.seed, self.epoch)
         return permute(places, self.num_samples, self.seed, self.epoch)

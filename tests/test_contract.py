@@ -19,6 +19,7 @@ from test_run_folder import damage
 
 import checkpoint_utils
 from cli_utils import InputError
+from manifest_utils import read_manifest, write_checkpoint, write_manifest
 
 TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
 SCRIPTS = {
@@ -465,6 +466,60 @@ def test_a_profile_of_a_run_that_is_resumed_between_its_steps(run_task, finished
     done = ended_well(run_task("compressed_ad", run_folder, flags))
     assert "warning: --profile: the run makes steps 1 to 1, none of steps 7 to 9" in done.stdout
     assert not list((run_folder / "profile").iterdir())
+
+
+# --- a run that is repeated -------------------------------------------------------------------------------------------
+
+
+def edit_checkpoint(path: Path, change) -> None:
+    """Change the contents of a checkpoint, and let its seal and the manifest say that it is what the run wrote."""
+    contents = torch.load(path, weights_only=True)
+    change(contents)
+    old = read_manifest(path.parent)
+    before = old.checkpoints[path.name]
+    digest = write_checkpoint(path, contents)
+
+    # its other names are the same file no more
+    for name, other in list(old.checkpoints.items()):
+        if other == before:
+            shutil.copy(path, path.with_name(f".{name}.new"))
+            path.with_name(f".{name}.new").replace(path.with_name(name))
+            old.checkpoints[name] = digest
+    write_manifest(path.parent, old)
+
+
+def scale_weights(contents: dict) -> None:
+    """Another last bit or two in every trained weight."""
+    for weight in weights_of(contents).values():
+        if weight.is_floating_point():
+            weight.mul_(1 + 2**-22)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_verify_repeats_a_run_and_finds_an_edited_checkpoint(task, run_script, finished, tmp_path):
+    """From the middle checkpoint to the end: equal to the bit; with other last bits in it, the next numbers differ."""
+    verify = ROOT / "tests" / "verify_in_fork.py"
+    run_folder = tmp_path / "run"
+    shutil.copytree(finished(task), run_folder)
+    before = tree(run_folder)
+    first, last = sorted(run_folder.glob("step_*.pt"))[-2:]
+    middle = load_checkpoint(first)["step"]
+    end = load_checkpoint(last)["step"]
+
+    done = ended_well(run_script([verify, run_folder]))
+    assert f"repeating steps {middle + 1} to {end} of {run_folder} from {first.name}" in done.stdout
+    assert f"compared: {end - middle} steps" in done.stdout
+    assert f"weights at step {end}: equal to the bit" in done.stdout
+    assert done.stdout.splitlines()[-1] == "equal to the bit"
+    assert tree(run_folder) == before
+
+    # an evaluation after the checkpoint is repeated, too; the cascade's is of the averaged weights
+    edit_checkpoint(first, scale_weights)
+    evaluated = any(line["step"] == middle and "val/loss" in line for line in lines(run_folder))
+    wrong = middle if evaluated and task != "cascade" else middle + 1
+    done = run_script([verify, run_folder])
+    assert done.code == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"differs: step {wrong}: ")
 
 
 # --- run folders and checkpoints that must not be taken ---------------------------------------------------------------

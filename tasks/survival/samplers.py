@@ -51,7 +51,25 @@ class PartitionSampler(TrainBatchSampler):
         samples, _ = self.step_sizes(first)
         rank_begin = first + samples * self.rank // self.world_size
         local = first // self.world_size + places - rank_begin
-        return permute(local, self.smart_cache.cached, self.seed * 1000003 + self.rank, self.epoch)
+        return self.cached_places(local, self.rank)
+
+    def cached_places(self, local: np.ndarray, rank: int) -> np.ndarray:
+        """The places in a rank's cache of some places of its share of the epoch."""
+        return permute(local, self.smart_cache.cached, self.seed * 1000003 + rank, self.epoch)
+
+    def samples_of_all(self, begin: int, end: int) -> np.ndarray:
+        """The cases, not the places, that all ranks have from one place of the epoch to another."""
+        cases = []
+        for first in range(begin, end, self.effective_batch_size):
+            samples, _ = self.step_sizes(first)
+            for rank in range(self.world_size):
+                size = self._place(samples, rank + 1) - self._place(samples, rank)
+                local = np.arange(size)
+                local += first // self.world_size
+                places = self.cached_places(local, rank)
+                rows = self.smart_cache.rows_in_cache(places, rank, self.epoch)
+                cases.append(rows)
+        return np.concatenate(cases)
 
 
 class EventBalancedSampler(TrainBatchSampler):

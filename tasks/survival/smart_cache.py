@@ -42,6 +42,7 @@ class SmartCache:
         parts = partition_dataset(
             rows.tolist(), num_partitions=world_size, shuffle=True, seed=shuffle_seed, even_divisible=False
         )
+        self.parts = parts
         self.rows = parts[rank]
         self.load = load
         self.threads = threads
@@ -49,6 +50,7 @@ class SmartCache:
         # as many are cached on every rank, though some have one case more
         self.cached = max(1, int(cache_rate * (len(rows) // world_size)))
         self.replaced = min(math.ceil(self.cached * replace_rate), len(self.rows) - self.cached)
+        self.replace_rate = replace_rate
         self.longest_part = math.ceil(len(rows) / world_size)
         self.epoch = None
         self.items = None
@@ -71,6 +73,12 @@ class SmartCache:
             self.shutdown()
             self.fill(epoch)
         self.epoch = epoch
+
+    def rows_in_cache(self, places: np.ndarray, rank: int, epoch: int) -> np.ndarray:
+        """The rows at some places of a rank's cache in an epoch."""
+        part = np.array(self.parts[rank])
+        replaced = min(math.ceil(self.cached * self.replace_rate), len(part) - self.cached)
+        return part[(epoch * replaced + places) % len(part)]
 
     def fill(self, epoch: int) -> None:
         """Load the cases of an epoch, and start the thread that reads replacements."""
