@@ -22,6 +22,7 @@ from checkpoint_utils import restore_scaler, save_checkpoint, settle_checkpoint
 from cli_utils import InputError
 from distributed_utils import Ranks, StopSignal, agree_on_errors, gather_objects, leave_alone, print_main
 from distributed_utils import reduce_max, reduce_sum, world
+from hang_utils import watch_run
 from hardware_utils import out_of_memory
 from logging_utils import RunLog, print_banner
 
@@ -79,6 +80,7 @@ class TrainingRun:
         """All ranks: watch over the run from here on."""
         self.guards = contextlib.ExitStack()
         self.guards.enter_context(self.stop)
+        self.guards.enter_context(watch_run(self.run_folder, lambda: self.progress.step))
         return self
 
     def __exit__(self, *error) -> None:
