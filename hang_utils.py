@@ -325,10 +325,11 @@ class Watch(threading.Thread):
                     others.append(psutil.Process(sign["pid"]))
 
         # a stopped one cannot follow at all; the others need a moment
-        _, alive = psutil.wait_procs(others, timeout=2 * self.tick + 0.5)
+        _, alive = psutil.wait_procs(others, timeout=self.tick + 1.5)
         for process in alive:
             end_children(process.pid)
         stack_utils.end_processes(alive)
+        psutil.wait_procs(alive, timeout=1)
 
     # --- when it begins and ends --------------------------------------------------------------------------------------
 
@@ -392,6 +393,7 @@ class Watch(threading.Thread):
         with contextlib.suppress(OSError):
             (self.local / f"sign_{self.rank}").unlink(missing_ok=True)
             (self.local / f"fault_{os.getpid()}").unlink(missing_ok=True)
+            (self.local / f"stack_{os.getpid()}").unlink(missing_ok=True)
             if not is_in_use(self.local):
                 shutil.rmtree(self.local, ignore_errors=True)
 
