@@ -556,9 +556,12 @@ def save_args(path: Path, args: argparse.Namespace) -> None:
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def record_failure(line: str, text: str = "") -> None:
-    """Leave the reason why this process ends where torchrun's report looks for it (error_file). text: a traceback."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+def record_failure(line: str, text: str = "", path: str = "") -> None:
+    """Leave the reason why a process ends where torchrun's report looks for it (error_file).
+
+    text: a traceback. path: the error file, this process's without one.
+    """
+    path = path or os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if path:
         more = {"py_callstack": text or line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:

@@ -119,6 +119,7 @@ class Watch(threading.Thread):
         self.number = 0
         self.crash = ""
         self.frozen = False
+        self.ending = False
         self.born = created(os.getpid())
 
         # what the main thread was last seen in, for how long, and how much of that without using a core
@@ -209,6 +210,7 @@ class Watch(threading.Thread):
             "worker_state": state_of(self.stack.worker) if self.stack.worker else "",
             "worker_text": self.worker_text,
             "crash": self.crash,
+            "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }
 
     def give_sign(self) -> None:
@@ -297,11 +299,13 @@ class Watch(threading.Thread):
 
     def end(self, facts: dict) -> None:
         """End this process; of each machine one rank says why, and ends those that cannot do so by themselves."""
+        self.frozen = True
+        self.ending = True
         record_failure(facts["line"])
-        end_children(os.getpid())
         if self.is_first("told"):
             print(facts["line"], file=sys.stderr, flush=True)
-            self.end_silent(facts["signs"])
+            self.end_silent(facts)
+        end_children(os.getpid())
         self.leave_folders()
         os._exit(1)
 
@@ -315,11 +319,14 @@ class Watch(threading.Thread):
             return True
         return True
 
-    def end_silent(self, signs: dict[int, dict]) -> None:
+    def end_silent(self, facts: dict) -> None:
         """Kill the ranks of this machine that do not follow the verdict: stopped ones, and ones deep in C code."""
         others = []
-        for sign in signs.values():
+        for sign in facts["signs"].values():
             own = sign["host"] == socket.gethostname() and sign["pid"] != os.getpid()
+            if own and sign["state"]:
+                # torchrun hears the cause of an end that this rank cannot tell itself
+                record_failure(facts["line"], path=sign["error_file"])
             with contextlib.suppress(psutil.Error):
                 if own and abs(created(sign["pid"]) - sign["born"]) < 1:
                     others.append(psutil.Process(sign["pid"]))
@@ -387,11 +394,14 @@ class Watch(threading.Thread):
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder.parent.rmdir()
 
-    def leave_folders(self) -> None:
-        """Take this rank's sign back everywhere; the last rank of this machine clears up."""
-        self.leave_shared()
-        with contextlib.suppress(OSError):
+    def leave_folders(self, keep_sign: bool = False) -> None:
+        """Take this rank's sign back, unless the others are to read it; the last rank of this machine clears up."""
+        if self.local is None:
+            return
+        if not keep_sign:
+            self.leave_shared()
             (self.local / f"sign_{self.rank}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
             (self.local / f"fault_{os.getpid()}").unlink(missing_ok=True)
             (self.local / f"stack_{os.getpid()}").unlink(missing_ok=True)
             if not is_in_use(self.local):
@@ -401,6 +411,9 @@ class Watch(threading.Thread):
 
     def end_crashed(self, error: BaseException) -> None:
         """End this process, whose main thread got an error: with its traceback, or with the cause in another rank."""
+        while self.ending:
+            # it is an effect of the end that the watch has begun
+            time.sleep(1)
         self.frozen = True
         if self.folder is not None and ECHOES.search(str(error)):
             facts = self.find_cause()
@@ -418,7 +431,9 @@ class Watch(threading.Thread):
         text = "".join(traceback.format_exception(error))
         print(f"{text}error: {line}", file=sys.stderr, flush=True)
         record_failure(line, text)
+        self.ending = True
         end_children(os.getpid())
+        self.leave_folders(keep_sign=True)
         os._exit(1)
 
     def say_last(self, line: str) -> None:
@@ -494,8 +509,10 @@ def verdict(signs: dict[int, dict], before: dict[int, dict], timeout: float) -> 
         return ""
     rank = culprits[0]
     sign = signs[rank]
+    if sign["step"] is not None:
+        # a rank that died or was stopped gave its last sign some steps ago, and all make each step together
+        sign["step"] = max(other["step"] or 0 for other in signs.values())
     parts = [describe_culprit(sign, before.get(rank), timeout)]
-    parts += [f"so is rank {other} in {signs[other]['place']}" for other in culprits[1:2]]
     waiting = describe_waiting([sign for rank, sign in signs.items() if rank not in culprits])
     if waiting:
         parts.append(waiting)
@@ -513,6 +530,8 @@ def describe_culprit(sign: dict, before: dict | None, timeout: float) -> str:
         place = describe(read_stack(fault))
     if sign["state"] == DIED:
         what = "has died (killed from outside, or out of memory)"
+        if not fault:
+            place += " (where it was last seen)"
         if fault.startswith("Fatal"):
             what = f"has died ({fault.splitlines()[0].removeprefix('Fatal Python error: ')})"
     elif sign["state"]:

@@ -32,7 +32,7 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
     message = str(record.msg)
     if message.startswith("failed (exitcode"):
         exit_code = record.args[0]
-        return exit_code not in REPORTED
+        return exit_code > 0 and exit_code not in REPORTED
     return not message.startswith(QUIET)
 
 
