@@ -191,6 +191,8 @@ class Watch(threading.Thread):
     def sign(self) -> dict:
         """What the others need to know about this rank."""
         wait, still = self.waits_for()
+
+        # the name of what it waits in
         inner = self.stack.places[0].function if self.stack.places else ""
         name = "the exchange of gradients" if self.stack.is_backward() else inner
         return {
@@ -204,6 +206,7 @@ class Watch(threading.Thread):
             "wait": wait,
             "still": still,
             "in": self.nccl or name,
+            # where it stands, and the process that loads for it
             "place": describe(self.stack.places),
             "stack": as_text(self.stack.places),
             "worker": self.stack.worker,
@@ -331,8 +334,10 @@ class Watch(threading.Thread):
                 if own and abs(created(sign["pid"]) - sign["born"]) < 1:
                     others.append(psutil.Process(sign["pid"]))
 
-        # a stopped one cannot follow at all; the others need a moment
-        _, alive = psutil.wait_procs(others, timeout=self.tick + 1.5)
+        # stopped ones cannot follow at all; the others need a moment
+        stopped = [process for process in others if "stopped" in state_of(process.pid)]
+        patience = 0.0 if len(stopped) == len(others) else self.tick + 1.5
+        _, alive = psutil.wait_procs(others, timeout=patience)
         for process in alive:
             end_children(process.pid)
         stack_utils.end_processes(alive)
