@@ -143,6 +143,7 @@ class Watch(threading.Thread):
             self.look(min(now - looked, 2 * self.tick))
             looked = now
             if self.folder is None:
+                self.end_unmet()
                 continue
             if now - written >= self.interval:
                 written = now
@@ -272,6 +273,17 @@ class Watch(threading.Thread):
             here = sign["host"] == socket.gethostname() and sign["state"] != DIED
             if here and is_silent(sign, self.before.get(rank)):
                 sign["fault"] = ask_stack(sign["pid"], self.local)
+
+    def end_unmet(self) -> None:
+        """End where the ranks have not found each other in time: a port may belong to a program that never answers."""
+        wait, still = self.waits_for()
+        if self.local is None and wait == "ranks" and still >= self.timeout + GRACE:
+            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            line = f"error: rank {self.rank} on {socket.gethostname()}: no answer from rank 0 at {place}"
+            line += "; see its log, and the address and port (MASTER_ADDR, MASTER_PORT)"
+            print(line, file=sys.stderr, flush=True)
+            record_failure(line)
+            os._exit(2)
 
     def pronounce(self, line: str, signs: dict[int, dict]) -> None:
         """Write the stacks and the verdict, unless another rank was faster, and end."""
