@@ -196,7 +196,14 @@ class Watch(threading.Thread):
         # the name of what it waits in
         inner = self.stack.places[0].function if self.stack.places else ""
         name = "the exchange of gradients" if self.stack.is_backward() else inner
-        return {
+
+        # where it stands, and the process that loads for it
+        worker = {
+            "worker": self.stack.worker,
+            "worker_state": state_of(self.stack.worker) if self.stack.worker else "",
+            "worker_text": self.worker_text,
+        }
+        return worker | {
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -207,12 +214,8 @@ class Watch(threading.Thread):
             "wait": wait,
             "still": still,
             "in": self.nccl or name,
-            # where it stands, and the process that loads for it
             "place": describe(self.stack.places),
             "stack": as_text(self.stack.places),
-            "worker": self.stack.worker,
-            "worker_state": state_of(self.stack.worker) if self.stack.worker else "",
-            "worker_text": self.worker_text,
             "crash": self.crash,
             "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }

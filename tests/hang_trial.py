@@ -110,6 +110,8 @@ def trial(kind: str, folder: Path, number: int) -> bool:
         seconds -= 20
     else:
         output, seconds, pattern = plant(kind, folder, mark, number % RANKS)
+
+    # what is said, and what is left
     left = [process for process in psutil.process_iter() if is_of_trial(process, mark)]
     lines = [line for line in output.splitlines() if line.startswith("error:")]
     named = any(re.search(pattern, line) for line in lines)
