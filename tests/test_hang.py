@@ -24,8 +24,9 @@ def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
 
     # a place in the planting script is none of the project's
     planter = shutil.copy(ROOT / "tests" / "plant_fault.py", tmp_path)
-    flags = ["--data_root", prs_med_data, "--checkpoint_dir", out, FLAGS, "--dist_timeout", TIMEOUT]
+    flags = ["--data_root", prs_med_data, "--checkpoint_dir", out, *FLAGS, "--dist_timeout", TIMEOUT]
     done = zygote(planter, PRS_MED, flags, ranks=2, FAULT=json.dumps(facts))
+    assert (tmp_path / "told").exists(), done.stdout[-2000:] + done.stderr[-2000:]
     seconds = time.time() - float((tmp_path / "told").read_text())
 
     # one line
