@@ -107,7 +107,7 @@ class Watch(threading.Thread):
         self.run_folder: Path | None = None
 
         # how often to look, to give a sign; how long without one before a rank counts as silent
-        self.tick = min(1.0, timeout / 20)
+        self.tick = min(1.0 if several_nodes else 0.5, timeout / 20)
         self.interval = min(10.0, max(0.5, timeout / 20))
         self.silence = min(timeout / 2, max(2.0, 3 * self.interval))
 

@@ -20,10 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 30
 RANKS = 3
 
-# kind: (fault of plant_fault.py, file and function it is met in, whether in a loading process, what the line says)
+# where faults are met: file and function
 STEP = ("train_prs_med.py", "batch_loss")
 LOAD = ("tasks/prs_med/data.py", "__getitems__")
 SAVE = ("manifest_utils.py", "write_checkpoint")
+
+# kind: (fault of plant_fault.py, where, whether in a loading process, what the line says)
 PLANTED = {
     "SIGSTOP of a rank": ("stop", *STEP, False, r"rank {rank} on .* is stopped .* in train_prs_med.py:\d+ batch_loss"),
     "endless loop in a loader": ("loop", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),

@@ -44,9 +44,24 @@ def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
 
 def sign(rank: int, **facts) -> dict:
     """A rank that waits for the others."""
-    usual = {"host": "a", "pid": 1, "number": 7, "step": 3, "wait": "ranks", "still": 60, "in": "all_reduce"}
-    usual |= {"place": "x.py:1 f", "state": "", "doing": "", "worker": 0, "worker_state": "", "worker_text": ""}
-    return {"rank": rank, **usual, **facts}
+    usual = {
+        "rank": rank,
+        "host": "a",
+        "pid": 1,
+        "number": 7,
+        "step": 3,
+        "wait": "ranks",
+        "still": 60,
+        "in": "all_reduce",
+        # where it stands, and its loading process
+        "place": "x.py:1 f",
+        "state": "",
+        "doing": "",
+        "worker": 0,
+        "worker_state": "",
+        "worker_text": "",
+    }
+    return usual | facts
 
 
 def test_a_rank_that_works_or_is_silent_is_the_cause():
