@@ -545,6 +545,8 @@ def describe_culprit(sign: dict, before: dict | None, timeout: float) -> str:
     place = sign["place"]
     what = "hangs"
     advice = ""
+
+    # a stopped rank has given its stack when it was woken, one that crashed in C code when it died
     fault = sign.get("fault", "")
     if read_stack(fault):
         place = describe(read_stack(fault))
@@ -557,6 +559,8 @@ def describe_culprit(sign: dict, before: dict | None, timeout: float) -> str:
     elif sign["state"]:
         name += f" (process {sign['pid']})"
         what = sign["state"]
+
+    # one that lives
     elif is_silent(sign, before):
         what = "gives no sign of life"
     elif sign["wait"] == "data":

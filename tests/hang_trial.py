@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 30
+TIMEOUT = 20
 RANKS = 3
 
 # where faults are met: file and function
@@ -31,7 +31,7 @@ PLANTED = {
     "endless loop in a loader": ("loop", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "slow disk": ("slow", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "exception on one rank": ("crash", *STEP, False, r"rank {rank} on .* crashed .*batch_loss: ValueError: planted"),
-    "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* crashed .* DataLoader worker \(pid.*Killed"),
+    "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* crashed .* DataLoader worker \(pid.*(Killed|exited)"),
     "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train_prs_med.py:\d+ batch_loss"),
     "out-of-memory kill": ("kill", *STEP, False, r"rank {rank} on .* has died .* after step \d+ in \S+:\d+ \w+"),
     "full disk": ("full", *SAVE, False, r"step_\d+.pt.*No space left on device"),
@@ -68,6 +68,7 @@ def plant(kind: str, folder: Path, mark: str, rank: int) -> tuple[str, float, st
     fault, file, function, in_loader, pattern = PLANTED[kind]
     rank = 0 if fault == "full" else rank
     out = folder / mark
+    shutil.rmtree(out, ignore_errors=True)
     facts = {"kind": fault, "rank": rank, "file": file, "function": function, "call": 2, "in_loader": in_loader}
     facts |= {"told": str(folder / f"{mark}.told"), "after": str(out / "metrics.jsonl")}
     environment = os.environ | {"TRIAL": mark, "FAULT": json.dumps(facts)}
