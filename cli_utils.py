@@ -4,6 +4,7 @@ Light on purpose (no torch): `--help` and a mistyped flag answer at once.
 """
 
 import argparse
+import contextlib
 import difflib
 import json
 import math
@@ -11,6 +12,7 @@ import os
 import re
 import select
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -591,8 +593,21 @@ def save_args(path: Path, args: argparse.Namespace) -> None:
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
+def record_failure(line: str, text: str = "", path: str = "") -> None:
+    """Leave the reason why a process ends where torchrun's report looks for it (error_file).
+
+    text: a traceback. path: the error file, this process's without one.
+    """
+    path = path or os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if path:
+        more = {"py_callstack": text or line, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": line, "extraInfo": more}}, file)
+
+
 def end_with(error: Exception) -> None:
     """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
+    record_failure("error: " + " ".join(str(error).splitlines()))
     if is_first_process():
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
     drop_unread_output()

@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import re
+import secrets
 import signal
 import sys
 import time
@@ -26,12 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from cli_utils import InputError, RunError, environment_number
+from cli_utils import InputError, RunError, environment_number, record_failure
 from elastic_utils import crash_code, die_with, is_elastic
+from hang_utils import GRACE, Watch, say_last, start_watch, stop_watch
 from hardware_utils import usable_cores
 from phase_utils import doing
 from sampler_utils import EvalBatchSampler, TrainBatchSampler
-from startup_utils import agree_to_start, check_gpus, explain_failure, meet
+from stack_utils import answer_in_worker
+from startup_utils import agree_to_start, check_gpus, explain_failure, meet, several_nodes
 from stop_utils import leave_if_told
 
 # More processes than any machine has: a larger number is a mistake.
@@ -100,9 +103,10 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     rank, local_rank, world_size, launcher = read_environment()
     ranks = Ranks(rank, local_rank, world_size, _own_device(local_rank, launcher), launcher)
     backend = backend or _default_backend(ranks.device)
-    with doing("waiting for the other processes"):
-        store = _join_group(ranks, backend, timeout)
+    watch = start_watch(rank, world_size, timeout, world_size > 1 and several_nodes(world_size))
     try:
+        with doing("waiting for the other processes"):
+            store = _join_group(ranks, backend, timeout, watch)
         _start_gpu(ranks, backend, store)
         yield ranks
     except (InputError, RunError, SystemExit) as error:
@@ -113,12 +117,11 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
         # A crash of one rank: it goes at once, so that the others see the broken connection instead of waiting.
         if world_size > 1:
             leave_if_told(error)
-            print(f"rank {rank} crashed:", file=sys.stderr)
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(crash_code())
+            watch.end_crashed(error)
+        record_failure(repr(error), traceback.format_exc())
         raise
     finally:
+        stop_watch(watch)
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -141,7 +144,7 @@ def _default_backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if both else "gloo"
 
 
-def _join_group(ranks: Ranks, backend: str, timeout: float) -> dist.Store | None:
+def _join_group(ranks: Ranks, backend: str, timeout: float, watch: Watch) -> dist.Store | None:
     """Make the process group where there is more than one process; returns the store that they met at."""
     if ranks.launcher == "torchrun" and is_elastic():
         # also a rank that is alone for now
@@ -149,6 +152,7 @@ def _join_group(ranks: Ranks, backend: str, timeout: float) -> dist.Store | None
     if ranks.world_size == 1:
         for note in check_gpus():
             print(note, flush=True)
+        watch.share(secrets.token_hex(4))
         return None
     if ranks.launcher != "srun":
         die_with_parent()
@@ -157,11 +161,16 @@ def _join_group(ranks: Ranks, backend: str, timeout: float) -> dist.Store | None
     limit = timedelta(seconds=timeout)
     store = meet(ranks.rank, ranks.world_size, limit)
     agree_to_start(store, ranks.rank, ranks.world_size, ranks.device, backend)
+    if ranks.is_main:
+        store.set("watch", secrets.token_hex(4))
+    watch.share(store.get("watch").decode())
+
+    # the watch knows more than a collective that gives up, so it comes first
     with explain_failure(store, ranks.rank):
         dist.init_process_group(
             backend,
             store=store,
-            timeout=limit,
+            timeout=limit + timedelta(seconds=GRACE),
             rank=ranks.rank,
             world_size=ranks.world_size,
         )
@@ -192,6 +201,7 @@ def leave_alone(message: str) -> None:
     if world()[1] == 1:
         raise RunError(message)
     print(f"error: rank {world()[0]}: {message}", file=sys.stderr, flush=True)
+    say_last(message)
     os._exit(crash_code())
 
 
@@ -259,6 +269,7 @@ def _quiet_worker(_: int) -> None:
     """Let a loading process serve on after Ctrl-C and SIGTERM, which reach the whole group: the trainer decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    answer_in_worker()
 
 
 def choose_workers(num_workers: int, source: str, device: torch.device) -> int:

@@ -19,8 +19,15 @@ from elastic_utils import CRASHED, end_of_rendezvous, is_elastic, use_elastic_ag
 # ranks that may come and go, Ctrl-C, SIGTERM.
 REPORTED = (0, 1, 2, CRASHED, 130, 143)
 
+# Seconds within which others may have noted that a worker was killed.
+ECHO = 5
+
+# How lines begin that say nothing new.
+QUIET = ("Sending process %s closing signal", "Received %s death signal", "no error file defined for parent")
+
 # Modules of torchrun that log a line for each process that ends or is told to.
 NOISY = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+NOISY += ("torch.distributed.elastic.multiprocessing.errors.error_handler",)
 
 
 def is_worth_showing(record: logging.LogRecord) -> bool:
@@ -28,8 +35,8 @@ def is_worth_showing(record: logging.LogRecord) -> bool:
     message = str(record.msg)
     if message.startswith("failed (exitcode"):
         exit_code = record.args[0]
-        return exit_code not in REPORTED
-    return not message.startswith(("Sending process %s closing signal", "Received %s death signal"))
+        return exit_code > 0 and exit_code not in REPORTED
+    return not message.startswith(QUIET)
 
 
 def report_end(worker: str, code: int) -> int:
@@ -50,9 +57,14 @@ def end_of_failures(failures: dict) -> int:
     """The exit code for torchrun's {rank: ProcessFailure}."""
     first = min(failures, key=lambda rank: failures[rank].timestamp)
 
+    # Where a rank has told which one hung or died, that is said.
+    told = any("; stacks: " in str(failure.message) for failure in failures.values())
+    if told:
+        return 1
+
     # A killed worker takes others with it, and torchrun ends the rest by SIGTERM: report the killed one.
     for rank, failure in failures.items():
-        same_time = failure.timestamp <= failures[first].timestamp
+        same_time = failure.timestamp <= failures[first].timestamp + ECHO
         if same_time and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             first = rank
     return report_end(f"rank {first}", failures[first].exitcode)

@@ -23,6 +23,7 @@ from cli_utils import InputError, RunError
 from distributed_utils import Ranks, StopSignal, agree_on_errors, gather_objects, leave_alone, print_main
 from distributed_utils import reduce_max, reduce_sum, world
 from drift_utils import check_drift
+from hang_utils import watch_run
 from hardware_utils import out_of_memory
 from logging_utils import RunLog, print_banner
 from profile_utils import StepProfile
@@ -93,6 +94,7 @@ class TrainingRun:
         self.guards.enter_context(self.phase)
         self.guards.enter_context(self.stop)
         self.guards.enter_context(self.profile)
+        self.guards.enter_context(watch_run(self.run_folder, lambda: self.progress.step))
         self.profile.warn_if_unused(self.progress.step, self.last_step)
         first_step = self.progress.step
         self.guards.enter_context(StopWatch(self.stop, lambda: (self.progress.step, self.saved_step(first_step))))

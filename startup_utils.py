@@ -223,9 +223,16 @@ def choose_interface() -> list[str]:
 
 
 def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store through which all ranks find each other, as init_process_group would make it."""
-    store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    store.set_timeout(timeout)
+    """The store through which all ranks find each other, as init_process_group would make it.
+
+    Raises InputError where the port is taken, or where not all come in time.
+    """
+    try:
+        store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    except dist.DistError as error:
+        raise _not_met(rank, str(error), timeout.total_seconds()) from None
+    # rank 0 gives up first, and tells the others
+    store.set_timeout(timeout + timedelta(seconds=2 * (rank > 0)))
 
     # Processes that torchrun has restarted on one machine may be given the same store again. On several nodes they
     # are not, and count their restarts differently.
@@ -233,6 +240,26 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start_{restarts}", store)
+
+
+def _not_met(rank: int, reason: str, seconds: float) -> InputError:
+    """Why ranks did not find each other, on rank 0; any other rank says it here, as it may be alone on its machine."""
+    port = os.environ.get("MASTER_PORT")
+    place = f"{os.environ.get('MASTER_ADDR')}:{port}"
+    came = re.search(r"(\d+)/(\d+) clients joined", reason)
+    if "EADDRINUSE" in reason or "address already in use" in reason.lower():
+        message = f"{socket.gethostname()}: port {port} is taken by another program; set MASTER_PORT to a free one"
+    elif came:
+        message = (
+            f"{came[1]} of {came[2]} processes came to {place} within {seconds:g} s; start the others, or correct "
+        )
+        message += "the number of processes (WORLD_SIZE)"
+    else:
+        message = f"{socket.gethostname()}: rank 0 not found at {place} within {seconds:g} s; see its log, and the "
+        message += "address and port (MASTER_ADDR, MASTER_PORT)"
+    if rank > 0:
+        print(f"error: rank {rank}: {message}", file=sys.stderr, flush=True)
+    return InputError(message)
 
 
 def agree_to_start(store: dist.Store, rank: int, world_size: int, device: torch.device, backend: str) -> None:
@@ -247,7 +274,8 @@ def agree_to_start(store: dist.Store, rank: int, world_size: int, device: torch.
     if error:
         # Rank 0 may hold the store: it leaves when the others have read.
         if rank == 0:
-            store.wait([f"read/{other}" for other in range(world_size)], timedelta(seconds=30))
+            came = [other for other in range(world_size) if store.check([f"facts/{other}"])]
+            store.wait([f"read/{other}" for other in came], timedelta(seconds=30))
         raise InputError(error)
 
     # One GPU that must not use P2P is enough: NCCL wants the same settings on all ranks.
@@ -287,11 +315,27 @@ def look_at_machine(world_size: int, device: torch.device, backend: str) -> tupl
 
 def exchange_facts(store: dist.Store, rank: int, world_size: int, facts: dict) -> list[dict]:
     """The facts of all ranks. Rank 0 collects and hands out: two messages a rank, also on many nodes."""
+    names = [f"facts/{other}" for other in range(world_size)]
     store.set(f"facts/{rank}", json.dumps(facts))
+
+    # rank 0 waits for all, and says who did not come
     if rank == 0:
-        texts = store.multi_get([f"facts/{other}" for other in range(world_size)])
+        try:
+            texts = store.multi_get(names)
+        except dist.DistStoreError:
+            missing = [str(other) for other in range(world_size) if not store.check([names[other]])]
+            reason = (
+                f"rank {', '.join(missing)} of {world_size} did not come within {store.timeout.total_seconds():g} s"
+            )
+            reason += "; see its log, or correct the number of processes (WORLD_SIZE)"
+            texts = [json.dumps(facts | {"error": reason})]
         store.set("facts", json.dumps([json.loads(text) for text in texts]))
-    all_facts = json.loads(store.get("facts"))
+
+    # the others hear from it
+    try:
+        all_facts = json.loads(store.get("facts"))
+    except dist.DistError as error:
+        raise _not_met(rank, str(error), store.timeout.total_seconds()) from None
     store.set(f"read/{rank}", "")
     return all_facts
 

@@ -1,0 +1,91 @@
+"""A rank that hangs is named, with the place in the code, and every rank ends; see docs/hangs.md and hang_trial.py."""
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+from conftest import PRS_MED, ROOT
+from hang_trial import PLANTED
+
+from hang_utils import oldest_pending, verdict
+
+TIMEOUT = 12
+FLAGS = "--num_epochs 3000 --batch_size 4 --max_new_tokens 2 --log_every 1 --num_workers 1 --cache_gb 0".split()
+
+
+@pytest.mark.parametrize("kind", ["SIGSTOP of a rank", "endless loop in a loader"])
+def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
+    fault, file, function, in_loader, pattern = PLANTED[kind]
+    out = tmp_path / "run"
+    facts = {"kind": fault, "rank": 1, "file": file, "function": function, "call": 2, "in_loader": in_loader}
+    facts |= {"told": str(tmp_path / "told"), "after": str(out / "metrics.jsonl")}
+
+    # a place in the planting script is none of the project's
+    planter = shutil.copy(ROOT / "tests" / "plant_fault.py", tmp_path)
+    flags = ["--data_root", prs_med_data, "--checkpoint_dir", out, *FLAGS, "--dist_timeout", TIMEOUT]
+    done = zygote(planter, PRS_MED, flags, ranks=2, FAULT=json.dumps(facts))
+    assert (tmp_path / "told").exists(), done.stdout[-2000:] + done.stderr[-2000:]
+    seconds = time.time() - float((tmp_path / "told").read_text())
+
+    # one line
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1, done.stderr
+    assert re.search(pattern.format(rank=1), errors[0])
+    assert "rank 0 waits in" in errors[0]
+
+    # the stacks of both ranks, and in time
+    text = next(out.glob("hang_*.txt")).read_text()
+    assert "rank 0 on" in text
+    assert re.search(rf'{file}", line \d+,? in {function}', text)
+    assert seconds < TIMEOUT + 5
+
+
+def sign(rank: int, **facts) -> dict:
+    """A rank that waits for the others."""
+    usual = {
+        "rank": rank,
+        "host": "a",
+        "pid": 1,
+        "number": 7,
+        "step": 3,
+        "wait": "ranks",
+        "still": 60,
+        "in": "all_reduce",
+        # where it stands, and its loading process
+        "place": "x.py:1 f",
+        "state": "",
+        "doing": "",
+        "worker": 0,
+        "worker_state": "",
+        "worker_text": "",
+    }
+    return usual | facts
+
+
+def test_a_rank_that_works_or_is_silent_is_the_cause():
+    """Of ranks on other machines, too; where all wait for each other nobody is accused."""
+    before = {rank: sign(rank, number=5) for rank in range(3)}
+    waiting = {rank: sign(rank) for rank in range(3)}
+    assert verdict(waiting, before, 60) == ""
+
+    busy = waiting | {2: sign(2, wait="", still=1, place="index.py:9 build", doing="reading the table", host="b")}
+    line = verdict(busy, before, 60)
+    assert line.startswith("rank 2 on b keeps the others waiting after step 3 in index.py:9 build, reading the table")
+    assert "ranks 0, 1 wait in all_reduce (x.py:1 f)" in line
+
+    silent = waiting | {1: sign(1, number=5, host="b")}
+    assert verdict(silent, before, 60).startswith("rank 1 on b gives no sign of life after step 3")
+
+
+def test_the_oldest_collective_of_nccl():
+    """In the form of torch's flight recorder."""
+    entries = [
+        {"state": "completed", "time_created_ns": 1, "profiling_name": "nccl:all_gather", "collective_seq_id": 6},
+        {"state": "started", "time_created_ns": 3, "profiling_name": "nccl:broadcast", "collective_seq_id": 8},
+        {"state": "started", "time_created_ns": 2, "profiling_name": "nccl:all_reduce", "collective_seq_id": 7},
+    ]
+    entries[2]["process_group"] = ["0", "default_pg"]
+    assert oldest_pending({"entries": entries}) == "all_reduce (NCCL collective 7 of default_pg)"
+    assert oldest_pending({"entries": entries[:1]}) == ""
