@@ -158,6 +158,8 @@ class Watch(threading.Thread):
             return
         stack = main_stack()
         cpu = cpu_seconds()
+
+        # another place in the code begins anew
         if stack.key() != self.stack.key():
             self.same = 0.0
             self.idle = 0.0
