@@ -171,6 +171,8 @@ class Watch(threading.Thread):
             self.idle += seconds
             if cpu - self.cpu > IDLE * seconds + 0.005:
                 self.idle = 0.0
+
+        # what the next look compares with
         self.stack = stack
         self.cpu = cpu
 
@@ -208,6 +210,7 @@ class Watch(threading.Thread):
             "pid": os.getpid(),
             "born": self.born,
             "number": self.number,
+            # where the run stands, and the main thread
             "step": self.step(),
             "doing": current_phase(),
             "crash": self.crash,

@@ -38,7 +38,7 @@ PLANTED = {
 }
 START = {
     "port taken": r"port {port} is taken by another program; set MASTER_PORT",
-    "wrong world size": r"2 of 3 processes came to 127.0.0.1:{port} within .* WORLD_SIZE",
+    "wrong world size": r"2 of 3 processes came to 127.0.0.1:{port} within .*WORLD_SIZE",
 }
 
 

@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def begin_counting(*_) -> None:
     if Path(FAULT["after"]).exists():
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.setprofile(count_calls)
+        # a checkpoint is written by a thread
+        threading.setprofile(count_calls)
 
 
 if __name__ == "__main__":
