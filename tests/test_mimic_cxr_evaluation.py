@@ -118,6 +118,9 @@ def test_calibration_errors_are_those_of_their_definition():
     distance = np.abs(bins.probability - bins.share)
     error = np.average(distance, weights=bins.count)
     assert error == pytest.approx(got["test/vqa_ece"], abs=1e-6)
+    # the last one holds what is certain, too
+    bins = calibration.reliability(np.array([0.9, 0.95, 1.0]), np.array([1, 1, 0]))
+    assert bins.count.tolist() == [1, 2]
 
 
 def test_thresholds_are_those_of_the_roc_curve():
@@ -127,7 +130,7 @@ def test_thresholds_are_those_of_the_roc_curve():
     rng = np.random.default_rng(0)
     for _ in range(30):
         positives = rng.integers(1, 39)
-        truth = np.where(np.arange(40) < positives, 1, 0)
+        truth = np.where(rng.permutation(40) < positives, 1, 0)
         scores = truth * 0.2 + rng.random(40) * 0.8
         decision = calibration.Decision(scores.round(1), truth)
         scores = decision.scores
@@ -140,9 +143,9 @@ def test_thresholds_are_those_of_the_roc_curve():
         assert measures["balanced"] == pytest.approx(got)
 
     # of equally good ones the one nearest to a half
-    scores = np.array([0.1, 0.2, 0.9])
-    apart = calibration.Decision(scores, np.array([0, 0, 1]))
-    assert calibration.best_threshold(apart) == pytest.approx(0.55)
+    scores = np.array([0.1, 0.3, 0.6, 0.9])
+    equal = calibration.Decision(scores, np.array([0, 1, 0, 1]))
+    assert calibration.best_threshold(equal) == pytest.approx(0.75)
 
 
 def test_intervals_of_an_auroc():
