@@ -100,6 +100,9 @@ def same(one: list[dict], other: list[dict], within: float) -> None:
     assert len(one) == len(other)
     for line, twin in zip(one, other, strict=True):
         assert line.keys() == twin.keys()
+        steps = line.pop("steps", {})
+        twin_steps = twin.pop("steps", {})
+        assert steps.get("batch") == twin_steps.get("batch")
         for name, value in line.items():
             # the norm of a gradient near 0 is the least exact
             bound = 1e-3 if name == "train/grad_norm" and within else within

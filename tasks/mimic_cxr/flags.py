@@ -323,13 +323,16 @@ def note_other_value(args: argparse.Namespace, name: str) -> str:
 def guide_keys(config: str | None) -> list[tuple[str, object]]:
     """[(section.key, value)] of a config's keys that translate_guide_keys explains."""
     explained = {*TRANSLATED, "offload_optimizer", "enabled", "stage"}
-    in_section = {"effective_batch_size"}
+    content = read_config(config) if config else {}
+    if "batch_size_per_gpu" in content or not SECTIONS.keys().isdisjoint(content):
+        # otherwise it is a flag
+        explained.add("effective_batch_size")
+
     pairs = []
-    for name, value in (read_config(config) if config else {}).items():
+    for name, value in content.items():
         values = {name: value}
         if name in SECTIONS:
             values = {f"{name}.{key}": item for key, item in value.items()}
-            explained |= in_section
         for key, item in values.items():
             if key.split(".")[-1] in explained and item is not None:
                 pairs.append((key, item))
