@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from cli_utils import InputError, RunError, environment_number, record_failure
-from elastic_utils import crash_code, die_with, is_elastic
+from elastic_utils import crash_code, die_with, is_elastic, leave_out
 from hang_utils import GRACE, Watch, say_last, start_watch, stop_watch
 from hardware_utils import usable_cores
 from phase_utils import doing
@@ -187,10 +187,19 @@ def _start_gpu(ranks: Ranks, backend: str, store: dist.Store | None) -> None:
     if not gpus:
         return
 
+    # the others can do without this rank where its GPU does not start
+    try:
+        with explain_failure(None if is_elastic() else store, ranks.rank):
+            torch.cuda.set_device(ranks.device)
+            first = torch.ones(1, device=ranks.device)
+            torch.cuda.synchronize(ranks.device)
+    except (InputError, RuntimeError) as error:
+        if is_elastic():
+            leave_out(f"rank {ranks.rank}: {error}")
+        raise
+
     # NCCL starts with its first collective: here, where a failure can be explained
     with explain_failure(store, ranks.rank):
-        torch.cuda.set_device(ranks.device)
-        first = torch.ones(1, device=ranks.device)
         if ranks.world_size > 1 and "nccl" in backend:
             dist.all_reduce(first)
         torch.cuda.synchronize(ranks.device)

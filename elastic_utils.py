@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, end_with, whole
+from cli_utils import InputError, Parser, end_with, record_failure, whole
 
 # How a worker ends that may go on from the newest checkpoint: a crash, or a peer that is gone.
 CRASHED = 70
@@ -30,8 +30,8 @@ ENDED = (0, 1, 2)
 # How often agents show that they are alive, and after how many silent intervals one counts as dead. Clocks of several
 # machines differ.
 HEARTBEAT_SECONDS = {"one machine": (1, 5), "several": (2, 5)}
-# How long a worker may go on that waits for a peer that is gone.
-STUCK_SECONDS = 15
+# How long a worker may go on that was told to stop as a peer is gone: it may complete a checkpoint.
+STUCK_SECONDS = 60
 # How long the others are waited for once there are enough ranks.
 LAST_CALL_SECONDS = {"one machine": 1, "several": 5}
 
@@ -39,6 +39,13 @@ LAST_CALL_SECONDS = {"one machine": 1, "several": 5}
 def is_elastic() -> bool:
     """Whether this process is a worker, or an agent, of a training whose ranks may come and go."""
     return "ELASTIC_RANKS" in os.environ
+
+
+def leave_out(line: str) -> None:
+    """End this rank, whose machine is at fault, with a line; the others go on without it."""
+    record_failure(line)
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(DROPPED)
 
 
 def crash_code() -> int:
@@ -50,6 +57,11 @@ def check_elastic(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     """Flags of a script that a training must have, or cannot have, whose ranks may come and go; ends it with code 2."""
     if args.overwrite:
         parser.error("--overwrite: would delete the run at each restart of --elastic; remove the run folder yourself")
+    if args.resume_from != "auto":
+        # each restart would go back to it
+        parser.error("--resume_from: with --elastic only auto, as it restarts from the newest checkpoint")
+    if getattr(args, "use_smart_cache", False):
+        parser.error("--use_smart_cache: its parts depend on the number of ranks; not with --elastic")
     if args.effective_batch_size is None:
         parser.error("--elastic: the batch must not change with the GPUs; give --effective_batch_size N")
 

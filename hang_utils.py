@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 import stack_utils
+from async_save_utils import WRITER
 from cli_utils import record_failure
 from elastic_utils import crash_code
 from phase_utils import current
@@ -49,6 +50,21 @@ ECHOES = re.compile(
 
 # Entries of NCCL's flight recorder that are kept for each process, unless the user says otherwise.
 NCCL_ENTRIES = "2000"
+
+
+# Of these the connections are still there.
+TIMED_OUT = re.compile(r"[Tt]ime(d )?out")
+
+# What the sign of a rank says that left by a stop signal, before the exit code.
+STOPPED = "stopped by a signal: "
+
+# How long a checkpoint that is being written is waited for, in seconds.
+SAVE_SECONDS = 60
+
+
+def is_saving() -> bool:
+    """Whether a thread of this process writes a checkpoint."""
+    return WRITER.thread is not None and WRITER.thread.is_alive()
 
 
 def record_collectives() -> None:
@@ -213,6 +229,7 @@ class Watch(threading.Thread):
             # where the run stands, and the main thread
             "step": self.step(),
             "doing": current_phase(),
+            "saving": is_saving(),
             "crash": self.crash,
             "error_file": os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }
@@ -271,13 +288,16 @@ class Watch(threading.Thread):
             if wait == "data":
                 self.worker_text = ask_stack(self.stack.worker, self.local) if self.stack.worker else ""
             self.give_sign()
-        if still >= self.timeout:
+        # of each machine one rank asks: a stopped one that is woken twice would go on meanwhile
+        if still >= self.timeout and self.is_first("asking"):
             self.give_sign()
             signs = self.read_signs()
             self.ask_silent(signs)
             line = verdict(signs, self.before, self.timeout)
             if line:
                 self.pronounce(line, signs)
+            with contextlib.suppress(OSError):
+                (self.local / "asking").unlink()
 
     def ask_silent(self, signs: dict[int, dict]) -> None:
         """Add the stacks of this machine's ranks that give no sign: stopped ones, and ones deep in C code."""
@@ -329,9 +349,14 @@ class Watch(threading.Thread):
         self.frozen = True
         self.ending = True
         record_failure(facts["line"])
+        self.give_sign()
         if self.is_first("told"):
             print(facts["line"], file=sys.stderr, flush=True)
             self.end_silent(facts)
+
+        # a checkpoint that is being written is completed
+        if is_saving():
+            WRITER.thread.join(SAVE_SECONDS)
         end_children(os.getpid())
         self.leave_folders()
         os._exit(crash_code())
@@ -362,6 +387,11 @@ class Watch(threading.Thread):
         stopped = [process for process in others if "stopped" in state_of(process.pid)]
         patience = 0.0 if len(stopped) == len(others) else self.tick + 1.5
         _, alive = psutil.wait_procs(others, timeout=patience)
+
+        # and longer where a checkpoint is being written
+        saving = {sign["pid"] for sign in self.read_signs().values() if sign["saving"] and not sign["state"]}
+        if any(process.pid in saving for process in alive):
+            _, alive = psutil.wait_procs(alive, timeout=SAVE_SECONDS)
         for process in alive:
             end_children(process.pid)
         stack_utils.end_processes(alive)
@@ -395,6 +425,8 @@ class Watch(threading.Thread):
         if self.several_nodes and self.local is not None:
             with contextlib.suppress(OSError):
                 folder = run_folder / ".watch" / self.local.name
+                if self.rank == 0:
+                    sweep_run(folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 self.folder = folder
                 self.give_sign()
@@ -438,14 +470,18 @@ class Watch(threading.Thread):
 
     # --- when a rank crashes ------------------------------------------------------------------------------------------
 
+    def is_echo(self, error: BaseException) -> bool:
+        """Whether an error may be the effect of another rank's end: gloo's and NCCL's are RuntimeErrors."""
+        return isinstance(error, RuntimeError) and bool(ECHOES.search(str(error)))
+
     def end_crashed(self, error: BaseException) -> None:
         """End this process, whose main thread got an error: with its traceback, or with the cause in another rank."""
         while self.ending:
             # it is an effect of the end that the watch has begun
             time.sleep(1)
         self.frozen = True
-        if self.folder is not None and ECHOES.search(str(error)):
-            facts = self.find_cause()
+        if self.folder is not None and self.is_echo(error):
+            facts = self.find_cause(timed_out=bool(TIMED_OUT.search(str(error))))
             if facts:
                 self.end(facts)
 
@@ -479,10 +515,14 @@ class Watch(threading.Thread):
                 return read_stack((self.local / f"stack_{found[1]}").read_text(errors="replace"))
         return []
 
-    def find_cause(self) -> dict | None:
-        """What ended another rank, whose connections broke; None where nothing is found in a few seconds."""
+    def find_cause(self, timed_out: bool) -> dict | None:
+        """What ended another rank, or holds it up; None where nothing is found in time.
+
+        timed_out: the connections are there, but nothing came.
+        """
         before = self.read_signs()
-        deadline = time.monotonic() + (self.silence + 1 if self.several_nodes else 3.0)
+        look_long = timed_out or self.folder != self.local
+        deadline = time.monotonic() + (self.silence + 1 if look_long else 3.0)
         while time.monotonic() < deadline:
             told = self.read_verdict()
             if told:
@@ -491,6 +531,9 @@ class Watch(threading.Thread):
             for rank, sign in signs.items():
                 if rank == self.rank:
                     continue
+                if sign["crash"].startswith(STOPPED):
+                    # it has left as it was told, and so do the others
+                    os._exit(int(sign["crash"].removeprefix(STOPPED)))
                 if sign["crash"]:
                     # it has said so itself on its machine
                     if sign["host"] == socket.gethostname():
@@ -500,9 +543,14 @@ class Watch(threading.Thread):
                     self.pronounce(verdict(signs, before, self.timeout), signs)
             time.sleep(0.2)
 
-        # a time-out: someone hangs, or all wait for each other
+        # someone hangs, or all wait for each other; this rank does not
+        if not look_long:
+            return None
         signs = self.read_signs()
-        line = verdict(signs, before, self.timeout) or all_wait(signs)
+        others = {rank: sign for rank, sign in signs.items() if rank != self.rank}
+        line = verdict(others, before, self.timeout)
+        if not line and len(signs) == self.world_size:
+            line = all_wait(others)
         if line:
             self.pronounce(line, signs)
         return None
@@ -646,6 +694,14 @@ def sweep(base: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def sweep_run(own: Path) -> None:
+    """Delete what starts before the last day have left beside this folder; a lock keeps other runs out."""
+    for folder in own.parent.glob("ranks-*"):
+        with contextlib.suppress(OSError):
+            if folder != own and time.time() - folder.stat().st_mtime > 24 * 3600:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 # --- the watch of this process ----------------------------------------------------------------------------------------
 
 _watches: list[Watch] = []
@@ -673,6 +729,12 @@ def stop_watch(watch: Watch) -> None:
 def watch_run(run_folder: Path, step: Callable[[], int]) -> contextlib.AbstractContextManager:
     """Around a training: see Watch.of_run. Without a watch, as in a test of a part, nothing."""
     return _watches[-1].of_run(run_folder, step) if _watches else contextlib.nullcontext()
+
+
+def say_stopped(code: int) -> None:
+    """Before a process leaves by a stop signal: tell the other ranks."""
+    for watch in _watches:
+        watch.say_last(f"{STOPPED}{code}")
 
 
 def say_last(line: str) -> None:

@@ -69,7 +69,13 @@ class StopWatch:
         self.writer.close()
 
     def _run(self) -> None:
-        """In the thread: wait for a signal, then for the main thread, then leave."""
+        """In the thread, which ends with the stream."""
+        with self.reader:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for a signal, then for the main thread, then leave."""
+        # The stream stays open: signals that come later are written into it, too.
         number = self._next_signal()
         if not number:
             return
@@ -85,11 +91,10 @@ class StopWatch:
 
     def _next_signal(self) -> int:
         """The next stop signal, 0 when the watch is over."""
-        with self.reader:
-            while numbers := self.reader.recv(64):
-                for number in numbers:
-                    if number in STOP_SIGNALS:
-                        return number
+        while numbers := self.reader.recv(64):
+            for number in numbers:
+                if number in STOP_SIGNALS:
+                    return number
         return 0
 
     def _may_leave(self, seconds: float) -> bool:
@@ -115,6 +120,10 @@ class StopWatch:
             line.join(1)
         for child in multiprocessing.active_children():
             child.kill()
+
+        # so that the others, who see a broken connection, do not look for a crash
+        if "hang_utils" in sys.modules:
+            sys.modules["hang_utils"].say_stopped(code)
         os._exit(code)
 
     def _describe(self) -> str:
@@ -140,15 +149,20 @@ if hasattr(os, "register_at_fork"):
 
 def leave_if_told(error: BaseException) -> None:
     """End this process, without a word, after an error that a stop signal to it or to another rank explains."""
-    if StopWatch.code:
-        os._exit(StopWatch.code)
     try:
         if isinstance(error, KeyboardInterrupt):
             raise error
+        if not RANK_GONE.search(str(error)):
+            # It is a fault of its own, whatever signal came.
+            return
         # The launcher ends the others when one rank has left.
-        if RANK_GONE.search(str(error)):
+        if not StopWatch.code:
             time.sleep(LAUNCHER_TELLS)
+        if StopWatch.code:
+            os._exit(StopWatch.code)
     except KeyboardInterrupt:
+        if StopWatch.code:
+            os._exit(StopWatch.code)
         if own_rank() == 0:
             print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)

@@ -11,6 +11,7 @@ number that differs. 2: it could not be compared.
 """
 
 import argparse
+import signal
 import sys
 
 from cli_utils import InputError, Parser, RunError, end_with, whole
@@ -121,6 +122,9 @@ def compare(first: Path, second: Path, plan: Replay, test: bool = True) -> int:
     after = plan.after
     until = plan.until
     steps = [step for step in range(after + 1, until + 1) if step in first_log.steps and step in second_log.steps]
+    if first_log.steps and second_log.steps and len(steps) < until - after:
+        missing = min(set(range(after + 1, until + 1)).difference(steps))
+        raise InputError(f"{first}: a log lacks step {missing}; choose other steps by --steps")
     lines = [step for step in range(after + 1, until + 1) if step in first_log.sizes and step in second_log.sizes]
     if not steps and not lines:
         raise InputError(f"{first}: no step from {after + 1} to {until} is in both logs; see --steps")
@@ -190,6 +194,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    # what is repeated ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(ARGS))
     except (InputError, RunError) as error:

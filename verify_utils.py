@@ -199,8 +199,10 @@ def differences(first: Logged, second: Logged, after: int, until: int) -> Iterat
 
 
 def unequal(step: int, first: dict, second: dict, names: Iterable[str]) -> Iterator[Difference]:
-    """The numbers that both have and that differ."""
+    """The numbers that both have and that differ, and those of each step that one of them lacks."""
     for name in names:
+        if name in EACH_STEP and (name in first) != (name in second):
+            yield Difference(step, name, first.get(name), second.get(name), math.inf)
         if name not in first or name not in second:
             continue
         value = first[name]
