@@ -35,7 +35,7 @@ from phase_utils import doing
 from sampler_utils import EvalBatchSampler, TrainBatchSampler
 from stack_utils import answer_in_worker
 from startup_utils import agree_to_start, check_gpus, explain_failure, meet, several_nodes
-from stop_utils import leave_if_told
+from stop_utils import leave_if_interrupted
 
 # More processes than any machine has: a larger number is a mistake.
 MOST_RANKS = 10**6
@@ -116,8 +116,11 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     except BaseException as error:
         # A crash of one rank: it goes at once, so that the others see the broken connection instead of waiting.
         if world_size > 1:
-            leave_if_told(error)
-            watch.end_crashed(error)
+            try:
+                leave_if_interrupted(error)
+                watch.end_crashed(error)
+            except KeyboardInterrupt as interrupt:
+                leave_if_interrupted(interrupt)
         record_failure(repr(error), traceback.format_exc())
         raise
     finally:

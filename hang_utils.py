@@ -35,6 +35,7 @@ from elastic_utils import crash_code
 from phase_utils import current
 from stack_utils import DIED, Place, Stack, as_text, ask_stack, cpu_seconds, created, describe, end_children
 from stack_utils import main_stack, read_stack, state_of
+from stop_utils import StopWatch
 
 # Seconds that a collective of gloo or NCCL has beyond --dist_timeout: the watch comes first.
 GRACE = 3.0
@@ -480,10 +481,13 @@ class Watch(threading.Thread):
             # it is an effect of the end that the watch has begun
             time.sleep(1)
         self.frozen = True
-        if self.folder is not None and self.is_echo(error):
-            facts = self.find_cause(timed_out=bool(TIMED_OUT.search(str(error))))
+        if self.is_echo(error):
+            facts = self.find_cause(timed_out=bool(TIMED_OUT.search(str(error)))) if self.folder else None
             if facts:
                 self.end(facts)
+            if StopWatch.code:
+                # all ranks were told to stop, and others were faster
+                os._exit(StopWatch.code)
 
         # the place and the message of its own error
         calls = traceback.extract_tb(error.__traceback__)
@@ -522,25 +526,14 @@ class Watch(threading.Thread):
         """
         before = self.read_signs()
         look_long = timed_out or self.folder != self.local
-        deadline = time.monotonic() + (self.silence + 1 if look_long else 3.0)
+        begun = time.monotonic()
+        deadline = begun + (self.silence + 1 if look_long else 3.0)
         while time.monotonic() < deadline:
-            told = self.read_verdict()
+            told = self.read_verdict() or self.told_by_other(before)
             if told:
                 return told
-            signs = self.read_signs()
-            for rank, sign in signs.items():
-                if rank == self.rank:
-                    continue
-                if sign["crash"].startswith(STOPPED):
-                    # it has left as it was told, and so do the others
-                    os._exit(int(sign["crash"].removeprefix(STOPPED)))
-                if sign["crash"]:
-                    # it has said so itself on its machine
-                    if sign["host"] == socket.gethostname():
-                        self.is_first("told")
-                    return {"line": f"error: {sign['crash']}", "signs": {}}
-                if sign["state"] == DIED:
-                    self.pronounce(verdict(signs, before, self.timeout), signs)
+            if StopWatch.code and time.monotonic() > begun + 1:
+                return None
             time.sleep(0.2)
 
         # someone hangs, or all wait for each other; this rank does not
@@ -553,6 +546,24 @@ class Watch(threading.Thread):
             line = all_wait(others)
         if line:
             self.pronounce(line, signs)
+        return None
+
+    def told_by_other(self, before: dict[int, dict]) -> dict | None:
+        """What a rank has said before it ended; a rank that has died without a word is the verdict."""
+        signs = self.read_signs()
+        for rank, sign in signs.items():
+            if rank == self.rank:
+                continue
+            if sign["crash"].startswith(STOPPED):
+                # it has left as it was told, and so do the others
+                os._exit(int(sign["crash"].removeprefix(STOPPED)))
+            if sign["crash"]:
+                # it has said so itself on its machine
+                if sign["host"] == socket.gethostname():
+                    self.is_first("told")
+                return {"line": f"error: {sign['crash']}", "signs": {}}
+            if sign["state"] == DIED:
+                self.pronounce(verdict(signs, before, self.timeout), signs)
         return None
 
 

@@ -9,7 +9,6 @@ as after kill -9, but never in the middle of a checkpoint.
 import contextlib
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -25,10 +24,6 @@ PATIENCE_WITH_STEPS = 7.0
 
 # How often the thread looks, in seconds.
 INTERVAL = 0.1
-
-# What gloo and NCCL say of a rank that is gone, and how long the launcher takes at most to tell the others, in seconds.
-RANK_GONE = re.compile("connection (closed|reset|was)|broken pipe|socket closed|remote process", re.IGNORECASE)
-LAUNCHER_TELLS = 1.0
 
 STOP_SIGNALS = {getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGBREAK") if hasattr(signal, name)}
 
@@ -147,22 +142,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def leave_if_told(error: BaseException) -> None:
-    """End this process, without a word, after an error that a stop signal to it or to another rank explains."""
-    try:
-        if isinstance(error, KeyboardInterrupt):
-            raise error
-        if not RANK_GONE.search(str(error)):
-            # It is a fault of its own, whatever signal came.
-            return
-        # The launcher ends the others when one rank has left.
-        if not StopWatch.code:
-            time.sleep(LAUNCHER_TELLS)
-        if StopWatch.code:
-            os._exit(StopWatch.code)
-    except KeyboardInterrupt:
-        if StopWatch.code:
-            os._exit(StopWatch.code)
+def leave_if_interrupted(error: BaseException) -> None:
+    """End this process after Ctrl-C before the training."""
+    if isinstance(error, KeyboardInterrupt):
         if own_rank() == 0:
             print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+        os._exit(StopWatch.code or 130)

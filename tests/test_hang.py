@@ -1,8 +1,11 @@
 """A rank that hangs is named, with the place in the code, and every rank ends; see docs/hangs.md and hang_trial.py."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -77,6 +80,29 @@ def test_a_rank_that_works_or_is_silent_is_the_cause():
 
     silent = waiting | {1: sign(1, number=5, host="b")}
     assert verdict(silent, before, 60).startswith("rank 1 on b gives no sign of life after step 3")
+
+
+OWN_ERROR = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hang_utils import Watch
+
+watch = Watch(0, 2, 600, False)
+watch.share(sys.argv[2])
+try:
+    raise OSError(110, "Connection timed out", "image_77.png")
+except OSError as error:
+    watch.end_crashed(error)
+"""
+
+
+def test_an_error_of_a_rank_is_told_though_it_speaks_of_a_connection():
+    """A file server's, say; it is not taken for the echo of another rank's end."""
+    command = [sys.executable, "-c", OWN_ERROR, ROOT, f"test-{os.getpid()}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r"error: rank 0 on \S+ crashed in .*: TimeoutError: .*image_77.png", last)
 
 
 def test_the_oldest_collective_of_nccl():
