@@ -57,13 +57,13 @@ def check_elastic(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     """Flags of a script that a training must have, or cannot have, whose ranks may come and go; ends it with code 2."""
     if args.overwrite:
         parser.error("--overwrite: would delete the run at each restart of --elastic; remove the run folder yourself")
+    if args.effective_batch_size is None:
+        parser.error("--elastic: the batch must not change with the GPUs; give --effective_batch_size N")
     if args.resume_from != "auto":
         # each restart would go back to it
         parser.error("--resume_from: with --elastic only auto, as it restarts from the newest checkpoint")
     if getattr(args, "use_smart_cache", False):
         parser.error("--use_smart_cache: its parts depend on the number of ranks; not with --elastic")
-    if args.effective_batch_size is None:
-        parser.error("--elastic: the batch must not change with the GPUs; give --effective_batch_size N")
 
 
 def die_with(parent: int) -> None:

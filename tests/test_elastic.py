@@ -166,6 +166,7 @@ def test_an_input_error_ends_all_at_once(tmp_path):
     [
         (["--num_epochs", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
         (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart of --elastic"),
+        (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --elastic only auto"),
     ],
 )
 def test_flags_of_a_script(zygote, tmp_path, flags, message):
