@@ -13,7 +13,16 @@ import pytest
 from conftest import PRS_MED, ROOT
 
 # the fixtures of a small run of each script
-from test_contract import TASKS, data_folders, ended_well, run_script, run_task, small_run, train_losses  # noqa: F401
+from test_contract import (
+    SAME_AT_ANY_SIZE,
+    TASKS,
+    data_folders,
+    ended_well,
+    run_script,
+    run_task,
+    small_run,
+    train_losses,
+)  # noqa: F401
 from test_launch_distributed import Machine
 from test_launchers import NODE, Stubs
 
@@ -117,7 +126,16 @@ def world_sizes(log: str) -> list[int]:
 @pytest.mark.parametrize("task", TASKS)
 def test_three_two_one_three_over_the_five_scripts(task, small_run, run_task, tmp_path):  # noqa: F811
     """By kill -9 of agents with their workers, and by joining: the losses are those of the undisturbed run."""
-    same = ["--effective_batch_size", "6", "--batch_size", "2", "--save_every", SAVE_EVERY, *LONG[task]]
+    same = [
+        *SAME_AT_ANY_SIZE.get(task, ()),
+        "--effective_batch_size",
+        "6",
+        "--batch_size",
+        "2",
+        "--save_every",
+        SAVE_EVERY,
+        *LONG[task],
+    ]
     same += ["--lr" if task in ("survival", "compressed_ad") else "--learning_rate", "1e-5", "--log_every", "1"]
     ended_well(run_task(task, tmp_path / "undisturbed", same))
     expected = dict(train_losses(tmp_path / "undisturbed"))
