@@ -13,16 +13,8 @@ import pytest
 from conftest import PRS_MED, ROOT
 
 # the fixtures of a small run of each script
-from test_contract import (
-    SAME_AT_ANY_SIZE,
-    TASKS,
-    data_folders,
-    ended_well,
-    run_script,
-    run_task,
-    small_run,
-    train_losses,
-)  # noqa: F401
+from test_contract import SAME_AT_ANY_SIZE, TASKS, ended_well, train_losses
+from test_contract import data_folders, run_script, run_task, small_run  # noqa: F401
 from test_launch_distributed import Machine
 from test_launchers import NODE, Stubs
 
