@@ -32,8 +32,9 @@ def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
     assert (tmp_path / "told").exists(), done.stdout[-2000:] + done.stderr[-2000:]
     seconds = time.time() - float((tmp_path / "told").read_text())
 
-    # one line
-    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    # one line; torch warns where the planter's timer interrupts it
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert "Traceback" not in done.stderr
     assert len(errors) == 1, done.stderr
     assert re.search(pattern.format(rank=1), errors[0])
     assert "rank 0 waits in" in errors[0]
@@ -42,7 +43,8 @@ def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
     text = next(out.glob("hang_*.txt")).read_text()
     assert "rank 0 on" in text
     assert re.search(rf'{file}", line \d+,? in {function}', text)
-    assert seconds < TIMEOUT + 5
+    # hang_trial.py holds it to 5 s, on a machine with nothing else to do
+    assert seconds < TIMEOUT + 12
 
 
 def sign(rank: int, **facts) -> dict:
