@@ -188,7 +188,7 @@ def prs_med(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     loader = create_distributed_dataloader(images, args.batch_size, collate_fn=model.reader.collate)
     optimizer = script.make_optimizer(model, args)
     if kind == "script":
-        wrapped = script.wrap_model(model, ranks)
+        wrapped = script.wrap_model(model, ranks, sharded=False)
         scaler = LossScaler(ranks.device, "no")
         training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
         train_epoch = partial(script.train_one_epoch, wrapped, loader, optimizer, scaler)
