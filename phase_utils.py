@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cli_utils import is_first_process
+
 # Seconds into a phase at which it is told; then every minute.
 FIRST_LINES = (5.0, 30.0, 60.0)
 EVERY = 60.0
@@ -62,7 +64,7 @@ class Phase:
     def tell(self, ending: str) -> None:
         """Rank 0: a line above a progress bar, where there is one."""
         self.said = True
-        if own_rank() > 0 or (self.has_bar and sys.stderr.isatty()):
+        if not is_first_process() or (self.has_bar and sys.stderr.isatty()):
             return
         from tqdm import tqdm
 
@@ -208,9 +210,3 @@ def current() -> list[tuple[str, float]]:
 def must_finish() -> bool:
     """Whether a phase is under way that a stop signal waits for."""
     return any(phase.must_finish for phase in _WATCH.phases.copy())
-
-
-def own_rank() -> int:
-    """This process's rank as the launcher's variables say, 0 without one."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return int(rank) if rank.isdecimal() else 0

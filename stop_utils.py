@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from phase_utils import current, must_finish, own_rank
+from cli_utils import is_first_process
+from phase_utils import current, must_finish
 
 # Seconds that the main thread has to end the run in order; the second where steps would be lost.
 PATIENCE = 3.0
@@ -108,7 +109,7 @@ class StopWatch:
 
     def _leave(self, code: int) -> None:
         """End this process now, with its loading processes, which heed no SIGTERM."""
-        if own_rank() == 0:
+        if is_first_process():
             # Whoever holds the stream, it is waited for no longer than this.
             line = threading.Thread(target=print, args=[self._describe()], kwargs={"flush": True}, daemon=True)
             line.start()
@@ -145,6 +146,6 @@ if hasattr(os, "register_at_fork"):
 def leave_if_interrupted(error: BaseException) -> None:
     """End this process after Ctrl-C before the training."""
     if isinstance(error, KeyboardInterrupt):
-        if own_rank() == 0:
+        if is_first_process():
             print("interrupted", file=sys.stderr, flush=True)
         os._exit(StopWatch.code or 130)

@@ -27,7 +27,7 @@ def hang() -> None:
 
 def main() -> None:
     name, how, ranks = sys.argv[1:4]
-    chosen = str(phase_utils.own_rank()) in ranks.split(",")
+    chosen = os.environ.get("RANK", "0") in ranks.split(",")
     real_enter = phase_utils.Phase.__enter__
     real_turn_to = phase_utils.Phase.turn_to
     stop_utils.PATIENCE = 0.5
