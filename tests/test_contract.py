@@ -522,6 +522,22 @@ def test_verify_repeats_a_run_and_finds_an_edited_checkpoint(task, run_script, f
     assert done.stdout.splitlines()[-1].startswith(f"differs: step {wrong}: ")
 
 
+def test_verify_calls_no_log_equal_that_lacks_a_step(run_script, finished, tmp_path):
+    """Of two runs, of which one has lost a line: neither equal nor different."""
+    run_folder = finished("compressed_ad")
+    copy = tmp_path / "run"
+    shutil.copytree(run_folder, copy)
+    log = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lost = next(place for place, line in enumerate(log) if "train/loss" in line)
+    (copy / "metrics.jsonl").write_text("".join(log[:lost] + log[lost + 1 :]))
+
+    done = run_script([ROOT / "verify.py", run_folder, copy])
+    assert done.code == 2
+    assert "a log lacks step" in done.stderr
+    equal = ended_well(run_script([ROOT / "verify.py", run_folder, run_folder]))
+    assert equal.stdout.splitlines()[-1] == "equal to the bit"
+
+
 # --- run folders and checkpoints that must not be taken ---------------------------------------------------------------
 
 
