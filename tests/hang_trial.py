@@ -1,4 +1,4 @@
-"""Ten kinds of fault, planted in train_prs_med.py by three processes: is the right rank named, and the right place?
+"""Eleven kinds of fault, planted in train_prs_med.py by three processes: is the right rank named, and the right place?
 
 python tests/hang_trial.py FOLDER [ROUNDS] [KIND ...] prints a line for each trial and a table. Each must name the rank
 and the place, end within --dist_timeout + 5 s of the fault, and leave no process behind. Linux.
@@ -34,6 +34,7 @@ PLANTED = {
     "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* crashed .* DataLoader worker \(pid.*(Killed|exited)"),
     "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train_prs_med.py:\d+ batch_loss"),
     "out-of-memory kill": ("kill", *STEP, False, r"rank {rank} on .* has died .* after step \d+ in \S+:\d+ \w+"),
+    "crash in C code": ("segfault", *STEP, False, r"rank {rank} .*died \(Seg.* in train_prs_med.py:\d+ batch_loss"),
     "full disk": ("full", *SAVE, False, r"step_\d+.pt.*No space left on device"),
 }
 START = {

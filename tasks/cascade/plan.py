@@ -365,7 +365,7 @@ def smaller_stage_advice(
 
 def out_of_memory_advice(auto_batch: bool | None, device: torch.device) -> str:
     """What takes less memory, where it ran out after the stages were measured."""
-    smaller = "halve it and double the stage's accumulation_steps in --config (the same result)"
+    smaller = "halve it in --config, and without effective_batch_size double accumulation_steps (the same result)"
     otherwise = auto_batch_advice(auto_batch, device)
     return f"a stage's batch_size; try --gradient_checkpointing, or {smaller}{otherwise}"
 
