@@ -35,7 +35,7 @@ from phase_utils import doing
 from sampler_utils import EvalBatchSampler, TrainBatchSampler
 from stack_utils import answer_in_worker
 from startup_utils import agree_to_start, check_gpus, explain_failure, meet, several_nodes
-from stop_utils import leave_if_interrupted
+from stop_utils import leave_if_interrupted, only_note_stop_signals
 
 # More processes than any machine has: a larger number is a mistake.
 MOST_RANKS = 10**6
@@ -481,7 +481,11 @@ class StopSignal:
                 self.previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error, *_) -> None:
+        # the launcher tells all ranks to stop where one ends by an error, and each is to say its own to the end
+        if error is not None:
+            only_note_stop_signals()
+            return
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 

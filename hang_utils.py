@@ -35,7 +35,7 @@ from elastic_utils import crash_code
 from phase_utils import current
 from stack_utils import DIED, Place, Stack, as_text, ask_stack, cpu_seconds, created, describe, end_children
 from stack_utils import main_stack, read_stack, state_of
-from stop_utils import StopWatch
+from stop_utils import StopWatch, only_note_stop_signals
 
 # Seconds that a collective of gloo or NCCL has beyond --dist_timeout: the watch comes first.
 GRACE = 3.0
@@ -387,16 +387,16 @@ class Watch(threading.Thread):
         # stopped ones cannot follow at all; the others need a moment
         stopped = [process for process in others if "stopped" in state_of(process.pid)]
         patience = 0.0 if len(stopped) == len(others) else self.tick + 1.5
-        _, alive = psutil.wait_procs(others, timeout=patience)
+        alive = stack_utils.wait_for_ends(others, patience)
 
         # and longer where a checkpoint is being written
         saving = {sign["pid"] for sign in self.read_signs().values() if sign["saving"] and not sign["state"]}
         if any(process.pid in saving for process in alive):
-            _, alive = psutil.wait_procs(alive, timeout=SAVE_SECONDS)
+            alive = stack_utils.wait_for_ends(alive, SAVE_SECONDS)
         for process in alive:
             end_children(process.pid)
         stack_utils.end_processes(alive)
-        psutil.wait_procs(alive, timeout=1)
+        stack_utils.wait_for_ends(alive, 1)
 
     # --- when it begins and ends --------------------------------------------------------------------------------------
 
@@ -476,7 +476,11 @@ class Watch(threading.Thread):
         return isinstance(error, RuntimeError) and bool(ECHOES.search(str(error)))
 
     def end_crashed(self, error: BaseException) -> None:
-        """End this process, whose main thread got an error: with its traceback, or with the cause in another rank."""
+        """End this process, whose main thread got an error: with its traceback, or with the cause in another rank.
+
+        To be called in the main thread.
+        """
+        only_note_stop_signals()
         while self.ending:
             # it is an effect of the end that the watch has begun
             time.sleep(1)
@@ -640,7 +644,8 @@ def describe_culprit(sign: dict, before: dict | None, timeout: float) -> str:
     elif sign["still"] < timeout / 2:
         what = "keeps the others waiting"
         advice = "; raise --dist_timeout if it needs longer"
-    if sign["doing"]:
+    # what the last sign says may be over where the stack is newer
+    if sign["doing"] and not read_stack(fault):
         place += f", {sign['doing']}"
     return f"{name} {what}{at_step(sign['step'])} in {place}{advice}"
 

@@ -234,6 +234,17 @@ def state_of(pid: int, begun: float = 0.0) -> str:
         return ""
 
 
+def wait_for_ends(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run after so many seconds. One counts as ended whose parent has not asked for its code yet."""
+    deadline = time.monotonic() + seconds
+    alive = processes
+    while True:
+        alive = [process for process in alive if process.is_running() and state_of(process.pid) != DIED]
+        if not alive or time.monotonic() >= deadline:
+            return alive
+        time.sleep(0.05)
+
+
 def end_processes(processes: list[psutil.Process]) -> None:
     """Kill processes, also those that are stopped."""
     for process in processes:

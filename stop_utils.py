@@ -143,6 +143,16 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def only_note_stop_signals() -> None:
+    """In the main thread, which ends the process by itself, with an error: a stop signal does not cut that off."""
+
+    def note(number: int, _frame) -> None:
+        StopWatch.code = StopWatch.code or (130 if number == signal.SIGINT else 143)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, note)
+
+
 def leave_if_interrupted(error: BaseException) -> None:
     """End this process after Ctrl-C before the training."""
     if isinstance(error, KeyboardInterrupt):

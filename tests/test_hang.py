@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from conftest import PRS_MED, ROOT
 from hang_trial import PLANTED
 
 from hang_utils import oldest_pending, verdict
+from stack_utils import wait_for_ends
 
 TIMEOUT = 12
 FLAGS = "--num_epochs 3000 --batch_size 4 --max_new_tokens 2 --log_every 1 --num_workers 1 --cache_gb 0".split()
@@ -105,6 +107,47 @@ def test_an_error_of_a_rank_is_told_though_it_speaks_of_a_connection():
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert re.search(r"error: rank 0 on \S+ crashed in .*: TimeoutError: .*image_77.png", last)
+
+
+ENDS_ANOTHER = """
+import subprocess, sys, threading
+sys.path.insert(0, sys.argv[1])
+from hang_utils import Watch
+from stack_utils import created
+
+watch = Watch(0, 2, 600, False)
+watch.share(sys.argv[2])
+loader, other = (subprocess.Popen(["sleep", "60"], stdout=2) for _ in range(2))
+facts = watch.sign() | {"rank": 1, "pid": other.pid, "born": created(other.pid), "state": ""}
+threading.Thread(target=watch.end, args=[{"line": "error: rank 1 hangs", "signs": {1: facts}}]).start()
+print("ending", flush=True)
+watch.end_crashed(RuntimeError("Connection closed by peer"))
+"""
+
+
+def test_the_launchers_signal_does_not_cut_the_end_off():
+    """torchrun sends SIGTERM once a rank has ended; a rank that ends others completes that, and leaves none behind."""
+    command = [sys.executable, "-c", ENDS_ANOTHER, ROOT, f"test-{os.getpid()}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ending:
+        assert ending.stdout.readline() == "ending\n"
+        time.sleep(0.5)
+        ending.terminate()
+
+        # both children hold the stream, so that it ends with the last of them
+        begun = time.monotonic()
+        errors = ending.communicate()[1]
+    assert ending.returncode == 1
+    assert errors.splitlines()[-1] == "error: rank 1 hangs"
+    assert time.monotonic() - begun < 20
+
+
+def test_a_process_that_has_ended_is_not_waited_for():
+    """torchrun asks for the code of the first rank before those of the others, which are zombies until then."""
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE) as ended:
+        ended.stdout.read()
+        begun = time.monotonic()
+        assert wait_for_ends([psutil.Process(ended.pid)], 20) == []
+        assert time.monotonic() - begun < 10
 
 
 def test_the_oldest_collective_of_nccl():
