@@ -31,7 +31,7 @@ PLANTED = {
     "endless loop in a loader": ("loop", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "slow disk": ("slow", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "exception on one rank": ("crash", *STEP, False, r"rank {rank} on .* crashed .*batch_loss: ValueError: planted"),
-    "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* crashed .* DataLoader worker \(pid.*(Killed|exited)"),
+    "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* in loop_utils.py:\d+ optimizer_steps: .*DataLoader"),
     "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train_prs_med.py:\d+ batch_loss"),
     "out-of-memory kill": ("kill", *STEP, False, r"rank {rank} on .* has died .* after step \d+ in \S+:\d+ \w+"),
     "crash in C code": ("segfault", *STEP, False, r"rank {rank} .*died \(Seg.* in train_prs_med.py:\d+ batch_loss"),
