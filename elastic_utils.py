@@ -246,8 +246,10 @@ def own_gpus(agents: int) -> list[str]:
 class Agents:
     """The agents of this machine, by their number from 0."""
 
-    def __init__(self, command: list[str], gpus: list[str], rejoin: float, tries: int):
+    def __init__(self, command: list[str], gpus: list[str], rejoin: float, tries: int, least: int = 1):
+        """least: so many of them must run; 1 where other machines may have them."""
         self.command = command
+        self.least = least
         self.gpus = gpus
         self.rejoin = rejoin
         # starts that each agent may still have after it was killed
@@ -307,7 +309,8 @@ class Agents:
             return
         self.tries[number] -= 1
         self.due[number] = time.monotonic() + self.rejoin
-        reason = f"ended by signal {-code}; the others go on, it joins again in {self.rejoin:g} s"
+        others = "the others go on" if len(self.running) >= self.least else f"fewer than {self.least} are left and wait"
+        reason = f"ended by signal {-code}; {others}, it joins again in {self.rejoin:g} s"
         print(f"elastic: {place} {reason}", file=sys.stderr, flush=True)
 
     def wait(self) -> int:
@@ -347,7 +350,8 @@ def main() -> int:
         store = TCPStore("0.0.0.0" if endpoint else "127.0.0.1", port, is_master=True, wait_for_workers=False)
         endpoint = endpoint or f"127.0.0.1:{store.port}"
 
-    agents = Agents(agent_command(args, endpoint), gpus, args.rejoin, args.max_restarts)
+    needed = 1 if args.endpoint else least
+    agents = Agents(agent_command(args, endpoint), gpus, args.rejoin, args.max_restarts, needed)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, agents.stop)
     signal.signal(signal.SIGUSR2, agents.call_back)

@@ -567,6 +567,8 @@ class Watch(threading.Thread):
                     self.is_first("told")
                 return {"line": f"error: {sign['crash']}", "signs": {}}
             if sign["state"] == DIED:
+                # the signs are some seconds old, and all ranks make each step together
+                signs.setdefault(self.rank, self.sign())["step"] = self.step()
                 self.pronounce(verdict(signs, before, self.timeout), signs)
         return None
 
@@ -644,8 +646,8 @@ def describe_culprit(sign: dict, before: dict | None, timeout: float) -> str:
     elif sign["still"] < timeout / 2:
         what = "keeps the others waiting"
         advice = "; raise --dist_timeout if it needs longer"
-    # what the last sign says may be over where the stack is newer
-    if sign["doing"] and not read_stack(fault):
+    # what the last sign says may be over, where the rank has gone on from there or the stack is newer
+    if sign["doing"] and sign["state"] != DIED and not read_stack(fault):
         place += f", {sign['doing']}"
     return f"{name} {what}{at_step(sign['step'])} in {place}{advice}"
 

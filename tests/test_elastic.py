@@ -18,6 +18,8 @@ from test_contract import data_folders, run_script, run_task, small_run  # noqa:
 from test_launch_distributed import Machine
 from test_launchers import NODE, Stubs
 
+from elastic_utils import Agents
+
 ELASTIC = ROOT / "elastic_utils.py"
 WORKER = ROOT / "tests" / "elastic_worker.py"
 
@@ -299,6 +301,14 @@ def test_a_wrong_range(tmp_path, value):
     done = Stubs(tmp_path, 4).run(["d", f"--elastic={value}"]).done
     assert done.returncode == 2
     assert done.stderr == f"error: --elastic must be MIN:MAX, such as 1:4, not '{value}'\n"
+
+
+def test_too_few_agents_wait(capsys):
+    agents = Agents([], [], rejoin=30, tries=3, least=2)
+    agents.running = {0: None}
+    agents.lose(1, -9)
+    line = "elastic: process 1 ended by signal 9; fewer than 2 are left and wait, it joins again in 30 s\n"
+    assert capsys.readouterr().err == line
 
 
 def test_more_processes_than_the_range(tmp_path):

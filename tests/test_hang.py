@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from conftest import PRS_MED, ROOT
 from hang_trial import PLANTED
 
-from hang_utils import oldest_pending, verdict
+from hang_utils import Watch, oldest_pending, verdict
 from stack_utils import wait_for_ends
 
 TIMEOUT = 12
@@ -139,6 +140,23 @@ def test_the_launchers_signal_does_not_cut_the_end_off():
     assert ending.returncode == 1
     assert errors.splitlines()[-1] == "error: rank 1 hangs"
     assert time.monotonic() - begun < 20
+
+
+def test_a_dead_ranks_step_is_that_of_the_others(tmp_path, monkeypatch):
+    """Its last sign, and theirs, are of some seconds before."""
+    watch = Watch(0, 2, 600, False)
+    watch.local = watch.folder = tmp_path
+    watch.step = lambda: 60
+    lines = []
+    monkeypatch.setattr(watch, "pronounce", lambda line, signs: lines.append(line))
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    for rank in range(2):
+        facts = sign(rank, step=29, pid=dead.pid, born=1.0, crash="", doing="step 30", host=socket.gethostname())
+        (tmp_path / f"sign_{rank}").write_text(json.dumps(facts))
+    watch.told_by_other({})
+    assert len(lines) == 1
+    assert lines[0].endswith("after step 60 in x.py:1 f (where it was last seen)")
 
 
 def test_a_process_that_has_ended_is_not_waited_for():
