@@ -116,11 +116,8 @@ def setup_distributed(backend: str | None = None, timeout: float = 600) -> Itera
     except BaseException as error:
         # A crash of one rank: it goes at once, so that the others see the broken connection instead of waiting.
         if world_size > 1:
-            try:
-                leave_if_interrupted(error)
-                watch.end_crashed(error)
-            except KeyboardInterrupt as interrupt:
-                leave_if_interrupted(interrupt)
+            leave_if_interrupted(error)
+            watch.end_crashed(error)
         record_failure(repr(error), traceback.format_exc())
         raise
     finally:

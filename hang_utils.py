@@ -528,6 +528,8 @@ class Watch(threading.Thread):
 
         timed_out: the connections are there, but nothing came.
         """
+        # the others' signs are some seconds old; the step of this one is that of all
+        self.give_sign()
         before = self.read_signs()
         look_long = timed_out or self.folder != self.local
         begun = time.monotonic()
@@ -567,8 +569,6 @@ class Watch(threading.Thread):
                     self.is_first("told")
                 return {"line": f"error: {sign['crash']}", "signs": {}}
             if sign["state"] == DIED:
-                # the signs are some seconds old, and all ranks make each step together
-                signs.setdefault(self.rank, self.sign())["step"] = self.step()
                 self.pronounce(verdict(signs, before, self.timeout), signs)
         return None
 

@@ -2,7 +2,7 @@
 
     python benchmarks/restart_gap.py FOLDER [ROUNDS] [KIND ...]
 
-Two trainings of train.py by three processes take turns. In each a worker is killed, or an agent with its worker;
+Trainings of train.py by three processes take turns. In each a worker is killed, or an agent with its worker;
 the seconds from then to the second step that is new are counted. torchrun's agents notice a lost one after 15 s; they
 are also measured with the settings of --elastic, which takes 5 s. Linux, with nothing else to do.
 """
@@ -31,7 +31,7 @@ RUN = "--train_timesteps 100000 --eval_interval 100000 --effective_batch_size 6 
 
 def start(way: str, words: list[str], log) -> list[psutil.Popen]:
     """Start a training; returns the processes that the test has started itself."""
-    # without the second, torchrun's workers meet the addresses of the start before and seldom come together
+    # where workers share torchrun's store they meet the addresses of the start before, and seldom come together
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if way == "--elastic":
         flags = [f"--agents={RANKS}", f"--ranks=1:{RANKS}", "--rejoin=10000"]

@@ -48,10 +48,13 @@ class Elastic:
         """The agents that run, in the order of their start."""
         return sorted(self.launcher.children(), key=lambda agent: agent.create_time())
 
-    def lose(self, number: int) -> None:
-        """Kill an agent and its worker, as when a machine is switched off."""
+    def lose(self, number: int, how: str = "with its worker") -> None:
+        """Kill an agent and its worker, as when a machine is switched off; or it "alone"; or "its worker alone"."""
         agent = self.agents()[number]
-        for process in [*agent.children(recursive=True), agent]:
+        struck = [] if how == "alone" else agent.children(recursive=True)
+        if how != "its worker alone":
+            struck.append(agent)
+        for process in struck:
             process.kill()
 
     def wait_until(self, happened, seconds: float = 120) -> None:
@@ -78,6 +81,11 @@ def steps_in(folder: Path) -> list[tuple[int, int, int]]:
     return [tuple(int(word) for word in line.split()[:3]) for line in lines if len(line.split()) == 4]
 
 
+def changes(sizes: list[int]) -> list[int]:
+    """The first number of ranks, and each that differs from the one before it."""
+    return [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
+
+
 def test_three_then_two_then_three(tmp_path):
     """A rank is lost with its agent: two go on from the newest checkpoint; it joins again, and nothing is redone."""
     with Elastic(3, [WORKER, tmp_path, "300"], tmp_path, "--rejoin=8") as training:
@@ -90,9 +98,7 @@ def test_three_then_two_then_three(tmp_path):
     # every step was made, by three, by two and by three again
     steps = steps_in(tmp_path)
     assert {step for step, _, _ in steps} == set(range(1, 301))
-    sizes = [size for _, size, _ in steps]
-    changes = [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
-    assert changes == [3, 2, 3]
+    assert changes([size for _, size, _ in steps]) == [3, 2, 3]
     assert all(total == size * (size - 1) // 2 for _, size, total in steps)
 
     # at most the steps since the last save were made twice, and none when the rank came back
@@ -166,10 +172,7 @@ def test_three_two_one_three_over_the_five_scripts(task, name, small_run, undist
     def strike(how: str, number: int) -> None:
         """Kill an agent, its worker, or both; then wait for two steps that are new."""
         begun = len(starts())
-        agent = training.agents()[number]
-        workers = agent.children(recursive=True) if how != "alone" else []
-        for process in [*workers, agent] if how != "its worker alone" else workers:
-            process.kill()
+        training.lose(number, how)
         reached, struck = trained(), time.monotonic()
 
         # at most the steps since the last save are made twice
@@ -191,9 +194,8 @@ def test_three_two_one_three_over_the_five_scripts(task, name, small_run, undist
         assert training.end() == 0, training.log.read_text()
 
     # the ranks became fewer and came back
-    sizes = world_sizes(training.log.read_text())
-    changes = [size for before, size in zip([0, *sizes], sizes, strict=False) if size != before]
-    assert [size for size in changes if size != 2] == [3, 1, 3]
+    sizes = changes(world_sizes(training.log.read_text()))
+    assert [size for size in sizes if size != 2] == [3, 1, 3]
 
     # equal to the bit as long as there were three, and then within 1e-5
     found = dict(train_losses(run_folder))

@@ -142,21 +142,45 @@ def test_the_launchers_signal_does_not_cut_the_end_off():
     assert time.monotonic() - begun < 20
 
 
+NOTES_A_SIGNAL = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from distributed_utils import StopSignal
+from stop_utils import StopWatch
+
+try:
+    with StopSignal():
+        raise ValueError
+except ValueError:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(StopWatch.code)
+"""
+
+
+def test_a_stop_signal_after_an_error_is_noted():
+    """From the end of the training loop on, until the error is told."""
+    done = subprocess.run([sys.executable, "-c", NOTES_A_SIGNAL, ROOT], capture_output=True, text=True)
+    assert done.stdout == "143\n", done.stderr
+
+
 def test_a_dead_ranks_step_is_that_of_the_others(tmp_path, monkeypatch):
     """Its last sign, and theirs, are of some seconds before."""
     watch = Watch(0, 2, 600, False)
     watch.local = watch.folder = tmp_path
     watch.step = lambda: 60
-    lines = []
-    monkeypatch.setattr(watch, "pronounce", lambda line, signs: lines.append(line))
+
+    # what is pronounced ends the process
+    def pronounce(line: str, _) -> None:
+        raise SystemExit(line)
+
+    monkeypatch.setattr(watch, "pronounce", pronounce)
     with subprocess.Popen(["true"]) as dead:
         dead.wait()
     for rank in range(2):
         facts = sign(rank, step=29, pid=dead.pid, born=1.0, crash="", doing="step 30", host=socket.gethostname())
         (tmp_path / f"sign_{rank}").write_text(json.dumps(facts))
-    watch.told_by_other({})
-    assert len(lines) == 1
-    assert lines[0].endswith("after step 60 in x.py:1 f (where it was last seen)")
+    with pytest.raises(SystemExit, match=r"after step 60 in x.py:1 f \(where it was last seen\)$"):
+        watch.find_cause(timed_out=False)
 
 
 def test_a_process_that_has_ended_is_not_waited_for():
