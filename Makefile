@@ -34,27 +34,27 @@ demo: setup
 	$(MAKE) --no-print-directory demo-$(TASK)
 
 demo-prs_med:
-	$(BIN)/python sample_data.py prs_med data/demo/prs_med
+	$(BIN)/python -m old.sample_data prs_med data/demo/prs_med
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med $$processes -- \
 	    --config configs/prs_med_demo.yaml --batch_size $$((32 / processes))
 
 demo-mimic_cxr:
-	$(BIN)/python sample_data.py mimic_cxr data/demo/mimic_cxr
+	$(BIN)/python -m old.sample_data mimic_cxr data/demo/mimic_cxr
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/mimic_cxr_demo.yaml $(ENGINE) \
 	    --num_gpus $$processes --batch_size $$((64 / processes)) \
 	    --gradient_accumulation_steps 1 --no-gradient_checkpointing --num_workers 0
 
 demo-survival:
-	$(BIN)/python sample_data.py survival data/demo/survival
+	$(BIN)/python -m old.sample_data survival data/demo/survival
 	processes=$(PROCESSES) && \
 	$(BIN)/python train_survival_distributed.py --config configs/survival_demo.yaml \
 	    --world_size $$processes --batch_size $$((32 / processes * processes))
 
 demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json
 demo-cascade:
-	$(BIN)/python sample_data.py cascade data/demo/cascade
+	$(BIN)/python -m old.sample_data cascade data/demo/cascade
 	processes=$(PROCESSES) && export PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 && \
 	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
@@ -64,7 +64,7 @@ demo-cascade:
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad
 demo-compressed_ad:
-	$(BIN)/python sample_data.py compressed_ad data/demo/compressed_ad
+	$(BIN)/python -m old.sample_data compressed_ad data/demo/compressed_ad
 	$(BIN)/python $(T) --output_dir $(AD) --model ad --train_timesteps 4700
 	$(BIN)/python $(T) --ad_run $(AD)
 
@@ -82,9 +82,9 @@ test: setup-dev
 QUICK := contract.py::test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run contract.py::test_gradients_are_clipped \
     prs_med_data.py prs_med_memory.py mimic_cxr_sample_data.py survival_loss.py survival_metrics.py \
     cascade_projector.py cascade_sampling.py compressed_ad_model.py \
-    async_save.py deterministic.py distributed.py figures.py flops.py hardware.py launchers.py loop.py memory_probe.py pages.py
+    async_save.py deterministic.py distributed.py figures.py flops.py hardware.py launchers.py loop.py memory_probe.py
 test-quick: setup-dev
-	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(QUICK:%=tests/test_%)
+	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(QUICK:%=tests/old/test_%) tests/test_pages.py
 
 soak: setup-dev
 	$(BIN)/python -m pytest -q -s -m soak
@@ -95,6 +95,5 @@ gpu: $(if $(GIVEN),,setup)
 lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tests/check_style.py
 	$(BIN)/shellcheck $(SHELL_FILES)
 	$(BIN)/shfmt -d -i 2 -ci $(SHELL_FILES)

@@ -136,7 +136,7 @@ if ! command -v torchrun >/dev/null && [[ -x $here/.venv/bin/torchrun ]]; then P
 question=(--shell --nodes "$nodes")
 if [[ $processes != all ]]; then question+=(--gpus "$processes"); fi
 if [[ -z $mimic || $torchrun ]]; then question+=(--no_deepspeed); fi
-answer=$(cd "$here" && python -m hardware_utils "${question[@]}") || fail "hardware detection failed; try: make setup"
+answer=$(cd "$here" && python -m old.hardware_utils "${question[@]}") || fail "hardware detection failed; try: make setup"
 
 # These lines set what is empty here, and nothing else.
 gpu_count='' cpu_cores='' processes_per_node='' engine='' deepspeed_installed='' detected='' settings=''

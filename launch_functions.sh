@@ -92,7 +92,7 @@ elastic_command() {
   torchrun=$(command -v torchrun) || fail "no command torchrun; try: make setup"
   python=${torchrun%/*}/python
   if [[ ! -x $python ]]; then python=python; fi
-  command=("$python" "${BASH_SOURCE[0]%/*}/elastic_utils.py" --agents="$processes" --ranks="$ranks")
+  command=("$python" "${BASH_SOURCE[0]%/*}/old/elastic_utils.py" --agents="$processes" --ranks="$ranks")
   if ((${NODES:-1} > 1)); then
     command+=(--endpoint="$ENDPOINT")
     if ((NODE_RANK == 0)); then command+=(--host); fi
@@ -107,10 +107,10 @@ print_command() {
 }
 
 # become COMMAND WORD...: run this in place of the shell, so that it gets the signals.
-# torch's own torchrun and accelerate are run by the python beside them through launch_utils.py: the exit code is then
-# the script's, and no traceback of theirs follows its error. Any other command of that name is run as it is.
+# torch's own torchrun and accelerate are run by the python beside them through old/launch_utils.py: the exit code is
+# then the script's, and no traceback of theirs follows its error. Any other command of that name is run as it is.
 become() {
-  local found python helper=${BASH_SOURCE[0]%/*}/launch_utils.py
+  local found python helper=${BASH_SOURCE[0]%/*}/old/launch_utils.py
   found=$(command -v "$1") || fail "no command $1; try: make setup"
   python=${found%/*}/python
   if [[ -x $python && -f $helper ]] &&

@@ -8,7 +8,7 @@
     python train.py --model ad                                                    # without compression, to compare with
     python train.py --eval_only                                                   # 500 episodes on the 8 unseen goals
 
-Data: learning histories, see tasks/compressed_ad/history_file.py; `sample_data.py compressed_ad .` makes some.
+Data: learning histories, see tasks/compressed_ad/history_file.py; `old.sample_data compressed_ad .` makes some.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import Parser, add_common_arguments, number, parse_arguments
-from cli_utils import run_main, seed_number, value_sources, whole
+from old.cli_utils import Parser, add_common_arguments, number, parse_arguments
+from old.cli_utils import run_main, seed_number, value_sources, whole
 from tasks.compressed_ad.settings import FIXED, GUIDE_NAMES, KEPT, MODELS
 from tasks.compressed_ad.settings import adopt_settings, check_warmup, fill_in, find_conflict
 
@@ -100,20 +100,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # several processes, and the device and precision of each
-from accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
-from distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, choose_workers, launch_workers
-from distributed_utils import print_main, reduce_sum, scale_learning_rate, schedule, setup_distributed, to_device, world
-from hardware_utils import autocast, set_numerics
+from old.accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
+from old.distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, choose_workers, launch_workers
+from old.distributed_utils import (
+    print_main,
+    reduce_sum,
+    scale_learning_rate,
+    schedule,
+    setup_distributed,
+    to_device,
+    world,
+)
+from old.hardware_utils import autocast, set_numerics
 
 # the run: its steps, its checkpoints and its log
-from checkpoint_utils import checkpoint_to_use, export_weights, load_checkpoint
-from checkpoint_utils import load_trained, lock_run_folder, prepare_checkpoint, trained_state
-from logging_utils import RunLog
-from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_step
-from loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start
-from loop_utils import restore_training, resume, safety_flags, say_if_finished, say_saved, say_where
-from loop_utils import stopped_in_evaluation, sync_gradients
-from memory_utils import BatchSize
+from old.checkpoint_utils import checkpoint_to_use, export_weights, load_checkpoint
+from old.checkpoint_utils import load_trained, lock_run_folder, prepare_checkpoint, trained_state
+from old.logging_utils import RunLog
+from old.loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_step
+from old.loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start
+from old.loop_utils import restore_training, resume, safety_flags, say_if_finished, say_saved, say_where
+from old.loop_utils import stopped_in_evaluation, sync_gradients
+from old.memory_utils import BatchSize
 
 # the task
 from tasks.compressed_ad.acting import ActedEpisodes, act_in_context

@@ -128,16 +128,16 @@ set "launch=torchrun --standalone --nproc_per_node=%count%"
 :run
 echo %count% %what% by %method%: %launch% %script%%words%
 if defined dry_run exit /b 0
-rem The python of the command's own environment runs it through launch_utils.py: the exit code is then the script's,
-rem and no traceback of torchrun's follows its error.
+rem The python of the command's own environment runs it through old\launch_utils.py: the exit code is then the
+rem script's, and no traceback of torchrun's follows its error.
 set "python="
 for %%p in (%method%.exe) do set "found=%%~dp$PATH:p"
 if not defined found goto plain
 if exist "%found%..\python.exe" set "python=%found%..\python.exe"
 if exist "%found%python.exe" set "python=%found%python.exe"
-if not exist "%here%launch_utils.py" goto plain
+if not exist "%here%old\launch_utils.py" goto plain
 if not defined python goto plain
-"%python%" "%here%launch_utils.py" %launch% %script%%words%
+"%python%" "%here%old\launch_utils.py" %launch% %script%%words%
 exit /b %errorlevel%
 :plain
 %launch% %script%%words%

@@ -20,8 +20,8 @@ from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
 
-from cli_utils import Parser, RunError, add_common_arguments, number, parse_arguments, run_main
-from cli_utils import seed_number, take_from_run, value_sources, whole
+from old.cli_utils import Parser, RunError, add_common_arguments, number, parse_arguments, run_main
+from old.cli_utils import seed_number, take_from_run, value_sources, whole
 from tasks.cascade.settings import SECTIONS, adopt_settings, saved_settings, stages_of_flags
 from tasks.cascade.settings import views_to_render, wrong_flags
 from tasks.cascade.stages import StageChoice, choose_stages, stage_list
@@ -101,16 +101,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 # what all scripts share
-from accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
-from checkpoint_utils import checkpoint_to_use, load_checkpoint, load_trained, lock_run_folder
-from checkpoint_utils import prepare_checkpoint, trained_state
-from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader
-from distributed_utils import launch_workers, print_main, setup_distributed, world
-from hardware_utils import autocast, choose_precision, set_numerics
-from logging_utils import RunLog
-from loop_utils import LossScaler, TrainingRun, clip_and_step, end_epoch, end_step
-from loop_utils import explain_out_of_memory, keep_best, next_epoch, optimizer_steps
-from loop_utils import restore_training, safety_flags, say_if_finished, say_saved, sync_gradients
+from old.accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
+from old.checkpoint_utils import checkpoint_to_use, load_checkpoint, load_trained, lock_run_folder
+from old.checkpoint_utils import prepare_checkpoint, trained_state
+from old.distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader
+from old.distributed_utils import launch_workers, print_main, setup_distributed, world
+from old.hardware_utils import autocast, choose_precision, set_numerics
+from old.logging_utils import RunLog
+from old.loop_utils import LossScaler, TrainingRun, clip_and_step, end_epoch, end_step
+from old.loop_utils import explain_out_of_memory, keep_best, next_epoch, optimizer_steps
+from old.loop_utils import restore_training, safety_flags, say_if_finished, say_saved, sync_gradients
 
 # the cascade
 from tasks.cascade.agreement import prior_state

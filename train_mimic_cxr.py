@@ -21,8 +21,8 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from question_utils import add_question_flags, split_interval
+from old.cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
+from old.question_utils import add_question_flags, split_interval
 from tasks.mimic_cxr.flags import add_engine_flags, add_output_flags, add_table_flags, is_given, read_arguments
 
 FORMAT = "mimic_cxr/1"
@@ -85,17 +85,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 # processes, the loop, and what becomes of it on disk
-import deepspeed_utils
-from augmentation_utils import change_images, draw_changes
-from checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
-from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
-from distributed_utils import schedule, setup_distributed, to_device, world
-from image_order_utils import order_facts
-from logging_utils import RunLog, with_bar
-from loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
-from loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
-from loop_utils import safety_flags, say_if_finished, say_where, seed_ranks
-from memory_utils import BatchSize
+from old import deepspeed_utils
+from old.augmentation_utils import change_images, draw_changes
+from old.checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
+from old.distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
+from old.distributed_utils import schedule, setup_distributed, to_device, world
+from old.image_order_utils import order_facts
+from old.logging_utils import RunLog, with_bar
+from old.loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
+from old.loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
+from old.loop_utils import safety_flags, say_if_finished, say_where, seed_ranks
+from old.memory_utils import BatchSize
 
 # questions and answers
 from tasks.mimic_cxr.answers import HEADS, use_categories

@@ -19,8 +19,8 @@ from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
 
-from cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from question_utils import add_question_flags, split_interval
+from old.cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
+from old.question_utils import add_question_flags, split_interval
 from tasks.prs_med.flags import add_data_flags, add_output_flags, read_arguments
 
 FORMAT = "prs_med/1"
@@ -72,24 +72,40 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 # processes, precision and memory
-from distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
-from distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
-from hardware_utils import choose_precision, set_numerics
-from memory_utils import BatchSize
+from old.distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
+from old.distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
+from old.hardware_utils import choose_precision, set_numerics
+from old.memory_utils import BatchSize
 
 # the loop, its log and its checkpoints
-from batch_utils import keep_effective_batch
-from image_order_utils import order_facts
-from checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
-from checkpoint_utils import prepare_checkpoint, trained_state
-from logging_utils import RunLog, with_bar
-from loop_utils import LossScaler, Step, TrainingRun, ValidatedProgress, agree_on_precision, clip_and_step, pad_passes
-from loop_utils import end_epoch, end_step, explain_out_of_memory, finish_run, keep_best, next_epoch, optimizer_steps
-from loop_utils import print_start, restore_training, resume, safety_flags, say_if_finished, say_where, seed_ranks
-from loop_utils import sync_gradients
+from old.batch_utils import keep_effective_batch
+from old.image_order_utils import order_facts
+from old.checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
+from old.checkpoint_utils import prepare_checkpoint, trained_state
+from old.logging_utils import RunLog, with_bar
+from old.loop_utils import (
+    LossScaler,
+    Step,
+    TrainingRun,
+    ValidatedProgress,
+    agree_on_precision,
+    clip_and_step,
+    pad_passes,
+)
+from old.loop_utils import (
+    end_epoch,
+    end_step,
+    explain_out_of_memory,
+    finish_run,
+    keep_best,
+    next_epoch,
+    optimizer_steps,
+)
+from old.loop_utils import print_start, restore_training, resume, safety_flags, say_if_finished, say_where, seed_ranks
+from old.loop_utils import sync_gradients
 
 # images, questions and results
-from predict_utils import list_questions
+from old.predict_utils import list_questions
 from tasks.prs_med.augmentation import augment
 from tasks.prs_med.blind import look_away
 from tasks.prs_med.data import Patients, PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, Parser, number, parse_arguments, run_main, take_from_run, value_sources, whole
+from old.cli_utils import InputError, Parser, number, parse_arguments, run_main, take_from_run, value_sources, whole
 from tasks.survival.flags import COLUMNS, FIXED, OF_THE_RUN, add_cache_arguments, add_data_arguments
 from tasks.survival.flags import add_output_arguments, adopt_settings, check_modes, check_settings, check_values
 
@@ -92,18 +92,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 # the processes, the checkpoints and the memory
-from checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint, trained_state
-from distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader
-from distributed_utils import launch_workers, print_main, reduce_sum, schedule, setup_distributed, world, wrap_in_ddp
-from hardware_utils import autocast
-from memory_utils import BatchSize
+from old.checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint, trained_state
+from old.distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader
+from old.distributed_utils import (
+    launch_workers,
+    print_main,
+    reduce_sum,
+    schedule,
+    setup_distributed,
+    world,
+    wrap_in_ddp,
+)
+from old.hardware_utils import autocast
+from old.memory_utils import BatchSize
 
 # the loop and its log
-from logging_utils import RunLog, with_bar
-from loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
-from loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
-from loop_utils import restore_training, resume, safety_flags
-from loop_utils import say_if_finished, seed_ranks, sync_gradients
+from old.logging_utils import RunLog, with_bar
+from old.loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
+from old.loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
+from old.loop_utils import restore_training, resume, safety_flags
+from old.loop_utils import say_if_finished, seed_ranks, sync_gradients
 
 # the cases, and what is told of them
 from tasks.survival.batch import rows_of_step

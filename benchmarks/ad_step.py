@@ -26,8 +26,8 @@ import torch
 from step_overhead import begin_training, digest, wait
 
 import train
-from distributed_utils import create_distributed_dataloader, setup_distributed, to_device
-from loop_utils import LossScaler, Progress
+from old.distributed_utils import create_distributed_dataloader, setup_distributed, to_device
+from old.loop_utils import LossScaler, Progress
 from tasks.compressed_ad.acting import Agents
 from tasks.compressed_ad.darkroom import NEXT
 from tasks.compressed_ad.data import as_it_is
@@ -249,9 +249,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, setup_distributed() as ranks:
         folder = Path(name)
-        command = [sys.executable, str(ROOT / "sample_data.py"), "compressed_ad"]
+        command = [sys.executable, "-m", "old.sample_data", "compressed_ad"]
         command += [str(folder / "data"), "--streams", "20"]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         published = Setting(folder, [], ranks)
         if options.real:
             say("step", overhead(published, options.rounds, options.steps))

@@ -31,7 +31,7 @@ class Timing(NamedTuple):
 
 def slow_down(megabytes_per_s: float) -> None:
     """Make every write to a checkpoint sleep as long as a disk of this speed would take."""
-    import manifest_utils
+    from old import manifest_utils
 
     real = manifest_utils._HashingFile.write
 
@@ -87,7 +87,7 @@ def run(step: Callable[[], None], seconds: float, save: Callable[[], object] | N
 
 def compare(options: argparse.Namespace, run_folder: Path, checkpoint: dict) -> list[float]:
     """Print one line for each save; returns the speed with a save over the speed without."""
-    from checkpoint_utils import save_checkpoint, settle_checkpoint
+    from old.checkpoint_utils import save_checkpoint, settle_checkpoint
 
     step = make_step()
     ratios = []
@@ -123,8 +123,8 @@ def main() -> None:
     options = parse_args()
     import torch
 
-    from async_save_utils import WRITER
-    from checkpoint_utils import _write
+    from old.async_save_utils import WRITER
+    from old.checkpoint_utils import _write
 
     torch.set_num_threads(options.threads)
     slow_down(options.disk_mb_per_s)

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from accelerate_utils import choose_launched_precision, make_accelerator
-from distributed_utils import Ranks, create_distributed_dataloader
-from hardware_utils import out_of_memory
-from logging_utils import RunLog
-from loop_utils import LossScaler, TrainingRun
+from old.accelerate_utils import choose_launched_precision, make_accelerator
+from old.distributed_utils import Ranks, create_distributed_dataloader
+from old.hardware_utils import out_of_memory
+from old.logging_utils import RunLog
+from old.loop_utils import LossScaler, TrainingRun
 from tasks.cascade import model as cascade_model
 from tasks.cascade.data import prepare, source_of_flags
 from tasks.cascade.diffusion import Draw, training_draw
@@ -445,7 +445,7 @@ def cost_of_agreement(folder: str, ranks: Ranks, rounds: int) -> dict:
 def small_setting(folder: str, ranks: Ranks) -> Setting:
     """The second of two small stages, with made-up data."""
     words = ["cascade", f"{folder}/data", "--num_patients", "44", "--matrix", "32"]
-    subprocess.run([sys.executable, str(ROOT / "sample_data.py"), *words], check=True)
+    subprocess.run([sys.executable, "-m", "old.sample_data", *words], cwd=ROOT, check=True)
 
     size = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
     stages = [

@@ -249,7 +249,7 @@ def command_of(setting: Setting, job: Job, report: Path, out: Path) -> list:
     """The command of a job, under torchrun for several processes."""
     command = [sys.executable]
     if job.processes > 1:
-        command += ["launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={job.processes}"]
+        command += ["old/launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={job.processes}"]
     command += ["benchmarks/gpu_process.py", "--report", report, *job.observe]
 
     # Random weights of the published size are built in place: none are read.

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distributed_utils import Ranks, create_distributed_dataloader
+from old.distributed_utils import Ranks, create_distributed_dataloader
 from tasks.survival.cohort import read_cohort
 from train_survival_distributed import build_model, cox_loss, make_dataset, make_optimizer, parse_args
 

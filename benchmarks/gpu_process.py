@@ -43,7 +43,7 @@ def share_first_gpu() -> None:
     """Let every rank take GPU 0 and talk over gloo, as NCCL refuses two ranks on one GPU."""
     import torch.distributed as dist
 
-    import distributed_utils
+    from old import distributed_utils
 
     read = distributed_utils.read_environment
 
@@ -113,7 +113,7 @@ class HostWaits:
 
 def watch_steps(waits: HostWaits, kill_at: int) -> None:
     """Note the waits at the end of each optimizer step; SIGKILL the last rank at the end of step kill_at."""
-    from logging_utils import RunLog
+    from old.logging_utils import RunLog
 
     real = RunLog.step
     rank = int(os.environ.get("RANK", "0"))
@@ -168,7 +168,7 @@ def main() -> None:
 
     weights = contextlib.nullcontext()
     if options.random_weights:
-        from rehearsal_utils import random_weights
+        from old.rehearsal_utils import random_weights
 
         weights = random_weights()
 

@@ -154,7 +154,7 @@ def make_data(folder: Path, task: str, size: str) -> Path:
         return out
     shutil.rmtree(out, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "sample_data.py", task, str(out), *SAMPLES[task][size].split()]
+    command = [sys.executable, "-m", "old.sample_data", task, str(out), *SAMPLES[task][size].split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:
@@ -251,7 +251,7 @@ def write_full_models(out: Path, task: str) -> None:
 
 def write_stages(out: Path) -> None:
     """Write the published config of the cascade with each stage's own number of epochs."""
-    from cli_utils import read_config
+    from old.cli_utils import read_config
 
     config = read_config(str(ROOT / "configs/multi_view_config.json"))
     for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):

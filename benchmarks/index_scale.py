@@ -37,8 +37,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from torch.utils.data import DistributedSampler
 
-from distributed_utils import gather_objects, setup_distributed
-from sampler_utils import TrainBatchSampler
+from old.distributed_utils import gather_objects, setup_distributed
+from old.sampler_utils import TrainBatchSampler
 
 # What is measured, and its names for the made-up data.
 from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS, REGIONS, head_of
@@ -193,9 +193,9 @@ def write_index(folder: Path, rows: int) -> None:
 
 def sample_questions(folder: Path) -> list[dict]:
     """All questions of a small sample data set."""
-    command = [sys.executable, str(ROOT / "sample_data.py"), "mimic_cxr", str(folder)]
+    command = [sys.executable, "-m", "old.sample_data", "mimic_cxr", str(folder.resolve())]
     command += ["--num_train", "60", "--num_val", "1", "--num_test", "1", "--image_size", "64"]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     questions = []
     release = folder / "mimic-ext-cxr-qba"
     for file in sorted(release.glob("qa/**/*.qa.json")):

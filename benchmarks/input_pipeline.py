@@ -52,11 +52,11 @@ class Row(NamedTuple):
 
 def write_data(folder: Path, patients: int, image_size: int) -> None:
     """A sample data set of MIMIC-CXR."""
-    command = [sys.executable, str(ROOT / "sample_data.py")]
+    command = [sys.executable, "-m", "old.sample_data"]
     command += ["mimic_cxr", str(folder)]
     command += ["--num_train", str(patients), "--num_val", "2", "--num_test", "2"]
     command += ["--image_size", str(image_size)]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
 def enlarge(path: Path, number: int) -> None:

@@ -92,7 +92,7 @@ def real_cpu(trace) -> Iterator:
     """In place of rehearsal_utils.imaginary_gpu: the same step on real tensors of the CPU."""
     import torch
 
-    from distributed_utils import Ranks
+    from old.distributed_utils import Ranks
 
     trace.device_type = "cpu"
     yield Ranks(0, 0, 1, torch.device("cpu"), "rehearsal")
@@ -100,8 +100,7 @@ def real_cpu(trace) -> Iterator:
 
 def count(words: list[str]) -> None:
     """Run a script's rehearsal on real tensors; its last line is what they took."""
-    import fake_cuda_utils
-    import rehearsal_utils
+    from old import fake_cuda_utils, rehearsal_utils
 
     fake_cuda_utils.load_before_torch = lambda: None
     rehearsal_utils.imaginary_gpu = real_cpu
@@ -135,7 +134,7 @@ def main() -> int:
         folders = {}
         for task in ("prs_med", "mimic_cxr"):
             folders[task] = Path(folder) / task
-            words = [sys.executable, "sample_data.py", task, str(folders[task])]
+            words = [sys.executable, "-m", "old.sample_data", task, str(folders[task])]
             words += ["--num_train", "12", "--num_val", "4", "--num_test", "4", "--image_size", "64"]
             subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
 

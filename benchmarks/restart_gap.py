@@ -35,7 +35,7 @@ def start(way: str, words: list[str], log) -> list[psutil.Popen]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if way == "--elastic":
         flags = [f"--agents={RANKS}", f"--ranks=1:{RANKS}", "--rejoin=10000"]
-        commands = [[sys.executable, "elastic_utils.py", *flags, *words]]
+        commands = [[sys.executable, "old/elastic_utils.py", *flags, *words]]
     else:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -113,7 +113,7 @@ def main() -> None:
     data = folder / "data"
     if not data.exists():
         sizes = "--streams 3 --steps 200".split()
-        subprocess.run([sys.executable, "sample_data.py", "compressed_ad", data, *sizes], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "old.sample_data", "compressed_ad", data, *sizes], cwd=ROOT, check=True)
 
     # only a lost agent is a matter of these settings
     seconds = {(kind, way): [] for kind in kinds for way in WAYS}

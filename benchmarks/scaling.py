@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, flags: list[str], processes: int, threads:
     """Samples/s of all processes together. Raises Failed with the script's last words."""
     command = [sys.executable]
     if processes > 1:
-        command += [ROOT / "launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={processes}"]
+        command += [ROOT / "old/launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={processes}"]
     command += [ROOT / args.script, *total_batch(args.script, flags, processes)]
     command += ["--max_steps", args.steps, "--log_every", args.warm_up, "--save_every", "0"]
     variables = environment(processes, on_cpu=False)

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
-from flops_utils import FlopCount
-from loop_utils import LossScaler, clip_and_step
-from tasks.sample_data_utils import save_image_processor, save_model
+from old.flops_utils import FlopCount
+from old.loop_utils import LossScaler, clip_and_step
+from old.sample_data_utils import save_image_processor, save_model
 
 CPU = torch.device("cpu")
 GOALS = {"prs_med": 3.0, "mimic_cxr": 1.8}
@@ -51,9 +51,8 @@ def write_samples(task: str, folder: Path, sizes: str) -> None:
     """The task's sample data, with its tiny checkpoints."""
     import subprocess
 
-    script = Path(__file__).resolve().parent.parent / "sample_data.py"
-    command = [sys.executable, str(script), task, str(folder), *sizes.split()]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "old.sample_data", task, str(folder), *sizes.split()]
+    subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=True, stdout=subprocess.DEVNULL)
 
 
 # --- the two guides ---------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def write_mimic_cxr_models(folder: Path, tiny: Path) -> None:
 def mimic_cxr(folder: Path, questions: int) -> Steps:
     """train_mimic_cxr.py by its torch engine."""
     import train_mimic_cxr as script
-    from loop_utils import Step
+    from old.loop_utils import Step
 
     data = folder / "data"
     write_samples("mimic_cxr", data, "--num_train 8 --num_val 2 --num_test 2 --image_size 256")

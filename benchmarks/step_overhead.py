@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed_utils import Ranks, all_gather_with_grad, create_distributed_dataloader, gather_objects
-from distributed_utils import reduce_sum, setup_distributed, to_device, world
-from logging_utils import RunLog
-from loop_utils import LossScaler, Progress, TrainingRun
+from old.distributed_utils import Ranks, all_gather_with_grad, create_distributed_dataloader, gather_objects
+from old.distributed_utils import reduce_sum, setup_distributed, to_device, world
+from old.logging_utils import RunLog
+from old.loop_utils import LossScaler, Progress, TrainingRun
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -497,9 +497,9 @@ def launch(processes: int, **options) -> dict:
 
 def write_sample_data(task: str, folder: str, flags: str) -> str:
     """The folder, with sample data of the task in it."""
-    command = [sys.executable, str(ROOT / "sample_data.py"), task, folder]
+    command = [sys.executable, "-m", "old.sample_data", task, folder]
     command += flags.split()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 

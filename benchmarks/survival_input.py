@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from distributed_utils import Ranks, create_distributed_dataloader
-from hardware_utils import out_of_memory
-from logging_utils import RunLog
-from loop_utils import LossScaler, Progress, TrainingRun, next_epoch
+from old.distributed_utils import Ranks, create_distributed_dataloader
+from old.hardware_utils import out_of_memory
+from old.logging_utils import RunLog
+from old.loop_utils import LossScaler, Progress, TrainingRun, next_epoch
 from tasks.survival.cohort import Cohort, read_cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.folds import Fold
@@ -401,9 +401,9 @@ def shares_of_peak(args: argparse.Namespace, images: torch.Tensor, speeds: dict[
 
 def make_cohort(folder: Path, cases: int, matrix: int) -> Cohort:
     """Made-up CTs and their outcomes."""
-    command = [sys.executable, str(ROOT / "sample_data.py"), "survival", str(folder)]
+    command = [sys.executable, "-m", "old.sample_data", "survival", str(folder)]
     command += ["--num_patients", str(cases), "--matrix", str(matrix)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return read_cohort(str(folder / "dataset.csv"))
 
 

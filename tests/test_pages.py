@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_contract import TASKS
 
+ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
     "prs_med": "train_prs_med.py",
     "mimic_cxr": "train_mimic_cxr.py",
@@ -19,6 +18,7 @@ SCRIPTS = {
     "cascade": "train_accelerate.py",
     "compressed_ad": "train.py",
 }
+TASKS = tuple(SCRIPTS)
 DOORS = ("data.py", "report.py", "sample_data.py", "README.md")
 TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
 PAGES = ["README.md", *TASK_PAGES]
@@ -30,7 +30,7 @@ OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "
 OTHER_PROGRAMS += ("sbatch", "kubectl", "docker")
 OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--elastic", "--no-kill")
 # A path that begins so is a file of this repository; a user's own data lie elsewhere.
-OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/")
+OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "old/")
 # What a run writes there, and the example of a sixth task.
 NOT_YET_THERE = ("benchmarks/gpu", "my_task", "<", "*")
 
@@ -79,7 +79,7 @@ def command_lines(page: str) -> list[list[str]]:
 def split_command(words: list[str]) -> tuple[str, list[str]]:
     """(the script or launcher of ours on a command line, the words behind it); ("", words) without one."""
     for place, word in enumerate(words):
-        name = word.removeprefix("./").replace("hardware_utils", "hardware_utils.py").replace(".py.py", ".py")
+        name = re.sub(r"^old\.(\w+)$", r"old/\1.py", word.removeprefix("./"))
         if name.endswith((".py", ".sh", ".bat")) and (ROOT / name).is_file():
             return name, words[place + 1 :]
     return "", words
@@ -91,7 +91,9 @@ def flags_in(text: str) -> set[str]:
 
 @cache
 def help_flags(*command: str) -> set[str]:
-    """Every flag in the --help of a script of ours."""
+    """Every flag in the --help of a script of ours, or of a module such as old.sample_data."""
+    if command[0].startswith("old."):
+        command = ("-m", *command)
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
@@ -105,10 +107,10 @@ def script_flags(scripts: Iterable[str] = tuple(SCRIPTS.values())) -> set[str]:
 
 def known_flags(name: str) -> set[str]:
     """The flags that may stand behind the name of this script or launcher."""
-    if name == "sample_data.py":
-        return {flag for task in TASKS for flag in help_flags(name, task)}
-    if name == "prepare_data.py":
-        return {flag for task in ("prs_med", "mimic_cxr") for flag in help_flags(name, task)}
+    if name == "old/sample_data.py":
+        return {flag for task in TASKS for flag in help_flags("old.sample_data", task)}
+    if name == "old/prepare_data.py":
+        return {flag for task in ("prs_med", "mimic_cxr") for flag in help_flags("old.prepare_data", task)}
     if name in SCRIPTS.values():
         return help_flags(name)
 
@@ -122,7 +124,7 @@ def test_each_task_has_its_script_its_page_its_row_and_its_sample_data(task):
     script = SCRIPTS[task]
     assert (ROOT / script).is_file()
     assert script in read(page)
-    assert help_flags("sample_data.py", task)
+    assert help_flags("old.sample_data", task)
     row = rf"^\| \d \| `{re.escape(script)}` \| .* \| \[tasks/{task}\]\({page}\) \|$"
     assert len(re.findall(row, read("README.md"), flags=re.MULTILINE)) == 1
 
@@ -134,7 +136,7 @@ def test_the_demos_flags_stand_in_its_config(task):
     makefile = read("Makefile")
     target = makefile.split(f"\ndemo-{task}:\n")[1].split("\n\n")[0]
     variables = "".join(re.findall(rf"^demo-{task}: \w+ := .*$", makefile, flags=re.MULTILINE))
-    assert f"sample_data.py {task} data/demo/{task}\n" in target
+    assert f"-m old.sample_data {task} data/demo/{task}\n" in target
     assert f"--config configs/{config.name}" in target + variables
     assert f"\t$(MAKE) demo TASK={task}\n" in makefile
     demo = section(f"tasks/{task}/README.md", "The demo")
@@ -182,9 +184,7 @@ def test_links_lead_to_files_and_headings(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
     words = {word.removeprefix("./") for line in command_lines(page) for word in line}
-    at_the_top = re.compile(
-        r"(train|sample_data|prepare_data|fake_cuda|\w+_train|launch_)\w*\.(py|sh|bat|cpp)|requirements\S*\.txt"
-    )
+    at_the_top = re.compile(r"(train|\w+_train|launch_)\w*\.(py|sh|bat)|requirements\S*\.txt")
     named = [word for word in words if word.startswith(OUR_FOLDERS) or at_the_top.fullmatch(word)]
     for name in named:
         assert find(name).exists() or any(part in name for part in NOT_YET_THERE), name
@@ -194,9 +194,9 @@ def test_files_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_that_a_page_names_exist(page):
     """On a command line behind the script's name; else of the page's script, or of any where the page is of all."""
-    others = read("launch_distributed_training.sh") + read("train_4gpu.sh") + read("hardware_utils.py")
+    others = read("launch_distributed_training.sh") + read("train_4gpu.sh") + read("old/hardware_utils.py")
     scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
-    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("prepare_data.py")
+    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("old/prepare_data.py")
     for words in command_lines(page):
         name, behind = split_command(words)
         if not name and words and words[0] in OTHER_PROGRAMS:
@@ -218,13 +218,10 @@ def test_what_the_table_of_where_to_look_names_exists():
     assert found >= 20
 
 
-def test_every_file_has_one_row_in_the_tables_of_files():
-    """But for the scripts, which the first page has, and each task's doors."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    elsewhere = ("tests/", "benchmarks/", "train")
-    doors = ("__init__.py", *DOORS)
-    files = [name for name in listed.stdout.split() if not name.startswith(elsewhere)]
-    files = [name for name in files if not (name.startswith("tasks/") and name.endswith(doors))]
+def test_every_file_of_a_task_has_one_row_in_the_tables_of_files():
+    """But for each task's doors."""
+    listed = subprocess.run(["git", "ls-files", "tasks/*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [name for name in listed.stdout.split() if not name.endswith(("__init__.py", *DOORS))]
     tables = section("docs/new_task.md", "What each file holds")
     for name in files:
         assert tables.count(f"[{name}](../{name})") == 1, name

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fixed_order_utils import interpolate
+from old.fixed_order_utils import interpolate
 from tasks.cascade.alignment import GreyFit
 from tasks.cascade.projector import project, project_back, resize, spacing_of, sum_of_rays_back, sum_rays
 from tasks.cascade.rays import image_shape

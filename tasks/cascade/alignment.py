@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 from tasks.cascade.files import Patient
 from tasks.cascade.views import PA, View
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
 
-from cache_utils import DiskCache
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, create_distributed_dataloader, gather_objects, print_main, reduce_sum
-from distributed_utils import world
-from hardware_utils import available_ram_gb, usable_cores
-from phase_utils import doing
-from sampler_utils import permute
+from old.cache_utils import DiskCache
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors, create_distributed_dataloader, gather_objects, print_main, reduce_sum
+from old.distributed_utils import world
+from old.hardware_utils import available_ram_gb, usable_cores
+from old.phase_utils import doing
+from old.sampler_utils import permute
 from tasks.cascade.agreement import Prior, start_volume
 from tasks.cascade.alignment import GreyFit, check_alignment, fit_greys
 from tasks.cascade.diffusion import draw_noise

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 
 ENDING = ".dcm"
 FEWEST_SLICES = 4

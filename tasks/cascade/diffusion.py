@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fixed_order_utils import interpolate
+from old.fixed_order_utils import interpolate
 from tasks.cascade.agreement import Prior, agree, measure_xrays, start_volume
 from tasks.cascade.alignment import UNKNOWN_GREY
 from tasks.cascade.projector import resize

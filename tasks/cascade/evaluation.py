@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distributed_utils import StopSignal, agree_on_errors, reduce_sum
-from fixed_order_utils import interpolate
-from loop_utils import agree_on_signal
-from phase_utils import doing
+from old.distributed_utils import StopSignal, agree_on_errors, reduce_sum
+from old.fixed_order_utils import interpolate
+from old.loop_utils import agree_on_signal
+from old.phase_utils import doing
 from tasks.cascade.agreement import made_consistent, measure_xrays, start_volume
 from tasks.cascade.alignment import GreyFit
 from tasks.cascade.data import Data, XrayCtDataset, eval_batches, grey

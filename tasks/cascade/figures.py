@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from figure_utils import figure_text
+from old.figure_utils import figure_text
 from tasks.cascade.agreement import line_integrals
 from tasks.cascade.alignment import GreyFit
 from tasks.cascade.data import Data

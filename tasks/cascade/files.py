@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cache_utils import identity
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, broadcast_object, gather_objects, world
-from phase_utils import doing
+from old.cache_utils import identity
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors, broadcast_object, gather_objects, world
+from old.phase_utils import doing
 from tasks.cascade import dicom, lidc
 from tasks.cascade.projector import render_drr, resize
 from tasks.cascade.rays import check_views

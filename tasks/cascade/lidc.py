@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 
 ENDINGS = (".h5", ".hdf5")
 # The file's name in the data that X2CT-GAN published, and what it ends with where patients lie side by side.

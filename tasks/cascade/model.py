@@ -13,8 +13,8 @@ from torch.nn import ModuleList, Parameter, Sequential, SiLU
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fixed_order_utils import adaptive_avg_pool2d
-from hardware_utils import GroupNorm
+from old.fixed_order_utils import adaptive_avg_pool2d
+from old.hardware_utils import GroupNorm
 from tasks.cascade.projector import lift
 from tasks.cascade.stages import halvings
 from tasks.cascade.views import View

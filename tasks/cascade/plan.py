@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from checkpoint_utils import Checkpoint, at_end_of_step, load_trained
-from cli_utils import InputError, RunError
-from distributed_utils import agree_on_errors, reduce_max, schedule
-from hardware_utils import smaller_batch, split_batch
-from logging_utils import RunLog
-from loop_utils import LossScaler, Progress, TrainingRun, resume
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, copies_held
-from memory_utils import fit_batch_to_memory, fits_by_itself, try_step
+from old.checkpoint_utils import Checkpoint, at_end_of_step, load_trained
+from old.cli_utils import InputError, RunError
+from old.distributed_utils import agree_on_errors, reduce_max, schedule
+from old.hardware_utils import smaller_batch, split_batch
+from old.logging_utils import RunLog
+from old.loop_utils import LossScaler, Progress, TrainingRun, resume
+from old.memory_utils import BatchSize, auto_batch_advice, batch_flags, copies_held
+from old.memory_utils import fit_batch_to_memory, fits_by_itself, try_step
 from tasks.cascade.model import Ema, StageNet
 from tasks.cascade.stages import StageChoice, choose_rehearsed
 
@@ -404,7 +404,7 @@ def rehearse_stages(
     asked: --stage; without it all are tried. world_size, gpu_memory: the flags. recompute: --gradient_checkpointing.
     Raises InputError.
     """
-    import rehearsal_utils as rehearsal
+    from old import rehearsal_utils as rehearsal
 
     stages = [plan_as_asked(k, configs[k], recompute) for k in choose_rehearsed(asked, configs)]
     processes = rehearsal.processes_to_plan_for(world_size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 from tasks.cascade.views import LIBRARY, View, needs_library
 
 # Points along the part of a ray that lies within the grid, per voxel of its longest side. With 2 the images of a real

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint_utils import export_weights
-from cli_utils import InputError, RunError, counted
-from distributed_utils import agree_on_errors, print_main, world
-from hardware_utils import available_ram_gb
-from logging_utils import RunLog, print_table, save_figure, write_result
-from loop_utils import TrainingRun, finish_run, print_start, say_where
-from manifest_utils import write_atomically
+from old.checkpoint_utils import export_weights
+from old.cli_utils import InputError, RunError, counted
+from old.distributed_utils import agree_on_errors, print_main, world
+from old.hardware_utils import available_ram_gb
+from old.logging_utils import RunLog, print_table, save_figure, write_result
+from old.loop_utils import TrainingRun, finish_run, print_start, say_where
+from old.manifest_utils import write_atomically
 from tasks.cascade.agreement import Prior
 from tasks.cascade.data import Data
 from tasks.cascade.figures import Example, draw_evaluation

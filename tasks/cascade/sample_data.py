@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from cli_utils import InputError, whole
-from tasks.sample_data_utils import CT, Phantom
+from old.cli_utils import InputError, whole
+from old.sample_data_utils import CT, Phantom
 
 # What a CT covers, in mm to the right, to the front and up.
 FIELD = (380.0, 300.0, 340.0)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli_utils import InputError
-from distributed_utils import EvalBatchSampler, agree_on_errors, print_main, world
-from hardware_utils import autocast
-from phase_utils import doing
+from old.cli_utils import InputError
+from old.distributed_utils import EvalBatchSampler, agree_on_errors, print_main, world
+from old.hardware_utils import autocast
+from old.phase_utils import doing
 from tasks.cascade.agreement import CORRECTIONS, LAST_CORRECTIONS, agree, measure_xrays
 from tasks.cascade.data import Decoded, grey
 from tasks.cascade.diffusion import PREVIOUS_NOISE_SAMPLING, Diffusion, Start, denoise, noise_like, prediction_of

@@ -5,7 +5,7 @@ Light on purpose (no torch): the command line is parsed with it.
 
 import json
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 from tasks.cascade.stages import OPTIONAL, STAGES, check_stages, stage_list
 from tasks.cascade.views import LAT, PA, View, views_of
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError, json_value
+from old.cli_utils import InputError, json_value
 
 # Most tokens along an axis.
 TOKEN_GRID = 16

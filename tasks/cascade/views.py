@@ -17,7 +17,7 @@ from argparse import ArgumentTypeError
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from cli_utils import json_value
+from old.cli_utils import json_value
 
 # What renders cone beams, and parallel ones at other angles; see requirements-cone.txt.
 LIBRARY = "nanodrr==0.1.7"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from distributed_utils import StopSignal, any_rank, reduce_sum, world
-from phase_utils import doing
+from old.distributed_utils import StopSignal, any_rank, reduce_sum, world
+from old.phase_utils import doing
 from tasks.compressed_ad.darkroom import ACTIONS, HORIZON, NEXT, START
 from tasks.compressed_ad.model import InContextNet
 

@@ -11,10 +11,10 @@ import torch
 from numpy import ndarray
 from torch.utils.data import DataLoader, Dataset
 
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, create_distributed_dataloader, reduce_sum, world
-from memory_utils import BatchSize
-from sampler_utils import EvalBatchSampler
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors, create_distributed_dataloader, reduce_sum, world
+from old.memory_utils import BatchSize
+from old.sampler_utils import EvalBatchSampler
 from tasks.compressed_ad.darkroom import CELLS, HORIZON, NEXT, split_goals, to_cells
 from tasks.compressed_ad.history_file import check_goal, find_histories, name_goal, read_goals
 

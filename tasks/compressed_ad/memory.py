@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from distributed_utils import Ranks
-from hardware_utils import smaller_batch, split_batch
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from old.distributed_utils import Ranks
+from old.hardware_utils import smaller_batch, split_batch
+from old.memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from tasks.compressed_ad.model import InContextNet
 
 # what else takes less memory
@@ -100,7 +100,7 @@ def rehearse_segments(
 
     world_size, gpu_memory: the flags.
     """
-    import rehearsal_utils as rehearsal
+    from old import rehearsal_utils as rehearsal
 
     processes = rehearsal.processes_to_plan_for(world_size)
     memory = rehearsal.memory_to_plan_for(gpu_memory)

@@ -10,7 +10,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecEnv
 from tqdm import tqdm
 
-from hardware_utils import usable_cores
+from old.hardware_utils import usable_cores
 from tasks.compressed_ad.darkroom import ACTIONS, CELLS, GRID, HORIZON, NEXT, PLACES, START
 from tasks.compressed_ad.sample_data import Transitions
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from cli_utils import InputError
-from distributed_utils import Ranks, agree_on_errors, gather_objects, print_main, world
-from logging_utils import print_table, save_figure, write_result
-from memory_utils import BatchSize
+from old.cli_utils import InputError
+from old.distributed_utils import Ranks, agree_on_errors, gather_objects, print_main, world
+from old.logging_utils import print_table, save_figure, write_result
+from old.memory_utils import BatchSize
 from tasks.compressed_ad.acting import ActedEpisodes
 from tasks.compressed_ad.darkroom import ACTIONS, GRID, HORIZON, START, optimal_return, random_return, split_goals
 from tasks.compressed_ad.data import DarkroomData, SegmentDataset

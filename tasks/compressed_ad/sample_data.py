@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cli_utils import InputError, RunError, whole
+from old.cli_utils import InputError, RunError, whole
 from tasks.compressed_ad.darkroom import (
     ACTIONS,
     CELLS,
@@ -149,7 +149,7 @@ def write_histories(path: Path, histories: Transitions, rewards: np.ndarray) -> 
     """Write one group a goal; rewards are (steps, goals, streams). Raises RunError on a full disk."""
     import h5py
 
-    from checkpoint_utils import write_atomically
+    from old.checkpoint_utils import write_atomically
 
     steps, goals, streams = rewards.shape
     step = np.arange(1, steps + 1)

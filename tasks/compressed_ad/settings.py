@@ -3,8 +3,8 @@
 Light on purpose (no torch): train.py needs it before its arguments are parsed.
 """
 
-from batch_utils import keep_effective_batch
-from cli_utils import InputError
+from old.batch_utils import keep_effective_batch
+from old.cli_utils import InputError
 
 # What --model stands for where flag and config are silent: the published settings.
 MODELS = {

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from blind_utils import choose_rows, other_cases
-from distributed_utils import reduce_sum, world
-from interval_utils import Interval, interval_of_mean
+from old.blind_utils import choose_rows, other_cases
+from old.distributed_utils import reduce_sum, world
+from old.interval_utils import Interval, interval_of_mean
 from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.data import QuestionData
 from tasks.mimic_cxr.index_files import map_table

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distributed_utils import print_main
-from logging_utils import write_result
+from old.distributed_utils import print_main
+from old.logging_utils import write_result
 from tasks.mimic_cxr.answers import HEADS
 from tasks.mimic_cxr.metrics import Judged, Metrics, Predictions
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from checkpoint_utils import export_weights, load_checkpoint
-from cli_utils import InputError
-from distributed_utils import agree_on_errors
+from old.checkpoint_utils import export_weights, load_checkpoint
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors
 
 
 def open_checkpoint(run_folder: Path, resume_from: str | None, eval_only: bool, format: str) -> dict | None:

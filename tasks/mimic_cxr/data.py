@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from cli_utils import InputError
-from distributed_utils import create_distributed_dataloader
-from image_order_utils import ImageGroups, begins_of_runs
-from image_utils import open_gray
-from question_utils import distinct
+from old.cli_utils import InputError
+from old.distributed_utils import create_distributed_dataloader
+from old.image_order_utils import ImageGroups, begins_of_runs
+from old.image_utils import open_gray
+from old.question_utils import distinct
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.index import Index
 from tasks.mimic_cxr.releases import image_name

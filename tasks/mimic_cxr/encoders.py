@@ -12,11 +12,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from checkpoint_utils import load_trained
-from cli_utils import InputError
-from distributed_utils import print_main
-from hardware_utils import out_of_memory
-from phase_utils import doing
+from old.checkpoint_utils import load_trained
+from old.cli_utils import InputError
+from old.distributed_utils import print_main
+from old.hardware_utils import out_of_memory
+from old.phase_utils import doing
 
 # ImageNet's statistics, for an image encoder that names none.
 IMAGENET_MEAN = [0.485, 0.456, 0.406]

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import deepspeed_utils
-from checkpoint_utils import restore_scaler
-from cli_utils import InputError
-from distributed_utils import Ranks, world, wrap_in_ddp
-from hardware_utils import choose_precision
-from loop_utils import LossScaler, clip_and_step, sync_gradients
-from memory_utils import BatchSize, copies_held
+from old import deepspeed_utils
+from old.checkpoint_utils import restore_scaler
+from old.cli_utils import InputError
+from old.distributed_utils import Ranks, world, wrap_in_ddp
+from old.hardware_utils import choose_precision
+from old.loop_utils import LossScaler, clip_and_step, sync_gradients
+from old.memory_utils import BatchSize, copies_held
 from tasks.mimic_cxr.flags import CONFIGS, ZERO_FILES
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distributed_utils import agree_on_errors, broadcast_object, print_main, world
-from loop_utils import TrainingRun
+from old.distributed_utils import agree_on_errors, broadcast_object, print_main, world
+from old.loop_utils import TrainingRun
 from tasks.mimic_cxr.answers import CHEXPERT
 from tasks.mimic_cxr.blind import blind_metrics
 from tasks.mimic_cxr.calibration import calibration_metrics, chosen_thresholds, decision_metrics, thresholds_in

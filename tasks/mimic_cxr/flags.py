@@ -1,7 +1,8 @@
 """Guide 1's command line beside its flags: which exclude each other, where a value is from, and the guide's own keys.
 
-The guide's config, and `python -m hardware_utils --json`, have keys that are no flags here. They are arguments without
-a help text, which are taken out again before the run. Arguments are parsed before the heavy imports, so there are none.
+The guide's config, and `python -m old.hardware_utils --json`, have keys that are no flags here. They are arguments
+without a help text, which are taken out again before the run. Arguments are parsed before the heavy imports, so there
+are none.
 """
 
 import argparse
@@ -9,10 +10,10 @@ import json
 import os
 from pathlib import Path
 
-from cli_utils import InputError, Parser, end_with, parse_arguments, read_config
-from cli_utils import take_from_run, value_sources, whole
-from question_utils import check_models, check_predict
-from table_utils import shares_text
+from old.cli_utils import InputError, Parser, end_with, parse_arguments, read_config
+from old.cli_utils import take_from_run, value_sources, whole
+from old.question_utils import check_models, check_predict
+from old.table_utils import shares_text
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ZERO_FILES = {2: "deepspeed_config.json", 3: "deepspeed_zero3.json"}

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-import deepspeed_utils
-from distributed_utils import Ranks, gather_objects
-from hardware_utils import available_ram_gb, core_numbers, is_roomy, settings_for, usable_cores
+from old import deepspeed_utils
+from old.distributed_utils import Ranks, gather_objects
+from old.hardware_utils import available_ram_gb, core_numbers, is_roomy, settings_for, usable_cores
 
 # Stands for the compute capability of a GPU that is not there: it has bf16.
 IMAGINED_COMPUTE = 9.0

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cli_utils import InputError
-from predict_utils import Asked
+from old.cli_utils import InputError
+from old.predict_utils import Asked
 from tasks.mimic_cxr.answers import CODE_OF_NAME, HEADS, head_of
 from tasks.mimic_cxr.data import QuestionData
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from checkpoint_utils import RunLock
-from cli_utils import InputError, counted
-from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
-from phase_utils import doing
+from old.checkpoint_utils import RunLock
+from old.cli_utils import InputError, counted
+from old.distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
+from old.phase_utils import doing
 from tasks.mimic_cxr.answers import HEAD_OF_CODE, HEADS
 from tasks.mimic_cxr.index_build import ROW, Source, build
 from tasks.mimic_cxr.index_files import check_seen, is_intact, map_table, not_written, part_path, read_facts

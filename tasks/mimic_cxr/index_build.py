@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors, broadcast_object, gather_objects, print_main, world
 from tasks.mimic_cxr.answers import HEAD_NUMBER, HEADS, head_of, target_of
 from tasks.mimic_cxr.index_files import check_seen, is_finished, map_table, part_path, read_facts, shared_work
 from tasks.mimic_cxr.index_files import stop_others, write_facts, write_file, write_table, write_tables

@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import torch.distributed as dist
 
-from checkpoint_utils import file_sha256, write_atomically
-from cli_utils import InputError, RunError
-from distributed_utils import agree_on_errors
+from old.checkpoint_utils import file_sha256, write_atomically
+from old.cli_utils import InputError, RunError
+from old.distributed_utils import agree_on_errors
 
 # More pieces than any work has.
 NO_MORE = 1 << 40

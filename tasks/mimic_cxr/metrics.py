@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from distributed_utils import gather_objects
-from interval_utils import Interval, interval, interval_of_mean
+from old.distributed_utils import gather_objects
+from old.interval_utils import Interval, interval, interval_of_mean
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 
 Metrics = dict[str, float | None]

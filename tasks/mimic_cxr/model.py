@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from cli_utils import InputError
-from hardware_utils import autocast, out_of_memory
+from old.cli_utils import InputError
+from old.hardware_utils import autocast, out_of_memory
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.encoders import Encoders, layers_of, recompute, recomputed, size_options
 

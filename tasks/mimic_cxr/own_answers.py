@@ -9,7 +9,7 @@ import difflib
 from collections import Counter
 from typing import NamedTuple
 
-from cli_utils import InputError, counted
+from old.cli_utils import InputError, counted
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 
 # In this order a head is looked for; yes and no are told by it from a class of that name.

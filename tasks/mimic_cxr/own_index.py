@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, broadcast_object, print_main, world
-from table_utils import SPLITS, Shares
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors, broadcast_object, print_main, world
+from old.table_utils import SPLITS, Shares
 from tasks.mimic_cxr.answers import CHEXPERT, HEAD_NUMBER, HEADS
 from tasks.mimic_cxr.index import Index, open_folder
 from tasks.mimic_cxr.index_build import NO_IMAGE, ROW, Part, read_part, write_part

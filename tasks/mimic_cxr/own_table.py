@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from cli_utils import InputError
-from image_utils import is_dicom, unknown_format
-from table_utils import SPLITS, Record, Shares, Table, check_one_split, empty_splits, find_column, read_table
-from table_utils import split_name, split_of
+from old.cli_utils import InputError
+from old.image_utils import is_dicom, unknown_format
+from old.table_utils import SPLITS, Record, Shares, Table, check_one_split, empty_splits, find_column, read_table
+from old.table_utils import split_name, split_of
 from tasks.mimic_cxr.answers import CHEXPERT
 from tasks.mimic_cxr.own_answers import Asked, Routing, notes_on_classes, notes_on_repeats, route, simplify
 from tasks.mimic_cxr.releases import BLANK

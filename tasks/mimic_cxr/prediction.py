@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from checkpoint_utils import load_trained
-from cli_utils import counted
-from distributed_utils import Ranks, agree_on_errors, print_main, to_device
-from hardware_utils import choose_precision, set_numerics
-from loop_utils import agree_on_precision
-from predict_utils import Asked, answer_questions, list_questions, png, write_files
+from old.checkpoint_utils import load_trained
+from old.cli_utils import counted
+from old.distributed_utils import Ranks, agree_on_errors, print_main, to_device
+from old.hardware_utils import choose_precision, set_numerics
+from old.loop_utils import agree_on_precision
+from old.predict_utils import Asked, answer_questions, list_questions, png, write_files
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.checkpoints import open_checkpoint
 from tasks.mimic_cxr.data import decode

@@ -1,11 +1,11 @@
-"""`prepare_data.py mimic_cxr`: looks at a table before a training reads it, and writes tiny models for a trial."""
+"""`old.prepare_data mimic_cxr`: looks at a table before a training reads it, and writes tiny models for a trial."""
 
 import argparse
 from collections import Counter
 from pathlib import Path
 
-from cli_utils import InputError, counted
-from table_utils import parse_shares
+from old.cli_utils import InputError, counted
+from old.table_utils import parse_shares
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare(table: Path, categories: list[str] | None, shares: tuple, split_seed: int, small_models: Path) -> None:
     """Print what a training would make of a table; write small models where asked. Raises InputError."""
-    from logging_utils import print_table
+    from old.logging_utils import print_table
     from tasks.mimic_cxr.answers import HEADS
     from tasks.mimic_cxr.own_table import check_image, describe_splits, read_own_table
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 from tasks.mimic_cxr.answers import CHEXPERT
 
 SPLITS = ("train", "validate", "test")

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from augmentation_utils import change_images, draw_changes
-from cli_utils import InputError
-from figure_utils import wrap
-from hardware_utils import is_roomy, smaller_batch
-from logging_utils import print_table, save_figure, write_result
-from memory_utils import BatchSize, batch_flags
+from old.augmentation_utils import change_images, draw_changes
+from old.cli_utils import InputError
+from old.figure_utils import wrap
+from old.hardware_utils import is_roomy, smaller_batch
+from old.logging_utils import print_table, save_figure, write_result
+from old.memory_utils import BatchSize, batch_flags
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.calibration import given_probability, reliability
 from tasks.mimic_cxr.data import QuestionData
@@ -263,7 +263,7 @@ def print_rehearsal(
     memory_gb: float,
 ) -> None:
     """--rehearse: what a step takes, and the flags of a batch that fits into GPUs of this memory."""
-    from rehearsal_utils import report_rehearsal
+    from old.rehearsal_utils import report_rehearsal
 
     def fitting_flags(samples: int) -> str:
         size, micro_batches = smaller_batch(batch_size, accumulation, samples)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
-from cli_utils import InputError, whole
+from old.cli_utils import InputError, whole
 from tasks.mimic_cxr.answers import CHEXPERT
 from tasks.mimic_cxr.sample_findings import Finding, chexpert_labels, draw_findings
 from tasks.mimic_cxr.sample_images import chest_image, lateral_image

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
+from old.sample_data_utils import logistic, smooth_noise
 from tasks.mimic_cxr.sample_findings import SIDES, ZONES, Finding
-from tasks.sample_data_utils import logistic, smooth_noise
 
 
 class Box(NamedTuple):

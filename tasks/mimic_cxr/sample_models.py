@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, BertTokenizerFast, ConvNextConfig, ConvNextModel
 
-from tasks.sample_data_utils import IMAGENET_MEAN, IMAGENET_STD, save_image_processor, save_model
+from old.sample_data_utils import IMAGENET_MEAN, IMAGENET_STD, save_image_processor, save_model
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-import deepspeed_utils
-from batch_utils import keep_effective_batch
-from cli_utils import InputError
-from distributed_utils import Ranks, agree_on_errors, print_main, world
-from hardware_utils import choose_precision, set_numerics, split_batch
-from loop_utils import TrainingRun, agree_on_precision
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
-from question_utils import describe_sharing
-from table_utils import parse_shares
+from old import deepspeed_utils
+from old.batch_utils import keep_effective_batch
+from old.cli_utils import InputError
+from old.distributed_utils import Ranks, agree_on_errors, print_main, world
+from old.hardware_utils import choose_precision, set_numerics, split_batch
+from old.loop_utils import TrainingRun, agree_on_precision
+from old.memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from old.question_utils import describe_sharing
+from old.table_utils import parse_shares
 
 # the task
 from tasks.mimic_cxr.data import QuestionData
@@ -195,7 +195,7 @@ def rehearse_model(
 
     The first three are the script's functions. Ends the process.
     """
-    import rehearsal_utils as rehearsal
+    from old import rehearsal_utils as rehearsal
 
     # the flags of the job that is planned
     processes = rehearsal.processes_to_plan_for(args.world_size)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from augmentation_utils import Change, change_images, draw_change, move_masks, move_points
+from old.augmentation_utils import Change, change_images, draw_change, move_masks, move_points
 from tasks.prs_med.metrics import box_of, position_of_box
 
 

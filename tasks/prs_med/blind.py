@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch.utils.data import DataLoader
 
-from blind_utils import MOST_BLIND_ROWS, Asked, choose_rows, commonest_answers, other_cases
-from distributed_utils import world
-from logging_utils import print_table
+from old.blind_utils import MOST_BLIND_ROWS, Asked, choose_rows, commonest_answers, other_cases
+from old.distributed_utils import world
+from old.logging_utils import print_table
 from tasks.prs_med.data import PositionData, Row, case_of, evaluation_loader, some_rows
 from tasks.prs_med.evaluation import with_interval
 from tasks.prs_med.metrics import Scores, position_in

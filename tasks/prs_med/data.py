@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from blind_utils import choose_rows
-from cli_utils import InputError, counted
-from distributed_utils import create_distributed_dataloader, print_main
-from image_order_utils import ImageGroups
-from image_utils import open_image, open_upright
-from memory_utils import BatchSize
-from phase_utils import doing
+from old.blind_utils import choose_rows
+from old.cli_utils import InputError, counted
+from old.distributed_utils import create_distributed_dataloader, print_main
+from old.image_order_utils import ImageGroups
+from old.image_utils import open_image, open_upright
+from old.memory_utils import BatchSize
+from old.phase_utils import doing
 from tasks.prs_med.augmentation import Extent, extent_of
 from tasks.prs_med.metrics import position_of
 from tasks.prs_med.reader import Reader

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cli_utils import InputError, counted
-from distributed_utils import Ranks, agree_on_errors, gather_objects
+from old.cli_utils import InputError, counted
+from old.distributed_utils import Ranks, agree_on_errors, gather_objects
 from tasks.prs_med.data import NO_PATIENTS, Patients, Row, misfit, read_annotations
 from tasks.prs_med.file_facts import NOISE, Facts, ImageFacts, MaskFacts, image_facts, mask_facts
 from tasks.prs_med.findings import all_findings, name_findings, summarise

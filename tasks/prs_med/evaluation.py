@@ -2,10 +2,10 @@
 
 import math
 
-from cli_utils import InputError
-from distributed_utils import agree_on_errors, gather_objects
-from interval_utils import interval_of_mean
-from loop_utils import TrainingRun
+from old.cli_utils import InputError
+from old.distributed_utils import agree_on_errors, gather_objects
+from old.interval_utils import interval_of_mean
+from old.loop_utils import TrainingRun
 from tasks.prs_med.data import PositionData, case_of
 from tasks.prs_med.metrics import Scores
 from tasks.prs_med.report import Example, Results, draw_predictions

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from distributed_utils import Ranks
+from old.distributed_utils import Ranks
 from tasks.prs_med.data import SPLITS, Finding, Row
 from tasks.prs_med.file_facts import NOISE, Facts, ImageFacts, MaskFacts
 from tasks.prs_med.metrics import position_in

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from hardware_utils import smaller_batch, split_batch
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from old.hardware_utils import smaller_batch, split_batch
+from old.memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 from tasks.prs_med.data import PositionData, Row
 from tasks.prs_med.memory import recompute_activations
 from tasks.prs_med.model import PRSMed
@@ -61,7 +61,7 @@ def rehearse_model(
     gpu_memory: float | None,
 ) -> None:
     """Print memory and FLOPs of one optimizer step, of the longest rows where there are any, and end the process."""
-    import rehearsal_utils
+    from old import rehearsal_utils
 
     processes = rehearsal_utils.processes_to_plan_for(world_size)
     memory = rehearsal_utils.memory_to_plan_for(gpu_memory)

@@ -4,8 +4,8 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
-from cli_utils import Parser, number, parse_arguments, take_from_run, value_sources, whole
-from question_utils import check_models, check_predict
+from old.cli_utils import Parser, number, parse_arguments, take_from_run, value_sources, whole
+from old.question_utils import check_models, check_predict
 
 
 def add_data_flags(parser: Parser) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 from tasks.prs_med.pairs import Pair, is_volume, simplify
 from tasks.prs_med.patients import Images
 from tasks.prs_med.raw_masks import FEW_VALUES

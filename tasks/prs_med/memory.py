@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fixed_order_utils import interpolate
+from old.fixed_order_utils import interpolate
 
 
 def recompute_activations(model: nn.Module) -> None:

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fixed_order_utils import interpolate
-from hardware_utils import autocast
+from old.fixed_order_utils import interpolate
+from old.hardware_utils import autocast
 from tasks.prs_med.reader import Reader
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from scipy.ndimage import uniform_filter
 
-from distributed_utils import Ranks, gather_objects
+from old.distributed_utils import Ranks, gather_objects
 
 SIDE = 32
 NEIGHBOURHOOD = 7

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError
-from image_utils import DICOM_ENDINGS, is_dicom
+from old.cli_utils import InputError
+from old.image_utils import DICOM_ENDINGS, is_dicom
 
 VOLUME_ENDINGS = (".nii.gz", ".nii")
 ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", *DICOM_ENDINGS, *VOLUME_ENDINGS)

@@ -4,9 +4,18 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from cli_utils import InputError
-from table_utils import Record, Shares, Table, check_one_split, empty_splits, find_column, read_table
-from table_utils import split_name, split_of
+from old.cli_utils import InputError
+from old.table_utils import (
+    Record,
+    Shares,
+    Table,
+    check_one_split,
+    empty_splits,
+    find_column,
+    read_table,
+    split_name,
+    split_of,
+)
 from tasks.prs_med.pairs import Pair, simplify, without_ending
 
 # What a table may call the column with the image's name.

@@ -9,8 +9,8 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
-from distributed_utils import print_main, to_device
-from predict_utils import Asked, answer_questions, png, write_files
+from old.distributed_utils import print_main, to_device
+from old.predict_utils import Asked, answer_questions, png, write_files
 from tasks.prs_med.data import open_image
 from tasks.prs_med.metrics import position_of
 

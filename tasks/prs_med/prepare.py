@@ -1,4 +1,4 @@
-"""`prepare_data.py prs_med`: raw images and masks become the folders and the table that train_prs_med.py reads."""
+"""`old.prepare_data prs_med`: raw images and masks become the folders and the table that train_prs_med.py reads."""
 
 import argparse
 import math
@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from cli_utils import InputError, counted, number, whole
-from image_utils import Window
-from table_utils import SPLITS, parse_shares
+from old.cli_utils import InputError, counted, number, whole
+from old.image_utils import Window
+from old.table_utils import SPLITS, parse_shares
 from tasks.prs_med.layout import write_set
 from tasks.prs_med.pairs import Pair, Pairs, find_pairs, is_volume, plain_name, simplify
 from tasks.prs_med.patients import Images, describe_images
@@ -188,7 +188,7 @@ def write_small_models(out: Path, rows: list[dict], side: int, seed: int) -> Non
 
 def print_summary(rows: list[dict], found: Pairs, known: Images, reading: Reading, name: str) -> None:
     """The closing table: images, rows and patients of each split, and at which positions things lie."""
-    from logging_utils import print_table
+    from old.logging_utils import print_table
 
     table = {}
     for split in SPLITS:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from cli_utils import InputError
-from distributed_utils import Ranks, gather_objects, wrap_in_ddp
-from hardware_utils import out_of_memory
-from phase_utils import doing
+from old.cli_utils import InputError
+from old.distributed_utils import Ranks, gather_objects, wrap_in_ddp
+from old.hardware_utils import out_of_memory
+from old.phase_utils import doing
 from tasks.prs_med.reader import PixelStatistics, Reader
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

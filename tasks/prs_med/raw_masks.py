@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from cli_utils import InputError
-from image_utils import dicom_values, is_dicom, turn_upright, unknown_format
+from old.cli_utils import InputError
+from old.image_utils import dicom_values, is_dicom, turn_upright, unknown_format
 
 # More values than a label map of a slice has; what JPEG and smooth edges leave are more.
 FEW_VALUES = 16

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
-from question_utils import distinct
+from old.question_utils import distinct
 
 
 class PixelStatistics(NamedTuple):

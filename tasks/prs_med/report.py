@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from cli_utils import counted
-from distributed_utils import scale_learning_rate, world
-from figure_utils import drawable_characters
-from logging_utils import print_table, save_figure, write_result
-from memory_utils import BatchSize
-from question_utils import describe_sharing
+from old.cli_utils import counted
+from old.distributed_utils import scale_learning_rate, world
+from old.figure_utils import drawable_characters
+from old.logging_utils import print_table, save_figure, write_result
+from old.memory_utils import BatchSize
+from old.question_utils import describe_sharing
 from tasks.prs_med.augmentation import augment
 from tasks.prs_med.data import PositionData, Row, case_of
 from tasks.prs_med.findings import ADVICE

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
-from cli_utils import InputError, whole
-from tasks.sample_data_utils import logistic, smooth_noise
+from old.cli_utils import InputError, whole
+from old.sample_data_utils import logistic, smooth_noise
 
 BRAIN = "brain_tumors_ct_scan"
 LUNG = "lung_CT"

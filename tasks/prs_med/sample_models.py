@@ -18,7 +18,7 @@ from transformers import (
     SamVisionConfig,
 )
 
-from tasks.sample_data_utils import IMAGENET_MEAN, IMAGENET_STD, save_image_processor, save_model
+from old.sample_data_utils import IMAGENET_MEAN, IMAGENET_STD, save_image_processor, save_model
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from distributed_utils import print_main
-from loop_utils import most_passes
+from old.distributed_utils import print_main
+from old.loop_utils import most_passes
 from tasks.prs_med.model import PRSMed
 
 

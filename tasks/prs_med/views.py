@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from cli_utils import InputError
-from image_utils import Window, open_upright
-from table_utils import Record
+from old.cli_utils import InputError
+from old.image_utils import Window, open_upright
+from old.table_utils import Record
 from tasks.prs_med.pairs import Pair, is_volume
 from tasks.prs_med.raw_masks import Labels, binary_mask, label_masks, read_values
 from tasks.prs_med.volumes import cut

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cli_utils import InputError
-from image_utils import Window, to_bytes
+from old.cli_utils import InputError
+from old.image_utils import Window, to_bytes
 
 # Percentiles of a volume that become black and white where no window is given.
 DARKEST = 0.5

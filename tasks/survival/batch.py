@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from cli_utils import InputError
-from distributed_utils import gather_objects
-from hardware_utils import split_batch, usable_cores
-from loop_utils import Step
-from memory_utils import BatchSize, batch_flags
+from old.cli_utils import InputError
+from old.distributed_utils import gather_objects
+from old.hardware_utils import split_batch, usable_cores
+from old.loop_utils import Step
+from old.memory_utils import BatchSize, batch_flags
 
 
 def cases_per_process(total: int, processes: int, source: str) -> int:

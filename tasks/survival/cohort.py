@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
 # what each flag without _column looks for; case, spaces and underscores do not matter

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint_utils import RunLock, begin_afresh, check_run_folder, finish_deleting, load_checkpoint, lock_run_folder
-from cli_utils import InputError, save_args
-from distributed_utils import agree_on_errors, print_main, world
-from logging_utils import print_table, save_figure, write_result
+from old.checkpoint_utils import (
+    RunLock,
+    begin_afresh,
+    check_run_folder,
+    finish_deleting,
+    load_checkpoint,
+    lock_run_folder,
+)
+from old.cli_utils import InputError, save_args
+from old.distributed_utils import agree_on_errors, print_main, world
+from old.logging_utils import print_table, save_figure, write_result
 from tasks.survival.batch import asked_batch
 from tasks.survival.cohort import Outcome
 from tasks.survival.figures import draw_survival

@@ -2,7 +2,7 @@
 
 MultiGPUSurvivalDataset can be used in any training loop:
 
-    from distributed_utils import create_distributed_dataloader
+    from old.distributed_utils import create_distributed_dataloader
     from tasks.survival.data import MultiGPUSurvivalDataset
 
     dataset = MultiGPUSurvivalDataset(csv_path, use_smart_cache=True)
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from cli_utils import InputError
-from distributed_utils import limit_workers, world
-from sampler_utils import TrainBatchSampler
+from old.cli_utils import InputError
+from old.distributed_utils import limit_workers, world
+from old.sampler_utils import TrainBatchSampler
 from tasks.survival.cohort import Cohort, first_line, read_cohort
 from tasks.survival.samplers import EventBalancedSampler, PartitionSampler
 from tasks.survival.smart_cache import SmartCache

@@ -5,8 +5,8 @@ from functools import partial
 
 import numpy as np
 
-from cli_utils import counted
-from figure_utils import figure_text
+from old.cli_utils import counted
+from old.figure_utils import figure_text
 from tasks.survival.cohort import Outcome
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.folds import Fold

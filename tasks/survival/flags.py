@@ -5,7 +5,7 @@ Light: read before torch is imported.
 
 from argparse import BooleanOptionalAction, Namespace
 
-from cli_utils import InputError, Parser, add_common_arguments, number, whole
+from old.cli_utils import InputError, Parser, add_common_arguments, number, whole
 
 # what a checkpoint prescribes to a run that is resumed from it or uses it
 INPUT = ("image_size", "hu_window", "spacing", "orientation")

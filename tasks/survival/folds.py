@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cli_utils import InputError
-from sampler_utils import permute
+from old.cli_utils import InputError
+from old.sampler_utils import permute
 from tasks.survival.cohort import Cohort, Outcome
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.targets import Features

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from cli_utils import RunError
+from old.cli_utils import RunError
 from tasks.survival.cohort import Cohort, Outcome
 from tasks.survival.folds import Fold
 

@@ -11,12 +11,12 @@ import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cli_utils import InputError, counted
-from distributed_utils import print_main, world
-from hardware_utils import available_ram_gb
-from logging_utils import print_table, save_figure, write_result
-from loop_utils import TrainingRun, finish_run, say_where
-from manifest_utils import file_sha256, write_atomically
+from old.cli_utils import InputError, counted
+from old.distributed_utils import print_main, world
+from old.hardware_utils import available_ram_gb
+from old.logging_utils import print_table, save_figure, write_result
+from old.loop_utils import TrainingRun, finish_run, say_where
+from old.manifest_utils import file_sha256, write_atomically
 from tasks.survival.cohort import Cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
 from tasks.survival.figures import draw_results

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from fixed_order_utils import MaxPool3d
-from hardware_utils import GroupNorm
+from old.fixed_order_utils import MaxPool3d
+from old.hardware_utils import GroupNorm
 from tasks.survival.weights import Weights
 
 # of MedicalNet's models, those with shortcuts of type A

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from cli_utils import InputError, number, whole
-from tasks.sample_data_utils import CT, Phantom
+from old.cli_utils import InputError, number, whole
+from old.sample_data_utils import CT, Phantom
 
 # What a CT covers, in mm, and voxel sizes in units of field / matrix.
 FIELD = (220.0, 180.0, 128.0)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cli_utils import InputError
-from sampler_utils import TrainBatchSampler, permute
+from old.cli_utils import InputError
+from old.sampler_utils import TrainBatchSampler, permute
 from tasks.survival.smart_cache import SmartCache
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from batch_utils import keep_effective_batch
-from checkpoint_utils import Checkpoint, RunLock, checkpoint_to_use, load_checkpoint, lock_run_folder
-from cli_utils import InputError
-from distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
-from hardware_utils import choose_precision, set_numerics, smaller_batch
-from loop_utils import TrainingRun, agree_on_precision, print_start
-from memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
+from old.batch_utils import keep_effective_batch
+from old.checkpoint_utils import Checkpoint, RunLock, checkpoint_to_use, load_checkpoint, lock_run_folder
+from old.cli_utils import InputError
+from old.distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader, print_main, world
+from old.hardware_utils import choose_precision, set_numerics, smaller_batch
+from old.loop_utils import TrainingRun, agree_on_precision, print_start
+from old.memory_utils import BatchSize, auto_batch_advice, batch_flags, fit_batch_to_memory, fits_by_itself
 
 # the task
 from tasks.survival.batch import cases_per_process, cores_per_process, describe_batch
@@ -133,7 +133,7 @@ def rehearse(
     args: argparse.Namespace,
 ) -> None:
     """--rehearse: memory and FLOPs of one optimizer step on an imaginary GPU, of the script's functions; ends here."""
-    import rehearsal_utils as rehearsal
+    from old import rehearsal_utils as rehearsal
 
     # --batch_size counts all processes, which are one for each GPU here unless a launcher started them
     here = None if "RANK" in os.environ else torch.cuda.device_count()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cli_utils import InputError
-from distributed_utils import world
-from phase_utils import doing
+from old.cli_utils import InputError
+from old.distributed_utils import world
+from old.phase_utils import doing
 
 
 class SmartCache:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cli_utils import InputError
+from old.cli_utils import InputError
 from tasks.survival.cohort import Cohort
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from cache_utils import DiskCache, identity
-from checkpoint_utils import write_atomically
-from cli_utils import InputError
-from distributed_utils import broadcast_object, gather_objects, world
-from phase_utils import doing
+from old.cache_utils import DiskCache, identity
+from old.checkpoint_utils import write_atomically
+from old.cli_utils import InputError
+from old.distributed_utils import broadcast_object, gather_objects, world
+from old.phase_utils import doing
 from tasks.survival.cohort import Cohort, first_line
 
 

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from checkpoint_utils import load_trained
-from cli_utils import InputError
-from distributed_utils import print_main
+from old.checkpoint_utils import load_trained
+from old.cli_utils import InputError
+from old.distributed_utils import print_main
 from tasks.survival.cohort import first_line
 
 HEAD = ("head.weight", "head.bias")

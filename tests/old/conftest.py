@@ -1,0 +1,252 @@
+"""What the tests share: a tiny data set, and ways to run the real scripts."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRS_MED = str(ROOT / "train_prs_med.py")
+SAMPLE_DATA = str(ROOT / "old/sample_data.py")
+sys.path.insert(0, str(ROOT))
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+}
+# torchrun, deepspeed and accelerate are those beside this python
+os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+# fp32, no dropout, no scaling with the world size: the settings under which every world size must give the same answer
+SAME = "--lr_scaling none --lora_dropout 0 --log_every 1 --max_new_tokens 3 --learning_rate 1e-3".split()
+
+# a cascade of two stages, 8^3 and 16^3, with a model as small as can be
+SMALL_STAGES = [
+    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
+    {"name": "stage2", "volume_size": [16, 16, 16], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
+]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
+
+
+LONGEST_FILES = (
+    "test_cascade",
+    "test_contract",
+    "test_mimic_cxr_engines",
+    "test_fake_gpu",
+    "test_survival",
+    "test_compressed_ad",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files come first, so that neither of two processes is left with one of them at the end."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST_FILES)
+
+
+def make_sample_data(zygote, tmp_path_factory, task: str, sizes: str) -> Path:
+    """The folder of a task's sample data, of these sizes."""
+    folder = tmp_path_factory.mktemp("data") / task
+    done = zygote(SAMPLE_DATA, task, folder, sizes.split())
+    assert done.code == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prs_med_data(zygote, tmp_path_factory) -> Path:
+    """34 training, 10 validation and 10 test rows of 32 x 32 pixels, with tiny checkpoints."""
+    sizes = "--num_train 17 --num_val 5 --num_test 5 --image_size 32"
+    return make_sample_data(zygote, tmp_path_factory, "prs_med", sizes)
+
+
+@pytest.fixture(scope="session")
+def mimic_cxr_flags(zygote, tmp_path_factory) -> list[str]:
+    """Flags of train_mimic_cxr.py for a small MIMIC-CXR (about 700 training questions) with tiny checkpoints."""
+    sizes = "--num_train 24 --num_val 6 --num_test 6 --image_size 80"
+    folder = make_sample_data(zygote, tmp_path_factory, "mimic_cxr", sizes)
+    flags = ["--mimic_cxr_path", f"{folder}/mimic-cxr-jpg", "--mimic_qa_path", f"{folder}/mimic-ext-cxr-qba"]
+    flags += ["--image_encoder", f"{folder}/convnext_tiny", "--text_encoder", f"{folder}/bert_tiny"]
+    flags += ["--image_size", "64", "--index_dir", f"{folder}/index"]
+    return flags + ["--no_auto_optimize", "--num_workers", "0"]
+
+
+@pytest.fixture(scope="session")
+def survival_data(zygote, tmp_path_factory) -> Path:
+    """44 patients with a chest CT of 14 x 11 x 5 voxels or so, 17 with an event; 34 train in Fold_1, 10 validate."""
+    return make_sample_data(zygote, tmp_path_factory, "survival", "--num_patients 44 --matrix 14 --event_rate 0.4")
+
+
+@pytest.fixture(scope="session")
+def cascade_data(zygote, tmp_path_factory) -> Path:
+    """13 patients with a CT of 16 x 13 x 14 voxels or so and two X-rays each: 11 train, 1 validates, 1 tests."""
+    return make_sample_data(zygote, tmp_path_factory, "cascade", "--num_patients 13 --matrix 16")
+
+
+@pytest.fixture(scope="session")
+def cascade_flags(cascade_data, tmp_path_factory):
+    """flags(run_folder, *more) of a small run of train_accelerate.py that logs every step.
+
+    It has 2 stages of 2 epochs of 3 steps with batch 4.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    flags = "--img_size 32 --encoder_dim 16 --batch_size 4 --num_timesteps 20 --ddim_steps 2".split()
+    flags += "--num_epochs_per_stage 2 --learning_rate 1e-3 --log_every 1 --num_workers 0".split()
+    flags += ["--stage_configs", json.dumps(SMALL_STAGES)]
+    flags += ["--cache_dir", str(cache), "--dataset_path", str(cascade_data)]
+
+    def make(run_folder: Path, *more) -> list[str]:
+        return [*flags, "--checkpoint_dir", str(run_folder), *map(str, more)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def darkroom_data(zygote, tmp_path_factory) -> Path:
+    """Learning histories of Darkroom: 3 streams of 200 steps for each goal."""
+    return make_sample_data(zygote, tmp_path_factory, "compressed_ad", "--streams 3 --steps 200")
+
+
+@pytest.fixture(scope="session")
+def compressed_ad_flags(darkroom_data):
+    """flags(run_folder, *more) of a small run of train.py that logs every step.
+
+    It has 8 steps of 12 segments with contexts of 20 transitions and up to 3 compressions, and an evaluation after 4
+    and after 8.
+    """
+    flags = "--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --encoder_n_layer 1 --tf_dim_feedforward 32".split()
+    flags += "--n_transit 20 --train_batch_size 12 --train_timesteps 8 --lr 1e-2 --num_warmup_steps 2".split()
+    flags += "--log_every 1 --eval_interval 4 --val_episodes 2 --eval_episodes 3".split()
+    flags += "--eval_seeds 2 --test_batch_size 16".split()
+    flags += ["--data", str(darkroom_data)]
+
+    def make(run_folder: Path, *more, latents: int = 4) -> list[str]:
+        model = ["--n_latent", str(latents)] if latents else ["--model", "ad"]
+        return [*flags, *model, "--output_dir", str(run_folder), *map(str, more)]
+
+    return make
+
+
+def words_of(argv) -> list[str]:
+    """The words of a command line, in which a list stands for its items."""
+    words = []
+    for part in argv:
+        words += [str(word) for word in part] if isinstance(part, list | tuple) else [str(part)]
+    return words
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """run(script, flags ...) -> code, stdout, stderr and seconds of a script; see zygote.py.
+
+    A list among the flags stands for its items. Further arguments are those of a request, and the environment's.
+    """
+    command = [sys.executable, str(ROOT / "tests/old/zygote.py")]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # deepspeed has a word to say first
+    assert any("ready" in line for line in server.stdout)
+
+    def run(
+        *argv,
+        address_space: int = 0,
+        ranks: int = 1,
+        figures: bool = False,
+        interrupt: dict | None = None,
+        **environment,
+    ):
+        # one line of JSON each way
+        request = {
+            "argv": words_of(argv),
+            "cwd": str(ROOT),
+            "address_space": address_space,
+            "ranks": ranks,
+            "figures": figures,
+            "interrupt": interrupt,
+            "environment": environment,
+        }
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        return SimpleNamespace(**json.loads(server.stdout.readline()))
+
+    yield run
+    server.stdin.close()
+    server.wait(timeout=10)
+
+
+def torchrun(processes: int, *more: str) -> list[str]:
+    """The start of a command line that runs a script in so many processes; plain python for one."""
+    if processes == 1:
+        return [sys.executable]
+    return ["torchrun", "--standalone", f"--nproc_per_node={processes}", *more]
+
+
+def train(
+    data: Path,
+    out: Path,
+    processes: int = 1,
+    *flags,
+    launcher: list[str] | None = None,
+    ok: bool = True,
+):
+    """Run train_prs_med.py to its end; asserts exit code 0 unless ok is False."""
+    start = launcher or torchrun(processes)
+    command = words_of([start, PRS_MED, "--data_root", data, "--checkpoint_dir", out, flags])
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert not ok or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def forked(zygote, data: Path, out: Path, processes: int, *flags):
+    """train() by the zygote: as real, but for the launcher and the seconds of importing."""
+    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, flags, ranks=processes)
+    assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def at_step(out: Path, step: int, who: str, number: int = signal.SIGKILL, delay: float = 0.0) -> dict:
+    """For zygote(..., interrupt=): a signal so many seconds after a checkpoint of this step.
+
+    who: "worker", the last rank, or "all".
+    """
+    return {"out": str(out), "step": step, "who": who, "number": int(number), "delay": delay}
+
+
+def kill_then_stop(zygote, command: list, out: Path, kill_at: int, stop_at: int) -> None:
+    """Two processes, of which one is killed; resumed, both are told to stop by SIGTERM, and save."""
+    assert zygote(command, ranks=2, interrupt=at_step(out, kill_at, "worker")).code != 0
+    stopped = zygote(command, ranks=2, interrupt=at_step(out, stop_at, "all", signal.SIGTERM))
+    assert "signal: saved at step" in stopped.stdout
+    assert stopped.code == 143
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[tuple]:
+    """(step, loss, grad norm) of every training line and (step, Dice, text loss) of every evaluation, in file order."""
+    pairs = [("val/dice", "val/text_loss"), ("test/dice", "test/text_loss"), ("train/loss", "train/grad_norm")]
+    values = []
+    for record in records(out):
+        first, second = next(pair for pair in pairs if pair[0] in record)
+        values.append((record["step"], record[first], record[second]))
+    return values
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """{relative path: content hash} of every file but lock files."""
+    hashes = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            hashes[str(path.relative_to(folder))] = hashlib.md5(path.read_bytes()).hexdigest()
+    return hashes

@@ -1,0 +1,221 @@
+"""Do two versions of this project compute the same, bit for bit? Tiny runs of all five scripts by both trees.
+
+    git worktree add ../before <commit>
+    python tests/old/golden_runs.py ../before            # about 6 minutes on two cores
+
+Both trees run on the same data, by 1 and 2 processes, in fp32. Compared are metrics.jsonl and summary.json but for
+times, the files of the run folder, the keys of a checkpoint, the flags with their defaults, and one error line of each
+script. Then three runs are begun by the old tree and resumed by this one (DDP, ZeRO-2, the cascade in stage 2): the
+lines that follow must be those of the old tree's uninterrupted run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
+SCRIPTS = {
+    "prs_med": "train_prs_med.py",
+    "mimic_cxr": "train_mimic_cxr.py",
+    "survival": "train_survival_distributed.py",
+    "cascade": "train_accelerate.py",
+    "compressed_ad": "train.py",
+}
+# The flag of each script that names the run folder.
+RUN_FOLDER_FLAGS = {
+    "prs_med": "--checkpoint_dir",
+    "mimic_cxr": "--output_dir",
+    "survival": "--log_dir",
+    "cascade": "--checkpoint_dir",
+    "compressed_ad": "--output_dir",
+}
+# Data sets as small as can be.
+SAMPLE_SIZES = {
+    "prs_med": "--num_train 17 --num_val 5 --num_test 5 --image_size 32",
+    "mimic_cxr": "--num_train 24 --num_val 6 --num_test 6 --image_size 80",
+    "survival": "--num_patients 44 --matrix 14 --event_rate 0.4",
+    "cascade": "--num_patients 13 --matrix 16",
+    "compressed_ad": "--streams 2 --steps 100",
+}
+# The cascade: two stages, of 8^3 and 16^3 voxels.
+STAGES = [
+    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
+    {"name": "stage2", "volume_size": [16, 16, 16], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
+]
+# A wrong value of each script, for its error line.
+WRONG = {
+    "prs_med": "--lora_rank 0",
+    "mimic_cxr": "--image_size none",
+    "survival": "--ties first",
+    "cascade": "--ddim_steps 7",
+    "compressed_ad": "--tf_n_head 3",
+}
+# What depends on the clock or the machine.
+TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "tflops", "mfu", "seconds")
+# Parts of a checkpoint whose keys are compared, too.
+PARTS = ("state", "run", "split", "log", "settings")
+# Prints the flags of the script that it is given, with their other names, defaults and choices.
+FLAGS = """
+import importlib.util, json, sys
+sys.path.insert(0, ".")
+actions = {}
+import argparse
+real = argparse.ArgumentParser.parse_known_args
+def note(parser, *rest):
+    # the first parser looks for --config alone
+    if len(parser._actions) < 5:
+        return real(parser, *rest)
+    for action in parser._actions:
+        choices = list(action.choices) if action.choices else None
+        actions[action.dest] = [sorted(action.option_strings), repr(action.default), choices, str(action.nargs)]
+    print(json.dumps(actions))
+    sys.exit(0)
+argparse.ArgumentParser.parse_known_args = note
+
+# the script as a module that is not __main__
+spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+script = importlib.util.module_from_spec(spec)
+sys.modules["script"] = script
+spec.loader.exec_module(script)
+script.parse_args([])
+"""
+
+
+def task_flags(task: str, data: Path, processes: int) -> list[str]:
+    """The flags of a tiny run; its global batch is the same for any number of processes."""
+    folder = data / task
+    flags = {
+        # 2 epochs of 34 rows
+        "prs_med": f"--data_root {folder} --batch_size {4 // processes} --num_epochs 2 --max_new_tokens 3",
+        # one epoch of 200 questions
+        "mimic_cxr": f"--mimic_cxr_path {folder}/mimic-cxr-jpg --mimic_qa_path {folder}/mimic-ext-cxr-qba "
+        f"--image_encoder {folder}/convnext_tiny --text_encoder {folder}/bert_tiny --image_size 64 "
+        f"--index_dir {folder}/index --no_auto_optimize --batch_size {16 // processes} --epochs 1 --max_samples 200",
+        # 2 epochs; the batch is that of all processes
+        "survival": f"--csv_path {folder}/dataset.csv --cache_dir {folder}/cache --resnet resnet10 --base_channels 8 "
+        "--image_size 16 16 8 --batch_size 8 --epochs 2",
+        # 2 stages of 2 epochs
+        "cascade": f"--dataset_path {folder} --cache_dir {data}/cache --img_size 32 --encoder_dim 16 "
+        f"--batch_size {4 // processes} --num_timesteps 20 --ddim_steps 2 --num_epochs_per_stage 2",
+        # 8 steps, 2 evaluations
+        "compressed_ad": f"--data {folder} --tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --encoder_n_layer 1 "
+        f"--tf_dim_feedforward 32 --n_transit 20 --n_latent 4 --batch_size {8 // processes} --num_warmup_steps 2 "
+        "--train_timesteps 8 --eval_interval 4 --eval_episodes 2 --val_episodes 2 --eval_seeds 1",
+    }
+    words = f"{flags[task]} --num_workers 0 --log_every 1 --seed 3 --world_size {processes}".split()
+    if task == "cascade":
+        words += ["--stage_configs", json.dumps(STAGES)]
+    return words
+
+
+def run_script(tree: Path, task: str, words: list[str], fails: bool = False) -> subprocess.CompletedProcess:
+    """Run a tree's script. Raises RuntimeError where it fails and should not."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, SCRIPTS[task], *words]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode and not fails:
+        raise RuntimeError(f"{tree}: {' '.join(command)}\n{done.stderr[-2000:]}")
+    return done
+
+
+def print_flags(tree: Path, task: str) -> str:
+    """What FLAGS prints for a tree's script."""
+    command = [sys.executable, "-c", FLAGS, SCRIPTS[task]]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True).stdout
+
+
+def without_times(record: dict) -> dict:
+    return {name: value for name, value in record.items() if not any(word in name for word in TIMES)}
+
+
+def read_lines(run_folder: Path) -> list[dict]:
+    """metrics.jsonl without what the clock decides."""
+    return [without_times(json.loads(line)) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def describe(run_folder: Path) -> dict:
+    """All of a run folder that must not change."""
+    import torch
+
+    files = [path.relative_to(run_folder).as_posix() for path in run_folder.rglob("*") if path.is_file()]
+    checkpoint = torch.load(run_folder / "last.pt", weights_only=True)
+    keys = {part: sorted(checkpoint[part]) for part in PARTS if part in checkpoint}
+    return {
+        "lines": read_lines(run_folder),
+        "summary": without_times(json.loads((run_folder / "summary.json").read_text())),
+        "files": sorted(name for name in files if "tfevents" not in name),
+        "checkpoint": sorted(checkpoint),
+        "parts": keys,
+    }
+
+
+def differing(task: str, old_tree: Path, data: Path, out: Path) -> list[str]:
+    """What of a task's runs, flags and error line differs between the trees."""
+    wrong = []
+    for processes in (1, 2):
+        folders = []
+        for name, tree in (("old", old_tree), ("new", ROOT)):
+            run_folder = out / f"{name}_{task}_{processes}"
+            words = [*task_flags(task, data, processes), RUN_FOLDER_FLAGS[task], str(run_folder)]
+            run_script(tree, task, words + (["--use_ddp"] if task == "mimic_cxr" else []))
+            folders.append(describe(run_folder))
+        wrong += [f"{name} by {processes}" for name in folders[0] if folders[0][name] != folders[1][name]]
+
+    # flags with their defaults and choices, and the line of a wrong value
+    old_flags = print_flags(old_tree, task)
+    if old_flags != print_flags(ROOT, task) or not old_flags:
+        wrong.append("flags")
+    words = [*task_flags(task, data, 1), *WRONG[task].split(), RUN_FOLDER_FLAGS[task], str(out / "none")]
+    errors = [run_script(tree, task, words, fails=True) for tree in (old_tree, ROOT)]
+    if len({(done.returncode, done.stderr) for done in errors}) > 1 or not errors[0].returncode:
+        wrong.append("error line")
+    return wrong
+
+
+def resumed_differs(task: str, more: list[str], stop_at: int, old_tree: Path, data: Path, out: Path) -> bool:
+    """Whether a run begun by the old tree and resumed by this one has other lines than the old tree's own."""
+    words = [*task_flags(task, data, 2), *more, RUN_FOLDER_FLAGS[task]]
+    whole = out / f"whole_{task}"
+    halves = out / f"halves_{task}"
+    run_script(old_tree, task, [*words, str(whole)])
+    run_script(old_tree, task, [*words, str(halves), "--max_steps", str(stop_at)])
+    run_script(ROOT, task, [*words, str(halves), "--resume_from", "auto"])
+    after = [[line for line in read_lines(folder) if line["step"] > stop_at] for folder in (whole, halves)]
+    return after[0] != after[1] or not after[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("old_tree", type=Path, help="another checkout of this project")
+    options = parser.parse_args()
+    old_tree = options.old_tree.resolve()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        out = Path(folder) / "out"
+
+        # the same runs by both trees
+        for task in TASKS:
+            command = [sys.executable, "-m", "old.sample_data", task, str(data / task), *SAMPLE_SIZES[task].split()]
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            wrong = differing(task, old_tree, data, out)
+            print(f"{task}: {'equal' if not wrong else 'DIFFERS in ' + ', '.join(wrong)}", flush=True)
+            failed += bool(wrong)
+            shutil.rmtree(out)
+
+        # begun by one and resumed by the other
+        for task, more, stop_at in (("prs_med", [], 4), ("mimic_cxr", ["--use_deepspeed"], 4), ("cascade", [], 8)):
+            wrong = resumed_differs(task, more, stop_at, old_tree, data, out)
+            print(f"{task} begun there and resumed here: {'DIFFERS' if wrong else 'equal'}", flush=True)
+            failed += wrong
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

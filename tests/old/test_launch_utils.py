@@ -1,0 +1,144 @@
+"""A run that one of our launchers started ends with the script's exit code and without a traceback of torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from background import Run
+from conftest import PRS_MED, ROOT, SAME
+from test_hostile_values import CASCADE, DETECT, SINGLE, Stubs
+
+LAUNCHER = ROOT / "old/launch_utils.py"
+
+# A worker that does what the word for its rank says. It does not import torch, to be quick.
+WORKER = """
+import os, signal, sys, time
+
+what = sys.argv[1 + int(os.environ.get("RANK", 0))]
+ready = __file__ + ".ready"
+
+if what.isdigit():
+    sys.exit(int(what))
+if what.startswith("signal "):
+    os.kill(os.getpid(), int(what.split()[1]))
+
+if what in ("saves", "stops the launcher"):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+if what == "cannot save":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+if what == "stops the launcher":
+    while not os.path.exists(ready):
+        time.sleep(0.01)
+    os.kill(os.getppid(), signal.SIGTERM)
+open(ready, "w").close()
+time.sleep(60)
+"""
+
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
+ACCELERATE = ["accelerate", "launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+ACCELERATE += ["--main_process_port=0"]
+SEGMENTATION_FAULT = "error: rank 0 ended with signal 11 (SIGSEGV)"
+TWO = [*ACCELERATE, "--multi_gpu", "--num_processes=2"]
+ONE = [*ACCELERATE, "--num_processes=1"]
+
+
+# The launcher, a word for each rank's worker, the exit code, and the launcher's last line.
+ENDS = [
+    (TORCHRUN, ["2", "2"], 2, ""),
+    (TORCHRUN, ["waits", "1"], 1, ""),
+    (TORCHRUN, ["waits", "signal 9"], 137, "error: rank 1 ended with signal 9 (SIGKILL)"),
+    pytest.param(TORCHRUN, ["signal 11", "waits"], 139, SEGMENTATION_FAULT, marks=pytest.mark.soak),
+    (TORCHRUN, ["77", "waits"], 77, "error: rank 0 ended with exit code 77"),
+    # a launcher that is told to stop
+    (TORCHRUN, ["saves", "stops the launcher"], 143, ""),
+    (TORCHRUN, ["waits", "stops the launcher"], 143, ""),
+    (TORCHRUN, ["cannot save", "stops the launcher"], 1, ""),
+    # accelerate, with two processes and with one
+    (TWO, ["2", "2"], 2, ""),
+    (ONE, ["2"], 2, ""),
+    (ONE, ["signal 9"], 137, "error: rank 0 ended with signal 9 (SIGKILL)"),
+    (ONE, ["stops the launcher"], 143, ""),
+]
+
+
+@pytest.mark.parametrize(("launcher", "ranks", "code", "line"), ENDS)
+def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    if launcher is ONE:
+        (tmp_path / "worker.py.ready").touch()
+    done = zygote(LAUNCHER, *launcher, worker, *ranks)
+    assert done.code == code, done.stderr
+
+    # the reason is the last line, where a script has not said it already
+    if line:
+        assert done.stderr.splitlines()[-1] == line
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words", "name"),
+    [
+        (SINGLE, ["data"], "torchrun"),
+        (DETECT, [], "torchrun"),
+        (CASCADE, ["--cpu", "--num_gpus", "2"], "accelerate"),
+        (CASCADE, ["--cpu", "--method", "torchrun"], "torchrun"),
+    ],
+)
+def test_launchers_start_the_python_beside_torchrun(tmp_path, launcher, words, name):
+    """The command of before, behind `python old/launch_utils.py`; a torchrun that is not torch's own runs as it is."""
+    stubs = Stubs(tmp_path)
+
+    def started() -> list[str]:
+        return stubs.run(launcher, *words)[1].splitlines()
+
+    before = started()
+    assert before[0] == name
+
+    # a command of torch's own, and a python that says how it was started
+    modules = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+    stubs.write(name, f"exit 9\nfrom {modules[name]} import main")
+    answer = f'[ "$2" = old.hardware_utils ] && exec cat "{tmp_path}/facts"'
+    stubs.write("python", f'{answer}\nprintf "%s\\n" "$@" >"{stubs.started}"')
+    assert started() == [str(LAUNCHER), *before]
+
+
+def test_world_size_starts_workers_through_it(monkeypatch):
+    from old import distributed_utils
+
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append((program, words)))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--world_size", "3"])
+    distributed_utils.launch_workers(3)
+    words = [sys.executable, str(LAUNCHER), "torchrun", "--standalone", "--nproc_per_node=3", *sys.argv]
+    assert started == [(sys.executable, words)]
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_input_is_one_line():
+    command = [str(ROOT / SINGLE), "nowhere", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr == "error: nowhere: no such folder; check --data_root; see --help\n"
+
+
+def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
+    run_folder = tmp_path / "run"
+    flags = ["--checkpoint_dir", run_folder, *SAME, "--batch_size", "3", "--num_epochs", "200", "--save_every", "1"]
+    run = Run([ROOT / SINGLE, prs_med_data, "2", "--", *flags], PRS_MED, run_folder)
+    run.wait_for_step(1)
+    assert len(run.workers()) == 2
+    run.kill("launcher", signal.SIGTERM)
+    assert run.end() == 143
+
+    text = (tmp_path / "run.log").read_text()
+    saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
+    assert (run_folder / f"step_{saved:08d}.pt").exists()
+    for noise in ("Traceback", "SignalException", "Sending process", "death signal", "OMP_NUM_THREADS"):
+        assert noise not in text, text

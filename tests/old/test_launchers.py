@@ -1,0 +1,319 @@
+"""Every launcher gives the same run; the shell launcher's exact command line."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import PRS_MED, ROOT, SAME, losses
+
+FLAGS = [*SAME, "--batch_size", "4", "--max_steps", "2"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def expected_curve(prs_med_data, zygote, tmp_path_factory):
+    """The losses of two processes that no launcher started."""
+    run_folder = tmp_path_factory.mktemp("launch") / "forked"
+    command = [PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", run_folder, *FLAGS]
+    done = zygote(*command, ranks=2)
+    assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return losses(run_folder)
+
+
+def run_to_end(command: list) -> subprocess.CompletedProcess:
+    """Run a command line from the project's folder; asserts exit code 0."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+# How each launcher starts two processes of a script, at a port of their own.
+STARTS = {
+    "deepspeed": ["deepspeed", "--num_gpus=2", "--master_port", "PORT"],
+    "module": ["python", "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT"],
+    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port", "PORT"],
+}
+
+
+def check_run(run_folder: Path, done: subprocess.CompletedProcess, expected_curve: list) -> None:
+    """Assert that a run had two processes and the expected losses."""
+    assert "world size 2" in done.stdout
+    assert losses(run_folder) == expected_curve
+    assert json.loads((run_folder / "summary.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", STARTS)
+def test_same_curve(prs_med_data, tmp_path, expected_curve, launcher, monkeypatch):
+    run_folder = tmp_path / "run"
+    port = str(free_port())
+    monkeypatch.setenv("MASTER_PORT", port)
+    start = [word.replace("PORT", port) for word in STARTS[launcher]]
+    command = [*start, PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", run_folder, *FLAGS]
+    check_run(run_folder, run_to_end(command), expected_curve)
+
+
+@pytest.mark.soak
+def test_same_curve_of_the_shell_launcher(prs_med_data, tmp_path, expected_curve, monkeypatch):
+    """As a user runs it, with a port of its own; test_launch_utils.py has it in the quick suite."""
+    run_folder = tmp_path / "run"
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    command = ["./run_multi_gpu_train.sh", prs_med_data, "2", "--", "--checkpoint_dir", run_folder, *FLAGS]
+    check_run(run_folder, run_to_end(command), expected_curve)
+
+
+@pytest.mark.soak
+def test_same_curve_of_world_size(prs_med_data, tmp_path, expected_curve):
+    """A script that starts its own processes."""
+    run_folder = tmp_path / "run"
+    command = [
+        sys.executable,
+        PRS_MED,
+        "--data_root",
+        prs_med_data,
+        "--checkpoint_dir",
+        run_folder,
+        *FLAGS,
+        "--world_size",
+        "2",
+    ]
+    check_run(run_folder, run_to_end(command), expected_curve)
+
+
+def start_node(command: list[str]) -> subprocess.Popen:
+    """Start one node of a job."""
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output_of(node: subprocess.Popen) -> str:
+    """What a node printed, once it has ended well."""
+    stdout, stderr = node.communicate(timeout=200)
+    assert node.returncode == 0, stdout[-3000:] + stderr[-3000:]
+    return stdout
+
+
+@pytest.mark.soak
+def test_two_nodes_on_one_machine(prs_med_data, tmp_path, expected_curve):
+    """The guide's two-node command: two agents of one process each, told apart by --node_rank."""
+    run_folder = tmp_path / "run"
+    start = ["torchrun", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    script = [PRS_MED, "--data_root", str(prs_med_data), "--checkpoint_dir", str(run_folder), *FLAGS]
+    second = start_node([*start, "--node_rank=1", *script])
+    first = start_node([*start, "--node_rank=0", *script])
+
+    # rank 0 alone speaks
+    assert "world size 2" in output_of(first)
+    assert "world size" not in output_of(second)
+    assert losses(run_folder) == expected_curve
+
+
+@pytest.mark.parametrize("value", ["node[07-09,12]", "node07,node08", "node07"])
+def test_slurm_environment(monkeypatch, value):
+    from old.distributed_utils import read_environment
+
+    # set first, so that what the call sets is undone as well
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": value, "SLURM_JOB_ID": "123456"}
+    for name, given in slurm.items():
+        monkeypatch.setenv(name, given)
+
+    # `python` in an sbatch script, without srun
+    assert read_environment() == (0, 0, 1, "python")
+
+    # one of srun's eight tasks
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert read_environment() == (5, 1, 8, "srun")
+    assert os.environ["MASTER_ADDR"] == "node07"
+    assert 20000 <= int(os.environ["MASTER_PORT"]) < 40000
+
+
+RECORDER = """\
+#!{python}
+import json, os, sys
+json.dump({{"argv": sys.argv[1:], "environment": dict(os.environ)}}, open({path!r}, "w"))
+"""
+
+
+class Launched(NamedTuple):
+    """A launcher that has ended, and what torchrun was called with; argv is None where it was not."""
+
+    done: subprocess.CompletedProcess
+    argv: list[str] | None
+    environment: dict[str, str]
+
+
+class Stubs:
+    """torchrun, nvidia-smi and nproc as stubs first on PATH; gpus is None where there is no driver."""
+
+    def __init__(self, folder: Path, gpus: int | None):
+        self.folder = folder
+        self.seen = folder / "seen"
+        self.write("torchrun", RECORDER.format(python=sys.executable, path=str(self.seen)))
+        self.write("nproc", "#!/bin/sh\necho 16\n")
+        lines = [f"echo 'GPU {index}: NVIDIA L4 (UUID: GPU-{index})'\n" for index in range(gpus or 0)]
+        self.write("nvidia-smi", "#!/bin/sh\nexit 9\n" if gpus is None else "#!/bin/sh\n" + "".join(lines))
+
+    def write(self, name: str, text: str) -> None:
+        """Make a command of this text."""
+        (self.folder / name).write_text(text)
+        (self.folder / name).chmod(0o755)
+
+    def run(self, arguments: list[str], **variables: str) -> Launched:
+        """Run the shell launcher with these arguments and environment variables."""
+        environment = {"PATH": f"{self.folder}:/usr/bin:/bin", "HOME": "/tmp", **variables}
+        command = [str(ROOT / "run_multi_gpu_train.sh"), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if not self.seen.exists():
+            return Launched(done, None, {})
+        seen = json.loads(self.seen.read_text())
+        return Launched(done, seen["argv"], seen["environment"])
+
+
+RENDEZVOUS = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500"]
+NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "arguments", "processes", "data_root", "threads"),
+    [
+        (4, None, ["data"], 4, "data", "4"),
+        (4, None, ["data", "2"], 2, "data", "8"),
+        (8, "1,3", ["d"], 2, "d", "8"),
+        (None, None, ["my data"], 2, "my data", "8"),
+        (2, "", [], 2, "data", "8"),
+    ],
+)
+def test_launcher_command(tmp_path, gpus, visible, arguments, processes, data_root, threads):
+    """As many processes as GPUs are visible or asked for; the CPU cores are shared out between them."""
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    launched = Stubs(tmp_path, gpus).run(arguments, **variables)
+    assert launched.done.returncode == 0, launched.done.stderr
+    script = [PRS_MED, "--data_root", data_root]
+    assert launched.argv == [f"--nproc_per_node={processes}", "--standalone", *script]
+    assert launched.environment["OMP_NUM_THREADS"] == threads
+
+
+def test_launcher_command_with_a_port_and_flags(tmp_path):
+    arguments = ["d", "3", "--", "--vlm_path", "a b", "--x=1"]
+    launched = Stubs(tmp_path, None).run(arguments, MASTER_PORT="7", OMP_NUM_THREADS="1")
+    assert launched.done.returncode == 0, launched.done.stderr
+    script = [PRS_MED, "--data_root", "d", "--vlm_path", "a b", "--x=1"]
+    assert launched.argv == ["--nproc_per_node=3", "--master_addr=127.0.0.1", "--master_port=7", *script]
+    assert launched.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_launcher_command_of_a_node(tmp_path):
+    launched = Stubs(tmp_path, 4).run(["d"], **NODE)
+    assert launched.done.returncode == 0, launched.done.stderr
+    assert launched.argv == ["--nproc_per_node=4", *RENDEZVOUS, PRS_MED, "--data_root", "d"]
+    assert launched.environment["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "variables", "message"),
+    [
+        (2, ["data", "4"], {}, "4 GPUs asked for, but there are 2"),
+        (8, ["data", "4"], {"CUDA_VISIBLE_DEVICES": "0"}, "4 GPUs asked for, but there are 1"),
+        (2, ["data", "two"], {}, "NUM_GPUS must be a whole number from 1 to 9999, not 'two'"),
+        (2, ["data", "0"], {}, "not '0'"),
+        (2, ["data", "1.5"], {}, "not '1.5'"),
+        (2, ["data", "1", "more"], {}, "too many arguments"),
+        (2, ["data", "--batch_size", "4"], {}, "unknown option --batch_size"),
+        (2, ["data"], {"NNODES": "2"}, "NODE_RANK must be a whole number from 0 to 1, not ''"),
+        (2, ["data"], {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK must be a whole number from 0 to 1, not '2'"),
+        (2, ["data"], {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR must be the name or address of a host, not ''"),
+        (2, ["data"], {"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535, not '65536'"),
+    ],
+)
+def test_launcher_refuses(tmp_path, gpus, arguments, variables, message):
+    launched = Stubs(tmp_path, gpus).run(arguments, **variables)
+    assert launched.done.returncode == 2
+    assert message in launched.done.stderr
+    assert len(launched.done.stderr.splitlines()) == 1
+    assert launched.argv is None
+
+
+def test_launcher_dry_run_and_exit_code(tmp_path):
+    stubs = Stubs(tmp_path, 2)
+    launched = stubs.run(["my data", "--dry_run", "--", "--seed", "3"])
+    assert launched.argv is None
+    command = f"torchrun --nproc_per_node=2 --standalone {PRS_MED} --data_root my\\ data --seed 3 \n"
+    assert launched.done.stdout == command
+
+    stubs.write("torchrun", "#!/bin/sh\nexit 77\n")
+    assert stubs.run(["data"]).done.returncode == 77
+
+
+def test_guide_commands_parse():
+    """Every train_prs_med.py command of the guide is accepted, and both spellings of the launchers' local rank."""
+    import train_prs_med
+
+    guide = [
+        "--data_root . --batch_size 8 --learning_rate 1e-4 --num_epochs 20",
+        "--data_root . --batch_size 4 --learning_rate 5e-5 --num_epochs 50 --num_workers 4 --checkpoint_dir ./c",
+        "--data_root . --local_rank=1",
+        "--data_root . --local-rank=1",
+    ]
+    for words in guide:
+        train_prs_med.parse_args(words.split())
+    args = train_prs_med.parse_args(["--data_root", "."])
+    assert args.batch_size == 8
+    assert args.learning_rate == 1e-4
+    assert args.num_epochs == 20
+    assert args.num_workers == 4
+
+
+def ip(command: str) -> None:
+    """Run a command of iproute2."""
+    subprocess.run(["ip", *command.split()], check=True)
+
+
+@pytest.fixture
+def two_hosts():
+    """The names of two network namespaces with addresses 10.77.0.1 and 10.77.0.2, joined by a virtual cable."""
+    first = f"prs{os.getpid()}a"
+    second = f"prs{os.getpid()}b"
+    if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", first], capture_output=True).returncode:
+        pytest.skip("network namespaces need root and iproute2")
+
+    try:
+        ip(f"netns add {second}")
+        ip(f"link add cable0 netns {first} type veth peer name cable1 netns {second}")
+        for index, name in enumerate((first, second)):
+            ip(f"-n {name} addr add 10.77.0.{index + 1}/24 dev cable{index}")
+            ip(f"-n {name} link set lo up")
+            ip(f"-n {name} link set cable{index} up")
+        yield first, second
+    finally:
+        for name in (first, second):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.soak
+def test_two_nodes_in_two_network_namespaces(prs_med_data, tmp_path, expected_curve, two_hosts):
+    """The guide's two-node command between two hosts of their own addresses."""
+    run_folder = tmp_path / "run"
+    script = [PRS_MED, "--data_root", str(prs_med_data), "--checkpoint_dir", str(run_folder), *FLAGS]
+    nodes = []
+    for rank, name in enumerate(two_hosts):
+        inside = ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{rank}"]
+        start = ["torchrun", "--nproc_per_node=1", "--nnodes=2", f"--node_rank={rank}", "--master_addr=10.77.0.1"]
+        nodes.append(start_node([*inside, *start, "--master_port=29500", *script]))
+
+    for node in nodes:
+        output_of(node)
+    assert losses(run_folder) == expected_curve

@@ -1,0 +1,97 @@
+"""A clean run has nothing on its error stream, and no library speaks between its lines."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_survival import TINY
+
+TASKS = [("prs_med", "32"), pytest.param("mimic_cxr", "64", marks=pytest.mark.soak)]
+
+
+@pytest.mark.parametrize(("task", "image_size"), TASKS)
+def test_sample_data_says_one_line(tmp_path, task, image_size):
+    """In a process of its own: DeepSpeed, which speaks when it is imported, is not."""
+    command = [sys.executable, "-m", "old.sample_data", task, str(tmp_path / "set"), "--image_size", image_size]
+    command += ["--num_train", "2", "--num_val", "1", "--num_test", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"{tmp_path}/set: ")
+    assert done.stdout.count("\n") == 1
+
+
+def odd_names(survival_data: Path, tmp_path: Path) -> list:
+    """Flags of a table whose patients have names that matplotlib's font lacks, or takes for a formula."""
+    with open(survival_data / "dataset.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    odd_rows = [[f"\u60a3\u8005 $_{patient}$ {{", *values] for patient, *values in rows]
+    with open(tmp_path / "odd.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *odd_rows])
+    return ["--csv_path", tmp_path / "odd.csv", "--data_dir", survival_data, "--cache_dir", tmp_path / "cache", *TINY]
+
+
+# what a script does, its exit code, and its words on the error stream
+ENDS = {
+    "few lines": ("print(1)", 141, ""),
+    "many lines": ("[print(n) for n in range(100_000)]", 141, ""),
+    "at once": ("print(1, flush=True)", 141, ""),
+    "an error": ("(print(1), fail(InputError('x; y')))", 2, "error: x; y\n"),
+}
+
+
+def end_script(words: str, output: int) -> subprocess.CompletedProcess:
+    """A script that does so, writing into this pipe or file."""
+    program = f"""
+from old.cli_utils import InputError, run_main
+def fail(error):
+    raise error
+run_main(lambda _: {words} and None, None)
+"""
+    command = [sys.executable, "-c", program]
+    buffered = {"PYTHONUNBUFFERED": ""}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | buffered,
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_whose_output_nobody_reads_ends_quietly(name):
+    """As behind `| head`, which has gone."""
+    words, code, message = ENDS[name]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = end_script(words, writer)
+    os.close(writer)
+    assert done.returncode == code
+    assert done.stderr == message
+
+
+def test_another_broken_pipe_is_a_fault():
+    done = end_script("fail(BrokenPipeError('of a worker'))", subprocess.DEVNULL)
+    assert done.returncode == 1
+    assert done.stderr.endswith("BrokenPipeError: of a worker\n")
+
+
+@pytest.mark.parametrize("script", ["train_survival_distributed", "train_accelerate", "train"])
+def test_a_clean_run_of_two_processes_has_no_warning(request, zygote, tmp_path, script):
+    run_folder = tmp_path / "run"
+    if script == "train_survival_distributed":
+        flags = [*odd_names(request.getfixturevalue("survival_data"), tmp_path), "--log_dir", run_folder]
+    elif script == "train_accelerate":
+        flags = request.getfixturevalue("cascade_flags")(run_folder)
+    else:
+        flags = request.getfixturevalue("compressed_ad_flags")(run_folder)
+
+    done = zygote(ROOT / f"{script}.py", *flags, "--max_steps", 2, ranks=2)
+    assert done.code == 0, done.stderr[-2000:]
+    assert done.stderr == ""
+    assert "Warning" not in done.stdout
