@@ -82,7 +82,7 @@ test: setup-dev
 QUICK := contract.py::test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run contract.py::test_gradients_are_clipped \
     prs_med_data.py prs_med_memory.py mimic_cxr_sample_data.py survival_loss.py survival_metrics.py \
     cascade_projector.py cascade_sampling.py compressed_ad_model.py \
-    async_save.py deterministic.py distributed.py figures.py flops.py hardware.py launchers.py loop.py memory_probe.py
+    async_save.py deterministic.py old_distributed.py figures.py flops.py old_hardware.py launchers.py loop.py memory_probe.py
 test-quick: setup-dev
 	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(QUICK:%=tests/old/test_%) tests/test_pages.py
 

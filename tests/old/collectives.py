@@ -1,4 +1,4 @@
-"""Checks what the ranks tell each other against single-process values; test_distributed.py runs it."""
+"""Checks what the ranks tell each other against single-process values; test_old_distributed.py runs it."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,154 @@
+"""What the foundation costs beside a bare loop, and --deterministic beside DDP, each as a ratio within one run.
+
+    python benchmarks/loop_overhead.py                       # minimal.py's model on 128 x 128 images, one process
+    python benchmarks/loop_overhead.py prs_med DATA          # PRS-Med; DATA: by python -m tools.sample_data prs_med
+    torchrun --standalone --nproc_per_node=2 benchmarks/loop_overhead.py exact [--parameters 20e6]
+
+The two loops take turns, a few steps each, on the same batches; a ratio is the median over the turns of bare time by
+the foundation's time, 1 meaning no cost. On a shared machine processor time (cpu) says more than wall time.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distributed_utils as du
+from utils import loop
+
+TURNS = 9
+
+
+@contextmanager
+def timed(times: list):
+    """Adds (wall, cpu) seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    times.append((time.perf_counter() - wall, time.process_time() - cpu))
+
+
+def report(name: str, bare: list, ours: list) -> None:
+    for number, kind in enumerate(("wall", "cpu")):
+        ratio = statistics.median(a[number] / b[number] for a, b in zip(bare[1:], ours[1:], strict=True))
+        du.print_main(f"{name}: {kind} of the bare loop / ours = {ratio:.3f}")
+
+
+def compare_loops(name: str, model, data, make_loader, loss_parts, args, steps: int) -> None:
+    """Train two copies of a model, one by a bare loop and one by Run, on the same order of samples."""
+    models = [model, copy.deepcopy(model)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True) for m in models
+    ]
+    with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
+        args.output_dir, args.num_workers, args.save_every = folder, 0, 0
+        run = loop.Run("benchmark/1", args, ranks, "")
+        run.choose_batch(models[1], None)
+        loader = make_loader(run)
+        order = list(loader.batch_sampler)
+        run.begin(models[1], optimizers[1], "no", TURNS * steps, ["loss"], {})
+        bare, ours = [], []
+        batches = iter(DataLoader(data, batch_sampler=order, collate_fn=loader.collate_fn))
+        with run:
+            own = run.steps(loader)
+            for _ in range(TURNS):
+                with timed(bare):
+                    for _ in range(steps):
+                        batch = next(batches)
+                        loss_parts(models[0].train(), batch).backward()
+                        nn.utils.clip_grad_norm_(optimizers[0].param_groups[0]["params"], 1.0)
+                        optimizers[0].step()
+                        optimizers[0].zero_grad(set_to_none=True)
+                with timed(ours):
+                    for _ in range(steps):
+                        step = next(own)
+                        for batch in step.leaves():
+                            step.backward(loss_parts(models[1].train(), batch))
+                        step.update(1e-3)
+        report(name, bare, ours)
+        state = models[1].state_dict()
+        same = all(torch.equal(value, state[key]) for key, value in models[0].state_dict().items())
+        print(f"{name}: weights {'equal to the bit' if same else 'DIFFERENT'} after {TURNS * steps} steps")
+
+
+def minimal(words: list[str]) -> None:
+    from examples import minimal as script
+
+    args = script.parse_args(["--batch_size", "16", "--image_size", "128", "--dropout", "0", *words])
+    torch.manual_seed(0)
+    data = script.Images(None, args, made_up=16 * 10 * TURNS, augmented=False)
+    compare_loops(
+        "minimal",
+        script.make_model(2, 0.0),
+        data,
+        lambda run: du.create_distributed_dataloader(data, run.leaf),
+        lambda model, batch: script.loss_sum(model, batch, "no")[0] / len(batch["label"]),
+        args,
+        steps=10,
+    )
+
+
+def prs_med(words: list[str]) -> None:
+    import train_prs_med as script
+
+    args = script.parse_args(["--data_root", words[0], "--batch_size", "16", "--lora_dropout", "0", *words[1:]])
+    model = script.build_model(args, "no", torch.device("cpu"))
+    data = script.make_sets(script.read_data(args, "train"), model.reader, args)["train"]
+    compare_loops(
+        "prs_med",
+        model,
+        data,
+        lambda run: script.make_loader(data, args, run.leaf, train=True),
+        lambda model, batch: script.batch_loss(model, batch, 16, float((batch["answer"] >= 0).sum()), args)[0],
+        args,
+        steps=max(1, len(data) // 16 // TURNS),
+    )
+
+
+def exact(words: list[str]) -> None:
+    """DDP against ExactSum: leaves of one conv net (compute-bound), or of linear layers with --parameters in all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parameters", type=float, default=0)
+    parser.add_argument("--leaves", type=int, default=4, help="of a rank in a step")
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    with du.setup_distributed() as ranks:
+        torch.manual_seed(0)
+        if given.parameters:
+            side = int((given.parameters / 4) ** 0.5)
+            model, images = nn.Sequential(*[nn.Linear(side, side) for _ in range(4)]), torch.randn(16, side)
+        else:
+            model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.ReLU(), nn.Conv2d(48, 48, 3), nn.ReLU(), nn.Flatten())
+            images = torch.randn(8, 3, 64, 64)
+        plain = copy.deepcopy(model)
+        wrapped, total = du.wrap_in_ddp(plain, ranks.device), du.ExactSum(model)
+        ddp, ours = [], []
+        for _ in range(TURNS):
+            for times, net in ((ddp, wrapped), (ours, model)):
+                du.gather_objects(None)
+                with timed(times):
+                    for leaf in range(given.leaves):
+                        last = leaf == given.leaves - 1
+                        total.begin_leaf(last)
+                        if net is wrapped and ranks.world_size > 1:
+                            net.require_backward_grad_sync = last
+                        net(images).square().mean().backward()
+                    if net is model:
+                        total.finish()
+                net.zero_grad()
+        count = sum(parameter.numel() for parameter in model.parameters())
+        report(f"exact sum, {count / 1e6:.1f} M parameters, {ranks.world_size} processes", ddp, ours)
+
+
+if __name__ == "__main__":
+    name, *rest = sys.argv[1:] or ["minimal"]
+    {"minimal": minimal, "prs_med": prs_med, "exact": exact}[name](rest)

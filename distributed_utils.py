@@ -1,0 +1,470 @@
+"""One process or many, the same program: process group, data loader, reductions, stop signal, learning rate.
+
+Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) or CPU
+(gloo).
+"""
+
+import contextlib
+import faulthandler
+import gc
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from utils.cli import InputError, RunError
+from utils.sampler import EvalBatchSampler, ImageGroups, TrainBatchSampler
+
+# x + SHIFT - SHIFT rounds a float64 to a multiple of 2**-40, see on_grid
+SHIFT = 1.5 * 2.0**12
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands: `rank` of `world_size` processes; store: what all of them can read and write."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    launcher: str
+    store: dist.Store | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def note(self, place: str) -> None:
+        """Tell the other ranks where this one is, for the day when it no longer answers."""
+        if self.store:
+            self.store.set(f"place of {self.rank}", place)
+
+
+def read_environment() -> tuple[int, int, int, str]:
+    """(rank, local_rank, world_size, launcher) from the launcher's variables; (0, 0, 1, "python") without one."""
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed or torch.distributed"
+        return int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]), launcher
+
+    # this variable is set by srun alone: `python` inside an sbatch script is one process
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    if tasks == 1:
+        return 0, 0, 1, "python"
+    hosts = env.get("SLURM_STEP_NODELIST", "localhost")
+    env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+).*", r"\1", hosts if "[" in hosts else hosts.split(",")[0]))
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
+    return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), tasks, "srun"
+
+
+@contextlib.contextmanager
+def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
+    """Join the process group and leave it whatever happens. timeout: seconds that a collective waits for a rank.
+
+    Keep everything that holds DDP in a function called inside the `with` block: torch 2.13 aborts about one exit in
+    eight when it is alive after the group is gone.
+    """
+    # a crash in C code leaves its stack on standard error
+    faulthandler.enable()
+    rank, local_rank, world_size, launcher = read_environment()
+    device = torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus:
+        # srun may show each task its own GPU only
+        device = torch.device("cuda", 0 if gpus == 1 and launcher == "srun" else local_rank)
+        if device.index >= gpus:
+            raise InputError(f"process {local_rank + 1} of a machine with {gpus} GPUs; start at most one per GPU")
+        torch.cuda.set_device(device)
+
+    store = None
+    if world_size > 1:
+        # torch's own record of the last collectives; `torchfrtrace` reads what NCCL writes when it gives up
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        backend = "cpu:gloo,cuda:nccl" if gpus and dist.is_nccl_available() else "gloo"
+        limit = timedelta(seconds=timeout)
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
+        group_store = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=limit)
+    ranks = Ranks(rank, world_size, device, launcher, store)
+    try:
+        ranks.note("the start")
+        yield ranks
+    except (InputError, RunError, SystemExit) as error:
+        # all ranks have agreed to leave in order; frames of the traceback would keep DDP alive
+        traceback.clear_frames(error.__traceback__)
+        raise
+    except BaseException as error:
+        # a crash of one rank: it goes at once, so that the others see the broken connection instead of waiting
+        if world_size == 1:
+            raise
+        traceback.print_exception(error)
+        name_silent_ranks(ranks, error)
+        sys.stderr.flush()
+        os._exit(1)
+    finally:
+        gc.collect()
+        # loading processes that their loader could not end, as they ignore SIGTERM
+        for child in multiprocessing.active_children():
+            child.kill()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> None:
+    """One line, after a collective has failed: which ranks neither crashed nor gave up waiting as this one did.
+
+    Such a rank hangs or was killed. wait: seconds that the others have to give up as well.
+    """
+    with contextlib.suppress(RuntimeError):
+        ranks.store.set(f"rank {ranks.rank} has ended", "")
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            return
+        first = ranks.store.add("ranks that gave up", 1) == 1
+        time.sleep(wait)
+        places = [ranks.store.get(f"place of {rank}").decode() for rank in range(ranks.world_size)]
+        told = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
+        silent = [rank for rank in range(ranks.world_size) if not ranks.store.check([f"rank {rank} has ended"])]
+        if first and silent:
+            names = ", ".join(told[rank] for rank in silent)
+            waited = ", ".join(told[rank] for rank in range(ranks.world_size) if rank not in silent)
+            reason = f"{names} hangs or was killed, {waited} waited in vain"
+            print(f"error: {reason}; stacks: hang_rank*.txt in the run folder", file=sys.stderr)
+
+
+def launch_workers(world_size: int) -> None:
+    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
+    if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+        torchrun = str(Path(__file__).parent / "utils" / "torchrun.py")
+        command = [sys.executable, torchrun, "--standalone", f"--nproc_per_node={world_size}", *sys.argv]
+        if os.name == "nt":
+            # where execv would return to the prompt at once
+            sys.exit(subprocess.call(command))
+        os.execv(sys.executable, command)
+
+
+def world() -> tuple[int, int]:
+    """(rank, world_size) of the process group, (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
+    """DDP around a model where there are several processes; it leaves frozen weights alone.
+
+    find_unused_parameters keeps the layout of the gradient buckets, which DDP otherwise changes after the first step
+    of each start: the sum of three ranks and more depends on it, so a resumed run would differ in the last bits.
+    """
+    if world()[1] == 1:
+        return model
+    on_cpu = device.type == "cpu"
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    return DistributedDataParallel(
+        model,
+        device_ids=None if on_cpu else [device],
+        gradient_as_bucket_view=True,
+        forward_sync_buffers=False,
+        find_unused_parameters=on_cpu and world()[1] > 2,
+    )
+
+
+def print_main(*values) -> None:
+    """print on rank 0 only."""
+    if world()[0] == 0:
+        print(*values, flush=True)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hold_signals() -> Iterator[None]:
+    """Around the start of loading processes: a stop signal waits until they can ignore it."""
+    signals = {signal.SIGTERM, signal.SIGINT}
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def _quiet_worker(_: int) -> None:
+    """Let a loading process serve on after Ctrl-C and SIGTERM, which reach the whole group: the trainer decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def create_distributed_dataloader(
+    dataset: Dataset,
+    batch_size: int = 8,
+    train: bool = True,
+    effective_batch_size: int | None = None,
+    shares: list[int] | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    groups: ImageGroups | None = None,
+    **options,
+) -> DataLoader:
+    """A DataLoader (guide 2's name) over this rank's share, at most `batch_size` samples at once.
+
+    Shuffled and dealt out when `train`, `effective_batch_size` samples of all ranks for each optimizer step (call
+    `loader.batch_sampler.set_position(epoch)` before each epoch); in order and unpadded otherwise. A dataset that draws
+    noise draws it from (seed, index.epoch, index), see utils.sampler.Index: then it is the same in any process, at any
+    number of them, and after a resume.
+    """
+    rank, world_size = world()
+    if train:
+        effective = effective_batch_size or batch_size * world_size
+        sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, shares, groups)
+    else:
+        sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        worker_init_fn=_quiet_worker,
+        pin_memory=torch.cuda.is_available(),
+        # its own: a DataLoader draws from the global generator at each epoch, and a resumed run would draw once more
+        generator=torch.Generator().manual_seed(seed % 2**63),
+        **options,
+    )
+
+
+def to_device(batch, device: torch.device):
+    """A batch (a dict or a list) with its tensors on the device, copied while the host goes on."""
+    if isinstance(batch, dict):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [to_device(value, device) for value in batch]
+    return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch
+
+
+# --- what the ranks tell each other -----------------------------------------------------------------------------------
+
+
+def reduce_sum(values: Tensor | list) -> Tensor:
+    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor, which no GPU waits for."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def reduce_max(values: list[float]) -> Tensor:
+    """Largest over ranks, a float64 CPU tensor."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor
+
+
+def gather_objects(value) -> list:
+    """[value of rank 0, value of rank 1, ...] on every rank, for small picklable values."""
+    values = [value]
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value):
+    """Rank 0's value on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def share_bytes(size: int) -> np.ndarray | None:
+    """All ranks: uint8 zeros (size,) that the ranks of this machine and their loading processes share.
+
+    A temporary file without a name, in memory as long as there is some to spare. None where there is no room for it.
+    """
+    if os.name == "nt":
+        return np.zeros(size, np.uint8)
+    host, path = socket.gethostname(), ""
+    hosts = gather_objects(host)
+    first = hosts.index(host) == world()[0]
+    if first:
+        descriptor, path = tempfile.mkstemp()
+        try:
+            # or a full disk would end the process at a later write
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            os.unlink(path)
+            path = ""
+        os.close(descriptor)
+    path = gather_objects(path)[hosts.index(host)]
+    try:
+        return np.memmap(path, np.uint8, "r+", shape=(size,)) if path else None
+    except OSError:
+        # another machine of the same name
+        return None
+    finally:
+        gather_objects(None)
+        if first and path:
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def agree_on_errors() -> Iterator[None]:
+    """Inside, each rank may meet an InputError or RunError of its own; at the end all raise the first one together."""
+    own = None
+    try:
+        yield
+    except (InputError, RunError) as error:
+        own = error
+    errors = [error for error in gather_objects(own) if error is not None]
+    if errors:
+        raise errors[0] from None
+
+
+@torch.no_grad()
+def check_same_weights(state: dict[str, Tensor]) -> None:
+    """All ranks: their weights are the same to the bit, by the sum of each tensor's bits. Raises RunError on all.
+
+    A flipped bit in a GPU's memory lets a rank train apart from the others, and no loss tells.
+    """
+    if world()[1] == 1:
+        return
+    words = {1: torch.uint8, 2: torch.int16}
+    bits = [value.contiguous().view(-1).view(words.get(value.element_size(), torch.int32)) for value in state.values()]
+    own = torch.stack([part.sum(dtype=torch.int64) for part in bits]).tolist()
+    sums = gather_objects(own)
+    usual = list(Counter(map(tuple, sums)).most_common(1)[0][0])
+    for rank, others in enumerate(sums):
+        if others != usual:
+            name = next(name for name, a, b in zip(state, others, usual, strict=True) if a != b)
+            reason = f"rank {rank} holds other weights than rank {sums.index(usual)} ({name})"
+            raise RunError(f"{reason}: a GPU or a kernel is at fault; resume from the checkpoint before")
+
+
+# --- sums that do not round -------------------------------------------------------------------------------------------
+
+
+def on_grid(values: Tensor) -> Tensor:
+    """Values in float64, rounded to multiples of 2**-40.
+
+    Float64 adds such numbers without rounding as long as sums stay below 2**13, so in any order and any grouping: the
+    same bits whoever adds what. NaN and infinity stay what they are.
+    """
+    return (values.double() + SHIFT) - SHIFT
+
+
+class ExactSum:
+    """--deterministic: gradients summed over the leaves of a step without rounding, in place of DDP.
+
+    Any division of the leaves among any number of processes, one included, gives the same bits. Each gradient moves
+    into one flat float64 buffer as soon as the backward pass has it; in a rank's last leaf, finished parts of the
+    buffer are sent while the backward pass goes on. Costs twice the bytes of DDP, and the memory of two gradients.
+    """
+
+    def __init__(self, model: nn.Module, bucket_bytes: int = 50 * 2**20):
+        # backward passes finish the last parameters first
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=parameters[0].device)
+        self.views = dict(zip(parameters, self.flat.split(sizes), strict=True))
+        self.buckets, self.bucket_of, begin = [], {}, 0
+        for parameter, end in zip(parameters, accumulate(sizes), strict=True):
+            self.bucket_of[parameter] = len(self.buckets)
+            if 8 * (end - begin) >= bucket_bytes or end == len(self.flat):
+                self.buckets.append(self.flat[begin:end])
+                begin = end
+            parameter.register_post_accumulate_grad_hook(self._take)
+        self.works = []
+        # times the loss scale of fp16, so that the grid is as fine as without
+        self.shift: float | Tensor = SHIFT
+
+    def begin_leaf(self, last: bool) -> None:
+        """Before a backward pass; last: of this rank in this step."""
+        self.last = last
+        self.missing = Counter(self.bucket_of.values())
+
+    @torch.no_grad()
+    def _take(self, parameter: nn.Parameter) -> None:
+        # on_grid, in place
+        self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
+        parameter.grad = None
+        self.missing[self.bucket_of[parameter]] -= 1
+        # all ranks send the buckets in the same order
+        while self.last and len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self.works)]
+        self.works.append(dist.all_reduce(bucket, async_op=True) if world()[1] > 1 else None)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All ranks, after the last leaf: the sum over all leaves is in `grad`."""
+        while len(self.works) < len(self.buckets):
+            self._send()
+        for work in filter(None, self.works):
+            work.wait()
+        for parameter, view in self.views.items():
+            # with the strides of its parameter, as fused optimizers want it
+            parameter.grad = torch.empty_like(parameter).copy_(view.view_as(parameter))
+        self.flat.zero_()
+        self.works = []
+
+
+# --- learning rate and stop signal ------------------------------------------------------------------------------------
+
+
+def scale_learning_rate(base: float, times: float, rule: str) -> float:
+    """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by its root, none leaves it."""
+    return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
+
+
+def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
+    """Factor on the learning rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine to 0."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if kind == "constant":
+        return 1.0
+    cosine_steps = max(1, total_steps - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / cosine_steps))
+
+
+class StopSignal:
+    """SIGTERM and SIGINT set `code` (143 or 130); the loop asks all ranks for it before each step."""
+
+    code = 0
+
+    def __enter__(self) -> "StopSignal":
+        signals = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGBREAK")]
+        self.previous = {number: signal.signal(number, self._note) for number in signals if number is not None}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame) -> None:
+        self.code = 130 if number == signal.SIGINT else 143

@@ -1,0 +1,160 @@
+"""Classify images: the smallest script that keeps the project's promises. Copy it beside train.py for your own task.
+
+    python examples/minimal.py                                    # made-up images, one process
+    torchrun --nproc_per_node=4 examples/minimal.py --data_root photos --output_dir runs/photos
+    python examples/minimal.py --data_root photos --output_dir runs/photos --resume_from auto
+
+Data: <data_root>/train/<class>/*.png and <data_root>/val/<class>/*.png, also .jpg.
+"""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+# only as long as this file is in examples/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils.cli import InputError, Parser, add_common_arguments, number, run_main, whole
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument_group("task").add_argument
+    add("--data_root", help="folder with train/ and val/; left out: made-up images")
+    add("--image_size", type=whole(8), default=32, help="side that images are resized to")
+    add("--dropout", type=number(0, 0.99), default=0.1, help="before the last layer")
+    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help="times world size, its root, or 1")
+    add("--warmup_steps", type=whole(0), default=5, help="optimizer steps of linear warm-up, then a cosine to 0")
+    add_common_arguments(parser, output_dir="runs/minimal", num_epochs=5, learning_rate=1e-3, batch_size=16)
+    return parser.parse(argv)
+
+
+if __name__ == "__main__":
+    # before the heavy imports: --help and a mistyped flag answer at once
+    ARGS = parse_args()
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import distributed_utils as du
+from hardware_utils import autocast, choose_precision, set_numerics
+from utils.loop import Run
+
+
+class Images(Dataset):
+    """<root>/<class>/*.png|jpg; without a root, made-up noise that is brighter on the left or on the right.
+
+    An unreadable image is reported, not raised: all ranks then end with the same line.
+    """
+
+    def __init__(self, root: Path | None, args: Namespace, made_up: int, augmented: bool):
+        self.root, self.side, self.seed, self.augmented = root, args.image_size, args.seed, augmented
+        self.paths = [Path(("left", "right")[number % 2], f"{number}.png") for number in range(made_up)]
+        if root:
+            self.paths = sorted(path for path in root.glob("*/*") if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
+        self.classes = sorted({path.parent.name for path in self.paths})
+        if not self.paths:
+            raise InputError(f"{root}: no <class>/*.png or *.jpg; check --data_root")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict:
+        label, error = self.classes.index(self.paths[index].parent.name), ""
+        pixels = np.random.default_rng(index).normal(size=(self.side, self.side, 3))
+        pixels[:, label * self.side // 2 : (label + 1) * self.side // 2] += 0.2
+        if self.root:
+            try:
+                image = Image.open(self.paths[index]).convert("RGB").resize((self.side, self.side))
+                pixels = np.asarray(image) / 127.5 - 1
+            except OSError as reason:
+                error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
+        if self.augmented:
+            # drawn from (seed, epoch, sample): the same in any process, at any number of them, after any resume
+            rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
+            pixels = np.roll(pixels, rng.integers(-2, 3, size=2), axis=(0, 1)) * rng.uniform(0.9, 1.1)
+        return {"image": pixels.transpose(2, 0, 1).astype(np.float32), "label": label, "error": error}
+
+
+def make_model(classes: int, dropout: float) -> nn.Module:
+    """(B, 3, H, W) images -> (B, classes) logits. GroupNorm: BatchNorm's statistics depend on the number of GPUs."""
+    body = [nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(1, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout), nn.Linear(128, classes))
+
+
+def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
+    """(cross-entropy summed over the batch, number of right answers)."""
+    with autocast(batch["image"].device, precision):
+        logits = model(batch["image"]).float()
+    return F.cross_entropy(logits, batch["label"], reduction="sum"), (logits.argmax(1) == batch["label"]).sum()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str) -> dict[str, float]:
+    """Exact over the whole set at any number of processes: each sample once, sums and a count, one division."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
+    for batch in run.batches(loader):
+        sums += du.on_grid(torch.stack(loss_sum(model, batch, precision)))
+    loss, right = (du.reduce_sum(sums.cpu()) / len(loader.dataset)).tolist()
+    return {"val/loss": loss, "val/accuracy": right}
+
+
+def train(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, evaluate after each epoch, keep the best; returns the exit code of a stop signal, else 0."""
+    device = ranks.device
+    precision, _ = choose_precision(args.mixed_precision, device)
+    set_numerics(device, precision, args.deterministic)
+    folder = Path(args.data_root) if args.data_root else None
+    train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
+    val_set = Images(folder and folder / "val", args, made_up=50, augmented=False)
+
+    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    run = Run("minimal/1", args, ranks, advice="lower --image_size")
+    torch.manual_seed(args.seed)
+    model = make_model(len(train_set.classes), args.dropout).to(device)
+
+    def try_once(size: int) -> None:
+        image = torch.rand(size, 3, args.image_size, args.image_size, device=device)
+        batch = {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
+        loss_sum(model, batch, precision)[0].backward()
+
+    # a step and its leaves belong to the run, who computes them to the machine
+    run.choose_batch(model, try_once)
+    options = {"seed": args.seed, "num_workers": args.num_workers}
+    loader = du.create_distributed_dataloader(train_set, run.leaf, True, run.effective, run.shares, **options)
+    val_loader = du.create_distributed_dataloader(val_set, run.leaf, train=False, **options)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
+    base_lr = du.scale_learning_rate(args.learning_rate, run.times, args.lr_scaling)
+    facts = {"training images": len(train_set), "classes": train_set.classes}
+    wrapped = run.begin(model, optimizer, precision, steps, ["loss"], facts)
+
+    with run:
+        while not run.is_over():
+            model.train()
+            for step in run.steps(loader):
+                for batch in step.leaves():
+                    # a leaf's part of the mean over all samples of the step, wherever they are computed
+                    step.backward(loss_sum(wrapped, batch, precision)[0] / step.samples)
+                step.update(base_lr * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
+            if run.stopped:
+                return run.save_and_stop()
+            run.keep(evaluate(model, val_loader, run, precision), headline="val/accuracy")
+        run.finish()
+    return 0
+
+
+def main(args: Namespace) -> int:
+    du.launch_workers(args.world_size or 1)
+    with du.setup_distributed(args.dist_timeout) as ranks:
+        return train(args, ranks)
+
+
+if __name__ == "__main__":
+    run_main(main, ARGS)

@@ -1,0 +1,120 @@
+"""Flags, config files and one-line errors, as a script's parser gives them."""
+
+import json
+
+import pytest
+
+from utils.cli import Parser, add_common_arguments, number, read_config, whole
+
+
+@pytest.fixture
+def parser():
+    parser = Parser("Title\n\n    example")
+    add_common_arguments(parser, output_dir="out", num_epochs=3, learning_rate=1e-4, batch_size=8)
+    parser.add_argument("--names", nargs="+", default=[])
+    return parser
+
+
+@pytest.fixture
+def refused(parser, capsys):
+    def parse(*words) -> str:
+        with pytest.raises(SystemExit) as end:
+            parser.parse(list(map(str, words)))
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return parse
+
+
+def test_command_line_over_file_over_default(parser, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "learning_rate: 1e-3\nbatch_size: 4\nnames: [a, b]\nauto_batch: false\ncompile: false\nscript: x.py\n"
+    )
+    args = parser.parse(["--config", str(file), "--batch_size", "2"])
+    assert (args.batch_size, args.learning_rate, args.num_epochs) == (2, 1e-3, 3)
+    assert (args.names, args.auto_batch, args.compile) == (["a", "b"], False, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--checkpoint_dir", "x"], "output_dir", "x"),
+        (["--log_dir", "x"], "output_dir", "x"),
+        (["--epochs", "9"], "num_epochs", 9),
+        (["--lr", "0.5"], "learning_rate", 0.5),
+        (["--local-rank", "1"], "local_rank", 1),
+        (["--gpu_shares", "2,1"], "gpu_shares", "2,1"),
+    ],
+)
+def test_names_of_the_guides(parser, words, name, value):
+    assert getattr(parser.parse(words), name) == value
+
+
+def test_json_with_comments(tmp_path):
+    file = tmp_path / "c.json"
+    file.write_text('{"output_dir": "http://x" // why\n, "seed": 1}')
+    assert read_config(str(file)) == {"output_dir": "http://x", "seed": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("batch_size: 0", "argument --batch_size: must be a whole number of at least 1, not '0'"),
+        ("batchsize: 1", "unknown key batchsize; did you mean batch_size?"),
+        ("compil: false", "unknown key compil; did you mean compile?"),
+        ("- a", "must hold `flag: value` lines"),
+        ("a: [", "not valid YAML or JSON"),
+        ("mixed_precision: bf17", "invalid choice: 'bf17'"),
+        ("seed: !!python/object/apply:os.system [echo]", "not valid YAML or JSON"),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_that_names_it(refused, tmp_path, content, line):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    told = refused("--config", file)
+    assert told.startswith(f"error: {file}")
+    assert line in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--batchsize", "1"], "unknown flag --batchsize; did you mean --batch_size?"),
+        (["--lr", "nan"], "argument --learning_rate/--lr: must be a number above 0 to inf, not 'nan'"),
+        (["--gpu_shares", "2,0"], "must be equal, auto or one whole number per process, as 2,1"),
+        (["--config", "no.yaml"], "no.yaml: cannot read the config"),
+    ],
+)
+def test_a_mistaken_flag_is_one_line(refused, words, line):
+    told = refused(*words)
+    assert line in told
+    assert told.count("\n") == 1
+
+
+def test_other_ranks_say_nothing(refused, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert refused("--batch_size", 0) == ""
+
+
+def test_args_yaml_is_a_config(parser, tmp_path):
+    """The flags that a run writes down start the same run again."""
+    import yaml
+
+    args = parser.parse(["--names", "a b", "--compile", "--grad_clip", "0.25", "--no-auto_batch"])
+    values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump(values | {"script": "x.py"}))
+    again = parser.parse(["--config", str(tmp_path / "args.yaml")])
+    assert json.dumps(vars(again) | {"config": None}) == json.dumps(vars(args))
+
+
+@pytest.mark.parametrize(
+    ("parse", "good", "bad"), [(whole(2), "2", "1"), (whole(0), "0", "1.0"), (number(0, 1), "1", "1.1")]
+)
+def test_types(parse, good, bad):
+    import argparse
+
+    parse(good)
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse(bad)

@@ -1,0 +1,195 @@
+"""distributed_utils.py by real processes: what ranks tell each other, exact sums, exact evaluation, a clean end."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import distributed_utils as du
+
+ROOT = Path(__file__).resolve().parents[1]
+# what the programs below begin with
+HEAD = """
+import copy, hashlib, json, os, sys, time, torch
+import distributed_utils as du
+from torch import nn
+from utils.cli import InputError, run_main
+
+def main(args):
+    with du.setup_distributed(timeout=60) as ranks:
+        work(ranks)
+
+def show(*values):
+    du.print_main("result", *values)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(processes, code): the lines that rank 0 shows of a program whose work(ranks) is this code."""
+
+    def start(processes: int, code: str, returns: int = 0) -> list[str]:
+        path = tmp_path / "program.py"
+        path.write_text(HEAD + code + "\nrun_main(main, None)\n")
+        launcher = [str(ROOT / "utils/torchrun.py"), "--standalone", f"--nproc_per_node={processes}"]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, *launcher * (processes > 1), str(path)]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+        assert ended.returncode == returns, ended.stderr
+        start.errors = ended.stderr
+        return [line.removeprefix("result ") for line in ended.stdout.splitlines() if line.startswith("result ")]
+
+    return start
+
+
+def test_what_ranks_tell_each_other(launch):
+    shown = launch(
+        3,
+        """
+def work(ranks):
+    show(du.reduce_sum([ranks.rank, 0.5]).tolist())
+    show(du.reduce_max([ranks.rank, -ranks.rank]).tolist())
+    show(du.gather_objects(ranks.rank))
+    show(du.broadcast_object({"rank": ranks.rank}))
+    shared = du.share_bytes(30)
+    shared[10 * ranks.rank : 10 * ranks.rank + 10] = ranks.rank + 1
+    du.gather_objects(None)
+    show(shared.tolist())
+    du.check_same_weights({"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.bfloat16)})
+    try:
+        du.check_same_weights({"a": torch.ones(3), "b": torch.full((2,), 1e-30 * (ranks.rank == 2))})
+    except du.RunError as error:
+        show(error)
+    with du.agree_on_errors():
+        if ranks.rank == 1:
+            raise InputError("only rank 1 met this")
+""",
+        returns=2,
+    )
+    assert shown[:4] == ["[3.0, 1.5]", "[2.0, 0.0]", "[0, 1, 2]", "{'rank': 0}"]
+    assert shown[4] == str([1] * 10 + [2] * 10 + [3] * 10)
+    assert shown[5].startswith("rank 2 holds other weights than rank 0 (b)")
+    assert launch.errors.splitlines()[-1] == "error: only rank 1 met this"
+
+
+EVALUATE = """
+def work(ranks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 1))
+    for size in range(1, 10):
+        data = torch.arange(50.0 * size).sin().view(size, 50)
+        loader = du.create_distributed_dataloader(data, 4, train=False)
+        own = [pair for batch in loader for pair in zip(batch[:, 1].tolist(), model(batch).squeeze(1).tolist())]
+        show(json.dumps(sorted(pair for part in du.gather_objects(own) for pair in part)))
+"""
+
+
+def test_evaluation_is_exact(launch):
+    """Each of 1 to 9 samples once, with the same bits at 1, 2 and 3 processes."""
+    one, two, three = (launch(processes, EVALUATE) for processes in (1, 2, 3))
+    assert len(one) == 9
+    assert one == two == three
+
+
+EXACT = """
+def work(ranks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 36, 50), nn.Tanh(), nn.Linear(50, 1))
+    model[4].bias.requires_grad_(False)
+    double = copy.deepcopy(model).double()
+    exact = du.ExactSum(model, bucket_bytes=4096)
+    for step in range(2):
+        model.zero_grad()
+        images = torch.randn(7, 4, 3, 8, 8)
+        own = range(7 * ranks.rank // ranks.world_size, 7 * (ranks.rank + 1) // ranks.world_size)
+        for leaf in own:
+            exact.begin_leaf(last=leaf == own[-1])
+            (model(images[leaf]).sum() * 10.0 ** (leaf - 5)).backward()
+        exact.finish()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    show(hashlib.sha256(b"".join(g.numpy().tobytes() for g in gradients)).hexdigest())
+    # against float64 throughout
+    sum(double(images[leaf].double()).sum() * 10.0 ** (leaf - 5) for leaf in range(7)).backward()
+    pairs = zip(gradients, (p.grad for p in double.parameters() if p.requires_grad))
+    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6)
+"""
+
+
+def test_exact_sum_is_the_same_at_any_number_of_processes(launch):
+    """Also where a rank has no leaf, of leaves that differ by a factor of a million, and it is their sum."""
+    shown = [launch(processes, EXACT) for processes in (1, 2, 3, 8)]
+    assert shown[0] == shown[1] == shown[2] == shown[3]
+    assert shown[0][1] == "True"
+
+
+def test_on_grid_adds_without_rounding():
+    values = du.on_grid(torch.randn(10_000) * 10.0 ** torch.randint(-6, 3, (10_000,)))
+    sums = {values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}
+    assert len(sums) == 1
+    assert du.on_grid(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")
+    assert abs(du.on_grid(torch.tensor(0.1)).item() - torch.tensor(0.1).item()) < 2.0**-40
+
+
+def test_a_loading_process_that_ignores_sigterm_does_not_outlive_the_run(launch):
+    """At its exit Python sends SIGTERM to daemons and waits for them."""
+    begun = time.monotonic()
+    launch(
+        1,
+        """
+import multiprocessing, signal
+
+def worker():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(100)
+
+def work(ranks):
+    multiprocessing.Process(target=worker, daemon=True).start()
+    time.sleep(1)
+""",
+    )
+    assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 0, 1, "python")),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}, (3, 1, 4, "torchrun")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2, "deepspeed or torch.distributed")),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, (5, 1, 8, "srun")),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, (0, 0, 1, "python")),
+    ],
+)
+def test_launchers(monkeypatch, variables, expected):
+    for name in list(os.environ):
+        if re.match("RANK|WORLD_SIZE|LOCAL_RANK|TORCHELASTIC|SLURM|MASTER", name):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert du.read_environment() == expected
+
+
+def test_schedule():
+    """Linear warm-up, then a cosine to 0 or a constant; the guide's scaling of the rate."""
+    assert [du.schedule(step, 10, 4, "constant") for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1, 1, 1]
+    assert [round(du.schedule(step, 10, 4, "cosine"), 4) for step in (3, 4, 7, 10)] == [1, 1, 0.5, 0]
+    assert [du.scale_learning_rate(2.0, 4, rule) for rule in ("linear", "sqrt", "none")] == [8, 4, 2]
+
+
+def test_importing_it_is_light():
+    """At most two other files of the project, and none of the heavy libraries."""
+    code = f"""
+import sys
+import distributed_utils
+files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+files = [file for file in files if file.startswith({str(ROOT)!r}) and "site-packages" not in file]
+print(len([file for file in files if not file.endswith("__init__.py")]))
+assert not {{"transformers", "monai", "pandas", "matplotlib"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 3

@@ -1,0 +1,139 @@
+"""utils/images.py: every format looks the same, squares are not stretched; utils/tables.py: rows, columns, splits."""
+
+import numpy as np
+import pandas as pd
+import pydicom
+import pytest
+from PIL import Image
+
+from utils.cli import InputError
+from utils.images import open_gray, open_image, open_upright, square, square_box
+from utils.tables import check_one_split, find_column, parse_shares, patient_in, read_table, split_of
+
+# (30, 40): a ramp from 0 to 255, with a bright corner that shows how it is turned
+RAMP = np.linspace(0, 200, 1200).reshape(30, 40).astype(np.uint8)
+RAMP[:8, :10] = 255
+
+
+def save_dicom(path, values, **tags):
+    """Write (H, W) values as a 16-bit DICOM file, whose stored value 1024 is 0 HU."""
+    dataset = pydicom.examples.ct
+    dataset.Rows, dataset.Columns = values.shape
+    dataset.PixelData = values.astype(np.int16).tobytes() * tags.get("NumberOfFrames", 1)
+    for name, value in tags.items():
+        setattr(dataset, name, value)
+    dataset.save_as(path)
+
+
+def save_turned(path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.rot90(RAMP).copy()).save(path, exif=exif)
+
+
+FORMATS = {
+    "16.png": lambda path: Image.fromarray(RAMP.astype(np.uint16) * 200 + 31).save(path),
+    "float.tif": lambda path: Image.fromarray(RAMP / np.float32(1000) - 3).save(path),
+    "rgba.png": lambda path: Image.fromarray(RAMP).convert("RGBA").save(path),
+    "turned.png": save_turned,
+    "range.dcm": lambda path: save_dicom(path, RAMP * 16.0),
+    "inverse": lambda path: save_dicom(path, 255 - RAMP, PhotometricInterpretation="MONOCHROME1"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_image_looks_the_same_in_every_format(tmp_path, name):
+    FORMATS[name](tmp_path / name)
+    image = open_image(tmp_path / name)
+    assert image.mode == "RGB"
+    assert np.abs(np.asarray(image).astype(int) - RAMP[..., None]).max() <= 1
+
+
+def test_a_dicom_window_is_the_files_own_or_the_given_one(tmp_path):
+    hu = np.linspace(-1000, 1000, 1200).reshape(30, 40).round()
+    save_dicom(tmp_path / "a.dcm", hu + 1024, WindowCenter=["40", "99"], WindowWidth=["400", "9"])
+    for window, low, high in ((None, -160, 240), ((0, 1000), -500, 500)):
+        pixels = np.asarray(open_upright(tmp_path / "a.dcm", window))
+        assert np.abs(pixels - np.interp(hu, [low, high], [0, 255])).max() <= 1
+
+
+def test_a_large_jpeg_is_decoded_small(tmp_path):
+    Image.fromarray(RAMP).resize((800, 600)).save(tmp_path / "a.jpg")
+    image = open_gray(tmp_path / "a.jpg", 70)
+    assert (image.mode, image.size) == ("L", (100, 75))
+
+
+def test_what_is_no_single_image_says_why(tmp_path):
+    image = Image.fromarray(RAMP)
+    image.save(tmp_path / "2 pages", "TIFF", save_all=True, append_images=[image])
+    save_dicom(tmp_path / "2 frames", RAMP, NumberOfFrames=2)
+    Image.fromarray(np.where(RAMP > 9, RAMP, np.nan).astype(np.float32)).save(tmp_path / "not finite", "TIFF")
+    (tmp_path / "cannot identify").write_bytes(b"\x89PNG")
+    for path in tmp_path.iterdir():
+        with pytest.raises((ValueError, OSError), match=path.name):
+            open_upright(path)
+
+
+@pytest.mark.parametrize("size", [(400, 300), (30, 77), (64, 64)])
+def test_a_square_is_padded_and_goes_back(size):
+    image = square(Image.new("L", size, 255), 64, Image.Resampling.BILINEAR)
+    left, top, right, bottom = square_box(size, 64)
+    inside = np.asarray(image) > 0
+    assert inside.sum() == inside[top:bottom, left:right].size
+    assert abs((right - left) / (bottom - top) / (size[0] / size[1]) - 1) < 0.02
+    assert np.abs([left + right - 64, top + bottom - 64]).max() <= 1
+    # a mask of half the resolution covers the same pixels
+    mask = square(Image.new("1", (size[0] // 2, size[1] // 2), 1), 64, Image.Resampling.NEAREST)
+    assert (np.asarray(mask) != inside).mean() < 0.02
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_rows_from_every_kind_of_table(tmp_path):
+    values = {"File": ["a.png", "b.png"], "Patient ID": ["007", ""]}
+    pd.DataFrame(values).to_excel(tmp_path / "t.xlsx", index=False)
+    pd.DataFrame(values).to_parquet(tmp_path / "t.parquet")
+    (tmp_path / "t.csv").write_text("\ufeffFile;Patient ID\na.png; 007 \nb.png;\n")
+    expected = [{"file": "a.png", "patient id": "007"}, {"file": "b.png", "patient id": ""}]
+    for name in ("t.csv", "t.xlsx", "t.parquet"):
+        path = tmp_path / name
+        assert read_table(path) == [(f"{path}:2", expected[0]), (f"{path}:3", expected[1])]
+    with pytest.raises(InputError, match=r"t.csv:1: no column 'patient' \(did you mean 'patient id'\?\)"):
+        find_column(read_table(tmp_path / "t.csv"), "patient")
+    assert find_column(read_table(tmp_path / "t.csv"), "image", "FILE") == "file"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n1,2,3\n1,2\n4,5,6\n", r"t.csv:3, .*t.csv:5: more fields than the header \(2 rows\)"),
+        ("a,b\n\udcff,1\n", "not a readable table"),
+    ],
+)
+def test_a_bad_table_is_one_line(tmp_path, text, message):
+    (tmp_path / "t.csv").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=message) as raised:
+        read_table(tmp_path / "t.csv")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_patients_split_depends_on_seed_and_name_alone():
+    shares = parse_shares("80,10,10")
+    assert shares == pytest.approx(parse_shares("0.8,0.1,0.1"))
+    splits = [split_of(str(patient), 3, shares) for patient in range(20_000)]
+    assert splits != [split_of(str(patient), 4, shares) for patient in range(20_000)]
+    for split, share in zip(("train", "val", "test"), shares, strict=True):
+        assert splits.count(split) / 20_000 == pytest.approx(share, abs=0.01)
+    check_one_split([("a", "train", "t:2"), ("b", "test", "t:3"), ("a", "train", "t:4")])
+    with pytest.raises(InputError, match="t:4: this patient"):
+        check_one_split([("a", "train", "t:2"), ("b", "test", "t:3"), ("a", "test", "t:4")])
+    for text in ("70,30", "0,1,1", "1,-1,1", "nan,1,1", "x"):
+        with pytest.raises(Exception, match="must be the shares"):
+            parse_shares(text)
+
+
+def test_a_patient_in_a_name():
+    assert [patient_in(form, "P12_3.png") for form in (r"^(P\d+)_", r"P\d", "^X")] == ["P12", "P1", ""]
+    with pytest.raises(InputError, match="--patient_pattern .*: not a regular expression"):
+        patient_in("(", "P12")

@@ -1,0 +1,438 @@
+"""The project's promise, held by starting the scripts as a user does: with python, and with torchrun on 2 to 5 ranks.
+
+The number of processes changes how long a run takes, never what it computes; a run killed anywhere resumes as if
+nothing had happened. Under --deterministic both hold to the bit, so nothing here has a tolerance. A script is added by
+one entry in SCRIPTS; `examples/minimal.py` stands for what the foundation does, the others for what each can break.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and flags for some dozens of short steps with dropout, an uneven last one and several leaves a rank."""
+
+    path: str
+    flags: str
+    steps_before_kill: int
+    data: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return Path(self.path).stem
+
+
+MINIMAL = Script(
+    "examples/minimal.py",
+    "--effective_batch_size 23 --batch_size 4 --num_epochs 4 --image_size 16 --dropout 0.3",
+    steps_before_kill=7,
+)
+PRS_MED = Script(
+    "train_prs_med.py",
+    "--effective_batch_size 7 --batch_size 2 --num_epochs 2 --lora_dropout 0.05 --max_new_tokens 4 --augmentation",
+    steps_before_kill=3,
+    data=("prs_med", "--num_train", "9", "--num_val", "3", "--num_test", "3", "--image_size", "48"),
+)
+SCRIPTS = [MINIMAL, PRS_MED]
+# a number of these is another at each run
+TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory):
+    """The sample data of a script's task, made once."""
+    made = {}
+
+    def make(script: Script) -> str:
+        if not script.data:
+            return ""
+        if script not in made:
+            made[script] = tmp_path_factory.mktemp("data") / script.data[0]
+            command = ["-m", "tools.sample_data", script.data[0], made[script], *script.data[1:]]
+            subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
+        return f"--data_root {made[script]}"
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def start(data_root):
+    """start(script, folder, flags, processes, fault): a run begun; its output goes to <folder>.txt."""
+
+    def begin(script, folder, flags="", processes=1, fault="", exact=True, env=None, **options) -> subprocess.Popen:
+        command = [sys.executable]
+        if processes > 1:
+            command += [str(ROOT / "utils/torchrun.py"), "--standalone", f"--nproc_per_node={processes}"]
+        if fault:
+            command += [str(ROOT / "tests/with_fault.py"), fault]
+        words = f"--num_workers 0 --log_every 1 --save_every 3 --dist_timeout 60 {'--deterministic' * exact}"
+        words += f" {script.flags} {data_root(script)} {flags}"
+        command += [str(ROOT / script.path), "--output_dir", str(folder), *words.split()]
+        with open(f"{folder}.txt", "w") as output:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | (env or {}), stdout=output, stderr=output,
+                start_new_session=True, **options,
+            )  # fmt: skip
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def run(start):
+    """run(script, folder, ...): a run from start to end; returns its output."""
+
+    def wait(script, folder, *args, code=0, **options) -> str:
+        ended = start(script, folder, *args, **options).wait(timeout=300)
+        text = Path(f"{folder}.txt").read_text()
+        assert ended == code, text
+        return text
+
+    return wait
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    """The run folder of a script on one process, uninterrupted."""
+    made = {}
+
+    def make(script: Script) -> Path:
+        if script not in made:
+            made[script] = tmp_path_factory.mktemp("whole") / str(script)
+            run(script, made[script])
+        return made[script]
+
+    return make
+
+
+def read_log(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl, without what is measured by the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
+
+
+def assert_same(folder: Path, other: Path) -> None:
+    """Every logged number and every weight is the same to the bit, and so is what the run ends with."""
+    assert read_log(folder) == read_log(other)
+    assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    ends = [json.loads((path / "summary.json").read_text()).items() for path in (folder, other)]
+    one, two = ({name: value for name, value in end if not name.endswith((*TIMES, "world_size"))} for end in ends)
+    assert one == two
+
+
+def wait_for_steps(folder: Path, steps: int) -> None:
+    """Until the run that was started last has made so many steps."""
+    output, deadline = Path(f"{folder}.txt"), time.monotonic() + 120
+    while output.read_text().count("| loss ") < steps:
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.02)
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """SIGKILL to a launcher and all its ranks, which torchrun puts into sessions of their own."""
+    parent = psutil.Process(process.pid)
+    for victim in [parent, *parent.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    process.wait()
+
+
+def error_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+# --- any number of processes, killed anywhere: every script -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_change_nothing(script, run, whole, tmp_path, processes):
+    """Dropout, augmentation, an uneven last step, more leaves than one a rank: the same bits, scores included."""
+    run(script, tmp_path / "run", "", processes)
+    assert_same(tmp_path / "run", whole(script))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_killed_anywhere_and_resumed_on_others(script, start, run, whole, tmp_path):
+    """3 processes killed, 1 stopped by SIGTERM, its newest checkpoint damaged, 2 to the end: as if nothing happened.
+
+    No batch flag is needed on the way: the step belongs to the run.
+    """
+    folder = tmp_path / "run"
+    process = start(script, folder, "--save_every 1", 3, fault="slow")
+    wait_for_steps(folder, script.steps_before_kill)
+    kill_all(process)
+
+    later = replace(script, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", script.flags))
+    resume = "--resume_from auto --save_every 1"
+    process = start(later, folder, resume, fault="slow")
+    wait_for_steps(folder, 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143, Path(f"{folder}.txt").read_text()
+    assert "signal: saved at step" in Path(f"{folder}.txt").read_text()
+
+    newest = max(folder.glob("step_*.pt"))
+    flip_byte(newest)
+    text = run(later, folder, resume, 2)
+    assert f"{newest.name}: its bytes are not those that were written; passed over" in text
+    assert_same(folder, whole(script))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+def test_nan_on_one_rank(script, run, tmp_path):
+    """All ranks skip the step together (their weights are compared at each save); the run goes on."""
+    run(script, tmp_path / "run", "", 2, fault="nan@2@1")
+    lines = [line for line in read_log(tmp_path / "run") if "train/loss" in line]
+    assert [line["step"] for line in lines if line["train/skipped"]] == [2]
+    assert lines[-1]["train/loss"] is not None
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bad_flag(script, run, tmp_path, processes):
+    text = run(script, tmp_path / "run", "--batch_size 0", processes, code=2)
+    assert text.splitlines() == [
+        "error: argument --batch_size: must be a whole number of at least 1, not '0'; see --help"
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+# --- the foundation, by the smallest script ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "flags"), [(5, ""), (2, "--gpu_shares 2,1"), (3, "--gpu_shares 7,3,2")])
+def test_shares_change_nothing(run, whole, tmp_path, processes, flags):
+    run(MINIMAL, tmp_path / "run", flags, processes)
+    assert_same(tmp_path / "run", whole(MINIMAL))
+
+
+def test_without_the_flag(run, tmp_path):
+    """DDP adds in an order of its own: rounding apart, the same, dropout and measured shares included."""
+    run(MINIMAL, tmp_path / "one", exact=False)
+    run(MINIMAL, tmp_path / "three", "--gpu_shares auto", 3, exact=False)
+    one, three = read_log(tmp_path / "one"), read_log(tmp_path / "three")
+    assert [line.keys() for line in one] == [line.keys() for line in three]
+    for a, b in zip(one, three, strict=True):
+        for name in a:
+            assert a[name] == pytest.approx(b[name], rel=2e-6, abs=2e-6), (a["step"], name)
+
+
+def test_killed_without_the_flag(start, run, tmp_path):
+    """At the same number of processes a resumed run is the same to the bit without --deterministic, too."""
+    run(MINIMAL, tmp_path / "whole", "", 3, exact=False)
+    folder = tmp_path / "run"
+    process = start(MINIMAL, folder, "--save_every 1", 3, fault="slow", exact=False)
+    wait_for_steps(folder, 9)
+    kill_all(process)
+    run(MINIMAL, folder, "--resume_from auto", 3, exact=False)
+    assert_same(folder, tmp_path / "whole")
+
+
+def test_random_kills(start, run, whole, tmp_path):
+    """SIGKILL at random moments, during the start too, the launcher alone or the whole group."""
+    folder, chance = tmp_path / "run", random.Random(0)
+    for kill in range(4):
+        process = start(MINIMAL, folder, "--resume_from auto --save_every 1", 1 + kill % 2, fault="slow")
+        time.sleep(chance.uniform(2, 7))
+        kill_all(process)
+    run(MINIMAL, folder, "--resume_from auto")
+    assert_same(folder, whole(MINIMAL))
+
+
+def test_killed_in_an_evaluation(run, whole, tmp_path):
+    """The evaluation of an epoch's end is made again, and logged once."""
+    folder = tmp_path / "run"
+    run(MINIMAL, folder, "--eval_every_steps 6", 2, code=137, fault="kill_eval@9@1")
+    run(MINIMAL, folder, "--resume_from auto --eval_every_steps 6", 2)
+    run(MINIMAL, tmp_path / "whole", "--eval_every_steps 6")
+    assert_same(folder, tmp_path / "whole")
+
+
+def test_ctrl_c(start, run, whole, tmp_path):
+    """Ctrl-C to the launcher of 2 ranks, nothing saved before: saved, exit code 130, resumed."""
+    folder = tmp_path / "run"
+    process = start(MINIMAL, folder, "--save_every 0", 2, fault="slow")
+    wait_for_steps(folder, 5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    run(MINIMAL, folder, "--resume_from auto", 2)
+    assert_same(folder, whole(MINIMAL))
+
+
+def test_pause_by_max_steps(run, tmp_path):
+    """What --max_steps alone brings, an evaluation in the middle of an epoch, is not in the log of the resumed run."""
+    run(MINIMAL, tmp_path / "run", "--max_steps 5 --log_every 2")
+    run(MINIMAL, tmp_path / "run", "--resume_from auto --log_every 2")
+    run(MINIMAL, tmp_path / "whole", "--log_every 2")
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_loader_workers(run, tmp_path):
+    """Workers live as long as the run; an evaluation in mid-epoch does not make them begin the epoch anew."""
+    run(MINIMAL, tmp_path / "none", "--eval_every_steps 4")
+    run(MINIMAL, tmp_path / "two", "--eval_every_steps 4 --num_workers 2")
+    assert_same(tmp_path / "two", tmp_path / "none")
+
+
+def test_best_is_resumed(run, whole, tmp_path):
+    """Back to best.pt, stopped before the next checkpoint: the run is still there, and ends as it did."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole(MINIMAL), folder)
+    run(MINIMAL, folder, f"--resume_from {folder}/best.pt --max_steps 1")
+    run(MINIMAL, folder, "--resume_from auto")
+    assert_same(folder, whole(MINIMAL))
+
+
+@pytest.mark.parametrize("left", [40, 0])
+def test_power_cut(run, whole, tmp_path, left):
+    """What was not flushed is gone or zeros: the log behind the newest checkpoint, and that checkpoint's own end."""
+    folder = tmp_path / "run"
+    run(MINIMAL, folder, "--max_steps 8")
+    # flushed with the checkpoint of step 6, which the log of step 7 follows
+    newest = max(folder.glob("step_*.pt"))
+    newest.write_bytes(newest.read_bytes()[:-1000] + bytes(1000))
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    counted = b"".join(line for line in lines if json.loads(line)["step"] <= 6)
+    (folder / "metrics.jsonl").write_bytes(counted + bytes(left))
+    run(MINIMAL, folder, "--resume_from auto")
+    assert_same(folder, whole(MINIMAL))
+
+
+def test_full_disk(run, whole, tmp_path):
+    """One line and exit code 1; the checkpoint before is intact, and the run resumes once there is room."""
+    folder = tmp_path / "run"
+    run(MINIMAL, folder, "--max_steps 8")
+    limit = max(folder.glob("step_*.pt")).stat().st_size // 2
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    text = run(MINIMAL, folder, "--resume_from auto", code=1, preexec_fn=small_disk)
+    assert len(error_lines(text)) == 1
+    assert "checkpoint not written" in text
+    assert "Traceback" not in text
+    run(MINIMAL, folder, "--resume_from auto")
+    assert_same(folder, whole(MINIMAL))
+
+
+# --- what goes wrong on one rank --------------------------------------------------------------------------------------
+
+
+def test_too_many_bad_steps(run, tmp_path):
+    """17 in a row are too many, though a good step follows before the next log line; 9 are not."""
+    text = run(MINIMAL, tmp_path / "run", "--log_every 10", 2, code=1, fault="nan@3-19@1")
+    assert len(error_lines(text)) == 1
+    assert "10 steps in a row" in error_lines(text)[0]
+    run(MINIMAL, tmp_path / "fewer", "--log_every 10 --num_epochs 2", 2, fault="nan@3-11@1")
+
+
+def test_drift_is_named(run, tmp_path):
+    text = run(MINIMAL, tmp_path / "run", "", 3, code=1, fault="drift@5@1")
+    assert "rank 1 holds other weights than rank 0" in error_lines(text)[0]
+    assert [path.name for path in (tmp_path / "run").glob("step_*.pt")] == ["step_00000003.pt"]
+
+
+def test_killed_rank_is_named(run, tmp_path):
+    text = run(MINIMAL, tmp_path / "run", "", 2, code=137, fault="die@7@1")
+    assert "error: rank 1 was ended by SIGKILL" in text
+
+
+def test_crash_in_c_leaves_its_stack(run, tmp_path):
+    """On all ranks at once, as the same bad kernel does it."""
+    text = run(MINIMAL, tmp_path / "run", "", 2, code=139, fault="segv@7@all")
+    assert "Segmentation fault" in text
+    assert "with_fault.py" in text
+
+
+def test_one_process_may_take_its_time(run, whole, tmp_path):
+    """A batch longer than --dist_timeout in one process, for which nobody waits, ends nothing."""
+    run(MINIMAL, tmp_path / "run", "--dist_timeout 1 --num_epochs 1 --num_workers 1", fault="slow")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", ["hang", "hang_inside", "stop", "loop", "slow_loader"])
+def test_hang_is_named(start, tmp_path, fault):
+    """The job ends within the timeout and torchrun's grace; the rank, its last step and its stack are told."""
+    begun = time.monotonic()
+    process = start(MINIMAL, tmp_path / "run", "--dist_timeout 10", 2, fault=f"{fault}@7@1")
+    assert process.wait(timeout=120) == 1
+    assert time.monotonic() - begun < 10 + 40 + 10
+    text = Path(f"{tmp_path}/run.txt").read_text()
+    assert any("rank 1 (step 7) hangs or was killed" in line for line in error_lines(text)), text
+    stack = tmp_path / "run/hang_rank1.txt"
+    assert fault == "stop" or "with_fault.py" in stack.read_text()
+
+
+# --- the user's mistakes, and strangers -------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_folder(start, run, tmp_path):
+    folder = tmp_path / "run"
+    first = start(MINIMAL, folder, "--num_epochs 400", fault="slow")
+    wait_for_steps(folder, 2)
+    shutil.move(f"{folder}.txt", f"{folder}.first.txt")
+    text = run(MINIMAL, folder, code=2)
+    assert error_lines(text) == [f"error: {folder}: another run is writing here; stop it or choose another folder"]
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(timeout=60) == 143
+
+
+def test_old_run_is_kept(run, whole):
+    folder = whole(MINIMAL)
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.pt"))
+    text = run(MINIMAL, folder, code=2)
+    assert "--resume_from auto or --overwrite" in error_lines(text)[0]
+    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.pt"))
+
+
+def test_another_batch_is_refused(run, whole):
+    text = run(MINIMAL, whole(MINIMAL), "--resume_from auto --effective_batch_size 24", code=2)
+    assert error_lines(text)[0].startswith("error: --effective_batch_size 24: this run has 23")
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path(os.environ["EVIL"]),)
+
+
+def test_run_folder_of_a_stranger(run, whole, tmp_path, monkeypatch):
+    """Pickles, environments and links planted in a run folder: nothing is executed, nothing outside is touched."""
+    import torch
+
+    folder, evil, victim = tmp_path / "run", tmp_path / "evil", tmp_path / "victim"
+    monkeypatch.setenv("EVIL", str(evil))
+    shutil.copytree(whole(MINIMAL), folder)
+    (folder / "args.yaml").write_text("environment: {LD_PRELOAD: /x/evil.so}\nscript: /x/evil.py\n")
+    (folder / "sitecustomize.py").write_text(f"open({str(evil)!r}, 'w')")
+    torch.save({"format": Evil()}, folder / "evil.pt")
+    text = run(MINIMAL, folder, f"--resume_from {folder}/evil.pt", code=2)
+    assert "damaged" in error_lines(text)[0]
+    run(MINIMAL, folder, "--resume_from auto")
+    victim.write_text("mine")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to(victim)
+    text = run(MINIMAL, folder, "--resume_from auto --overwrite", code=2)
+    assert "a link in a run folder" in error_lines(text)[0]
+    assert victim.read_text() == "mine"
+    assert not evil.exists()

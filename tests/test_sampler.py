@@ -1,0 +1,96 @@
+"""The order of an epoch, the leaves of a step and the ranks' shares, against plain enumeration."""
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from utils.sampler import EvalBatchSampler, ImageGroups, Index, TrainBatchSampler, permute
+
+
+def epoch_of(world_size: int, shares=None, groups=None, start: int = 0, epoch: int = 3, size: int = 53) -> list[list]:
+    """The leaves of all steps of an epoch, in the steps' order, put together from all ranks."""
+    steps: dict[int, dict[int, list]] = {}
+    for rank in range(world_size):
+        sampler = TrainBatchSampler(size, 3, 14, rank, world_size, seed=7, shares=shares, groups=groups)
+        sampler.set_position(epoch, start)
+        batches = iter(sampler)
+        assert len(sampler) == len(list(sampler))
+        for first in range(start, size, 14):
+            samples, numbers = sampler.share(first)
+            assert samples == min(14, size - first)
+            for number in numbers or [None]:
+                batch = next(batches)
+                assert all(index.epoch == epoch for index in batch)
+                if number is not None:
+                    steps.setdefault(first, {})[number] = batch
+    return [[step[number] for number in sorted(step)] for _, step in sorted(steps.items())]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shares"), [(2, None), (3, None), (5, None), (8, None), (2, [2, 1]), (3, [7, 0, 2])]
+)
+def test_leaves_do_not_depend_on_who_takes_them(world_size, shares):
+    whole = epoch_of(1)
+    assert epoch_of(world_size, shares) == whole
+    assert [len(step) for step in whole] == [5, 5, 5, 4]
+    assert sorted(index for step in whole for leaf in step for index in leaf) == list(range(53))
+
+
+def test_shares_are_in_proportion():
+    ends = [TrainBatchSampler(600, 1, 600, rank, 3, shares=[7, 3, 2]).share(0)[1] for rank in range(3)]
+    assert [len(numbers) for numbers in ends] == [350, 150, 100]
+
+
+def test_a_resumed_epoch_goes_on_where_it_was():
+    assert epoch_of(2, start=28) == epoch_of(1)[2:]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 17, 1000])
+def test_permute_is_a_permutation_of_its_own(size):
+    orders = [tuple(permute(np.arange(size), size, seed, epoch)) for seed, epoch in ((0, 0), (0, 1), (1, 0), (-1, 0))]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert size < 4 or len(set(orders)) == 4
+    assert permute(np.array([size - 1]), size, 0, 0)[0] == orders[0][-1]
+
+
+def test_permute_looks_random():
+    """Each of 5 samples is at each of 5 places about equally often: chi-squared below its 99.9 % point."""
+    counts = Counter()
+    for seed in range(2000):
+        counts.update(enumerate(permute(np.arange(5), 5, seed, 0).tolist()))
+    assert sum((counts[place, sample] - 400) ** 2 / 400 for place in range(5) for sample in range(5)) < 39.3
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_questions_of_an_image_stay_together(ordered):
+    image_of = np.repeat(np.arange(9), [1, 2, 3, 4, 5, 6, 7, 8, 17])
+    if not ordered:
+        image_of = np.random.default_rng(0).permutation(image_of)
+    groups = ImageGroups(image_of, 4)
+    order = np.concatenate([groups.order(np.arange(first, min(first + 3, 53)), 7, 3) for first in range(0, 53, 3)])
+    assert sorted(order) == list(range(53))
+    # as few changes of image as groups of 4 allow, or fewer where two of one image meet
+    changes = 1 + int((np.diff(image_of[order]) != 0).sum())
+    assert changes <= sum(-(-count // 4) for count in np.bincount(image_of))
+    assert changes > 9
+    other = groups.order(np.arange(53), 7, 4)
+    assert list(other) != list(order)
+    assert epoch_of(3, groups=ImageGroups(image_of, 4)) == epoch_of(1, groups=ImageGroups(image_of, 4))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 30])
+def test_evaluation_covers_each_sample_once_in_batches_of_its_own(size):
+    whole = [tuple(batch) for batch in EvalBatchSampler(size, 4)]
+    for world_size in (2, 3, 5):
+        parts = [[tuple(batch) for batch in EvalBatchSampler(size, 4, rank, world_size)] for rank in range(world_size)]
+        assert sorted(batch for part in parts for batch in part) == whole
+    assert [index for batch in whole for index in batch] == list(range(size))
+
+
+def test_an_index_keeps_its_epoch_on_the_way_to_a_worker():
+    index = Index(5)
+    index.epoch = 2
+    copy = pickle.loads(pickle.dumps(index))
+    assert (copy, copy.epoch, [10, 11, 12, 13, 14, 15][copy]) == (5, 2, 15)

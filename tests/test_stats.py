@@ -1,0 +1,86 @@
+"""utils/stats.py: how often intervals by case hold the truth, known formulas, and the image of another case."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from sklearn.metrics import roc_auc_score
+
+from utils.stats import interval, interval_of_mean, other_cases
+
+
+def draw_right(rng, patients: int, share: float):
+    """(values, cases): 1 to 8 answers per patient, of which this share is right; those of a patient are correlated."""
+    cases = np.repeat(np.arange(patients), rng.integers(1, 9, patients))
+    level = rng.beta(9 * share, 9 * (1 - share), patients)[cases]
+    return (rng.random(len(cases)) < level).astype(float), cases
+
+
+def draw_dice(rng, patients: int, mean: float):
+    """Dice around 0.8, differing by patient, but 0 where a mask is missed, which brings the mean down to `mean`."""
+    found, cases = draw_right(rng, patients, mean / 0.8)
+    level = rng.beta(12, 3, patients)[cases]
+    return found * rng.beta(20 * level, 20 * (1 - level)), cases
+
+
+@pytest.mark.parametrize(
+    ("draw", "patients", "mean"),
+    [(draw_right, 60, 0.97), (draw_right, 20, 0.9), (draw_dice, 20, 0.56), (draw_dice, 60, 0.76)],
+)
+def test_95_of_100_intervals_hold_the_true_mean(draw, patients, mean):
+    rng = np.random.default_rng(0)
+    intervals = [interval_of_mean(*draw(rng, patients, mean)) for _ in range(500)]
+    assert 0.93 <= np.mean([low <= mean <= high for low, high in intervals]) <= 0.97
+
+
+def test_known_formulas():
+    rng = np.random.default_rng(0)
+    # each row its own case: Clopper and Pearson's, but for the uncertainty of the variance
+    right = np.repeat([1.0, 0.0], [90, 10])
+    exact = stats.binomtest(90, 100).proportion_ci()
+    assert interval_of_mean(right, np.arange(100)) == pytest.approx(exact, abs=2e-3)
+    # paired differences: Student's t
+    differences = rng.normal(size=40)
+    expected = stats.ttest_1samp(differences, 0).confidence_interval()
+    assert interval_of_mean(differences, np.arange(40), bounded=False) == pytest.approx(expected)
+    # copies of a row tell nothing new, and a row without a value does not count
+    copies = np.append(np.repeat(right, 10), math.nan), np.append(np.repeat(np.arange(100), 10), 3)
+    assert interval_of_mean(*copies) == pytest.approx(interval_of_mean(right, np.arange(100)))
+    assert interval(lambda rows: right[rows].mean(), range(100)) == pytest.approx(interval_of_mean(right, range(100)))
+
+
+def test_auroc_against_delong():
+    rng = np.random.default_rng(0)
+    positive = rng.random(300) < 0.3
+    scores = positive + rng.normal(size=300)
+    wins = scores[positive][:, None] > scores[~positive]
+    error = math.sqrt(sum(wins.mean(axis).var(ddof=1) / wins.shape[1 - axis] for axis in (0, 1)))
+    low, high = interval(lambda rows: roc_auc_score(positive[rows], scores[rows]), np.arange(300), bounded=False)
+    assert (low + high) / 2 == pytest.approx(roc_auc_score(positive, scores))
+    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.975, 199) * error, rel=0.1)
+
+
+def test_what_is_unknown():
+    same = np.full(30, 0.1), np.repeat(np.arange(10), 3)
+    one_case = interval_of_mean([0.5, 0.7], ["a", "a"]), interval(np.mean, ["a", "a"])
+    for unknown in (*one_case, interval_of_mean([], []), interval_of_mean(*same, bounded=False)):
+        assert np.isnan(unknown).all()
+    assert np.isnan(interval(lambda rows: math.nan, ["a", "b"])).all()
+    # all ten patients are right, of whom a third might be wrong all the same
+    low, high = interval_of_mean(np.ones(30), same[1])
+    assert 0.6 < low < 0.75
+    assert high == 1
+
+
+def test_other_cases():
+    cases = [f"p{number}" for number in np.random.default_rng(0).integers(0, 40, 300)]
+    kinds = ["CT" if case < "p2" else "MRI" for case in cases]
+    cases[7], kinds[7] = "alone", "X-ray"
+    others = other_cases(cases, kinds, seed=1)
+    assert all(cases[row] != cases[other] for row, other in enumerate(others))
+    assert all(kinds[row] == kinds[other] for row, other in enumerate(others) if row != 7)
+    # a ring: each case is shown to exactly one other, and the order is drawn from the seed
+    assert len({(cases[row], cases[other]) for row, other in enumerate(others)}) == len(set(cases))
+    assert others == other_cases(cases, kinds, seed=1) != other_cases(cases, kinds, seed=2)
+    assert other_cases(["a", "a"], ["CT", "MRI"], seed=0) is None

@@ -1,0 +1,146 @@
+"""tools/verify.py: runs compared, steps repeated, and nothing of somebody else's run folder executed."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tools import verify
+from utils.cli import InputError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def check(*words) -> int:
+    """The exit code of the command."""
+    try:
+        return verify.main(verify.parse_args([str(word) for word in words]))
+    except InputError as error:
+        print(error)
+        return 2
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run of about 24 steps with two evaluations."""
+    folder = tmp_path_factory.mktemp("verify") / "run"
+    flags = "--num_epochs 2 --image_size 8 --save_every 3 --log_every 2 --keep_last 99 --num_workers 0 --deterministic"
+    command = [sys.executable, ROOT / "examples/minimal.py", "--output_dir", folder, *flags.split()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture
+def copy(trained, tmp_path) -> Path:
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def edit_log(folder: Path, change) -> None:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_runs(trained, copy, capsys):
+    edit_log(copy, lambda log: log[0].update({"train/samples_per_s": 1.0}))
+    assert check(trained, copy) == 0
+    assert capsys.readouterr().out.count("equal to the bit") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "within"),
+    [
+        (lambda log: log[2].update({"train/lr": math.nextafter(log[2]["train/lr"], 1)}), "line 3, step 6: train/lr", 0),
+        (lambda log: log[2].update({"train/loss": math.nan}), "largest relative difference: inf", 1),
+        (lambda log: log[2].update({"train/loss": log[2]["train/loss"] * 1.01}), "relative difference: 9.90e-03", 1),
+        (lambda log: log[2].update(step=7), "line 3, step 6: step is 6 and 7", 1),
+        # an evaluation is not merged with the training line of the same step
+        (lambda log: log[2].update({"val/loss": 0.5}), "line 3, step 6: val/loss is 'nothing' and 0.5", 1),
+        (lambda log: log.pop(), "one log is longer", 1),
+    ],
+)  # fmt: skip
+def test_different_logs(trained, copy, capsys, change, told, within):
+    edit_log(copy, change)
+    assert check(trained, copy) == 1
+    assert told in capsys.readouterr().out
+    assert check(trained, copy, "--tolerance", 1e-6) == within
+
+
+def test_different_weights(trained, copy, capsys):
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert check(trained, copy) == 1
+    assert "model.safetensors: different bits" in capsys.readouterr().out
+
+
+# --- repeating --------------------------------------------------------------------------------------------------------
+
+
+def test_repeated_steps(trained, copy, capfd):
+    """From an older checkpoint where a newer one is damaged or a link; the run folder stays as it is."""
+    for name in ("step_00000009.pt", "best.pt"):
+        (copy / name).unlink()
+    (copy / "step_00000009.pt").symlink_to(trained / "step_00000009.pt")
+    damaged = bytearray((copy / "step_00000006.pt").read_bytes())
+    damaged[100] ^= 1
+    (copy / "step_00000006.pt").write_bytes(damaged)
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    assert check(copy, "--steps", "11:15") == 0
+    assert before == {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    text = capfd.readouterr().out
+    assert "(step 3)" in text
+    assert "equal to the bit" in text
+
+
+def test_repeated_steps_of_a_changed_log(copy, capfd):
+    edit_log(copy, lambda log: [line.update({"train/loss": 0.5}) for line in log if line["step"] == 20])
+    assert check(copy, "--steps", "20:24") == 1
+    assert "train/loss is 0.5 and " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("planted", "told"),
+    [
+        ({"environment": {"LD_PRELOAD": "evil.so"}}, "environment"),
+        ({"script": "../evil.py"}, "no script '../evil.py'"),
+        ({"script": "{folder}/evil.py"}, "evil.py' in this project"),
+        ({"script": ["minimal.py", "evil.py"]}, "no script"),
+        ({"data_root": "$(touch {folder}/executed)"}, "$(touch "),
+        ("!!python/object/apply:os.system ['touch {folder}/executed']", "not valid YAML"),
+    ],
+)
+def test_nothing_planted_is_executed(copy, capfd, planted, told):
+    evil = f"open({str(copy / 'executed')!r}, 'w')"
+    for name in ("evil.py", "minimal.py", "sitecustomize.py", "utils.py"):
+        (copy / name).write_text(evil)
+    text = planted
+    if isinstance(planted, dict):
+        text = yaml.safe_dump(yaml.safe_load((copy / "args.yaml").read_text()) | planted)
+    (copy / "args.yaml").write_text(text.replace("{folder}", str(copy)))
+    assert check(copy, "--steps", "1:2") == 2
+    assert told in "".join(capfd.readouterr())
+    assert not (copy / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["args.yaml", "metrics.jsonl"])
+def test_links_are_refused(trained, copy, name):
+    (copy / name).unlink()
+    (copy / name).symlink_to(trained / name)
+    assert check(copy, "--steps", "1:2") == 2
+
+
+@pytest.mark.parametrize("words", ["{run}", "{run} {run} --steps 1:2", "{run} --steps 99:101", "{run} {run}/logs"])
+def test_wrong_input(trained, words):
+    assert check(*words.format(run=trained).split()) == 2

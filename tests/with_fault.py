@@ -1,0 +1,72 @@
+"""Start a training script with a fault in it: `with_fault.py KIND@STEPS@RANK script.py ...`, STEPS as 7 or 3-19.
+
+nan: the loss is not a number. hang: the rank stands still before the step. hang_inside: between forward and backward
+pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a crash in C code. slow_loader: a batch
+that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval: SIGKILL in the evaluation that follows
+the step. slow: each step takes 50 ms longer, on all ranks. RANK is a number or `all`.
+"""
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from utils import loop
+
+KIND, STEPS, RANK = (sys.argv[1] + "@0@0").split("@")[:3]
+FIRST, LAST = [*map(int, STEPS.split("-")), int(STEPS.split("-")[0])][:2]
+
+
+def is_here(run: loop.Run, done: int = 0) -> bool:
+    """Whether this rank is at one of the steps; done: how many of them it has counted already."""
+    return FIRST <= run.position.step + 1 - done <= LAST and RANK in ("all", str(run.ranks.rank))
+
+
+def alive(run: loop.Run, place: str) -> None:
+    """Called by each rank at the begin of each step and of each batch of an evaluation."""
+    REAL_ALIVE(run, place)
+    if KIND == "slow":
+        time.sleep(0.05)
+    if KIND == "kill_eval" and "evaluation" in place and is_here(run, done=1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if place.startswith("step") and is_here(run):
+        if KIND == "hang":
+            time.sleep(10_000)
+        if KIND == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if KIND == "loop":
+            while True:
+                pass
+        if KIND == "segv":
+            ctypes.string_at(0)
+        if KIND == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if KIND == "slow_loader":
+            run.leaves = (time.sleep(10_000) for _ in range(9))
+
+
+def backward(step: loop.Step, *losses) -> None:
+    if is_here(step.run):
+        if KIND == "hang_inside":
+            time.sleep(10_000)
+        if KIND == "nan":
+            losses = [loss * float("nan") for loss in losses]
+    REAL_BACKWARD(step, *losses)
+
+
+def update(step: loop.Step, lr: float) -> None:
+    REAL_UPDATE(step, lr)
+    if KIND == "drift" and is_here(step.run, done=1):
+        step.run.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
+
+
+REAL_ALIVE, REAL_BACKWARD, REAL_UPDATE = loop.Run.alive, loop.Step.backward, loop.Step.update
+loop.Run.alive, loop.Step.backward, loop.Step.update = alive, backward, update
+sys.argv = sys.argv[2:]
+sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+runpy.run_path(sys.argv[0], run_name="__main__")

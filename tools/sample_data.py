@@ -1,0 +1,30 @@
+"""Write a small data set to try a task on: `python -m tools.sample_data TASK FOLDER`; --help of a task has its sizes."""
+
+import argparse
+import importlib
+import sys
+
+from utils.cli import HelpFormatter, InputError, end_with
+
+TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.sample_data", description=__doc__)
+    parser.add_argument("task", choices=TASKS)
+    task = parser.parse_args(words[:1]).task
+    module = importlib.import_module(f"tasks.{task}.sample_data")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tools.sample_data {task}",
+        description=module.__doc__.partition("\n")[0],
+        formatter_class=HelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        module.write_sample_data(**vars(parser.parse_args(words[1:])))
+    except InputError as error:
+        end_with(error)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

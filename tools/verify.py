@@ -1,0 +1,178 @@
+"""Compare two runs, or repeat some steps of a run and compare: equal to the bit?
+
+python -m tools.verify runs/a runs/b                     each line of metrics.jsonl, and model.safetensors
+python -m tools.verify runs/a runs/b --tolerance 1e-6    numbers may differ by this much, relative to their size
+python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 from the checkpoint before, in a copy
+
+Exit code 0: equal, 1: not equal, 2: wrong input. Numbers that a clock gives are left out. Steps are repeated by a
+script of this project from the folder that the run was started in (its data paths may be relative), and give the same
+bits on the same machine with --deterministic, or where the processes and threads are as they were.
+"""
+
+import filecmp
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+import yaml
+
+from utils.cli import InputError, Parser, number, pattern, read_config, run_main
+
+ROOT = Path(__file__).resolve().parents[1]
+# what the machine was doing at the time, not what the run computed
+TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
+# entries of args.yaml that do not belong to the steps; with --wandb the copy would log into the run's project
+NOT_REPEATED = ("resume_from", "overwrite", "eval_only", "predict", "profile", "wandb")
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders: two to compare, or one with --steps")
+    add("--tolerance", type=number(0), default=0.0, help="largest relative difference that counts as equal")
+    add("--steps", type=pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 11:20"), help="repeat these steps of one run")
+    add("--script", help="script that repeats the steps; left out: the one named in the run's args.yaml")
+    args = parser.parse(argv)
+    if len(args.runs) != (1 if args.steps else 2):
+        parser.error("give two run folders, or one with --steps A:B")
+    return args
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """A file of a run folder. Links are refused: in somebody else's folder they may lead anywhere."""
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise InputError(f"{path}: no such file; give the folder of a run")
+    return path
+
+
+def read_log(folder: Path) -> list[dict]:
+    """The lines of metrics.jsonl as dicts, without what a clock gives."""
+    path = find_file(folder, "metrics.jsonl")
+    lines = []
+    for row, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                raise ValueError
+        except (ValueError, RecursionError):
+            raise InputError(f"{path}:{row}: not a line of a run's log; resume the run, which mends it") from None
+        lines.append({name: value for name, value in line.items() if not name.endswith(TIMES)})
+    return lines
+
+
+def relative_difference(a, b) -> float:
+    """|a - b| / max(|a|, |b|) of two floats; infinite for anything else, such as steps, which must be the same."""
+    if not isinstance(a, float) or not isinstance(b, float):
+        return math.inf
+    difference = abs(a - b) / (max(abs(a), abs(b)) or 1)
+    return math.inf if math.isnan(difference) else difference
+
+
+def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
+    """Print where two logs differ first, and by how much at most; returns whether they are equal."""
+    first, largest = "", 0.0
+    for row, (a, b) in enumerate(zip(one, other, strict=False), start=1):
+        for name in a | b:
+            x, y = a.get(name, "nothing"), b.get(name, "nothing")
+            # repr tells apart all that has other bits, as 0.0 and -0.0, and takes nan as equal to nan
+            if repr(x) != repr(y):
+                first = first or f"line {row}, step {a['step']}: {name} is {x!r} and {y!r}"
+                largest = max(largest, relative_difference(x, y))
+    if first:
+        print(f"first difference: {first}\nlargest relative difference: {largest:.2e}")
+    if len(one) != len(other):
+        print(f"one log is longer: {len(one)} and {len(other)} lines")
+        return False
+    if not first:
+        print(f"equal to the bit: {len(one)} lines, {sum(map(len, one))} values")
+    return not first or (tolerance > 0 and largest <= tolerance)
+
+
+def same_weights(folders: list[Path], tolerance: float) -> bool:
+    """Compare the bits of model.safetensors where both runs have one; with a tolerance they are only reported."""
+    paths = [folder / "model.safetensors" for folder in folders]
+    if not all(path.is_file() for path in paths):
+        return True
+    same = filecmp.cmp(*paths, shallow=False)
+    print(f"model.safetensors: {'equal to the bit' if same else 'different bits'}")
+    return same or tolerance > 0
+
+
+# --- repeating --------------------------------------------------------------------------------------------------------
+
+
+def copy_checkpoint(folder: Path, before: int, copy: Path) -> None:
+    """Copy the newest intact checkpoint of at most `before` steps. Raises InputError where there is none."""
+    from utils.checkpoint import read_run_id, read_seal
+
+    run_id = read_run_id(folder)
+    usable = {}
+    for path in (*folder.glob("step_*.pt"), folder / "best.pt"):
+        if path.is_file() and not path.is_symlink():
+            seal = read_seal(path)
+            if not seal.damage and seal.run_id == run_id and seal.step <= before:
+                usable[seal.step] = path
+    if not usable:
+        raise InputError(
+            f"{folder}: no intact checkpoint of step {before} or before; choose later steps, or begin at 1"
+        )
+    shutil.copyfile(usable[max(usable)], copy)
+
+
+def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[list[dict], list[dict]]:
+    """Run steps first..last again in a scratch folder; returns the lines of that in the run's log and in the new one.
+
+    The run folder may be somebody else's. Of it the child process gets a copy of a checkpoint, which scripts load as
+    plain tensors and numbers, and flags, which its own parser checks: no command, path to run or environment.
+    """
+    flags = read_config(str(find_file(folder, "args.yaml")))
+    scripts = {path.name: path for path in (*ROOT.glob("*.py"), *ROOT.glob("examples/*.py"))}
+    name = script or str(flags.get("script"))
+    if name not in scripts:
+        raise InputError(f"{folder / 'args.yaml'}: no script {name!r} in this project; name the run's with --script")
+    log = read_log(folder)
+    lines = [line for line in log if first <= line["step"] <= last]
+    if not lines or log[-1]["step"] < last:
+        raise InputError(f"{folder}: its log has no steps {first} to {last}; choose others, at least --log_every apart")
+
+    with tempfile.TemporaryDirectory(prefix="verify_") as scratch:
+        scratch = Path(scratch)
+        # the script's own --config turns entries into flags, checked as on a command line, whose words win over them
+        config = scratch / "args.yaml"
+        config.write_text(yaml.safe_dump({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
+        command = [sys.executable, scripts[name], "--config", config]
+        command += ["--output_dir", scratch / "run", "--max_steps", str(last)]
+        if first > 1:
+            copy_checkpoint(folder, first - 1, scratch / "checkpoint.pt")
+            command += ["--resume_from", scratch / "checkpoint.pt"]
+        if code := subprocess.run(command).returncode:
+            # the script has said why
+            sys.exit(code)
+        repeated = read_log(scratch / "run")
+    # --max_steps brings an evaluation and the end of a log interval, which the run need not have at this step
+    kinds = [line.keys() for line in lines if line["step"] == last]
+    again = [line for line in repeated if line["step"] < last or line.keys() in kinds]
+    return lines, [line for line in again if line["step"] >= first]
+
+
+def main(args: Namespace) -> int:
+    folders = [Path(run) for run in args.runs]
+    if args.steps:
+        first, last = map(int, args.steps.split(":"))
+        return 0 if compare_logs(*repeat(folders[0], first, last, args.script), args.tolerance) else 1
+    logs = [read_log(folder) for folder in folders]
+    equal = [compare_logs(*logs, args.tolerance), same_weights(folders, args.tolerance)]
+    return 0 if all(equal) else 1
+
+
+if __name__ == "__main__":
+    run_main(main, parse_args())

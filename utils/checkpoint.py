@@ -1,0 +1,358 @@
+"""Checkpoints that survive a kill at any moment: atomic save, checked load, exact resume, retention, export of weights.
+
+A run folder holds `step_00000120.pt` files, and `best.pt`, a hard link to one of them or to one since deleted. Each
+ends with a seal: its step, its run and the sha256 of all before. A checkpoint counts if its seal is right and names the
+run that the file `run_id` names; nothing else has to be kept in step with them.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from distributed_utils import agree_on_errors, broadcast_object, print_main, world
+from utils.cli import InputError, RunError
+
+SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{64})\n\Z")
+# what a run writes beside its checkpoints, and --overwrite deletes
+WRITTEN = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
+    """Call `write(file)` on a temporary file, flush it to the disk, then put it in place of `path`.
+
+    also: other names for the same file, in place before `path` is, whose appearance is the last thing to happen.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        for other in also:
+            _link(temporary, other)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` another name of `source`, or a copy where there are no links."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
+
+
+class Hashing:
+    """A write-only file that keeps the sha256 of what passes through it."""
+
+    def __init__(self, file):
+        self.file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+class Seal(NamedTuple):
+    """What a checkpoint says of itself; damage: why it cannot be trusted, or ""."""
+
+    step: int
+    run_id: str
+    damage: str
+
+
+def read_seal(path: Path) -> Seal:
+    """Compare a checkpoint with the line that it ends with."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            match = SEAL.search(data[-256:])
+            if match is None:
+                return Seal(0, "", "has no seal: cut short, or of another program")
+            with memoryview(data) as view:
+                sha256 = hashlib.sha256(view[: -len(match[0])]).hexdigest()
+    except (OSError, ValueError) as error:
+        return Seal(0, "", f"cannot be read ({error})")
+    damage = "" if sha256.encode() == match[3] else "its bytes are not those that were written"
+    return Seal(int(match[1]), match[2].decode(), damage)
+
+
+def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, ...] = ()) -> None:
+    """Write a sealed checkpoint. contents: dicts, lists, tensors, numbers and strings only."""
+
+    def write(file) -> None:
+        hashing = Hashing(file)
+        torch.save(contents, hashing)
+        # torch.load passes over what follows the end of its archive
+        seal = f"step={contents['step']} run={run_id} sha256={hashing.sha256.hexdigest()}"
+        file.write(f"\n# checkpoint {seal}\n".encode())
+
+    write_atomically(path, write, also)
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
+
+
+def copy_to_cpu(value):
+    """A copy of nested dicts and lists whose tensors lie on the CPU and change no more."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: copy_to_cpu(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(copy_to_cpu, value))
+    return value
+
+
+class CheckpointWriter:
+    """Rank 0 writes one checkpoint at a time, in a thread, while the training goes on."""
+
+    def __init__(self, folder: Path, keep_last: int):
+        self.folder = folder
+        self.keep_last = keep_last
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def save(self, contents: dict, best: bool) -> None:
+        """All ranks call it: begin to write a checkpoint, once the one before is written. best: link best.pt to it."""
+        self.wait()
+        if world()[0] == 0:
+            self.thread = threading.Thread(target=self._write, args=(copy_to_cpu(contents), best))
+            self.thread.start()
+
+    def wait(self) -> None:
+        """All ranks: until the checkpoint is on the disk. Raises RunError on all where the disk is full.
+
+        The checkpoint before is then intact.
+        """
+        with agree_on_errors():
+            if self.thread:
+                self.thread.join()
+            self.thread, error, self.error = None, self.error, None
+            if error:
+                raise RunError(f"{self.folder}: checkpoint not written ({error}); make room, then --resume_from auto")
+
+    def _write(self, contents: dict, best: bool) -> None:
+        try:
+            path = self.folder / f"step_{contents['step']:08d}.pt"
+            # killed between the two names, best.pt is one step ahead: the resumed run makes the same once more
+            write_checkpoint(path, contents, read_run_id(self.folder), also=(self.folder / "best.pt",) * best)
+            for old in sorted(self.folder.glob("step_*.pt"))[: -self.keep_last]:
+                old.unlink()
+        except (OSError, RuntimeError) as error:
+            self.error = error
+
+
+def export_weights(state_dict: dict, path: Path) -> None:
+    """Rank 0: the tensors as safetensors, readable without this project."""
+    from safetensors.torch import save
+
+    if world()[0] == 0:
+        tensors = {name: value.detach().cpu().contiguous() for name, value in state_dict.items()}
+        write_atomically(path, lambda file: file.write(save(tensors)))
+
+
+def trained_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: the trained tensors and the buffers, named as in the plain module."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    state = {name: value for name, value in model.state_dict().items() if name not in frozen}
+    return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict | None:
+    """All ranks: what --resume_from means, on the CPU; None without it, and for `auto` in a folder without checkpoints.
+
+    Raises InputError on all ranks for a missing, damaged or foreign file.
+    """
+    path = None
+    with agree_on_errors():
+        if world()[0] == 0 and resume_from is not None:
+            path = find_newest(folder) if resume_from == "auto" else find_named(Path(resume_from))
+    path = broadcast_object(path)
+    if path is None:
+        return None
+
+    with agree_on_errors():
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise InputError(f"{path}: not a readable checkpoint ({error}); choose another --resume_from") from None
+        if checkpoint["format"] != format:
+            raise InputError(f"{path}: a checkpoint of {checkpoint['format']}, not of {format}")
+    print_main(f"loaded {path} (step {checkpoint['step']})")
+    return checkpoint | {"path": str(path)}
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The newest intact checkpoint of the folder's run; damaged ones are named and passed over."""
+    run_id = read_run_id(folder)
+    paths = sorted(folder.glob("step_*.pt"), reverse=True)
+    for path in paths:
+        seal = read_seal(path)
+        if not seal.damage and seal.run_id == run_id:
+            return path
+        print_main(f"warning: {path}: {seal.damage or 'of another run'}; passed over")
+    if paths:
+        raise InputError(f"{folder}: no intact checkpoint is left; name another with --resume_from, or --overwrite")
+    return None
+
+
+def find_named(path: Path) -> Path:
+    """A checkpoint that the user named, or the newest of a folder. Raises InputError for a damaged or missing one."""
+    found = find_newest(path) if path.is_dir() else path
+    if found is None or not found.is_file():
+        raise InputError(f"{path}: no such checkpoint; check --resume_from")
+    damage = read_seal(found).damage
+    if damage:
+        raise InputError(f"{found}: damaged ({damage}); choose another, or --resume_from auto")
+    return found
+
+
+def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Put the weights of trained_state into an unwrapped model. Raises InputError where a name or shape differs."""
+    state = model.state_dict()
+    unlike = [name for name in weights if name not in state or state[name].shape != weights[name].shape]
+    wrong = sorted(trained_state(model).keys() - weights.keys()) + unlike
+    if wrong:
+        raise InputError(f"--resume_from: checkpoint of another model ({wrong[0]}); give the flags it was trained with")
+    model.load_state_dict(weights, strict=False)
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
+    """Load an optimizer's state; the learning rate and weight decay stay those of the flags.
+
+    Moments take the memory layout of their parameters, as fused kernels want it.
+    """
+    flags = [(group["lr"], group.get("weight_decay", 0)) for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved)
+    except (KeyError, ValueError) as error:
+        raise InputError(f"--resume_from: the state of another optimizer ({error}); give the run's flags") from None
+    for group, (lr, weight_decay) in zip(optimizer.param_groups, flags, strict=True):
+        group |= {"lr": lr, "weight_decay": weight_decay}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if value.shape == parameter.shape and value.dim():
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+# --- the run folder ---------------------------------------------------------------------------------------------------
+
+
+def read_run_id(folder: Path) -> str:
+    """Which run the folder holds, "" for none."""
+    with contextlib.suppress(OSError):
+        return (folder / "run_id").read_text()
+    return ""
+
+
+def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
+    """All ranks: rank 0 makes and locks the folder; keep what is returned as long as the run lasts.
+
+    may_exist: whether the run in it may be resumed or overwritten; then a run that is just ending is waited for, `wait`
+    seconds. InputError on all ranks when the folder holds a run and `may_exist` is False, when it holds a stranger's
+    files, when another run is writing there, and when a rank does not see it.
+    """
+    lock = None
+    with agree_on_errors():
+        if world()[0] == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                links = [path for path in folder.iterdir() if path.is_symlink()]
+                if links:
+                    # or what is written here could end anywhere
+                    raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
+                lock = open(folder / ".lock", "a")  # noqa: SIM115 - open as long as the lock is held
+            except OSError as error:
+                raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
+            if not _take_lock(lock, folder, wait if may_exist else 0):
+                raise InputError(f"{folder}: another run is writing here; stop it or choose another folder")
+            held = [name for name in WRITTEN if (folder / name).exists()] + [path.name for path in folder.glob("*.pt")]
+            run_id = read_run_id(folder)
+            if held and not (may_exist and run_id):
+                advice = "--resume_from auto or --overwrite" if run_id else "choose another folder"
+                raise InputError(f"{folder}: holds {held[0]} already; {advice}")
+    with agree_on_errors():
+        if not folder.is_dir():
+            raise InputError(f"{folder}: not seen by rank {world()[0]}; choose a folder that all nodes share")
+    return lock
+
+
+def _take_lock(file, folder: Path, wait: float) -> bool:
+    """Whether the lock is ours within `wait` seconds. The system releases it however the process ends."""
+    told = False
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            if os.name == "nt":
+                import msvcrt
+
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except (BlockingIOError, PermissionError):
+            if time.monotonic() > deadline:
+                return False
+            if not told:
+                print_main(f"waiting up to {wait:.0f} s for the run in {folder} to end")
+            told = True
+            time.sleep(0.2)
+
+
+def begin_run(folder: Path, checkpoint: dict | None) -> bool:
+    """Rank 0, once nothing can be wrong: the folder holds this run from here on, as far as the checkpoint goes.
+
+    Whether best.pt is of this run and not of a later step, so that its metrics still count. A new run gets a name of
+    its own first, so that no checkpoint of the one before counts, whenever it is killed.
+    """
+    run_id = read_run_id(folder)
+    best = folder / "best.pt"
+    first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
+    if checkpoint and run_id and read_seal(Path(checkpoint["path"])).run_id == run_id:
+        # the same run, which may go back to its best.pt, say: what it resumes is the newest from here on
+        if not first.exists():
+            _link(Path(checkpoint["path"]), first)
+        for path in folder.glob("step_*.pt"):
+            if path.name > first.name:
+                path.unlink()
+        seal = read_seal(best)
+        if not seal.damage and seal.run_id == run_id and seal.step <= checkpoint["step"]:
+            return True
+        best.unlink(missing_ok=True)
+        return False
+
+    run_id = secrets.token_hex(8)
+    write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
+    for path in [folder / name for name in WRITTEN] + [*folder.glob("step_*.pt"), best]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if checkpoint:
+        # another run's becomes the first of this one, so that `auto` finds it
+        write_checkpoint(first, checkpoint, run_id)
+    return False

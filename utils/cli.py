@@ -1,0 +1,220 @@
+"""The command line that all scripts share: types of values, common flags, --config files, errors in one line.
+
+Light on purpose (no torch): `--help` and a mistyped flag answer at once.
+"""
+
+import argparse
+import difflib
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+class InputError(Exception):
+    """The user's input cannot be used: flags, files, data. The process ends with this one line and exit code 2."""
+
+
+class RunError(Exception):
+    """The run cannot go on: full disk, no memory, divergence. The process ends with this one line and exit code 1."""
+
+
+def is_first_process() -> bool:
+    """True on rank 0, also before the process group exists."""
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+
+
+# --- types of arguments -----------------------------------------------------------------------------------------------
+
+
+def whole(low: int) -> Callable[[str], int]:
+    """argparse type: a whole number >= low."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
+        return int(text)
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """argparse type: a finite number in [low, high], or in (low, high] with `above`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or not low <= value <= high or (above and value == low):
+            limits = f"above {low:g}" if above else f"from {low:g}"
+            raise argparse.ArgumentTypeError(f"must be a number {limits} to {high:g}, not {text!r}")
+        return value
+
+    return parse
+
+
+def pattern(form: str, meaning: str) -> Callable[[str], str]:
+    """argparse type: a text that the regular expression `form` matches as a whole."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(form, text):
+            raise argparse.ArgumentTypeError(f"must be {meaning}, not {text!r}")
+        return text
+
+    return parse
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults in the help, and the examples as they stand."""
+
+
+class Parser(argparse.ArgumentParser):
+    """ArgumentParser with --config, which reports a mistake as one line, from one process, with exit code 2.
+
+    Every flag needs a default: a script must start without any.
+    """
+
+    def __init__(self, doc: str):
+        description, _, examples = doc.partition("\n")
+        super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
+        self.add_argument("--config", metavar="FILE", help="YAML or JSON that sets any flag; the command line wins")
+        self.source = ""
+
+    def error(self, message: str):
+        unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
+        if unknown:
+            names = [option.removeprefix("--") for option in self._option_string_actions]
+            near = difflib.get_close_matches(unknown[1], names, n=1)
+            key, dashes = ("key", "") if self.source else ("flag", "--")
+            message = f"unknown {key} {dashes}{unknown[1]}" + (f"; did you mean {dashes}{near[0]}?" if near else "")
+        end_with(InputError(f"{self.source}{message}; see --help"))
+
+    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """Defaults < --config < command line."""
+        words = sys.argv[1:] if argv is None else argv
+        args = self.parse_args(words)
+        if args.config:
+            # the command line alone was right, so that a mistake from here on is the file's; its words come first
+            self.source = f"{args.config}: "
+            args = self.parse_args([*self.config_words(args.config), *words])
+            self.source = ""
+        if getattr(args, "deterministic", False):
+            # cuBLAS reads this when torch first uses it: one workspace, whose sums have one order
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        return args
+
+    def config_words(self, path: str) -> list[str]:
+        """A config file as the words of a command line, so that both are checked alike."""
+        words = []
+        for key, value in read_config(path).items():
+            flag = f"--{key}"
+            if key == "script":
+                # args.yaml of a run names its script beside the flags
+                continue
+            if isinstance(value, bool):
+                # `key: false` is --no-key where there is such a flag, and nothing where a switch is off anyway
+                off = f"--no-{key}"
+                known = flag in self._option_string_actions
+                words += [flag] if value or not known else [off] * (off in self._option_string_actions)
+            elif value is not None:
+                values = value if isinstance(value, list) else [value]
+                words += [flag, *(item if isinstance(item, str) else json.dumps(item) for item in values)]
+        return words
+
+
+def read_config(path: str) -> dict:
+    """A YAML or JSON mapping; JSON may hold // comments. A mistake ends the process with one line."""
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".json"):
+            text = re.sub(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*', lambda found: found[1] or "", text)
+        values = yaml.safe_load(text) or {}
+    except OSError as error:
+        end_with(InputError(f"{path}: cannot read the config ({error.strerror}); check --config"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        place = f":{line + 1}" if line is not None else ""
+        end_with(InputError(f"{path}{place}: not valid YAML or JSON; correct the file"))
+    if not isinstance(values, dict):
+        end_with(InputError(f"{path}: must hold `flag: value` lines; correct the file"))
+    return values
+
+
+def add_common_arguments(
+    parser: argparse.ArgumentParser, output_dir: str, num_epochs: int, learning_rate: float, batch_size: int
+) -> None:
+    """The flags that mean the same in every script, with the guide's defaults; each guide's names are synonyms."""
+    add = parser.add_argument_group("run").add_argument
+    text = "run folder: checkpoints, log, figures, summary"
+    add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
+    add("--num_epochs", "--epochs", type=whole(1), default=num_epochs, help="passes over the training set")
+    add("--seed", type=int, default=0, help="initial weights, sample order, and all else that is drawn")
+    add("--max_steps", type=whole(0), default=0, help="stop after N optimizer steps in all; 0: at the end")
+    add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")
+    add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
+    add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
+    add("--eval_every_steps", type=whole(0), default=0, help="evaluate every N steps, besides after each epoch")
+    add("--save_every", type=whole(0), default=500, help="save every N steps, besides after evaluations")
+    add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    text = "samples PER GPU and forward pass; fixed for the run"
+    add("--batch_size", type=whole(1), default=batch_size, help=text)
+    text = "forward passes PER GPU summed into one step"
+    add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
+    text = "samples of a step over ALL GPUs, however many; default: batch size x accumulation x GPUs at the first start"
+    add("--effective_batch_size", type=whole(1), metavar="N", help=text)
+    text = "base rate, before --lr_scaling"
+    add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
+    add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
+
+    add = parser.add_argument_group("speed and memory").add_argument
+    yes_no = argparse.BooleanOptionalAction
+    precisions = ("auto", "no", "bf16", "fp16")
+    shares = pattern(r"equal|auto|[1-9]\d{0,5}(,[1-9]\d{0,5})*", "equal, auto or one whole number per process, as 2,1")
+    add("--mixed_precision", choices=precisions, default="auto", help="auto: bf16 where the GPU has it, else fp16")
+    add("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
+    text = "how GPUs share a step: equal, auto (by measured speed), or as 2,1 for one twice as fast as the other"
+    add("--gpu_shares", type=shares, default="equal", help=text)
+    add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
+    add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
+    add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
+    window = pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 10:12")
+    text = "write a trace of steps A to B for ui.perfetto.dev"
+    add("--profile", type=window, metavar="A:B", help=text)
+
+    add = parser.add_argument_group("logging and launch").add_argument
+    add("--log_every", type=whole(1), default=10, help="optimizer steps between log lines")
+    add("--wandb", metavar="PROJECT", help="log to this project of Weights & Biases too")
+    add("--world_size", type=whole(1), help="with plain `python`: start N processes through torchrun")
+    add("--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def end_with(error: Exception) -> None:
+    """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
+    if is_first_process():
+        print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+    sys.exit(2 if isinstance(error, InputError) else 1)
+
+
+def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
+    """Run `main(args)` and exit with its code; InputError and RunError become one line."""
+    try:
+        code = main(args)
+    except (InputError, RunError) as error:
+        end_with(error)
+    sys.exit(code or 0)

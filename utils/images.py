@@ -1,0 +1,116 @@
+"""Images as users have them, opened upright in 8 bits: PNG, JPEG, 16-bit and float TIFF, palette, RGBA, DICOM.
+
+Training, preparation and prediction all open images here, so an image looks the same to a model in all three. No torch.
+"""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+DICOM_ENDINGS = (".dcm", ".dicom", ".ima")
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", *DICOM_ENDINGS)
+
+# centre and width, in the file's units: the values that become black and white are centre -/+ width / 2
+Window = tuple[float, float]
+
+
+def open_image(path: str | Path) -> Image.Image:
+    """The image as 8-bit RGB."""
+    return open_upright(path).convert("RGB")
+
+
+def open_gray(path: str | Path, side: int) -> Image.Image:
+    """The image as 8-bit grey; a JPEG is decoded at its smallest scale of at least `side` pixels, which is faster."""
+    return open_upright(path, side=side).convert("L")
+
+
+def open_upright(path: str | Path, window: Window | None = None, side: int | None = None) -> Image.Image:
+    """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
+
+    Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
+    Raises ValueError, OSError, or what pydicom raises, for a file that cannot be opened.
+    """
+    if is_dicom(path):
+        return _open_dicom(path, window)
+    with Image.open(path) as image:
+        if image.format == "TIFF" and image.n_frames > 1:
+            raise ValueError(f"a TIFF of {image.n_frames} pages; write each to its own file")
+        if side:
+            image.draft("L", (side, side))
+        # a damaged EXIF block says nothing about the orientation
+        with contextlib.suppress(SyntaxError, ValueError):
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode[0] in "IF":
+            return Image.fromarray(to_bytes(np.asarray(image, np.float32), window))
+        return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
+
+
+def to_bytes(values: np.ndarray, window: Window | None = None) -> np.ndarray:
+    """Numbers as uint8: the window, or their own range, becomes 0 to 255. uint8 without a window stays as it is."""
+    if window is None and values.dtype == np.uint8:
+        return values
+    values = values.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError("holds values that are not finite numbers")
+    center, width = window or ((values.min() + values.max()) / 2, np.ptp(values))
+    return (255 * ((values - center) / max(width, 1e-6) + 0.5)).clip(0, 255).astype(np.uint8)
+
+
+# --- DICOM ------------------------------------------------------------------------------------------------------------
+
+
+def is_dicom(path: str | Path) -> bool:
+    """True where a file has the mark of DICOM after its first 128 bytes, whatever its name."""
+    with open(path, "rb") as file:
+        return file.read(132)[128:] == b"DICM"
+
+
+def _open_dicom(path: str | Path, window: Window | None) -> Image.Image:
+    from pydicom import dcmread
+    from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut
+
+    dataset = dcmread(path)
+    frames = int(dataset.get("NumberOfFrames") or 1)
+    if frames > 1:
+        raise ValueError(f"a DICOM file of {frames} frames; write each to its own file")
+    stored = dataset.pixel_array
+    kind = dataset.PhotometricInterpretation
+    if kind == "PALETTE COLOR":
+        stored = apply_color_lut(stored, dataset)
+    if stored.ndim == 3:
+        return Image.fromarray((stored >> 8 * (stored.itemsize - 1)).astype(np.uint8))
+
+    # grey: HU where it is CT, then the window
+    values = apply_modality_lut(stored, dataset)
+    if window is None and dataset.get("WindowWidth"):
+        window = float(np.ravel(dataset.WindowCenter)[0]), float(np.ravel(dataset.WindowWidth)[0])
+    elif window is None and "VOILUTSequence" in dataset:
+        values = apply_voi_lut(values.astype(stored.dtype), dataset)
+    pixels = to_bytes(values, window)
+    return Image.fromarray(255 - pixels if kind == "MONOCHROME1" else pixels)
+
+
+# --- squares ----------------------------------------------------------------------------------------------------------
+
+
+def square_box(size: tuple[int, int], side: int) -> tuple[int, int, int, int]:
+    """Where `square` puts an image of size (width, height): (left, top, right, bottom), the last two exclusive.
+
+    A prediction goes back to the image's own size by `.crop(square_box(size, side)).resize(size)`.
+    """
+    width, height = (max(1, round(edge * side / max(size))) for edge in size)
+    left, top = (side - width) // 2, (side - height) // 2
+    return left, top, left + width, top + height
+
+
+def square(image: Image.Image, side: int, resample: Image.Resampling) -> Image.Image:
+    """The image as side x side, never stretched: scaled until its longer edge fits, centred, black around it.
+
+    An image and its mask (NEAREST) land on the same pixels, also where the mask has another resolution.
+    """
+    box = square_box(image.size, side)
+    padded = Image.new(image.mode, (side, side))
+    padded.paste(image.resize((box[2] - box[0], box[3] - box[1]), resample), box)
+    return padded

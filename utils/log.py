@@ -1,0 +1,222 @@
+"""What a run says: banner, progress, metrics.jsonl, TensorBoard, W&B, throughput, memory, tables, the curves.
+
+Every function may be called on all ranks; only rank 0 writes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
+from hardware_utils import peak_memory_gb
+from utils.cli import RunError
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min, 5.2 h or 4.1 days."""
+    for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600), (math.inf, "days", 86_400)):
+        if seconds < limit:
+            return f"{seconds / length:.{int(length > 60)}f} {unit}"
+
+
+def print_banner(title: str, facts: dict) -> None:
+    """Rank 0: one aligned `name  value` line for each derived number of the run."""
+    width = max(map(len, facts))
+    lines = [f"== {title} ".ljust(100, "=")]
+    lines += [f"  {name:<{width}}  {value}" for name, value in facts.items()]
+    print_main("\n".join(lines))
+
+
+class RunLog:
+    """The log of one run.
+
+    Per optimizer step, `step()` keeps the step's numbers as a tensor on the device and does nothing else; every
+    log_every steps they are summed over the ranks in one transfer and written.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, names: list[str], args: Namespace, saved: dict | None, step: int):
+        """names: what step() tensors hold, in order, `skipped` last. saved: what state() gave at `step`."""
+        self.folder = folder
+        self.ranks = ranks
+        self.names = names
+        self.log_every = args.log_every
+        self.max_bad_steps = args.max_bad_steps
+        saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
+
+        # steps that no line tells of yet: on the device, and on the host summed over the ranks
+        self.recent: list[torch.Tensor] = []
+        self.rows: list[list[float]] = saved["rows"]
+        self.bad_in_row: int = saved["bad_in_row"]
+        self.lr: float | None = saved["lr"]
+        # the last value of each metric, for summary.json; and how much of metrics.jsonl is written
+        self.last: dict[str, float] = saved["last"]
+        self.bytes: int = saved["bytes"]
+        self.wandb = None
+        self.estimated = False
+        self.restart_clock()
+        if ranks.is_main:
+            self._open(args, step)
+
+    def _open(self, args: Namespace, step: int) -> None:
+        import yaml
+        from torch.utils.tensorboard import SummaryWriter
+
+        # the script and the flags of this start, in a form that --config reads
+        values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
+        values["script"] = Path(sys.argv[0]).name
+        (self.folder / "args.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+
+        # what was logged after the checkpoint is forgotten
+        self.jsonl = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - lives as the run does
+        if self.bytes > self.jsonl.tell():
+            print_main(f"warning: {self.jsonl.name}: cut short; {self.bytes - self.jsonl.tell()} bytes of it are lost")
+        self.bytes = min(self.bytes, self.jsonl.tell())
+        self.jsonl.truncate(self.bytes)
+        self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=step + 1 if step else None)
+        if args.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=args.wandb, group=self.folder.name, dir=self.folder, config=values)
+
+    def state(self) -> dict:
+        """All ranks, for a checkpoint: the interval begun, and how much of metrics.jsonl, now on disk, it counts."""
+        self.collect()
+        if self.ranks.is_main:
+            os.fsync(self.jsonl.fileno())
+        interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
+        return interval | {"bytes": self.bytes, "last": dict(self.last)}
+
+    # --- each step ----------------------------------------------------------------------------------------------------
+
+    def restart_clock(self) -> None:
+        """Begin a throughput interval (after an evaluation, say, whose time is not training time)."""
+        self.started = time.perf_counter()
+        self.waited = 0.0
+        self.samples = self.steps = 0
+
+    def step(self, values: torch.Tensor, step: int, total_steps: int, samples: int, lr: float) -> None:
+        """Keep one optimizer step's numbers. Raises RunError, on all ranks, after too many skipped steps in a row.
+
+        values: this rank's part of the sums over the ranks, one for each of the names.
+        """
+        self.recent.append(values)
+        self.samples += samples
+        self.steps += 1
+        self.lr = lr
+        seconds = time.perf_counter() - self.started
+        if not self.last and not self.estimated and seconds > 20:
+            # the first log line may be far away; a run that takes days should say so now
+            self.estimated = True
+            per_step = seconds / self.steps
+            left = duration((total_steps - step) * per_step)
+            print_main(f"about {per_step:.1f} s a step: {left} left for {total_steps - step} steps")
+        if step % min(self.log_every, self.max_bad_steps) == 0:
+            self.collect()
+
+    def collect(self) -> None:
+        """All ranks: bring the kept steps to the host, summed over the ranks."""
+        if not self.recent:
+            return
+        new_rows = reduce_sum(torch.stack(self.recent).double().cpu()).tolist()
+        self.recent.clear()
+        self.rows += new_rows
+        for row in new_rows:
+            self.bad_in_row = self.bad_in_row + 1 if row[-1] else 0
+            if self.bad_in_row >= self.max_bad_steps:
+                reason = f"{self.bad_in_row} steps in a row had a non-finite loss or gradient and were skipped"
+                raise RunError(f"{reason}; lower the learning rate, or look for bad data after the last checkpoint")
+
+    def write_interval(self, step: int, epoch: int, total_steps: int) -> None:
+        """All ranks: means over the finite values of the steps since the last line, throughput, data wait, memory."""
+        self.collect()
+        if not self.rows:
+            return
+        values = {"train/lr": self.lr}
+        for place, name in enumerate(self.names):
+            finite = [row[place] for row in self.rows if math.isfinite(row[place])]
+            values[f"train/{name}"] = sum(finite) / len(finite) if finite else None
+        seconds = time.perf_counter() - self.started
+        wait, memory = reduce_max([self.waited / seconds, peak_memory_gb(self.ranks.device)]).tolist()
+        speed = self.samples / seconds
+        values |= {"train/samples_per_s": speed, "train/data_wait": wait, "train/peak_memory_gb": memory}
+        self.rows = []
+        self.write(step, epoch, values)
+        loss = values["train/loss"]
+        shown = "non-finite" if loss is None else f"{loss:.4f}"
+        left = duration((total_steps - step) * seconds / max(self.steps, 1))
+        speeds = f"{speed:.1f} samples/s | data {wait:.0%} | {memory:.2f} GB"
+        print_main(f"epoch {epoch} step {step}/{total_steps} | loss {shown} | {speeds} | {left} left")
+        self.restart_clock()
+
+    # --- what is written ----------------------------------------------------------------------------------------------
+
+    def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
+        """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B."""
+        values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+        self.last |= values
+        if not self.ranks.is_main:
+            return
+        try:
+            self.jsonl.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
+            self.jsonl.flush()
+            self.bytes = self.jsonl.tell()
+            for name, value in values.items():
+                if value is not None:
+                    self.writer.add_scalar(name, value, step)
+        except OSError as error:
+            # a full disk ends the run at the next checkpoint, which needs the room too
+            print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)
+        if self.wandb:
+            self.wandb.log({**values, "epoch": epoch}, step=step)
+
+    def close(self) -> None:
+        if self.ranks.is_main:
+            # a full disk has been reported by then
+            with contextlib.suppress(OSError):
+                self.writer.close()
+            with contextlib.suppress(OSError):
+                self.jsonl.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def save_figure(folder: Path, name: str, figure) -> None:
+    """A matplotlib figure as <folder>/figures/<name>.png."""
+    path = folder / "figures" / f"{name}.png"
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw_curves(path: Path):
+    """A figure of a metrics.jsonl: the training loss, and each metric of the evaluations."""
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    figure = Figure(figsize=(12, 5))
+    for axes, prefix in zip(figure.subplots(1, 2), ("train/loss", "val/"), strict=True):
+        for name in sorted({name for line in lines for name in line if name.startswith(prefix)}):
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=".", label=name)
+        axes.set_xlabel("optimizer step")
+        if axes.lines:
+            axes.legend(fontsize="x-small")
+    return figure
+
+
+def format_table(title: str, rows: dict[str, dict[str, float]]) -> str:
+    """{row name: {column: value}} as an aligned table."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [[title, *columns]]
+    for name, row in rows.items():
+        cells = [row.get(column, "-") for column in columns]
+        lines.append([name, *(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

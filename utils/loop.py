@@ -1,0 +1,529 @@
+"""One optimizer step at a time: what must be the same in every training loop, or a run's promise breaks.
+
+A script keeps its loop and its loss. Here stand the position in a run, the leaves of each step, the agreement of the
+ranks before it, the update of the weights, and the checkpoints after it. Three rules make a resume simple:
+
+- A checkpoint of step k is written after all that step k brings, its evaluation included.
+- The samples of a step and their leaves belong to the run and never change; who computes a leaf does not matter.
+- Noise is a function of (seed, step, leaf), so that no random state is saved.
+"""
+
+import contextlib
+import faulthandler
+import json
+import math
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import distributed_utils as du
+from hardware_utils import out_of_memory
+from utils import checkpoint
+from utils.cli import InputError, RunError
+from utils.log import RunLog, draw_curves, print_banner, save_figure
+
+
+@dataclass
+class Position:
+    """Where a run stands, as each checkpoint holds it. samples: of this epoch, over all ranks."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    best: float | None = None
+    best_metrics: dict = field(default_factory=dict)
+
+
+class Run:
+    """A run folder and what happens in it: its lock, the checkpoint to resume, position, log and stop signal.
+
+    The order of calls: Run(), choose_batch(), begin(), then `with run:` steps(), keep() and finish(). After
+    choose_batch() `effective` and `leaf` are the samples of a step over all ranks and those of one forward pass, and
+    `shares` says how the ranks divide a step's leaves.
+    """
+
+    def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str):
+        """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before begin().
+
+        format: name and version of what the script saves. advice: what to do when the memory is too small. With
+        --eval_only or --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
+        """
+        self.folder = Path(args.output_dir)
+        self.format = format
+        self.args = args
+        self.ranks = ranks
+        self.advice = advice
+        self.position = Position()
+        self.stop = du.StopSignal()
+        self.stopped = 0
+        self.saved: tuple[int, int] | None = None
+        self.epoch_over = self.evaluation_due = False
+        # the leaves of the epoch begun, and how many samples of it are read: an evaluation does not begin them anew
+        self.leaves: Iterator | None = None
+        self.read = 0
+        self.armed = -math.inf
+        self.trains = not (args.eval_only or getattr(args, "predict", None))
+        resume_from = args.resume_from
+        if self.trains:
+            self.lock = checkpoint.lock_run_folder(self.folder, bool(resume_from) or args.overwrite)
+        elif not resume_from:
+            resume_from = str(self.folder / "best.pt")
+        self.checkpoint = checkpoint.load_checkpoint(resume_from, self.folder, format)
+        if not self.trains:
+            if self.checkpoint is None:
+                raise InputError(f"{self.folder}: no checkpoint to use; give one with --resume_from")
+            self.leaf, self.position = self.checkpoint["run"]["leaf"], Position(**self.checkpoint["position"])
+        self.begun = time.time()
+
+    def choose_batch(self, model: nn.Module, try_once: Callable[[int], None]) -> None:
+        """All ranks: the batch of the flags; of a run that is resumed its own, at any number of GPUs.
+
+        try_once(size): forward and backward pass of the largest batch, without talking to other ranks. With
+        --auto_batch the leaf is halved on all ranks until that fits everywhere. Raises RunError where not even one
+        sample does.
+        """
+        args, ranks = self.args, self.ranks
+        effective, leaf = args.effective_batch_size, args.batch_size
+        times = effective / leaf if effective else ranks.world_size
+        effective = effective or leaf * args.gradient_accumulation_steps * ranks.world_size
+        if self.checkpoint:
+            facts = self.checkpoint["run"]
+            if args.effective_batch_size not in (None, facts["effective_batch_size"]):
+                raise InputError(
+                    f"--effective_batch_size {effective}: this run has {facts['effective_batch_size']}; leave it out"
+                )
+            effective, leaf, times = facts["effective_batch_size"], facts["leaf"], facts["lr_times"]
+
+        self.shares = [1] * ranks.world_size
+        if args.gpu_shares not in ("equal", "auto"):
+            self.shares = [int(share) for share in args.gpu_shares.split(",")]
+            if len(self.shares) != ranks.world_size:
+                raise InputError(f"--gpu_shares {args.gpu_shares}: needs {ranks.world_size} numbers, one per process")
+
+        # what fits the smallest memory, and how fast each GPU is
+        wanted = leaf
+        auto_batch = ranks.device.type == "cuda" if args.auto_batch is None else args.auto_batch
+        if auto_batch or args.gpu_shares == "auto":
+            while math.inf in (seconds := du.gather_objects(_try(try_once, model, leaf))):
+                if leaf == 1:
+                    raise RunError(f"out of memory at one sample per GPU; {self.advice}")
+                leaf //= 2
+            if args.gpu_shares == "auto":
+                # in tenths of the fastest: what differs by less is noise of the measurement
+                self.shares = [max(1, round(10 * min(seconds) / own)) for own in seconds]
+        if leaf < wanted:
+            du.print_main(f"memory: {wanted} samples at once do not fit, {leaf} do; the result stays, its bits change")
+        self.effective, self.leaf, self.times = effective, leaf, times
+
+    def begin(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: str,
+        planned_steps: int,
+        losses: list[str],
+        facts: dict,
+        notes: dict | None = None,
+        extra: dict | None = None,
+    ) -> nn.Module:
+        """All ranks, once nothing can be wrong any more: take the folder, and the position where a checkpoint stands.
+
+        planned_steps: of the whole training, which --max_steps cuts short. losses: names of what step.backward() is
+        given. facts: what else may not differ where a run is resumed. notes: what else the banner tells. extra: what
+        else each checkpoint holds. Returns the model to train, compiled and in DDP as the flags want it. Raises
+        InputError for a checkpoint of another run.
+        """
+        args, saved = self.args, self.checkpoint
+        if not optimizer.defaults.get("fused"):
+            raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
+        self.facts = facts | {"seed": args.seed, "effective_batch_size": self.effective, "lr_times": self.times}
+        for name, value in self.facts.items() if saved else ():
+            if saved["run"].get(name) != value:
+                before = f"a run with {name.replace('_', ' ')} {saved['run'].get(name)}"
+                raise InputError(f"--resume_from: {before}, now {value}; give the same again")
+        self.facts["leaf"] = self.leaf
+        self.extra = extra or {}
+        self.planned_steps = planned_steps
+        self.last_step = min(args.max_steps or planned_steps, planned_steps)
+
+        # what the training goes on with
+        self.model, self.optimizer = model, optimizer
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type, init_scale=2.0**14, enabled=precision == "fp16")
+        if saved:
+            self.position = Position(**saved["position"])
+            checkpoint.load_trained(model, saved["model"])
+            checkpoint.restore_optimizer(optimizer, saved["optimizer"])
+            if self.scaler.is_enabled():
+                self.scaler.load_state_dict(saved["scaler"])
+
+        best_counts = False
+        with du.agree_on_errors():
+            try:
+                if self.ranks.is_main:
+                    best_counts = checkpoint.begin_run(self.folder, saved)
+                # faulthandler keeps it open
+                self.stacks = open(self.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
+                names = [*losses, "grad_norm", "skipped"]
+                self.log = RunLog(self.folder, self.ranks, names, args, saved and saved["log"], self.position.step)
+            except OSError as error:
+                raise RunError(f"{self.folder}: cannot begin the run ({error.strerror}); make room") from None
+        if not du.broadcast_object(best_counts):
+            self.position.best, self.position.best_metrics = None, {}
+        self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
+
+        world_size = self.ranks.world_size
+        rows = {
+            "processes": f"{world_size} by {self.ranks.launcher}, {self.ranks.device.type}",
+            "batch": f"{self.effective} samples a step = {math.ceil(self.effective / self.leaf)} leaves of {self.leaf}",
+            "steps": f"{self.position.step} of {self.last_step} done",
+        }
+        if len(set(self.shares)) > 1:
+            rows["batch"] += f", shared {','.join(map(str, self.shares))}"
+        elif world_size > 1:
+            rows["batch"] += f" over {world_size} processes"
+        print_banner(str(self.folder), rows | facts | (notes or {}))
+
+        # compiled in place, so that the names of the weights stay
+        if args.compile:
+            model.compile()
+        self.exact = du.ExactSum(model) if args.deterministic else None
+        self.wrapped = model if args.deterministic else du.wrap_in_ddp(model, self.ranks.device)
+        return self.wrapped
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
+        """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
+
+        count: numbers of this rank's leaves (their batches) to be summed over the ranks. Before a step the ranks tell
+        each other these, a stop signal and an unusable sample (a batch's "error"), in one small transfer of host
+        memory. A signal to any rank ends the steps on all; `stopped` is then its exit code. Raises InputError on all
+        for a sample of any.
+        """
+        position, sampler = self.position, loader.batch_sampler
+        first, last = map(int, (self.args.profile or "0:0").split(":"))
+        if self.leaves is None or self.read != position.samples:
+            sampler.set_position(position.epoch, position.samples)
+            self.leaves = self._begin(loader)
+        self.log.restart_clock()
+        self.epoch_over = self.evaluation_due = False
+        while not (self.is_over() or self.epoch_over or self.evaluation_due):
+            self.alive(f"step {position.step + 1}")
+            samples, numbers = sampler.share(position.samples)
+
+            # fetch; the time this takes is the wait for data
+            begun = time.perf_counter()
+            batches = [next(self.leaves) for _ in numbers or [0]]
+            self.read = position.samples + samples
+            self.log.waited += time.perf_counter() - begun
+
+            # agree with the other ranks, before anything of the step is used
+            counts = count(batches if numbers else []) if count else []
+            error = next(
+                (str(reason) for batch in batches for reason in np.atleast_1d(batch.get("error", "")) if reason), ""
+            )
+            facts = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
+            stop_143, stop_130, unusable, *totals = du.reduce_sum(facts).tolist()
+            if unusable:
+                raise InputError(next(reason for reason in du.gather_objects(error) if reason))
+            if stop_143 or stop_130:
+                self.stopped = 143 if stop_143 else 130
+                self.leaves = None
+                return
+
+            profiled = self.args.profile and self.ranks.is_main
+            if profiled and position.step + 1 == first:
+                self.profiler = torch.profiler.profile()
+                self.profiler.start()
+            self.epoch_over = self.read >= sampler.num_samples
+
+            yield Step(self, samples, numbers, batches, totals)
+
+            if profiled and first <= position.step == last:
+                self.profiler.stop()
+                self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
+            if self.args.save_every and position.step % self.args.save_every == 0 and not self._pauses():
+                self.save()
+
+    def _pauses(self) -> bool:
+        """Whether steps() ends here; the checkpoint then waits for the evaluation."""
+        return self.is_over() or self.epoch_over or self.evaluation_due
+
+    def batches(self, loader: DataLoader) -> Iterator:
+        """The batches of an evaluation, on the device."""
+        for number, batch in enumerate(self._begin(loader), start=1):
+            self.alive(f"batch {number} of the evaluation at step {self.position.step}")
+            yield du.to_device(batch, self.ranks.device)
+
+    def _begin(self, loader: DataLoader) -> Iterator:
+        """The loader's batches; its processes are forked at the first call."""
+        # not while a thread writes a checkpoint, whose locks the copies would find taken for ever
+        if self.trains and self.writer.thread:
+            self.writer.thread.join()
+        with du.hold_signals():
+            return iter(loader)
+
+    def alive(self, place: str) -> None:
+        """This rank is at work: where, for the other ranks. If nothing follows for long, its stacks are written.
+
+        That is before the ranks that wait for it give up and the launcher ends all.
+        """
+        self.ranks.note(place)
+        if not self.trains:
+            return
+        timeout, now = self.args.dist_timeout, time.monotonic()
+        # each time starts a thread, so not in every step
+        if now - self.armed > 0.1 * timeout:
+            faulthandler.dump_traceback_later(0.9 * timeout, file=self.stacks)
+            self.armed = now
+
+    def is_over(self) -> bool:
+        """Whether the run has made all its steps."""
+        return self.position.step >= self.last_step
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, best: bool = False) -> None:
+        """All ranks: a checkpoint of this position, unless there is one.
+
+        Raises RunError on all ranks where the disk is full, or a rank holds other weights than the rest.
+        """
+        position = (self.position.step, self.position.epoch)
+        if self.saved != position:
+            weights = checkpoint.trained_state(self.model)
+            du.check_same_weights(weights)
+            contents = {
+                "format": self.format,
+                "step": self.position.step,
+                "run": self.facts,
+                "position": asdict(self.position),
+                "log": self.log.state(),
+                "model": weights,
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+            }
+            self.writer.save(contents | self.extra, best)
+            self.saved = position
+
+    def save_and_stop(self) -> int:
+        """All ranks, after a signal: save; returns the exit code."""
+        self.save()
+        self.writer.wait()
+        du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
+        return self.stopped
+
+    def keep(self, metrics: dict[str, float], headline: str = "", lower: bool = False) -> None:
+        """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
+
+        metrics: of the evaluation that was due, {} without one. lower: whether less is better.
+        """
+        position, epoch = self.position, self.position.epoch + 1
+        planned = self.epoch_over or self.evaluation_due
+        at_end = position.step == self.planned_steps
+        if at_end:
+            self.log.write_interval(position.step, epoch, self.last_step)
+
+        best = False
+        if planned and metrics:
+            self.log.write(position.step, epoch, metrics)
+            value = metrics[headline]
+            better = position.best is None or (value <= position.best if lower else value >= position.best)
+            best = better and math.isfinite(value)
+            if best:
+                position.best, position.best_metrics = value, metrics
+        if self.epoch_over:
+            position.epoch, position.samples, self.leaves = position.epoch + 1, 0, None
+        self.save(best)
+
+        # what --max_steps alone brings is logged after the checkpoint: the run that is resumed has no such line
+        if not at_end and self.is_over():
+            self.log.write_interval(position.step, epoch, self.last_step)
+        if metrics and not planned:
+            self.log.write(position.step, epoch, metrics)
+
+    def load_best(self, model: nn.Module) -> bool:
+        """All ranks: put the weights of best.pt into the plain model; False where nothing was evaluated."""
+        self.writer.wait()
+        if self.position.best is None:
+            return False
+        best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
+        checkpoint.load_trained(model, best["model"])
+        return True
+
+    def figure(self, name: str, figure) -> None:
+        """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""
+        if self.ranks.is_main and figure is not None:
+            save_figure(self.folder, name, figure)
+            if self.trains:
+                self.log.writer.add_figure(name, figure, self.position.step)
+
+    def finish(self, tested: dict[str, float] | None = None) -> None:
+        """All ranks, at the end of a run that was not stopped: the weights alone, summary.json and the curves.
+
+        tested: metrics of the test.
+        """
+        self.writer.wait()
+        checkpoint.export_weights(checkpoint.trained_state(self.model), self.folder / "model.safetensors")
+        facts = {"steps": self.position.step, "epochs": self.position.epoch, "world_size": self.ranks.world_size}
+        seconds = round(time.time() - self.begun, 1)
+        last = self.log.last | facts | self.facts | self.position.best_metrics | (tested or {})
+        self.write_summary("summary", last | {"seconds": seconds})
+        if self.ranks.is_main:
+            self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
+        du.print_main(f"done; checkpoints, curves and summary.json are in {self.folder}")
+
+    def write_summary(self, name: str, values: dict) -> None:
+        """Rank 0: <name>.json in the run folder, one flat object."""
+        if self.ranks.is_main:
+            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def __enter__(self) -> "Run":
+        self.stop.__enter__()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.leaves = None
+        if self.writer.thread:
+            self.writer.thread.join()
+        self.log.close()
+        self.stacks.close()
+        if not Path(self.stacks.name).stat().st_size:
+            Path(self.stacks.name).unlink()
+        self.stop.__exit__(kind, error, trace)
+        if error and out_of_memory(error):
+            raise RunError(f"out of memory; {self.advice}") from None
+
+
+# --- forward, backward, update ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One optimizer step: what this rank computes of it.
+
+    samples: of all ranks. numbers: of this rank's leaves in the step; none where it has no share, and the one batch it
+    computes all the same, as DDP needs, counts nothing. totals: what `count` gave, summed over the ranks.
+    """
+
+    run: Run
+    samples: int
+    numbers: range
+    batches: list
+    totals: list[float]
+    losses: Tensor | int = 0
+
+    def leaves(self) -> Iterator:
+        """The batch of each leaf on the device, with the leaf's own noise; DDP exchanges gradients after the last."""
+        run = self.run
+        for number, batch in zip(self.numbers or [0], self.batches, strict=True):
+            last = batch is self.batches[-1]
+            seed_noise(run.ranks.device, run.args.seed, run.position.step, number)
+            if run.exact:
+                run.exact.shift = du.SHIFT * (run.scaler._scale.double() if run.scaler.is_enabled() else 1)
+                run.exact.begin_leaf(last)
+            quiet = isinstance(run.wrapped, DistributedDataParallel) and not last
+            with run.wrapped.no_sync() if quiet else contextlib.nullcontext():
+                yield du.to_device(batch, run.ranks.device)
+
+    def backward(self, *losses: Tensor) -> None:
+        """Backward pass of the first of these losses, a leaf's part of a sum over the step; the others are logged.
+
+        A non-finite loss gives non-finite gradients, which reach every rank: all skip the step together.
+        """
+        weight = float(len(self.numbers) > 0)
+        finite = torch.where(losses[0].detach().isfinite(), weight, torch.nan)
+        # DDP averages over the ranks; these are parts of a sum, so undo the division
+        ranks = 1 if self.run.exact else du.world()[1]
+        self.run.scaler.scale(losses[0] * finite * ranks).backward()
+        self.losses = self.losses + du.on_grid(torch.stack([loss.detach() for loss in losses]) * weight)
+
+    def update(self, lr: float) -> None:
+        """Clip the gradients, update the weights at this learning rate, count the step and log it.
+
+        A non-finite gradient leaves the weights alone. Nothing is read back from the GPU but every log interval.
+        """
+        run, args, optimizer = self.run, self.run.args, self.run.optimizer
+        if run.exact:
+            run.exact.finish()
+        run.scaler.unscale_(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        grad_norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip or math.inf)
+        skipped = 1.0 - grad_norm.isfinite().float()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if run.scaler.is_enabled():
+            run.scaler.step(optimizer)
+            run.scaler.update()
+        else:
+            # what GradScaler hands to a fused optimizer, which then skips on the device
+            optimizer.grad_scale, optimizer.found_inf = None, skipped
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        position = run.position
+        position.step += 1
+        position.samples += self.samples
+        run.evaluation_due = bool(args.eval_every_steps) and position.step % args.eval_every_steps == 0
+        # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
+        shared = torch.stack([grad_norm, skipped]).double() * float(run.ranks.is_main)
+        shared = shared if run.ranks.is_main else torch.zeros_like(shared)
+        run.log.step(torch.cat([self.losses, shared]), position.step, run.last_step, self.samples, lr)
+        if position.step % args.log_every == 0:
+            run.log.write_interval(position.step, position.epoch + 1, run.last_step)
+
+
+def seed_noise(device: torch.device, *position: int) -> None:
+    """Dropout from here on is a function of this position: (seed, step, leaf)."""
+    sequence = np.random.SeedSequence([number % 2**63 for number in position])
+    seed = int(sequence.generate_state(1, np.uint64)[0])
+    # torch.manual_seed visits every kind of device, which takes a tenth of a millisecond
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
+    """Seconds that a pass takes, inf where the memory is too small. All is as before: gradients, buffers, noise."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    on_gpu = trained[0].is_cuda
+    held = []
+    with torch.random.fork_rng(devices=[trained[0].device] if on_gpu else []):
+        try:
+            # the optimizer's two moments, and the sum over the ranks; gradients are there from the second pass on
+            held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
+            try_once(size)
+            begun = time.perf_counter()
+            try_once(size)
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - begun
+            if on_gpu:
+                # what NCCL, cuDNN and cuBLAS take past torch's allocator
+                held.append(torch.empty(1_500_000_000, dtype=torch.uint8, device=trained[0].device))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            seconds = math.inf
+    del held
+    for parameter in trained:
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return seconds

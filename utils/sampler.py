@@ -1,0 +1,187 @@
+"""Which sample goes where: the order of an epoch, the leaves of a step, each rank's share of a step and an evaluation.
+
+The order is a function of (seed, epoch). A step's samples are cut into leaves, micro-batches of fixed size and content,
+and ranks take whole leaves: how many ranks there are changes who computes a leaf, never what is in it.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+
+
+class Index(int):
+    """A training sample's index that knows its epoch, for augmentation as a function of (seed, epoch, sample)."""
+
+    epoch: int = 0
+
+
+def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples at some positions of an epoch's shuffle of range(size); int64 in and out, of one shape.
+
+    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
+    shuffling 300 million samples takes no memory.
+    """
+    # the shuffle's keys, and a range of 4**bits numbers that holds all samples
+    keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
+    bits = math.ceil(math.log2(max(size, 2)) / 2)
+    values = positions.astype(np.uint64)
+
+    # values that fall in [size, 4**bits) walk on until they land inside
+    outside = np.ones(values.shape, bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], keys, bits)
+        outside = values >= size
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
+    """One pass through the network: a permutation of range(4**bits)."""
+    shift, mask = np.uint64(bits), np.uint64(2**bits - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = mixed ^ (mixed >> np.uint64(32))
+        left, right = right, left ^ (mixed & mask)
+    return (left << shift) | right
+
+
+class ImageGroups:
+    """Questions of one image together: an order of an epoch in which a step encodes an image once for all of them.
+
+    An image's questions are shuffled by (seed, epoch, image) and cut into groups of at most `size`, and all groups are
+    shuffled by (seed, epoch). Kept are 8 bytes for each group, and for each question where those of an image are no
+    neighbours.
+    """
+
+    def __init__(self, image_of: np.ndarray, size: int):
+        """image_of: integers (N,), which image each question is about."""
+        self.size = size
+        runs = np.flatnonzero(np.append(True, image_of[1:] != image_of[:-1]))
+        self.sorted = None
+        if len(np.unique(image_of[runs])) < len(runs):
+            self.sorted = np.argsort(image_of, kind="stable")
+            ordered = image_of[self.sorted]
+            runs = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+        self.first = runs
+        self.questions = np.diff(np.append(runs, len(image_of)))
+        # each image's groups among those of all
+        groups = -(-self.questions // size)
+        self.end = np.cumsum(groups)
+        self.begin = self.end - groups
+        self.epoch = None
+
+    def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """The questions at some places of the epoch; int64 in and out."""
+        count = int(self.end[-1])
+        if self.epoch != (seed, epoch):
+            # where each shuffled group ends
+            shuffled = permute(np.arange(count), count, seed, epoch)
+            self.ends = np.cumsum(self._sizes(shuffled)[1])
+            self.epoch = (seed, epoch)
+        place = np.searchsorted(self.ends, places, "right")
+        group = permute(place, count, seed, epoch)
+        image, size = self._sizes(group)
+        # which of its image's questions, before these are shuffled
+        within = places - (self.ends[place] - size) + (group - self.begin[image]) * self.size
+        questions = np.empty_like(within)
+        for number in np.unique(image):
+            own = image == number
+            questions[own] = permute(within[own], int(self.questions[number]), seed, epoch * len(self.first) + number)
+        questions += self.first[image]
+        return questions if self.sorted is None else self.sorted[questions]
+
+    def _sizes(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The image of some groups, and how many questions they hold."""
+        image = np.searchsorted(self.end, groups, "right")
+        return image, np.minimum(self.questions[image] - (groups - self.begin[image]) * self.size, self.size)
+
+
+class TrainBatchSampler:
+    """This rank's leaves of an epoch, one batch each.
+
+    Optimizer step k takes the samples k * effective_batch_size ... of the epoch's order, the last step what is left.
+    Its leaves hold leaf_size samples each, the last one what is left. shares: how many leaves of a step each rank gets,
+    in proportion; None: equally many. groups: which samples stay together in the epoch's order.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        leaf_size: int,
+        effective_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shares: list[int] | None = None,
+        groups: ImageGroups | None = None,
+    ):
+        self.num_samples = num_samples
+        self.leaf_size = leaf_size
+        self.effective_batch_size = effective_batch_size
+        self.rank = rank
+        self.seed = seed
+        self.groups = groups
+        # rank r's leaves lie between ends[r] and ends[r + 1], in parts of ends[-1]
+        self.ends = [0, *accumulate(shares or [1] * world_size)]
+        self.set_position(0)
+
+    def set_position(self, epoch: int, samples: int = 0) -> None:
+        """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
+        self.epoch = epoch
+        self.start = samples
+
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return math.ceil(self.num_samples / self.effective_batch_size)
+
+    def share(self, first: int) -> tuple[int, range]:
+        """(samples of all ranks, numbers of this rank's leaves) of the step that begins after `first` samples."""
+        samples = min(self.effective_batch_size, self.num_samples - first)
+        leaves = math.ceil(samples / self.leaf_size)
+        begin, end = (leaves * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
+        return samples, range(begin, end)
+
+    def __len__(self) -> int:
+        firsts = range(self.start, self.num_samples, self.effective_batch_size)
+        return sum(max(1, len(self.share(first)[1])) for first in firsts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = self.epoch
+        for first in range(self.start, self.num_samples, self.effective_batch_size):
+            samples, leaves = self.share(first)
+            # DDP needs a pass of each rank: one without a leaf computes the step's first, which counts nothing
+            for leaf in leaves or [0]:
+                begin = first + leaf * self.leaf_size
+                positions = np.arange(begin, min(begin + self.leaf_size, first + samples))
+                if self.groups:
+                    order = self.groups.order(positions, self.seed, epoch)
+                else:
+                    order = permute(positions, self.num_samples, self.seed, epoch)
+                batch = [Index(index) for index in order.tolist()]
+                for index in batch:
+                    index.epoch = epoch
+                yield batch
+
+
+class EvalBatchSampler:
+    """This rank's batches of an evaluation: every sample once, none repeated, none left out.
+
+    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed
+    beside the same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks
+    have work.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
+        self.num_samples = num_samples
+        self.batch_size = max(1, min(batch_size, num_samples // 8))
+        self.firsts = range(rank * self.batch_size, num_samples, world_size * self.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in self.firsts:
+            yield list(range(first, min(first + self.batch_size, self.num_samples)))

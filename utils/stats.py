@@ -1,0 +1,98 @@
+"""What the evaluations of two tasks share: 95 % intervals by case (patient, study), and images of another case.
+
+Rows of one case are alike, so cases are what the jackknife leaves out. For a number in 0..1 its variance is turned into
+the number of independent rows that would vary as much, and the interval is the exact binomial one for that many (Korn
+and Graubard, Survey Methodology 24, 1998): it stays in 0..1 and has a width even where every row is right. Nothing is
+drawn at random without a fixed seed, so all ranks get the same. An unknown interval is (nan, nan).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import cycle
+
+import numpy as np
+
+UNKNOWN = (np.nan, np.nan)
+
+
+def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
+    """(low, high) of the mean over rows; cases: each row's. Rows whose value is nan are left out.
+
+    bounded: the values lie in 0..1; give False for others, such as the paired differences of two models. Unknown for
+    fewer than two cases, and for unbounded values that are the same in all cases.
+    """
+    values = np.asarray(values, float)
+    known = ~np.isnan(values)
+    values = values[known]
+    names, case = np.unique(np.asarray(cases)[known], return_inverse=True)
+    if len(names) < 2:
+        return UNKNOWN
+    rows, sums = np.bincount(case), np.bincount(case, weights=values)
+    without = (sums.sum() - sums) / (len(values) - rows)
+    return _from_jackknife(values.mean(), without, len(names), bounded)
+
+
+def interval(statistic: Callable[[np.ndarray], float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
+    """(low, high) of any number computed from rows, such as an AUROC; cases and bounded as in interval_of_mean.
+
+    statistic gives the number for the indices of some rows, nan where it is undefined; it is called up to 201 times.
+    """
+    names, case = np.unique(cases, return_inverse=True)
+    estimate = statistic(np.arange(len(case))) if len(names) > 1 else np.nan
+    if np.isnan(estimate):
+        return UNKNOWN
+    # a statistic may be costly: of many cases, whole groups are left out
+    groups = min(len(names), 200)
+    group = np.random.default_rng(0).permutation(len(names))[case] % groups
+    without = np.array([statistic(np.flatnonzero(group != left_out)) for left_out in range(groups)])
+    return _from_jackknife(estimate, without, len(names), bounded)
+
+
+def _from_jackknife(estimate: float, without: np.ndarray, cases: int, bounded: bool):
+    """The interval around an estimate. without: its values without each group of cases, of which there are `cases`."""
+    from scipy.stats import beta, norm, t
+
+    without = without[~np.isnan(without)]
+    groups = len(without)
+    if groups < 2:
+        return UNKNOWN
+    variance = (groups - 1) * without.var()
+    # what rounding leaves of a variance of 0 does not count
+    varies = variance > 1e-15
+    # Student's t: the variance is itself an estimate
+    quantile = t.ppf(0.975, groups - 1)
+    if bounded:
+        # Clopper and Pearson's interval; where nothing varies, each case counts as one row
+        rows = cases
+        if varies and 0 < estimate < 1:
+            rows = estimate * (1 - estimate) / variance * (norm.ppf(0.975) / quantile) ** 2
+        right, wrong = rows * estimate, rows * (1 - estimate)
+        low = beta.ppf(0.025, right, wrong + 1) if right > 0 else 0
+        high = beta.ppf(0.975, right + 1, wrong) if wrong > 0 else 1
+    elif varies:
+        half = quantile * variance**0.5
+        low, high = estimate - half, estimate + half
+    else:
+        return UNKNOWN
+    return float(low), float(high)
+
+
+def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:
+    """For each row the index of a row of another case, of the same kind (modality) where there is one.
+
+    The cases, and then those of each kind, are put in a ring in random order; each takes the rows of the one before.
+    None if all rows are of one case.
+    """
+    # rows_of[kind][case]; the kind None, which comes first, holds all rows
+    rows_of = defaultdict(lambda: defaultdict(list))
+    for row, (case, kind) in enumerate(zip(cases, kinds, strict=True)):
+        rows_of[None][case].append(row)
+        rows_of[kind][case].append(row)
+    rng = np.random.default_rng(seed % 2**63)
+    others = {}
+    for of_case in rows_of.values():
+        ring = [of_case[case] for case in rng.permutation(sorted(of_case))]
+        if len(ring) > 1:
+            for place, rows in enumerate(ring):
+                others.update(zip(rows, cycle(ring[place - 1]), strict=False))
+    return [others[row] for row in range(len(cases))] if others else None

@@ -1,0 +1,105 @@
+"""A user's own table (CSV, xlsx or parquet): its rows, its columns, and splits by patient. No torch."""
+
+import argparse
+import csv
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from utils.cli import InputError
+
+# what tables call the splits
+SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
+
+# (`file:row`, {column in small letters: its text}) of each row
+Rows = list[tuple[str, dict[str, str]]]
+
+
+def read_table(path: Path) -> Rows:
+    """The rows of a CSV (commas, semicolons or tabs), xlsx or parquet file; the header is row 1.
+
+    Raises InputError for a file that is no table, and for rows with more fields than the header.
+    """
+    try:
+        if path.suffix in (".xlsx", ".parquet"):
+            import pandas as pd
+
+            frame = pd.read_excel(path, dtype=str) if path.suffix == ".xlsx" else pd.read_parquet(path)
+            records = frame.astype(str).where(frame.notna(), "").to_dict("records")
+            rows = [(f"{path}:{number}", record) for number, record in enumerate(records, 2)]
+        else:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                delimiter = max(",;\t", key=file.readline().count)
+                file.seek(0)
+                reader = csv.DictReader(file, delimiter=delimiter, restval="", strict=True)
+                rows = [(f"{path}:{reader.line_num}", record) for record in reader]
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; check its name") from None
+    except Exception as error:
+        raise InputError(f"{path}: not a readable table ({error}); save it as CSV in UTF-8") from None
+    if not rows:
+        raise InputError(f"{path}: holds no rows; the first line names the columns, each other line is a row")
+    too_long = [source for source, record in rows if None in record]
+    if too_long:
+        places = ", ".join(too_long[:9])
+        raise InputError(f"{places}: more fields than the header ({len(too_long)} rows); quote texts that hold commas")
+    return [(source, {name.strip().lower(): text.strip() for name, text in row.items()}) for source, row in rows]
+
+
+def find_column(rows: Rows, *names: str) -> str:
+    """The first of these names that is a column, in small letters. Raises InputError with the nearest one there is."""
+    source, columns = rows[0]
+    for name in names:
+        if name.lower() in columns:
+            return name.lower()
+    near = difflib.get_close_matches(names[0].lower(), columns, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    reason = f"no column {' or '.join(map(repr, names))}{hint}, there are {', '.join(columns)}"
+    raise InputError(f"{source.rpartition(':')[0]}:1: {reason}; add or rename it")
+
+
+# --- patients and splits ----------------------------------------------------------------------------------------------
+
+
+def patient_in(pattern: str, name: str) -> str:
+    """What --patient_pattern finds in a file's name: its first group, else all that it matches; "" for nothing."""
+    try:
+        found = re.search(pattern, name)
+    except re.error as error:
+        raise InputError(f"--patient_pattern {pattern}: not a regular expression ({error}); correct it") from None
+    return (found[1 if found.re.groups else 0] or "") if found else ""
+
+
+def parse_shares(text: str) -> tuple[float, float, float]:
+    """argparse type: "0.8,0.1,0.1" or "80,10,10", the shares of the patients that train, validate and test."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != 3 or not all(0 <= value < math.inf for value in values) or not values[0]:
+        raise argparse.ArgumentTypeError(f"must be the shares of train, val and test, as 0.8,0.1,0.1, not {text!r}")
+    return tuple(value / sum(values) for value in values)
+
+
+def split_of(patient: str, seed: int, shares: tuple[float, float, float]) -> str:
+    """train, val or test, a function of seed and patient alone: a new patient moves none of the others."""
+    digest = hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
+    place = int.from_bytes(digest, "big") / 2**64
+    return "train" if place < shares[0] else "val" if place < shares[0] + shares[1] else "test"
+
+
+def in_two_splits(rows: Iterable[tuple]) -> list[str]:
+    """The sources of those rows (patient or other key, split, source) whose key an earlier row has in another split."""
+    first: dict = {}
+    return [source for key, split, source in rows if first.setdefault(key, split) != split]
+
+
+def check_one_split(rows: Iterable[tuple[str, str, str]]) -> None:
+    """Raises InputError where a patient is in two splits; rows: (patient, split, source)."""
+    sources = in_two_splits(rows)
+    if sources:
+        reason = f"this patient is in another split in an earlier row ({len(sources)} such rows)"
+        raise InputError(f"{sources[0]}: {reason}; keep each patient in one split")
