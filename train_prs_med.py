@@ -10,603 +10,943 @@
 
 Data: <data_root>/annotations/<modality>.csv with image_path,image_name,split,description,position,question,answer,
 where image_path is the MASK's path <modality>/<split>_masks/<name>.png and the image lies in <split>_images.
+No data yet? `make demo` makes some up; `python -m tools.prepare_data prs_med` reads your own images and masks.
 """
 
-import contextlib
 import os
-import time
 from argparse import BooleanOptionalAction, Namespace
-from functools import partial
 from pathlib import Path
 
-from old.cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from old.question_utils import add_question_flags, split_interval
-from tasks.prs_med.flags import add_data_flags, add_output_flags, read_arguments
+from utils.cli import InputError, Parser, add_common_arguments, number, run_main, whole
 
-FORMAT = "prs_med/1"
-LOSSES = ["loss", "loss_seg", "loss_txt", "grad_norm", "skipped"]
-CURVES = ["val/loss", "val/dice", "val/iou", "val/position_accuracy", "val/position_accuracy_mask"]
+FORMAT = "prs_med/2"
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
 
-    add_data_flags(parser)
+    add = parser.add_argument_group("data").add_argument
+    add("--data_root", default="data", help="folder with annotations/*.csv, and the two models unless named below")
+    add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
+    add("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
+    add("--skip_data_check", action="store_true", help="do not read every image and mask before training")
+    add("--patient_column", metavar="NAME", help="CSV column that names the patient; none may be in two splits")
+    add("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
+    add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image in a row")
+    add("--cache_gb", type=number(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
+    add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
     add("--sam_path", help="SAM-format folder or hub name; default: found in a folder of --data_root")
     add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's own; lower it on OOM")
-    add("--lora_rank", type=whole(1), help="rank of the LoRA matrices; default: the checkpoint's, else 16")
-    add("--lora_alpha", type=number(0, above=True), help="LoRA scale is alpha / rank; default: as --lora_rank")
+    add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices")
+    add("--lora_alpha", type=number(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
     add("--lora_dropout", type=number(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
-    text = "recompute activations: less memory, a third slower; left out: if one image needs it"
-    add("--gradient_checkpointing", action=BooleanOptionalAction, help=text)
+    add("--gradient_checkpointing", action=BooleanOptionalAction, default=False, help="less memory, a third slower")
 
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch_size", type=whole(1), default=8, help="samples PER GPU and forward pass; lower it on OOM")
-    add("--learning_rate", type=number(0, above=True), default=1e-4, help="base rate, before --lr_scaling")
-    text = "times world size (or --effective_batch_size / --batch_size), its root, or 1"
-    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
+    add = parser.add_argument_group("loss and learning rate").add_argument
+    add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
+    add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
+    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help="times world size, its root, or 1")
     add("--lr_schedule", choices=("constant", "cosine"), default="constant", help="after warm-up; cosine ends at 0")
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
     add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
-    add("--num_epochs", type=whole(1), default=20, help="passes over the training rows")
-    add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
-    add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
 
-    add_output_flags(parser)
-    add_question_flags(parser)
-    add_common_arguments(parser, {"learning_rate": "lr"})
+    add = parser.add_argument_group("evaluation and prediction").add_argument
+    add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
+    add("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
+    add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
+    add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: masks and answers; a CSV has image and question")
+    add("--question", help="with --predict: the question about each image")
 
-    return read_arguments(parser, argv)
+    add_common_arguments(parser, output_dir="checkpoints", num_epochs=20, learning_rate=1e-4, batch_size=8)
+    args = parser.parse(argv)
+    if args.predict and not args.question and not args.predict.lower().endswith(".csv"):
+        parser.error("--predict: needs --question, or a CSV with the columns image and question")
+    return args
 
 
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
 
+
+import json
+from functools import partial
+
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.data import DataLoader, Dataset
+from transformers import DynamicCache
 
-# processes, precision and memory
-from old.distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
-from old.distributed_utils import scale_learning_rate, schedule, setup_distributed, to_device, world
-from old.hardware_utils import choose_precision, set_numerics
-from old.memory_utils import BatchSize
+import distributed_utils as du
+from hardware_utils import autocast, choose_precision, out_of_memory, set_numerics
+from tasks.prs_med import annotations, report
+from tasks.prs_med.annotations import POSITIONS, Row, position_in, position_of
+from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
+from utils import checkpoint, images, tables
+from utils.loop import Run
+from utils.sampler import ImageGroups
 
-# the loop, its log and its checkpoints
-from old.batch_utils import keep_effective_batch
-from old.image_order_utils import order_facts
-from old.checkpoint_utils import export_weights, load_checkpoint, load_trained, lock_run_folder
-from old.checkpoint_utils import prepare_checkpoint, trained_state
-from old.logging_utils import RunLog, with_bar
-from old.loop_utils import (
-    LossScaler,
-    Step,
-    TrainingRun,
-    ValidatedProgress,
-    agree_on_precision,
-    clip_and_step,
-    pad_passes,
-)
-from old.loop_utils import (
-    end_epoch,
-    end_step,
-    explain_out_of_memory,
-    finish_run,
-    keep_best,
-    next_epoch,
-    optimizer_steps,
-)
-from old.loop_utils import print_start, restore_training, resume, safety_flags, say_if_finished, say_where, seed_ranks
-from old.loop_utils import sync_gradients
-
-# images, questions and results
-from old.predict_utils import list_questions
-from tasks.prs_med.augmentation import augment
-from tasks.prs_med.blind import look_away
-from tasks.prs_med.data import Patients, PositionData, evaluation_loader, evaluation_loaders, limit_rows, make_datasets
-from tasks.prs_med.data import read_annotations, swap_questions, training_loader
-from tasks.prs_med.data_check import read_rows
-from tasks.prs_med.evaluation import gather_examples, gather_scores, log_results, mean_metrics
-from tasks.prs_med.metrics import add_up_rows, score_batch
-from tasks.prs_med.prediction import predict
-from tasks.prs_med.report import Results, describe_run, draw_inputs, draw_predictions, print_metrics
-from tasks.prs_med.report import take_examples, write_cases, write_evaluation
-
-# the model, and what a step of it takes
-from tasks.prs_med.fitting import choose_batch_size, out_of_memory_advice, rehearse_model
-from tasks.prs_med.memory import fold_relative_positions, recompute_activations, recompute_lora_dropout, use_fixed_order
-from tasks.prs_med.model import PRSMed
-from tasks.prs_med.pretrained import Architecture, add_lora, check_base, check_same_base, choose_architecture, find_sam
-from tasks.prs_med.pretrained import find_vlm, fingerprint, load_reader, load_sam, load_vlm, wrap_model
-from tasks.prs_med.sharding import equal_passes
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_rank"
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def build_model(
-    args: Namespace,
-    precision: str,
-    device: torch.device,
-    checkpoint: dict | None = None,
-) -> PRSMed:
-    """Load both encoders, add LoRA to the language model, freeze the rest of the VLM. Raises InputError.
+class MaskDecoder(nn.Module):
+    """Image tokens attend to the prompt's words, then convolutions up to 4x SAM's grid.
 
-    The flags that were left out take the values that are found, for args.yaml and the banner.
+    dim is the SAM encoder's output width (256). GroupNorm, not BatchNorm, whose statistics would depend on the number
+    of GPUs.
     """
-    root = Path(args.data_root)
-    base = checkpoint["base"] if checkpoint else None
-    asked = Architecture(args.lora_rank, args.lora_alpha, args.image_size)
-    architecture = choose_architecture(asked, base)
-    vlm_source = find_vlm(root, args.vlm_path)
-    sam_source = find_sam(root, args.sam_path)
-    args.vlm_path = vlm_source.path
-    args.sam_path = sam_source.path
-    vars(args).update(architecture._asdict())
 
-    # the pretrained parts
-    vlm = load_vlm(vlm_source, precision, device)
-    sam = load_sam(sam_source, args.image_size)
-    image_size, _ = sam.patch_embed.image_size
-    reader = load_reader(args.vlm_path, args.sam_path, vlm, image_size)
+    def __init__(self, text_dim: int, dim: int):
+        super().__init__()
+        half, quarter = dim // 2, dim // 4
+        self.text = nn.Sequential(nn.Linear(text_dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim), nn.LayerNorm(dim))
+        self.attention = nn.MultiheadAttention(dim, num_heads=8, batch_first=True)
+        self.norm = nn.LayerNorm(dim)
+        self.encoder = nn.TransformerEncoderLayer(
+            dim, nhead=8, dim_feedforward=4 * dim, dropout=0.0, activation="gelu", batch_first=True
+        )
+        # made before the others, as in all runs: the order decides who draws which weights
+        last = nn.Conv2d(quarter, 1, 3, padding=1)
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(dim, half, 3, padding=1), nn.GroupNorm(8, half), nn.GELU(), nn.Upsample(scale_factor=2),
+            nn.Conv2d(half, quarter, 3, padding=1), nn.GroupNorm(8, quarter), nn.GELU(), nn.Upsample(scale_factor=2),
+            last,
+        )  # fmt: skip
+
+    def forward(self, features: Tensor, words: Tensor, padding: Tensor) -> Tensor:
+        """(B, dim, h, w) features and (B, Q, D) words -> (B, 1, 4h, 4w) logits; padding (B, Q): True without a word."""
+        tokens = features.flatten(2).transpose(1, 2)
+        text = self.text(words)
+        attended, _ = self.attention(tokens, text, text, key_padding_mask=padding, need_weights=False)
+        tokens = self.encoder(self.norm(tokens + attended))
+        return self.convolutions(tokens.transpose(1, 2).unflatten(2, features.shape[2:]))
+
+
+class PRSMed(nn.Module):
+    """Frozen VLM with LoRA, SAM vision encoder trained in full, mask decoder; one pass gives mask and answer."""
+
+    def __init__(self, vlm: nn.Module, sam: nn.Module, reader: "Reader", precision: str):
+        super().__init__()
+        self.vlm, self.sam, self.reader, self.precision = vlm, sam, reader, precision
+        self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
+        # each encoder has its own normalisation
+        for name, values in reader.statistics.items():
+            self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.vlm_mean.device
+
+    def train(self, mode: bool = True) -> "PRSMed":
+        super().train(mode)
+        self.vlm.model.vision_tower.eval()
+        return self
+
+    def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
+        """Mask logits (B, image_size, image_size), the answer's cross-entropy summed over its tokens (B,), both fp32.
+
+        Both encoders run once for each different image; image_of says which one a question is about. The mask reads
+        hidden states of prompt positions, which by causality know nothing of the answer behind them.
+        """
+        with autocast(self.device, self.precision):
+            # the image's features take the places of its tokens
+            words = self.vlm.get_input_embeddings()(batch["ids"])
+            first, last = self.reader.image_places
+            embeddings = torch.cat([words[:, :first], self.image_features(batch, words.dtype), words[:, last:]], dim=1)
+            hidden = self.vlm.model.language_model(inputs_embeds=embeddings, **self.causal(embeddings))
+            hidden = hidden.last_hidden_state
+
+            # the answer's tokens, each predicted at the place before it
+            logits = self.vlm.lm_head(pick(hidden, batch["answer_at"])).float().transpose(1, 2)
+            text_losses = F.cross_entropy(logits, batch["answer"], ignore_index=-100, reduction="none")
+
+            # the mask of what the prompt's words ask for
+            pixels = (batch["sam"] / 255 - self.sam_mean) / self.sam_std
+            features = self.sam(pixels).last_hidden_state.index_select(0, batch["image_of"])
+            words = pick(hidden, batch["words"]).to(features.dtype)
+            masks = self.decoder(features, words, padding=batch["words"] < 0).float()
+            return upsample(masks, self.reader.image_size).squeeze(1), text_losses.sum(1)
+
+    def causal(self, embeddings: Tensor) -> dict:
+        """Options of the language model for causal attention without a mask, as flash attention wants it.
+
+        With neither a mask nor a cache, transformers would look for packed sequences in the batch, which waits for the
+        GPU. A cache cannot be had together with recomputed activations; they get a mask.
+        """
+        if not self.vlm.is_gradient_checkpointing:
+            return {"past_key_values": NoCache(), "use_cache": True}
+        samples, length, _ = embeddings.shape
+        mask = torch.ones(length, length, dtype=torch.bool, device=embeddings.device).tril()
+        return {"attention_mask": mask.expand(samples, 1, -1, -1), "use_cache": False}
+
+    @torch.no_grad()
+    def image_features(self, batch: dict, dtype: torch.dtype) -> Tensor:
+        """(B, image tokens, D): what the language model sees of each question's image."""
+        pixels = ((batch["vlm"] / 255 - self.vlm_mean) / self.vlm_std).to(self.vlm.dtype)
+        features = self.vlm.model.get_image_features(pixel_values=pixels, return_dict=True)
+        return torch.stack(list(features.pooler_output)).index_select(0, batch["image_of"]).to(dtype)
+
+    @torch.no_grad()
+    def answer(self, batch: dict, max_new_tokens: int) -> list[str]:
+        """Greedy answers to the prompts of a batch, from the image and the question alone."""
+        prompt, reader = batch["prompt"], self.reader
+        padding = prompt < 0
+        with autocast(self.device, self.precision):
+            words = self.vlm.get_input_embeddings()(prompt.masked_fill(padding, reader.pad))
+            is_image = (prompt == reader.image_token).unsqueeze(2)
+            tokens = self.vlm.generate(
+                inputs_embeds=words.masked_scatter(is_image, self.image_features(batch, words.dtype)),
+                attention_mask=(~padding).long(),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=reader.pad,
+                eos_token_id=reader.end,
+            )
+        return [answer.strip() for answer in reader.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+
+class NoCache(DynamicCache):
+    """Keys and values of one forward pass, of which none are kept."""
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+def pick(hidden: Tensor, places: Tensor) -> Tensor:
+    """(B, L, D) hidden states at (B, N) places -> (B, N, D); a negative place gives those of the first."""
+    index = places.clamp_min(0).unsqueeze(2).expand(-1, -1, hidden.shape[2])
+    return hidden.gather(1, index)
+
+
+def upsample(masks: Tensor, side: int) -> Tensor:
+    """(B, 1, h, w) -> (B, 1, side, side), bilinear."""
+    if not (masks.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return F.interpolate(masks, (side, side), mode="bilinear", align_corners=False)
+    # CUDA has no deterministic gradient of interpolate; a matrix product adds in a fixed order
+    with torch.autocast("cuda", enabled=False):
+        for size in masks.shape[2:]:
+            ruler = torch.eye(size, device=masks.device)[None]
+            weights = F.interpolate(ruler, side, mode="linear", align_corners=False)[0]
+            masks = (masks @ weights).transpose(2, 3)
+    return masks
+
+
+# --- pretrained parts -------------------------------------------------------------------------------------------------
+
+
+def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
+    """The model given, or the first of these kinds in a folder of the data root. Raises InputError with advice."""
+    if given:
+        return given
+    for file in sorted(root.glob("*/config.json")):
+        if json.loads(file.read_text(encoding="utf-8")).get("model_type") in kinds:
+            return str(file.parent)
+    raise InputError(f"{root}: no {kinds[0]} model in a folder of it; download one, such as {example}, and give {flag}")
+
+
+def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
+    """Load both encoders, add LoRA to the language model, freeze the rest of the VLM. Raises InputError."""
+    from transformers import AutoTokenizer, LlavaForConditionalGeneration, SamModel, SamVisionModel, utils
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    utils.logging.set_verbosity_error()
+    utils.logging.disable_progress_bar()
+    root = Path(args.data_root)
+    llava_med = "chaoyinshe/llava-med-v1.5-mistral-7b-hf"
+    vlm_path = find_model(root, args.vlm_path, ("llava",), "--vlm_path", llava_med)
+    sam_kinds = ("sam", "sam_vision_model")
+    sam_path = find_model(root, args.sam_path, sam_kinds, "--sam_path", "flaviagiammarino/medsam-vit-base")
+    path = vlm_path
+    try:
+        # a GPU is loaded directly, so that a host does not hold a 7B model for each of its ranks
+        options = {"trust_remote_code": False, "dtype": DTYPES[precision]}
+        options |= {"device_map": {"": device}} if device.type == "cuda" else {}
+        vlm = LlavaForConditionalGeneration.from_pretrained(vlm_path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(vlm_path, trust_remote_code=False)
+        vlm_settings, _ = ImageProcessingMixin.get_image_processor_dict(vlm_path)
+        path = sam_path
+        sam_settings, _ = ImageProcessingMixin.get_image_processor_dict(sam_path)
+        kind = SamModel.config_class.get_config_dict(sam_path)[0].get("model_type")
+        sam_class = SamVisionModel if kind == "sam_vision_model" else SamModel
+        sam = sam_class.from_pretrained(sam_path, trust_remote_code=False, dtype=torch.float32).vision_encoder
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0][:150]
+        raise InputError(f"{path}: model cannot be loaded ({reason}); check --vlm_path and --sam_path") from None
+
+    # SAM for images of another size; its relative positions adapt by themselves
+    size, patch = args.image_size or sam.config.image_size, sam.config.patch_size
+    if size % patch:
+        raise InputError(f"--image_size {size}: not a multiple of SAM's patch; try {max(1, size // patch) * patch}")
+    if size != sam.config.image_size and sam.pos_embed is not None:
+        positions = sam.pos_embed.data.permute(0, 3, 1, 2)
+        positions = F.interpolate(positions, (size // patch, size // patch), mode="bicubic")
+        sam.pos_embed = nn.Parameter(positions.permute(0, 2, 3, 1).contiguous())
+    sam.patch_embed.image_size = (size, size)
+
+    # how many tokens the VLM makes of an image depends on its vision tower, so it is tried
+    vlm_size = vlm.config.vision_config.image_size
+    blank = torch.zeros(1, 3, vlm_size, vlm_size, dtype=vlm.dtype, device=vlm.device)
+    with torch.no_grad():
+        image_tokens = len(vlm.model.get_image_features(pixel_values=blank, return_dict=True).pooler_output[0])
+    statistics = {
+        f"{name}_{kind}": settings.get(f"image_{kind}", [float(kind == "std")] * 3)
+        for name, settings in (("vlm", vlm_settings), ("sam", sam_settings))
+        for kind in ("mean", "std")
+    }
+    reader = Reader(tokenizer, vlm.config.image_token_id, image_tokens, size, vlm_size, statistics)
 
     # what is trained anew: the same LoRA and decoder on every rank
     torch.manual_seed(args.seed)
-    vlm = add_lora(vlm, args.lora_rank, args.lora_alpha, args.lora_dropout)
-    model = PRSMed(vlm, sam, reader, precision)
-    model.to(device)
-
-    # the forms that need less memory on a GPU, or that add up in one order on a CPU
+    model = PRSMed(add_lora(vlm, args, device), sam, reader, precision).to(device)
     if device.type == "cuda":
-        fold_relative_positions(sam)
-        recompute_lora_dropout(vlm)
+        fold_relative_positions(model.sam)
         model.sam.to(memory_format=torch.channels_last)
         model.decoder.to(memory_format=torch.channels_last)
     elif torch.get_num_threads() > 1:
-        use_fixed_order(sam)
+        look_up_in_order(model.sam)
     if args.gradient_checkpointing:
-        recompute_activations(model)
-
-    # a checkpoint names what it was trained on
-    model.base = {"name": Path(args.vlm_path).name, "fingerprint": fingerprint(model)}
-    model.base |= architecture._replace(image_size=image_size)._asdict()
+        for encoder in (model.vlm, model.sam):
+            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def load_weights(model: PRSMed, checkpoint: dict) -> None:
+def add_lora(vlm: nn.Module, args: Namespace, device: torch.device) -> nn.Module:
+    """The VLM with LoRA matrices in its language model; they are fp32, and all the rest is frozen."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
+    )
+    vlm = inject_adapter_in_model(config, vlm)
+    for name, parameter in vlm.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for layer in vlm.modules():
+        if isinstance(layer, LoraLayer):
+            # or each LoRA layer keeps an fp32 copy of its input, which autocast lowers again
+            layer.cast_input_dtype_enabled = False
+            for name, dropout in layer.lora_dropout.items():
+                if device.type == "cuda" and isinstance(dropout, nn.Dropout):
+                    # or each of a 7B model's 224 layers keeps its own dropped-out input: 18 GiB for 8 images
+                    matrix = layer.lora_A[name]
+                    matrix.forward = partial(dropped_linear, matrix, dropout.p)
+                    layer.lora_dropout[name] = nn.Identity()
+    return vlm
+
+
+def dropped_linear(linear: nn.Linear, probability: float, inputs: Tensor) -> Tensor:
+    """linear(dropout(inputs)); in the backward pass the dropout is drawn again. (..., in) -> (..., rank)."""
+
+    def compute(inputs: Tensor) -> Tensor:
+        return F.linear(F.dropout(inputs, probability, linear.training), linear.weight)
+
+    if linear.training and torch.is_grad_enabled():
+        return recompute(compute, inputs, use_reentrant=False)
+    return compute(inputs)
+
+
+def fingerprint(model: nn.Module) -> Tensor:
+    """fp32 vector of up to 16 values of every frozen tensor, which tell one base from another in any precision."""
+    values = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            flat = parameter.detach().flatten()
+            places = torch.arange(min(16, len(flat)), device=flat.device) * (len(flat) - 1) // 15
+            values.append(flat[places].float().cpu())
+    return torch.cat(values)
+
+
+def load_weights(model: PRSMed, saved: dict) -> None:
     """Put a checkpoint's weights into the model. Raises InputError for another model or another frozen base."""
-    check_base(checkpoint["base"], model.base["fingerprint"])
-    load_trained(model, checkpoint["model"])
+    base, own = saved["base"], fingerprint(model)
+    # bf16 has 7 bits of mantissa, and a base may have been loaded in it
+    if base.shape != own.shape or not torch.allclose(base, own, rtol=2**-7, atol=1e-6, equal_nan=True):
+        raise InputError("--vlm_path: not the base that the checkpoint was trained on; give that one")
+    checkpoint.load_trained(model, saved["model"])
 
 
-# --- loss -------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
-def mask_loss(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+class Reader:
+    """Sizes, normalisations, tokenizer and prompt that belong to a VLM and a SAM encoder.
+
+    image_size: side of SAM's input and of the masks. vlm_size: side of the VLM's input. image_tokens: how many tokens
+    the VLM makes of an image; image_places: where they stand in a prompt. statistics: buffers of the model.
+    """
+
+    def __init__(
+        self, tokenizer, image_token: int, image_tokens: int, image_size: int, vlm_size: int, statistics: dict
+    ):
+        self.tokenizer, self.image_token, self.image_tokens = tokenizer, image_token, image_tokens
+        self.image_size, self.vlm_size, self.statistics = image_size, vlm_size, statistics
+        self.end = tokenizer.eos_token_id
+        self.pad = self.end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        first = self.tokens("", "")[0].index(image_token)
+        self.image_places = first, first + image_tokens
+
+    def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
+        """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
+        image = self.tokenizer.convert_ids_to_tokens(self.image_token)
+        asked = f"USER: {image}\n{question}\nASSISTANT:"
+        prompt, both = (self.tokenizer(text)["input_ids"] for text in (asked, f"{asked} {answer}"))
+        if both[-1] == self.end:
+            both = both[:-1]
+        if prompt[-1] == self.end:
+            prompt = prompt[:-1]
+        place = prompt.index(self.image_token)
+        expanded = [*prompt[:place], *[self.image_token] * self.image_tokens, *prompt[place + 1 :]]
+        return expanded, [*both[len(prompt) :], self.end]
+
+    def pixels(self, image: Image.Image) -> list[np.ndarray]:
+        """uint8 (3, image_size, image_size) and (3, vlm_size, vlm_size): the image, padded to a square."""
+        squares = (images.square(image, side, Image.Resampling.BICUBIC) for side in (self.image_size, self.vlm_size))
+        return [np.asarray(square).transpose(2, 0, 1) for square in squares]
+
+
+class Decoded:
+    """Decoded files, uint8 (length,) each, in memory that the ranks of a machine and their loaders share."""
+
+    def __init__(self, files: list[str], length: int, most_bytes: float):
+        self.numbers = {file: number for number, file in enumerate(dict.fromkeys(files))}
+        size = len(self.numbers) * (length + 1)
+        shared = du.share_bytes(size) if 0 < size <= most_bytes else None
+        # the last byte of a record says that it is there
+        self.records = None if shared is None else shared.reshape(-1, length + 1)
+
+    def get(self, file: str, decode) -> np.ndarray:
+        """What decode() gives for a file, at the first call on this machine."""
+        if self.records is None:
+            return decode()
+        record = self.records[self.numbers[file]]
+        if not record[-1]:
+            record[:-1] = decode()
+            record[-1] = 1
+        return record[:-1]
+
+
+class PositionData(Dataset):
+    """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
+
+    shown: the row whose image each row is given, for ablations: None its own, -1 a blank one.
+    """
+
+    def __init__(
+        self, rows: list[Row], reader: Reader, decoded: tuple[Decoded, Decoded], augmented_by: int | None = None
+    ):
+        self.rows, self.reader, self.augmented_by = rows, reader, augmented_by
+        self.images, self.masks = decoded
+        self.shown: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        """A row's tensors. One that cannot be used is blank and `error` says why: all ranks then end together."""
+        row, side, small = self.rows[index], self.reader.image_size, self.reader.vlm_size
+        pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
+        shown = index if self.shown is None else self.shown[index]
+        source, file, error = self.rows[shown], row.mask, ""
+        try:
+            mask = self.masks.get(row.mask, lambda: self.decode_mask(row.mask))
+            if shown >= 0:
+                file = source.image
+                pixels = self.images.get(source.identity, lambda: self.decode_image(source.image))
+        except (OSError, ValueError, SyntaxError) as reason:
+            # the file changed after the check, or --skip_data_check
+            error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
+        sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
+        mask, position, answer = mask[:-1].reshape(side, side) > 0, POSITIONS[mask[-1]], row.answer
+        if self.augmented_by is not None:
+            rng = np.random.default_rng([self.augmented_by % 2**63, index.epoch, self.images.numbers[row.identity]])
+            sam, vlm, mask = augment(sam, vlm, mask, rng)
+            moved = position_of(mask)
+            # the answer names the position that the lesion has now
+            answer, position = annotations.name_position(answer, position, moved), moved
+        prompt, answer = self.reader.tokens(row.question, answer)
+        return {
+            "index": int(index),
+            "image": shown,
+            "identity": "" if shown < 0 else source.identity,
+            "sam": torch.from_numpy(sam.copy()),
+            "vlm": torch.from_numpy(vlm.copy()),
+            "mask": torch.from_numpy(mask.copy()),
+            "position": position,
+            "prompt": prompt,
+            "answer": answer,
+            "error": error,
+        }
+
+    def decode_image(self, path: str) -> np.ndarray:
+        return np.concatenate([pixels.ravel() for pixels in self.reader.pixels(images.open_image(path))])
+
+    def decode_mask(self, path: str) -> np.ndarray:
+        """The mask's pixels and, last, the number of the position that it has at its own size."""
+        native = annotations.open_mask(path)
+        small = images.square(Image.fromarray(native), self.reader.image_size, Image.Resampling.NEAREST)
+        return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
+
+
+def collate(reader: Reader, items: list[dict]) -> dict:
+    """A batch of rows.
+
+    sam, vlm: the different images; image_of: which of them each row is about. ids: prompt and answer, padded on the
+    right, which causal attention never sees. prompt: the prompt alone, padded with -1 on the left, as generation wants
+    it. words: the places of the prompt's text. answer: the answer's tokens; token k is predicted at place answer_at[k],
+    the first one at the prompt's last place.
+    """
+    first, last = reader.image_places
+    prompts, answers = [item["prompt"] for item in items], [item["answer"] for item in items]
+    pairs = list(zip(prompts, answers, strict=True))
+    # each image once
+    places = {item["identity"]: place for place, item in reversed(list(enumerate(items)))}
+    different = sorted(places.values())
+    return {
+        "sam": torch.stack([items[place]["sam"] for place in different]),
+        "vlm": torch.stack([items[place]["vlm"] for place in different]),
+        "image_of": torch.tensor([different.index(places[item["identity"]]) for item in items]),
+        "mask": torch.stack([item["mask"] for item in items]),
+        "ids": pad([prompt + answer for prompt, answer in pairs], reader.pad),
+        "prompt": pad(prompts, -1, side="left"),
+        "words": pad([[*range(first), *range(last, len(prompt))] for prompt in prompts], -1),
+        "answer": pad(answers, -100),
+        "answer_at": pad([range(len(prompt) - 1, len(prompt) + len(answer) - 1) for prompt, answer in pairs], 0),
+        # what stays on the host is a list
+        "index": [item["index"] for item in items],
+        "position": [item["position"] for item in items],
+        "error": [item["error"] for item in items],
+    }
+
+
+def pad(rows: list, value: int, side: str = "right") -> Tensor:
+    """int64 (B, longest): the rows, filled up with `value` at the right or at the left (`side`)."""
+    tensors = [torch.tensor([*row], dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+
+
+def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> tuple:
+    """The images (3, S, S) and the mask (S, S) moved a little alike, and the images' contrast and gamma changed.
+
+    Nothing is mirrored, as answers name sides; a mask is never moved out of the image.
+    """
+    angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
+    shift, gain, gamma = rng.uniform(-0.04, 0.04, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
+    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]) / zoom
+
+    def move(image: Image.Image, resample: Image.Resampling) -> Image.Image:
+        # output pixel p shows input pixel turn @ (p - centre - shift) + centre
+        centre = np.full(2, image.width / 2)
+        offset = centre - turn @ (centre + shift * image.width)
+        row = [*turn[0], offset[0], *turn[1], offset[1]]
+        return image.transform(image.size, Image.Transform.AFFINE, row, resample)
+
+    moved = np.asarray(move(Image.fromarray(mask), Image.Resampling.NEAREST))
+    levels = (255 * np.clip(gain * np.linspace(0, 1, 256) ** gamma, 0, 1)).astype(np.uint8)
+    results = []
+    for pixels in (sam, vlm):
+        image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
+        if moved.any():
+            image = move(image, Image.Resampling.BILINEAR)
+        results.append(levels[np.asarray(image)].transpose(2, 0, 1))
+    return *results, moved if moved.any() else mask
+
+
+def read_data(args: Namespace, needed: str) -> list[Row]:
+    """All ranks: the rows of the annotations, checked. Raises InputError on all, also where split `needed` has none."""
+    rows: list[Row] = []
+    with du.agree_on_errors():
+        if du.world()[0] == 0:
+            root, patients = Path(args.data_root), (args.patient_column, args.patient_pattern)
+            if not root.is_dir():
+                raise InputError(
+                    f"{root}: no such folder; give --data_root, or make data up (make demo) or of your own images: "
+                    "python -m tools.prepare_data prs_med --help"
+                )
+            rows = annotations.read_rows(root, args.annotations, *patients, args.skip_bad_rows)
+            if not args.skip_data_check:
+                rows, warnings = annotations.check_data(rows, args.image_size, root / ".data_check.json")
+                for warning in warnings:
+                    print(f"data check: {warning}", flush=True)
+            if not any(row.split == needed for row in rows):
+                raise InputError(f"{root}: no rows of the {needed} split; check the annotations' column `split`")
+    return du.broadcast_object(rows)
+
+
+def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, PositionData]:
+    """The data set of each split that has rows; they share what is decoded."""
+    length = 3 * (reader.image_size**2 + reader.vlm_size**2)
+    files = Decoded([row.identity for row in rows], length, args.cache_gb * 2**30)
+    masks = Decoded([row.mask for row in rows], reader.image_size**2 + 1, args.cache_gb * 2**30)
+    sets = {}
+    for split in ("train", "val", "test"):
+        of_split = [row for row in rows if row.split == split]
+        if of_split:
+            augmented = args.augmentation and split == "train" and not args.eval_only
+            sets[split] = PositionData(of_split, reader, (files, masks), args.seed if augmented else None)
+    return sets
+
+
+# --- loss and scores --------------------------------------------------------------------------------------------------
+
+
+def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
     """BCE + Dice loss of each sample: (B, H, W) logits and bool masks -> (B,)."""
     target = masks.float()
     probability = logits.sigmoid()
-    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-    bce = bce.mean((1, 2))
-    overlap = probability * target
-    overlap = overlap.sum((1, 2))
+    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
+    overlap = (probability * target).sum((1, 2))
     areas = probability.sum((1, 2)) + target.sum((1, 2))
     return bce + 1 - (2 * overlap + 1) / (areas + 1)
 
 
-def batch_loss(
-    model: nn.Module,
-    batch: dict,
-    samples: int,
-    tokens: float,
-    args: Namespace,
-) -> torch.Tensor:
-    """(loss, mask part, text part): a micro-batch's share of the means over the global batch.
+def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
+    """(loss, mask part, text part): a leaf's share of the means over the global batch.
 
-    samples, tokens: images and answer tokens of the global batch.
+    samples, tokens: rows and answer tokens of the global batch.
     """
     logits, text_loss = model(batch)
-    seg = mask_loss(logits, batch["mask"])
-    seg = seg.sum() / samples
+    seg = mask_loss(logits, batch["mask"]).sum() / samples
     txt = text_loss.sum() / tokens
-    loss = args.lambda_seg * seg + args.lambda_txt * txt
-
-    # a non-finite loss must give non-finite gradients, which DDP carries to every rank: all skip the step together
-    finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-    return torch.stack([loss * finite, seg, txt])
+    return args.lambda_seg * seg + args.lambda_txt * txt, seg, txt
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
-    """Fused AdamW over what is trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-
-
-def count_answer_tokens(step: Step) -> list[float]:
-    """Tokens of the answers in this rank's share of a step."""
-    tokens = 0
-    for batch in step.batches:
-        given = batch["answer"] >= 0
-        tokens += int(given.sum())
-    return [float(tokens)]
-
-
-def train_one_epoch(
-    model: nn.Module,
-    loader: DataLoader,
-    optimizer: torch.optim.AdamW,
-    scaler: LossScaler,
-    training: TrainingRun,
-    args: Namespace,
-) -> None:
-    """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
-
-    model: PRSMed, or DDP around it. Between log lines nothing is read back from the GPU. Raises InputError on all ranks
-    for an unusable image of any.
-    """
-    model.train()
-    device = next(model.parameters()).device
-    _, world_size = world()
-    base_lr = scale_learning_rate(args.learning_rate, training.batch_scale, args.lr_scaling)
-    progress = training.progress
-    for step in optimizer_steps(loader, training, count=count_answer_tokens):
-        factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
-        lr = base_lr * factor
-
-        # forward and backward: each micro-batch gives its share of the mean over the global batch
-        losses = torch.zeros(3, device=device)
-        weights = pad_passes(step, loader.batch_sampler.batch_size, args.shard_base)
-        for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
-            batch = to_device(batch, device)
-            if args.augmentation:
-                batch = augment(batch, args.seed, progress.epoch)
-            with training.log.count_flops(step.samples), sync_gradients(model, now=last):
-                parts = batch_loss(model, batch, step.samples, step.totals[0], args)
-                parts = parts * weight
-                # DDP averages over the ranks; these are shares of a sum, so undo the division
-                scaler.scale(parts[0] * world_size).backward()
-            losses += parts.detach()
-
-        # update the weights; a non-finite gradient skips the step on all ranks together
-        grad_norm = clip_and_step(optimizer, scaler, args.grad_clip, lr)
-        end_step(training, step, losses, grad_norm, lr)
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
+def count_answer_tokens(batches: list[dict]) -> list[float]:
+    """Tokens of the answers in this rank's leaves."""
+    return [float(sum(int((batch["answer"] >= 0).sum()) for batch in batches))]
 
 
 @torch.no_grad()
-def evaluate(model: PRSMed, loader: DataLoader, split: str, args: Namespace) -> Results:
-    """Metrics of a split, the same on every rank and for any number of ranks.
+def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) -> tuple[list[dict], dict]:
+    """Scores of every row, in row order and the same on all ranks, and what a figure shows of a few.
 
-    dice, iou, hd95: means over rows at image_size, also per modality. position_accuracy: the GENERATED answer names the
-    position computed from the true mask; position_accuracy_mask: the predicted mask lies there. loss, loss_seg,
-    loss_txt: as in training, over the whole split. text_loss: another name of loss_txt.
+    dice, iou: of the mask at image_size; 1 for one that is empty as it should be. position_accuracy_mask: whether the
+    predicted mask lies at the true position, None where that mask is empty. hd95: pixels, MONAI's 95 % Hausdorff
+    distance; the image's diagonal where one of the masks is empty. Raises InputError on all ranks for an image of any.
     """
     model.eval()
-    data = loader.dataset
-    scores = []
-    examples = {}
-    error = ""
-    for batch in equal_passes(with_bar(loader, split), loader, model):
-        error = error or batch["error"]
-        batch = to_device(batch, model.device)
+    scores, examples, error = [], {}, ""
+    shown = set(np.linspace(0, len(loader.dataset) - 1, report.EXAMPLES).astype(int).tolist())
+    for batch in run.batches(loader):
+        error = error or next(filter(None, batch["error"]), "")
         logits, text_loss = model(batch)
-        answers = None if args.no_generate else model.answer(batch, args.max_new_tokens)
-
-        # what is added up over pixels and tokens comes to the host in one transfer
-        predicted = logits > 0
-        sums = add_up_rows(predicted, batch, mask_loss(logits, batch["mask"]), text_loss)
+        predicted, target = logits > 0, batch["mask"]
+        columns = [
+            (predicted & target).sum((1, 2)),
+            (predicted | target).sum((1, 2)),
+            mask_loss(logits, target),
+            text_loss,
+            (batch["answer"] >= 0).sum(1),
+        ]
+        # one transfer for what is added up over pixels and tokens, one for the masks
+        table = torch.stack([column.double() for column in columns], dim=1).tolist()
         masks = predicted.cpu().numpy()
-        batch_scores = score_batch(batch, sums, masks, answers)
-        scores += batch_scores
-        examples |= take_examples(data.rows, batch, masks, batch_scores)
-
-    scores = gather_scores(scores, error)
-    metrics = mean_metrics(scores, data, split, args.lambda_seg, args.lambda_txt)
-    return Results(metrics, gather_examples(examples), scores)
-
-
-def test_best(model: PRSMed, loaders: dict, training: TrainingRun, args: Namespace) -> None:
-    """Print the metrics of best.pt; where nothing was validated, the test's of the last weights."""
-    progress = training.progress
-    run_folder = training.run_folder
-    title = "test, the last weights (there are no validation rows)"
-    if "val" in loaders:
-        title = "test, best.pt"
-        best = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
-        load_weights(model, best)
-        # it was evaluated and logged when it was chosen; a checkpoint of an older script does not tell
-        if progress.best_metrics is None:
-            results = evaluate(model, loaders["val"], "val", args)
-            log_results(results, "val", training)
-            progress.best_metrics = results.metrics
-        print_metrics("val, best.pt", progress.best_metrics)
-    if "test" in loaders:
-        loader = loaders["test"]
-        results = evaluate(model, loader, "test", args)
-        print_metrics(title, results.metrics)
-        if args.blind_scores:
-            evaluate_test = partial(evaluate, model, split="test", args=args)
-            rows = loaders["train"].dataset.rows
-            results.metrics.update(look_away(evaluate_test, loader, results, rows, "test", args.seed))
-        log_results(results, "test", training)
-        write_cases(run_folder / "test_cases.csv", loader.dataset.rows, results.scores)
+        distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
+        for k, (index, position) in enumerate(zip(batch["index"], batch["position"], strict=True)):
+            both, either, seg, txt, tokens = table[k]
+            scores.append({
+                "index": index,
+                "dice": 2 * both / (both + either) if either else 1.0,
+                "iou": both / either if either else 1.0,
+                "position": position,
+                "position_accuracy_mask": position and float(position_of(masks[k]) == position),
+                "hd95": distances[k],
+                "loss_seg": seg,
+                "loss_txt": txt,
+                "tokens": tokens,
+            })  # fmt: skip
+            if index in shown:
+                image = batch["sam"][batch["image_of"][k]].cpu().numpy()
+                examples[index] = {"image": image, "true": target[k].cpu().numpy(), "predicted": masks[k]}
+    with du.agree_on_errors():
+        if error:
+            raise InputError(error)
+    examples = {index: example for part in du.gather_objects(examples) for index, example in part.items()}
+    scores = [row for part in du.gather_objects(scores) for row in part]
+    return sorted(scores, key=lambda row: row["index"]), dict(sorted(examples.items()))
 
 
-def evaluate_only(
-    model: PRSMed,
-    sets: dict[str, PositionData],
-    step: int,
-    args: Namespace,
-) -> None:
-    """--eval_only: the metrics of one split, printed and written to eval_<split>[_shuffled].json, with their figure."""
-    name = args.eval_split
-    data = sets[name]
-    facts = {"step": step}
-    if args.shuffle_questions:
-        name = f"{name}_shuffled"
-        data.rows, changed = swap_questions(data.rows)
-        facts |= {"rows": len(data), "rows_with_another_question": changed}
-        print_main(f"{changed} of {len(data)} rows ask another question about their image")
-    data = limit_rows(data, args.eval_max_samples, args.seed)
-    loader = evaluation_loader(data, args.batch_size, args.num_workers)
-    results = evaluate(model, loader, args.eval_split, args)
-    print_metrics(name, results.metrics)
-    if args.blind_scores and not args.shuffle_questions:
-        evaluate_split = partial(evaluate, model, split=args.eval_split, args=args)
-        facts |= look_away(evaluate_split, loader, results, sets["train"].rows, args.eval_split, args.seed)
-    write_evaluation(Path(args.checkpoint_dir), name, results.metrics | facts, results, data.rows)
+@torch.no_grad()
+def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_new_tokens: int) -> None:
+    """Add to the scores of every row its generated answer, and whether that names the true position."""
+    model.eval()
+    own = {}
+    for batch in run.batches(loader):
+        own |= dict(zip(batch["index"], model.answer(batch, max_new_tokens), strict=True))
+    answers = {index: answer for part in du.gather_objects(own) for index, answer in part.items()}
+    for row in scores:
+        row["answer"] = answers[row["index"]]
+        row["position_accuracy"] = row["position"] and float(position_in(row["answer"]) == row["position"])
+
+
+def merge_lora(model: PRSMed) -> None:
+    """Add the LoRA matrices to the weights that they change: half the operations a generated token.
+
+    Rounds the frozen weights, so only for a model that neither trains nor is scored on its masks any more.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.vlm.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merge()
+
+
+def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, float]:
+    """The metrics of a split by name: the losses of training, and means over all rows that have a value."""
+    seg = sum(row["loss_seg"] for row in scores) / len(scores)
+    txt = sum(row["loss_txt"] for row in scores) / sum(row["tokens"] for row in scores)
+    metrics = {"loss": args.lambda_seg * seg + args.lambda_txt * txt, "loss_seg": seg, "loss_txt": txt}
+    for name in report.MEANS:
+        values = [row[name] for row in scores if row.get(name) is not None]
+        if values:
+            metrics[name] = sum(values) / len(values)
+    return {f"{split}/{name}": value for name, value in metrics.items()}
+
+
+def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Namespace) -> dict[str, float]:
+    """All ranks: the test table with intervals, ablations and rivals, its figure and cases; returns its metrics."""
+    data = sets[split]
+    make = partial(make_loader, args=args, batch_size=run.leaf)
+    scores, examples = evaluate(model, make(data), run, hausdorff=True)
+
+    # the same model without the image, or with that of another case: of some hundred rows
+    some = np.unique(np.linspace(0, len(data) - 1, min(len(data), report.MOST_ABLATED)).astype(int)).tolist()
+    ablations = {}
+    for name, shown in report.ablations([data.rows[index] for index in some], args.seed).items():
+        blind = PositionData([data.rows[index] for index in some], data.reader, (data.images, data.masks))
+        blind.shown = shown
+        ablations[name] = (blind, evaluate(model, make(blind), run)[0])
+
+    # answers at last, as they are generated by merged weights, many at once
+    merge_lora(model)
+    generate = partial(make_loader, args=args, batch_size=max(run.leaf, 64))
+    add_answers(model, generate(data), run, scores, args.max_new_tokens)
+    for blind, blind_scores in ablations.values():
+        add_answers(model, generate(blind), run, blind_scores, args.max_new_tokens)
+        for row in blind_scores:
+            row["index"] = some[row["index"]]
+    others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
+    if "train" in sets:
+        others |= {f"rival/{name}": rows for name, rows in report.rival_scores(sets["train"], data).items()}
+    if du.world()[0] != 0:
+        return {}
+    metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
+    report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)
+    run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))
+    return metrics
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
+    """(image, question) of --predict: one image, all images of a folder, or a CSV's rows with paths from its folder."""
+    path = Path(predict)
+    if path.suffix.lower() == ".csv":
+        table = tables.read_table(path)
+        image = tables.find_column(table, "image")
+        pairs = [(path.parent / row[image], row.get("question") or question) for _, row in table]
+        bad = [source for (source, _), (_, asked) in zip(table, pairs, strict=True) if not asked]
+        if bad:
+            raise InputError(f"{bad[0]}: no question; complete the row or give --question")
+        return pairs
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    found = [file for file in found if file == path or file.suffix.lower() in images.IMAGE_ENDINGS]
+    if not found:
+        raise InputError(f"{path}: no image there; check --predict")
+    return [(file, question) for file in found]
+
+
+def predict(model: PRSMed, run: Run, args: Namespace) -> int:
+    """--predict: masks and answers in <run folder>/predictions, or predictions_2 where that holds earlier ones."""
+    pairs = list_questions(args.predict, args.question)
+    readable, opened = [], {}
+    for file, question in pairs:
+        try:
+            opened[str(file)] = opened.get(str(file)) or images.open_image(file)
+            readable.append((str(file), question))
+        except (OSError, ValueError, SyntaxError) as error:
+            du.print_main(f"warning: {file}: cannot be read ({error}); left out")
+    if not readable:
+        raise InputError(f"{args.predict}: no image can be read; check --predict")
+    side, folder, number = model.reader.image_size, run.folder / "predictions", 1
+    while folder.exists():
+        number += 1
+        folder = run.folder / f"predictions_{number}"
+    du.gather_objects(None)
+
+    # an empty mask and answer take the places of those to be found
+    blank = np.zeros(side**2 + 1, np.uint8)
+    rows = [Row("", file, "", "", question, "", file) for file, question in readable]
+    data = PositionData(rows, model.reader, (Decoded([], 0, 0), Decoded([], 0, 0)))
+    data.decode_mask = lambda _: blank
+    data.decode_image = lambda file: np.concatenate([pixels.ravel() for pixels in model.reader.pixels(opened[file])])
+    loader = make_loader(data, args, run.leaf)
+    model.eval()
+    records = {}
+    with torch.no_grad():
+        for batch in run.batches(loader):
+            logits, _ = model(batch)
+            for index, mask in zip(batch["index"], logits, strict=True):
+                # back to the image's own size, without the padding of the square
+                image = opened[rows[index].image]
+                left, top, right, bottom = images.square_box(image.size, len(mask))
+                inside = mask[None, None, top:bottom, left:right]
+                native = F.interpolate(inside, (image.height, image.width), mode="bilinear", align_corners=False)
+                records[index] = {"mask": native[0, 0].cpu().numpy() > 0}
+        merge_lora(model)
+        for batch in run.batches(make_loader(data, args, max(run.leaf, 64))):
+            for index, answer in zip(batch["index"], model.answer(batch, args.max_new_tokens), strict=True):
+                records.setdefault(index, {})["answer"] = answer
+    everything: dict[int, dict] = {}
+    for part in du.gather_objects(records):
+        for index, record in part.items():
+            everything.setdefault(index, {}).update(record)
+    if du.world()[0] == 0:
+        report.write_predictions(folder, rows, [everything[index] for index in range(len(rows))], opened)
+    return 0
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def asked_batch(args: Namespace, checkpoint: dict | None = None) -> BatchSize:
-    """The batch of the flags, or of the run that is resumed."""
-    base = keep_effective_batch(vars(args), args.source, checkpoint)
-    recomputed = bool(args.gradient_checkpointing)
-    batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
-    return batch.of_effective_batch(args.effective_batch_size, base)
+def make_loader(data: PositionData, args: Namespace, batch_size: int, **options) -> DataLoader:
+    """A loader of a data set; for evaluation unless `train` is among the options of create_distributed_dataloader."""
+    options = {"train": False, "seed": args.seed, "num_workers": args.num_workers} | options
+    return du.create_distributed_dataloader(data, batch_size, collate_fn=partial(collate, data.reader), **options)
 
 
-def trial_step(model: PRSMed, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch of its size in memory; the gradients stay in the model."""
-    batch = to_device(batch, model.device)
-    samples = len(batch["index"])
-    tokens = batch["answer"].numel()
-    losses = batch_loss(model.train(), batch, samples, tokens, args)
-    losses[0].backward()
+def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
+    """A made-up batch of the longest prompt and answer of some rows, each about an image of its own; 64 and 64 tokens
+    of text without rows.
+    """
+    reader = model.reader
+    pairs = [reader.tokens(*texts) for texts in {(row.question, row.answer) for row in rows}]
+    first, last = reader.image_places
+    prompt = max(
+        (prompt for prompt, _ in pairs),
+        key=len,
+        default=[*range(first), *[reader.image_token] * (last - first), *[0] * 64],
+    )
+    answer = max((answer for _, answer in pairs), key=len, default=[0] * 64)
+    item = {"index": 0, "position": None, "error": "", "prompt": prompt, "answer": answer}
+    for name, side in (("sam", reader.image_size), ("vlm", reader.vlm_size)):
+        item[name] = torch.zeros(3, side, side, dtype=torch.uint8)
+    item["mask"] = torch.zeros(reader.image_size, reader.image_size, dtype=torch.bool)
+    return collate(reader, [item | {"identity": str(number)} for number in range(size)])
 
 
-def rehearse(args: Namespace) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step, of the longest rows where the annotations are there."""
-    root = Path(args.data_root)
-    rows = []
-    if (root / "annotations").is_dir():
-        rows = read_annotations(root, args.annotations, args.skip_bad_rows)
-
-    def build(device: torch.device) -> PRSMed:
-        precision, _ = choose_precision(args.mixed_precision, device)
-        set_numerics(device, precision, "", args.deterministic)
-        with device:
-            return build_model(args, precision, device)
-
-    optimizer = partial(make_optimizer, args=args)
-    trial = partial(trial_step, args=args)
-    rehearse_model(build, optimizer, trial, rows, asked_batch(args), args.world_size, args.gpu_memory)
+def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
+    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    model.train()
+    batch = du.to_device(batch, model.device)
+    batch_loss(model, batch, len(batch["index"]), batch["answer"].numel(), args)[0].backward()
 
 
-def run(args: Namespace, ranks: Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun = time.time()
-    run_folder = Path(args.checkpoint_dir)
-    precision, reason = agree_on_precision(partial(choose_precision, args.mixed_precision, ranks.device))
-    reason = set_numerics(ranks.device, precision, reason, args.deterministic)
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Fused AdamW over what is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
-    # what is wrong with the data is said before anything is written
-    rows = []
-    asked = list_questions(args.predict, args.question)
-    if not args.predict:
-        root = Path(args.data_root)
-        needed_split = args.eval_split if args.eval_only else "train"
-        check = not args.skip_data_check
-        patients = Patients(args.patient_column, args.patient_pattern)
-        limit = args.max_contradictions
-        rows = read_rows(root, args.annotations, args.skip_bad_rows, needed_split, check, ranks, patients, limit)
 
-    # a training has the run folder to itself from here on
-    apply_only = bool(args.eval_only or args.predict)
-    lock = None
-    resume_from = args.resume_from
-    if apply_only:
-        resume_from = resume_from or str(run_folder / "best.pt")
-    else:
-        may_exist = bool(args.resume_from) or args.overwrite
-        lock = lock_run_folder(run_folder, may_exist, overwrite=args.overwrite)
-    checkpoint = load_checkpoint(resume_from, run_folder, FORMAT, resume=not apply_only)
-    if apply_only and checkpoint is None:
-        raise InputError(f"{run_folder}: no checkpoint to use; give one with --resume_from")
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, validate each epoch, keep the best, test it; or --eval_only, or --predict. Returns the exit code."""
+    device = ranks.device
+    precision, reason = choose_precision(args.mixed_precision, device)
+    remark = set_numerics(device, precision, args.deterministic)
+    rows = [] if args.predict else read_data(args, args.eval_split if args.eval_only else "train")
 
-    # the model, the same on all ranks
-    with agree_on_errors():
-        model = build_model(args, precision, ranks.device, checkpoint)
-    check_same_base(model.base["fingerprint"])
-    with agree_on_errors():
-        if checkpoint:
-            load_weights(model, checkpoint)
-
+    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    run = Run(FORMAT, args, ranks, ADVICE)
+    with du.agree_on_errors():
+        model = build_model(args, precision, device)
+        if run.checkpoint:
+            load_weights(model, run.checkpoint)
+    base = fingerprint(model)
+    if any(not torch.equal(base, other) for other in du.gather_objects(base)):
+        raise InputError("--vlm_path: the processes have loaded different weights; give every node the same files")
     if args.predict:
-        return predict(model, asked, args.batch_size, args.max_new_tokens, run_folder)
-    sets = make_datasets(rows, model.reader, args.cache_gb, args.augmentation)
+        return predict(model, run, args)
+    sets = make_sets(rows, model.reader, args)
     if args.eval_only:
-        evaluate_only(model, sets, checkpoint["step"], args)
+        metrics = test(model, sets, args.eval_split, run, args)
+        run.write_summary(f"eval_{args.eval_split}", metrics)
         return 0
-    code = fit(model, sets, checkpoint, reason, args, ranks)
-    print_main(f"{time.time() - begun:.0f} seconds in all")
-    del lock
-    return code
 
+    # the step and its leaves
+    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size, sets["train"].rows), args))
+    options = {"train": True, "effective_batch_size": run.effective, "shares": run.shares}
+    if args.questions_per_image > 1:
+        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(row.identity for row in rows))}
+        image_of = np.array([numbers[row.identity] for row in sets["train"].rows])
+        options["groups"] = ImageGroups(image_of, args.questions_per_image)
+    loader = make_loader(sets["train"], args, run.leaf, **options)
+    val_loader = make_loader(sets["val"], args, run.leaf) if "val" in sets else None
 
-def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
-    """What may not differ where a run is resumed."""
-    sampler = loader.batch_sampler
-    facts = {
-        "training_rows": len(loader.dataset),
-        "effective_batch_size": sampler.effective_batch_size,
-    }
-    facts |= order_facts(sampler, args.questions_per_image)
-    facts |= loader.dataset.augmentation_facts()
-    return facts
-
-
-def fit(model: PRSMed, sets: dict, checkpoint: dict | None, reason: str, args: Namespace, ranks: Ranks) -> int:
-    """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
-    begun = time.time()
-    run_folder = Path(args.checkpoint_dir)
-    trial = partial(trial_step, args=args)
-    asked = asked_batch(args, checkpoint)
-    batch = choose_batch_size(
-        model, sets["train"], trial, asked, args.auto_batch, args.gradient_checkpointing, checkpoint
-    )
-    loaders = {"train": training_loader(sets["train"], batch, args.seed, args.num_workers, args.questions_per_image)}
-    loaders |= evaluation_loaders(sets, batch.size, args.eval_max_samples, args.seed, args.num_workers)
-
-    # what is trained, by how many steps, and what is logged
-    sampler = loaders["train"].batch_sampler
-    planned_steps = args.num_epochs * sampler.steps_per_epoch()
-    last_step = min(args.max_steps or planned_steps, planned_steps)
     optimizer = make_optimizer(model, args)
-    scaler = LossScaler(ranks.device, model.precision)
-    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, model.precision, args.compile)
-    log.curves = CURVES
-    this_run = facts_of_run(loaders["train"], args)
-
-    # where it stands, and what a checkpoint of it holds
-    training = TrainingRun(
-        run_folder=run_folder,
-        progress=ValidatedProgress(),
-        last_step=last_step,
-        planned_steps=planned_steps,
-        effective_batch_size=sampler.effective_batch_size,
-        precision=model.precision,
-        log=log,
-        contents=partial(checkpoint_contents, model, optimizer, scaler, batch, this_run, args),
-        model=model,
-        **safety_flags(args),
-    )
-    training.batch_scale = batch.scale
-    training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
-
-    # begin, or resume where the checkpoint stands
-    seed_ranks(args.seed)
-    if checkpoint:
-        resume(training.progress, checkpoint, this_run, run_folder)
-        restore_training(checkpoint, optimizer, scaler, args.weight_decay)
-    log.open(args, checkpoint)
-    prepare_checkpoint(model)
-    print_start("PRS-Med", ranks, training, describe_run(model, sets, batch, reason, args))
-    if args.compile:
-        model.compile()
-
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation_flag, args.auto_batch, ranks.device)
-    with training, contextlib.closing(log), explain_out_of_memory(advice):
-        code = train(model, wrap_model(model, ranks, args.shard_base), loaders, optimizer, scaler, training, args)
-        if code:
-            return code
-        finish_run(training, begun, training.progress.best_metrics if "val" in loaders else {})
-        export_weights(trained_state(model, args.save_full_state), run_folder / "model.safetensors")
-        say_where(run_folder)
-    return 0
-
-
-def checkpoint_contents(
-    model: PRSMed,
-    optimizer: torch.optim.AdamW,
-    scaler: LossScaler,
-    batch: BatchSize,
-    this_run: dict,
-    args: Namespace,
-) -> dict:
-    """What a checkpoint holds beside position, log and random state. this_run: what a resumed run must share."""
-    return {
-        "format": FORMAT,
-        "base": model.base,
-        "model": trained_state(model, args.save_full_state),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-        "run": this_run,
-        "precision": model.precision,
-        "split": batch.record(),
+    steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
+    base_lr = du.scale_learning_rate(args.learning_rate, run.times, args.lr_scaling)
+    if base_lr > 2e-4 and model.vlm.config.text_config.hidden_size >= 1024:
+        du.print_main(f"warning: a learning rate of {base_lr:g} may diverge; --lr_scaling none or --warmup_steps 500")
+    facts = {
+        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
+        "learning rate": f"{args.learning_rate:g} -> {base_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "augmentation": args.augmentation,
+        "questions per image": args.questions_per_image,
     }
+    notes = {"precision": "; ".join(filter(None, (f"{precision} ({reason})", remark)))}
+    losses = ["loss", "loss_seg", "loss_txt"]
+    wrapped = run.begin(model, optimizer, precision, steps, losses, facts, notes, {"base": base})
 
+    with run:
+        while not run.is_over():
+            model.train()
+            for step in run.steps(loader, count=count_answer_tokens):
+                for batch in step.leaves():
+                    step.backward(*batch_loss(wrapped, batch, step.samples, step.totals[0], args))
+                factor = du.schedule(run.position.step, steps, args.warmup_steps, args.lr_schedule)
+                step.update(base_lr * factor)
+            if run.stopped:
+                return run.save_and_stop()
 
-def train(
-    model: PRSMed,
-    wrapped: nn.Module,
-    loaders: dict[str, DataLoader],
-    optimizer: torch.optim.AdamW,
-    scaler: LossScaler,
-    training: TrainingRun,
-    args: Namespace,
-) -> int:
-    """All epochs, each with its validation, then the test of best.pt; returns a stop signal's exit code, else 0."""
-    progress = training.progress
-    log = training.log
-    best_examples = []
-    say_if_finished(training, "--num_epochs")
-    if progress.step == 0:
-        data_sets = [loader.dataset for loader in loaders.values()]
-        log.figures(lambda: {"inputs": draw_inputs(data_sets, args.seed)}, 0)
-    # a checkpoint of a step with an evaluation is older than that
-    waiting = training.pauses() and progress.samples > 0
-    while True:
-        if not waiting:
-            train_one_epoch(wrapped, loaders["train"], optimizer, scaler, training, args)
-        waiting = False
-        code = end_epoch(training)
-        if code:
-            return code
+            metrics = {}
+            if val_loader:
+                scores, examples = evaluate(model, val_loader, run)
+                if args.generate_every and (run.position.epoch + 1) % args.generate_every == 0:
+                    add_answers(model, val_loader, run, scores, args.max_new_tokens)
+                metrics = mean_metrics(scores, "val", args)
+                du.print_main(f"val: loss {metrics['val/loss']:.4f}, dice {metrics['val/dice']:.4f}")
+                run.figure("val_predictions", report.draw_predictions(sets["val"].rows, scores, examples))
+            run.keep(metrics, headline="val/dice")
 
-        # the validation, where it is due and at the end; best.pt is the checkpoint of the highest Dice
-        epoch_complete = progress.samples >= loaders["train"].batch_sampler.used
-        planned = training.plans_evaluation(epoch_complete)
-        at_end = progress.step >= training.last_step
-        if "val" in loaders and (planned or at_end):
-            results = evaluate(model, loaders["val"], "val", args)
-            log_results(results, "val", training)
-            loss = results.metrics["val/loss"]
-            dice = results.metrics["val/dice"]
-            print_main(f"epoch {progress.epoch + 1}: val loss {loss:.4f}, dice {dice:.4f}")
-            if keep_best(training, dice, planned):
-                progress.best_metrics = results.metrics
-                best_examples = results.examples
-        if at_end or (epoch_complete and not next_epoch(training)):
-            break
-
-    test_best(model, loaders, training, args)
-    if best_examples:
-        log.figures(lambda: {"val_predictions": draw_predictions(best_examples)}, progress.step)
+        # the best weights, or the last where nothing was validated
+        run.load_best(model)
+        run.finish(test(model, sets, "test", run, args) if "test" in sets else {})
     return 0
 
 
 def main(args: Namespace) -> int:
-    if args.rehearse:
-        rehearse(args)
-    launch_workers(args.world_size or 1)
+    du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with setup_distributed(timeout=args.dist_timeout) as ranks:
-        asked = asked_batch(args)
-        advice = partial(out_of_memory_advice, asked.size, asked.accumulation_flag, args.auto_batch, ranks.device)
-        with explain_out_of_memory(advice):
-            return run(args, ranks)
+    with du.setup_distributed(args.dist_timeout) as ranks:
+        return run_task(args, ranks)
 
 
 if __name__ == "__main__":

@@ -1,236 +1,293 @@
-"""`old.prepare_data prs_med`: raw images and masks become the folders and the table that train_prs_med.py reads."""
+"""Raw images with masks, label maps or volumes become the folders and the CSV that train_prs_med.py reads."""
 
 import argparse
-import math
+import csv
+import json
+import os
+import random
 import re
-from collections import Counter
+import shutil
 from pathlib import Path
 
-from old.cli_utils import InputError, counted, number, whole
-from old.image_utils import Window
-from old.table_utils import SPLITS, parse_shares
-from tasks.prs_med.layout import write_set
-from tasks.prs_med.pairs import Pair, Pairs, find_pairs, is_volume, plain_name, simplify
-from tasks.prs_med.patients import Images, describe_images
-from tasks.prs_med.raw_masks import Labels, parse_labels
-from tasks.prs_med.views import Reading
-from tasks.prs_med.volumes import listed_pairs, read_label_names
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
 
-POSITIONS = ("top left", "top right", "center", "bottom left", "bottom right")
-# What lies beside the sets.
-TAKEN = ("annotations", "data", "llava_tiny", "sam_tiny")
+from tasks.prs_med.annotations import foreground, is_label_map, is_misfit, position_of, refuse
+from utils.cli import InputError, RunError, number, pattern, whole
+from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
+from utils.tables import SPLITS, check_one_split, find_column, parse_shares, patient_in, read_table, split_of
+
+ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
+# what separates words in a name, and which may follow the name that an image and its mask share (nnU-Net adds _0000)
+GAP = "[ _.+-]+"
+MASK_WORDS = "mask|masks|seg|segmentation|label|labels|gt"
+IMAGE_WORDS = "image|img|0000"
+# what a file system or the CSV may not hold in a name
+UNSAFE = r"[^\w .+-]"
+MIN_PIXELS = 10
+
+LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
+COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "patient")
+QUESTIONS = (
+    "Where {is} the {name} located in this image?",
+    "In which part of the image {is} the {name}?",
+    "Please find the {name} and say where in the image {it} {is}.",
+    "What is the position of the {name} in this image?",
+)
+ANSWERS = (
+    "The {name} {is} located in the {position} of the image.",
+    "The {name} {is} in the {position} of the image.",
+    "The {name} can be seen in the {position} of the image.",
+)
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-
-def parse_window(text: str) -> Window:
-    """argparse type: centre and width."""
+def parse_labels(text: str) -> dict[int, str]:
+    """argparse type: "1=liver,2=left kidney,3=-" ("-": left out), or the dataset.json of the Decathlon or nnU-Net."""
     try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    finite = all(map(math.isfinite, values))
-    if len(values) != 2 or not finite or values[1] <= 0:
-        raise argparse.ArgumentTypeError(f"must be centre and width, such as 40,400, not {text!r}")
-    return Window._make(values)
-
-
-def parse_pattern(text: str) -> re.Pattern:
-    """argparse type: a regular expression with a group."""
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"not a regular expression ({error}): {text!r}") from None
-    if not pattern.groups:
-        example = r"^(P\d+)"
-        raise argparse.ArgumentTypeError(f"must hold the patient in brackets, such as {example}, not {text!r}")
-    return pattern
-
-
-def parse_name(text: str) -> str:
-    """argparse type: the name of a set, which becomes that of a folder."""
-    name = text.strip()
-    is_plain = re.fullmatch(r"[^./\\:][^/\\:]*", name)
-    if not is_plain or name in TAKEN:
-        raise argparse.ArgumentTypeError(f"must be a plain name such as liver_CT, not {text!r}")
-    return name
+        listed = [re.split(r"\s*=\s*", part.strip()) for part in text.split(",")]
+        if text.endswith(".json"):
+            listed = json.loads(Path(text).read_text(encoding="utf-8"))["labels"].items()
+        # nnU-Net has the name first
+        ordered = [sorted(map(str, pair), key=str.isdigit) for pair in listed]
+        return {int(value): name for name, value in ordered if int(value)}
+    except (OSError, ValueError, KeyError, AttributeError):
+        reason = f'must be as "1=liver,2=left kidney", or a dataset.json, not {text!r}'
+        raise argparse.ArgumentTypeError(reason) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this task's flags."""
     add = parser.add_argument
-    add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, DICOM or NIfTI")
-    add("masks", type=Path, help="folder of masks or label maps named as the images; may be the same")
-    add("out", type=Path, help="folder to write, for --data_root; other sets may lie there")
-    add("--name", type=parse_name, help="of the set, OUT/annotations/NAME.csv; default: the folder of images")
-    add("--structure", nargs="+", metavar="NAME", help="what masks show; several where their names end with it")
-    add("--labels", type=parse_labels, metavar="1=A,2=B", help="values of label maps; default: dataset.json's")
-    add("--min_pixels", type=whole(1), default=10, help="a label of fewer in an image is left out")
-
-    add = parser.add_argument_group("splits").add_argument
-    add("--table", type=Path, metavar="CSV", help="columns file, patient, structure, question, answer, split")
-    add("--patient_column", metavar="NAME", help="column of --table; default: patient, where there is one")
-    add("--patient_pattern", type=parse_pattern, metavar="REGEX", help="group 1 is the patient in a name")
-    shares = "percent of the patients that train, validate and test"
-    add("--split", dest="shares", type=parse_shares, default="70,15,15", metavar="T,V,T", help=shares)
-    add("--seed", type=int, default=0, help="decides, with the patient's name, the split; and the wording")
-
-    add = parser.add_argument_group("images").add_argument
-    window = "centre and width for DICOM and NIfTI; default: the file's own, else its range"
-    add("--window", type=parse_window, metavar="C,W", help=window)
+    add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, WebP, DICOM or NIfTI, also in subfolders")
+    add("masks", type=Path, help="folder of masks or label maps, named like the images; may be the same folder")
+    add("out", type=Path, help="folder to write, for --data_root; other sets may be there")
+    add("--name", type=pattern(r"\w[\w .+-]*", "a plain name"), help="name of the set; default: the folder of images")
+    text = "what the masks show; of several structures, the one that a mask's name ends with"
+    add("--structure", nargs="+", default=[], metavar="NAME", help=text)
+    add("--labels", type=parse_labels, metavar="1=A,2=B", help="for label maps, or a dataset.json; 3=- leaves 3 out")
+    add("--window", type=float, nargs=2, metavar=("CENTER", "WIDTH"), help="default: the DICOM file's, else its range")
     add("--slice_spacing", type=number(0, above=True), default=10.0, help="mm between the slices of a volume")
-    add("--channel", type=whole(0), default=0, help="of a volume with several")
+    add("--seed", type=int, default=0, help="decides, with a patient's name, the split; and the wording")
+    add("--split", type=parse_shares, default="70,15,15", metavar="T,V,T", help="shares of the patients")
+    text = 'the patient in the name of an image, as "^(P[0-9]+)"; the default takes each image for one'
+    add("--patient_pattern", default=".*", metavar="REGEX", help=text)
+    add("--table", type=Path, help="CSV, xlsx or parquet: columns file, patient and, if the table decides it, split")
+    add("--patient_column", default="patient", metavar="NAME", help="in the table")
+    add("--overwrite", action="store_true", help="replace the set of this name in OUT")
+    add("--small_models", action="store_true", help="write tiny models with random weights into OUT, for a trial")
+    add("--small_size", type=whole(32), default=96, help="input side of the tiny SAM")
 
-    add = parser.add_argument_group("output").add_argument
-    add("--overwrite", action="store_true", help="replace OUT/annotations/NAME.csv and OUT/NAME")
-    add("--small_models", action="store_true", help="tiny models with random weights in OUT, for a trial")
-    add("--small_size", type=whole(32), default=96, help="side of the small SAM's input, pixels")
+
+# --- files and patients -----------------------------------------------------------------------------------------------
+
+
+def list_files(folder: Path) -> dict[str, Path]:
+    """{path in the folder, without ending and capitals: file} of the images in a folder and below it."""
+    files: dict[str, Path] = {}
+    for path in sorted(folder.rglob("[!.]*")):
+        if path.is_file() and (re.search(ENDING, path.name) or is_dicom(path)):
+            key = re.sub(ENDING, "", path.relative_to(folder).as_posix()).lower()
+            if files.setdefault(key, path) != path:
+                raise InputError(f"{path}: has the same name as {files[key].name}; keep one of them")
+    if not files:
+        raise InputError(f"{folder}: holds no image, such as .png, .jpg, .tif, .dcm or .nii.gz; check the folder")
+    return files
+
+
+def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[str]) -> tuple[Path | None, str]:
+    """(image, structure) of a mask: the image of the same name, or of what is left without structure and MASK_WORDS.
+
+    In a folder of both, a mask is not its own image. structure: "" where the name tells none of several.
+    """
+    words = {name: GAP.join(map(re.escape, name.lower().split())) for name in structures}
+    named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
+    # "left kidney" also ends with "kidney"
+    structure = max(named, key=len) if named else structures[0] if len(structures) == 1 else ""
+    while images.get(key, mask) == mask:
+        key, longer = re.sub(f"{GAP}({'|'.join([MASK_WORDS, *words.values()])})$", "", key), key
+        if key == longer:
+            return None, structure
+    return images[key], structure
+
+
+def read_patients(args: argparse.Namespace) -> dict[str, tuple[str, str, str]]:
+    """{file without folder, ending and capitals: (patient, split, source)} of --table. Raises InputError."""
+    table = read_table(args.table)
+    file, patient = find_column(table, "file", "image", "image_name"), find_column(table, args.patient_column)
+    found = []
+    for source, row in table:
+        split = SPLITS.get(row["split"].lower()) if "split" in row else split_of(row[patient], args.seed, args.split)
+        found.append((row[patient], split, source))
+    advice = "no patient, or a split that is not train, val or test; complete the row"
+    refuse([f"{source}: {advice}" for *known, source in found if not all(known)], "rows without patient or split")
+    check_one_split(found)
+    names = [re.sub(ENDING, "", re.split(r"[/\\]", row[file])[-1]).lower() for _, row in table]
+    return dict(zip(names, found, strict=True))
+
+
+# --- images, masks, sentences -----------------------------------------------------------------------------------------
+
+
+def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) -> dict[str, np.ndarray]:
+    """{structure: (H, W) bool} of a mask's or a label map's values. Raises ValueError for what has no name."""
+    if labels:
+        unnamed = set(np.unique(values).tolist()) - {0, *labels}
+        if unnamed:
+            raise ValueError(f"holds label {min(unnamed):g}; name it in --labels, or leave it out: {min(unnamed):g}=-")
+        return {name: np.isin(values, [v for v in labels if labels[v] == name]) for name in {*labels.values()} - {"-"}}
+    if is_label_map(values):
+        raise ValueError(LABEL_MAP)
+    if not structure:
+        raise ValueError("its name does not end with a --structure; rename it, or give one structure only")
+    return {structure: foreground(values)}
+
+
+def read_views(image: Path, mask: Path, structure: str, args: argparse.Namespace) -> list[tuple]:
+    """[(addition to the name, image, masks_in it)] of a flat image, or of a volume's slices that hold foreground.
+
+    A volume is cut across the axis of its thickest voxels, else axially, every --slice_spacing mm, and seen with the
+    patient's right at the left and the front (or the head) at the top. Raises InputError naming the file.
+    """
+    path = image
+    try:
+        if not re.search(r"(?i)\.nii(\.gz)?$", image.name):
+            pixels, path = open_upright(image, args.window), mask
+            # labels as they are stored; a mask as training opens it
+            values = np.asarray(Image.open(mask) if args.labels else open_upright(mask).convert("L"))
+            if values.ndim > 2:
+                raise ValueError("labels in colours; write them as numbers in one channel")
+            if is_misfit(pixels.size, values.shape[::-1]):
+                raise ValueError(f"its {values.shape[::-1]} pixels do not fit {pixels.size} of {image.name}")
+            return [("", pixels, masks_in(values, args.labels, structure))]
+
+        import nibabel
+
+        volume = nibabel.as_closest_canonical(nibabel.load(image))
+        voxels = np.asarray(volume.dataobj, np.float32)
+        # of several channels the first
+        voxels = voxels[..., 0] if voxels.ndim == 4 else voxels
+        low, high = np.percentile(voxels, [0.5, 99.5])
+        voxels = to_bytes(voxels, args.window or ((low + high) / 2, high - low))
+        path = mask
+        label_map = nibabel.as_closest_canonical(nibabel.load(mask))
+        values = np.asarray(label_map.dataobj)
+        if values.shape != voxels.shape or not np.allclose(volume.affine, label_map.affine, atol=0.01):
+            raise ValueError(f"{image.name} has another grid; resample one of them")
+        if not args.labels and len(np.unique(values)) > 2:
+            raise ValueError(LABEL_MAP)
+        sizes = volume.header.get_zooms()[:3]
+        axis = int(np.argmax(sizes)) if max(sizes) > 1.05 * sizes[2] else 2
+        voxels, values = (np.moveaxis(array, axis, 0)[:, ::-1, ::-1].transpose(0, 2, 1) for array in (voxels, values))
+        slices = np.flatnonzero(values.any((1, 2)))[:: max(1, round(args.slice_spacing / sizes[axis]))]
+        masks = [masks_in(values[n], args.labels, structure) for n in slices]
+        return [(f"_s{n:03d}", Image.fromarray(voxels[n].copy()), of_n) for n, of_n in zip(slices, masks, strict=True)]
+    except Exception as error:
+        raise InputError(f"{path}: cannot be used ({error}); correct or remove it") from None
+
+
+def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str, str]:
+    """A question about a structure and its answer, in wordings drawn from (seed, case, structure)."""
+    word = structure.lower().split()[-1]
+    plural = word.endswith("s") and not word.endswith(("ss", "us", "is", "as"))
+    words = {"name": structure, "position": position, "is": "are" if plural else "is", "it": "they" if plural else "it"}
+    draw = random.Random(f"{seed}/{case}/{structure}")
+    return draw.choice(QUESTIONS).format(**words), draw.choice(ANSWERS).format(**words)
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def prepare(images: Path, masks: Path, out: Path, **flags) -> None:
-    """Write the data set and print its table. flags: see add_arguments. Raises InputError."""
-    name = flags["name"] or name_after(images)
-    check_free(out, name, flags["overwrite"])
-    structures = flags["structure"] or []
-    found = collect(images, masks, structures)
-    labels = find_labels(images, structures, flags["labels"])
-    for path in found.unpaired:
-        print(f"no partner: {path}")
+def prepare(args: argparse.Namespace) -> None:
+    """Write OUT/annotations/NAME.csv and OUT/NAME, both or neither, and say what is in them. Raises InputError."""
+    name = args.name or re.sub(UNSAFE, "_", args.images.resolve().name)
+    folder, table, partial = args.out / name, args.out / f"annotations/{name}.csv", args.out / f".{name}.partial"
+    if not args.overwrite and (folder.exists() or table.exists()):
+        raise InputError(f"{folder}: is there already; choose another --name or pass --overwrite")
+    if bool(args.structure) == bool(args.labels):
+        raise InputError('what do the masks show? give --structure lesion, or for label maps --labels "1=liver,2=cyst"')
+    images, masks = list_files(args.images), list_files(args.masks)
+    partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
+    unused = {*images.values(), *masks.values()}
+    known = read_patients(args) if args.table else {}
+    several = args.labels or len(args.structure) > 1
 
-    # whose each image is, and how it is read
-    known = describe_images(
-        found.pairs,
-        flags["table"],
-        flags["patient_column"],
-        flags["patient_pattern"],
-        flags["shares"],
-        flags["seed"],
-    )
-    reading = Reading(
-        structures=structures,
-        labels=labels,
-        min_pixels=flags["min_pixels"],
-        window=flags["window"],
-        spacing=flags["slice_spacing"],
-        channel=flags["channel"],
-    )
-
-    rows = write_set(out, name, found.pairs, known, reading, flags["seed"])
-    if flags["small_models"]:
-        write_small_models(out, rows, flags["small_size"], flags["seed"])
-    print_summary(rows, found, known, reading, name)
-    print(f"written: {out}/annotations/{name}.csv, {out}/{name}")
-    config = " --config configs/prs_med_small.yaml" if flags["small_models"] else ""
-    print(f"next: python train_prs_med.py --data_root {out}{config}", flush=True)
-
-
-def name_after(images: Path) -> str:
-    """The name of a set that the folder of images gives it. Raises InputError where it is not plain."""
+    rows, problems, names = [], [], {}
     try:
-        return parse_name(images.resolve().name)
-    except argparse.ArgumentTypeError:
-        raise InputError(f"{images}: its name is taken; name the set with --name") from None
+        shutil.rmtree(partial, ignore_errors=True)
+        for split in ("train", "val", "test"):
+            (partial / f"{split}_images").mkdir(parents=True)
+            (partial / f"{split}_masks").mkdir()
+        for key, mask in tqdm(masks.items(), "masks", mininterval=2):
+            image, structure = find_image(key, mask, partners, args.structure)
+            if image is None:
+                continue
+            stem = re.sub(ENDING, "", image.relative_to(args.images).as_posix())
+            if args.table:
+                patient, split, _ = known.get(Path(stem).name.lower(), ("", "", ""))
+                if not patient:
+                    continue
+            else:
+                patient = patient_in(args.patient_pattern, stem)
+                split = split_of(patient, args.seed, args.split)
+            try:
+                if not patient:
+                    raise InputError(f"{image}: --patient_pattern finds nothing in its name; correct the pattern")
+                views = read_views(image, mask, structure, args)
+            except InputError as error:
+                problems.append(str(error))
+                continue
 
+            for addition, pixels, of_view in views:
+                file = re.sub(UNSAFE, "_", stem) + addition
+                # two images may not have one name
+                while names.setdefault(file.lower(), image) != image:
+                    file += "_"
+                for shows, inside in sorted(of_view.items()):
+                    if inside.sum() < MIN_PIXELS:
+                        continue
+                    unused -= {image, mask}
+                    mask_file = f"{file}__{re.sub(UNSAFE, '_', shows)}.png" if several else f"{file}.png"
+                    mask_path = f"{split}_masks/{mask_file}"
+                    if (partial / mask_path).exists():
+                        problems.append(f"{mask}: a mask of the {shows} in {image.name} is there already; remove one")
+                    pixels.save(partial / f"{split}_images" / f"{file}.png")
+                    Image.fromarray(inside).convert("L").save(partial / mask_path)
+                    description = f"The {shows} covers {inside.mean():.1%} of the image."
+                    position = position_of(inside)
+                    texts = (description, position, *sentences(shows, position, file, args.seed))
+                    rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, patient))
+        refuse(problems, "files cannot be used")
+        if not any(row[2] == "train" for row in rows):
+            names = f"{min(images.values()).name} and {min(masks.values()).name}"
+            raise InputError(f"{args.masks}: no mask for training; check names ({names}), contents and --split")
 
-def check_free(out: Path, name: str, overwrite: bool) -> None:
-    """Raises InputError where the set is there already, or a file is in the way."""
-    for path in (out, out / "annotations", out / name):
-        if path.exists() and not path.is_dir():
-            raise InputError(f"{path}: is a file; choose another folder to write")
-    for path in (out / "annotations" / f"{name}.csv", out / name):
-        if path.exists() and not overwrite:
-            raise InputError(f"{path}: is there already; choose another --name or folder, or pass --overwrite")
+        table.parent.mkdir(exist_ok=True)
+        with open(partial / "rows.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([COLUMNS, *rows])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial / "rows.csv", table)
+        os.replace(partial, folder)
+    except OSError as error:
+        raise RunError(f"{args.out}: cannot be written ({error}); choose another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
+    if unused:
+        what = f"files without a partner, a row in --table, or a mask of {MIN_PIXELS} pixels"
+        print(f"left out: {len(unused)} {what}: {', '.join(map(str, sorted(unused)[:3]))}")
+    if args.table:
+        lost = {patient for patient, _, _ in known.values()} - {row[-1] for row in rows}
+        print(f"{args.table}: {len(lost)} of its patients have no image here")
+    elif args.patient_pattern == ".*":
+        print("split by image: where a patient has several, give --patient_pattern or --table")
+    for split, share in zip(("train", "val", "test"), args.split, strict=True):
+        of_split = [row for row in rows if row[2] == split]
+        images, patients = ({row[column] for row in of_split} for column in (1, -1))
+        hint = "; for some, try another --seed or name the splits in --table" if share and not of_split else ""
+        print(f"{split:5} {len(of_split)} questions about {len(images)} images of {len(patients)} patients{hint}")
+    if args.small_models:
+        from tasks.prs_med.sample_data import write_small_models
 
-def collect(images: Path, masks: Path, structures: list[str]) -> Pairs:
-    """The pairs of both folders, or of a Decathlon folder by its own list. Raises InputError."""
-    names = {simplify(name) for name in structures}
-    if len(names) < len(structures):
-        raise InputError(f"--structure {' '.join(structures)}: a name is there twice; remove one")
-    listed = []
-    for image, mask in listed_pairs(images):
-        pair = Pair(plain_name(image.parent, image), image, mask, "")
-        listed.append(pair)
-    found = Pairs(sorted(listed), []) if listed else find_pairs(images, masks, structures)
-    for pair in found.pairs:
-        if is_volume(pair.image) != is_volume(pair.mask):
-            raise InputError(f"{pair.mask}: a volume and a flat image ({pair.image.name}) are no pair; convert one")
-    return found
-
-
-def find_labels(images: Path, structures: list[str], labels: Labels | None) -> Labels:
-    """The names of labels: the flag's, else dataset.json's where no structure is named. Raises InputError."""
-    if labels is not None and structures:
-        raise InputError("--structure and --labels exclude each other; --labels names what each value shows")
-    if labels is None and not structures:
-        return read_label_names(images)
-    return labels or {}
-
-
-def write_small_models(out: Path, rows: list[dict], side: int, seed: int) -> None:
-    """Write llava_tiny and sam_tiny, whose words are those of the questions, where there are none."""
-    from tasks.prs_med.sample_models import write_tiny_llava, write_tiny_sam
-
-    texts = []
-    for row in rows:
-        texts += [row["question"], row["answer"]]
-    llava = out / "llava_tiny"
-    if not llava.exists():
-        write_tiny_llava(llava, texts, seed)
-    sam = out / "sam_tiny"
-    if not sam.exists():
-        write_tiny_sam(sam, side, seed)
-
-
-def print_summary(rows: list[dict], found: Pairs, known: Images, reading: Reading, name: str) -> None:
-    """The closing table: images, rows and patients of each split, and at which positions things lie."""
-    from old.logging_utils import print_table
-
-    table = {}
-    for split in SPLITS:
-        of_split = [row for row in rows if row["split"] == split]
-        positions = Counter(row["position"] for row in of_split)
-        images = {row["image_name"] for row in of_split}
-        patients = {row["patient"] for row in of_split}
-        counts = {"images": len(images), "rows": len(of_split), "patients": len(patients)}
-        table[split] = counts | {position: positions[position] for position in POSITIONS}
-
-    volumes = [pair for pair in found.pairs if is_volume(pair.image)]
-    if volumes:
-        slices = {row["image_name"] for row in rows}
-        print(f"{counted(len(slices), 'slice')} of {counted(len(volumes), 'volume')}, {reading.spacing:g} mm apart")
-    print_table(name, table)
-    print(f"split {known.rule}")
-    for note in notes_on_repeats(rows):
-        print(f"note: {note}")
-    print(f"{counted(len(found.unpaired), 'file')} without a partner")
-
-
-def notes_on_repeats(rows: list[dict]) -> list[str]:
-    """What to say of questions that an image has more than once: answered in two ways, or the very same row."""
-    from tasks.prs_med.metrics import meaning_of
-
-    firsts: dict[tuple[str, str], dict] = {}
-    contradictions = []
-    copies = 0
-    for row in rows:
-        asked = (row["image_name"], row["question"].casefold())
-        first = firsts.setdefault(asked, row)
-        if meaning_of(row["answer"]) != meaning_of(first["answer"]):
-            contradictions.append(row)
-        elif row is not first and row["image_path"] == first["image_path"]:
-            copies += 1
-
-    notes = []
-    if contradictions:
-        row = contradictions[0]
-        what = counted(len(contradictions), "answer")
-        about = f"such as {row['answer']!r} to {row['question']!r} about {row['image_name']}"
-        notes.append(f"{what} to a question that a row before answers otherwise, {about}; keep one of them")
-    if copies:
-        notes.append(f"{counted(copies, 'row')} there twice or more; each counts")
-    return notes
+        write_small_models(args.out, [text for row in rows for text in row[5:7]], args.small_size, args.seed)
+    config = " --config configs/prs_med_small.yaml" if args.small_models else ""
+    print(f"written: {table}, {folder}\nnext: python train_prs_med.py --data_root {args.out}{config}", flush=True)

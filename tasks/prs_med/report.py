@@ -1,394 +1,189 @@
-"""Guide 0's tables and figures, what its banner says, and the files of an evaluation."""
+"""Guide 0's test table with its rivals and ablations, the figures, and the files of an evaluation and of --predict."""
 
 import csv
 import io
-import json
 import textwrap
-from argparse import Namespace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from torch import nn
+from PIL import Image
+from torch import Tensor
 
-from old.cli_utils import counted
-from old.distributed_utils import scale_learning_rate, world
-from old.figure_utils import drawable_characters
-from old.logging_utils import print_table, save_figure, write_result
-from old.memory_utils import BatchSize
-from old.question_utils import describe_sharing
-from tasks.prs_med.augmentation import augment
-from tasks.prs_med.data import PositionData, Row, case_of
-from tasks.prs_med.findings import ADVICE
-from tasks.prs_med.metrics import Scores
+from tasks.prs_med.annotations import Row, position_in, position_of
+from utils.checkpoint import write_atomically
+from utils.log import format_table
+from utils.stats import interval_of_mean, other_cases
 
-PANEL_INCHES = 4
-# of 8 points, in a panel's width
-PANEL_CHARACTERS = 62
-LINE_INCHES = 0.17
-
-# a table's columns, and the metrics in them
-COLUMNS = {
-    "dice": "dice",
-    "iou": "iou",
-    "position": "position_accuracy",
-    "position_mask": "position_accuracy_mask",
+# rows that a figure shows, and the most that are evaluated again without their image
+EXAMPLES, MOST_ABLATED = 6, 300
+# means over rows, by the title of their column; all but the last lie in 0..1
+MEANS = {
+    "dice": "Dice",
+    "iou": "IoU",
+    "position_accuracy": "position",
+    "position_accuracy_mask": "mask's position",
+    "hd95": "HD95",
 }
-# what stands in a line of the table of cases beside the row itself
-CASE_SCORES = ("dice", "iou", "hd95", "position_accuracy", "position_accuracy_mask")
 
 
-# --- tables and the banner --------------------------------------------------------------------------------------------
+def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
+    """95 % Hausdorff distance of each pair of (B, H, W) masks, pixels: 0 where both are empty, the diagonal for one."""
+    from monai.metrics import compute_hausdorff_distance
+
+    diagonal = float(np.hypot(*target.shape[1:]))
+    either = [mask.any((1, 2)).tolist() for mask in (predicted, target)]
+    both = [k for k, (a, b) in enumerate(zip(*either, strict=True)) if a and b]
+    distances = [diagonal if a or b else 0.0 for a, b in zip(*either, strict=True)]
+    if both:
+        values = compute_hausdorff_distance(predicted[both, None], target[both, None], True, percentile=95)
+        for k, value in zip(both, values[:, 0].tolist(), strict=True):
+            distances[k] = value
+    return distances
 
 
-def print_data_check(rows: int, findings: dict[str, tuple[dict, str]]) -> None:
-    """What the check of all images and masks found: the rows of each finding and the first; then what to do."""
-    if not findings:
-        print(f"data check: {counted(rows, 'row')}, every mask fits its image; nothing is odd", flush=True)
-        return
-    print_table(f"data check, {counted(rows, 'row')}", {name: table for name, (table, _) in findings.items()})
-    for name, (_, advice) in findings.items():
-        print(f"  {name}: {advice}", flush=True)
+def case_of(row: Row) -> str:
+    """What rows that are not independent share: their patient where that is known, else their image."""
+    return row.patient or row.identity
 
 
-def print_metrics(title: str, metrics: dict[str, float]) -> None:
-    """Rank 0: the table of a split: all rows, then each modality, with 95 % intervals; the losses above it.
+def ablations(rows: list[Row], seed: int) -> dict[str, list[int]]:
+    """The row whose image each row is shown, -1 for none: without the image, and with another case's."""
+    shown = {"blank_image": [-1] * len(rows)}
+    others = other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
+    return shown | ({"shuffled_image": others} if others else {})
 
-    n: rows. cases: patients, or images where these are not known.
+
+def interval(low: float, high: float, sign: str = "") -> str:
+    """A 95 % interval behind its estimate; one case alone has none."""
+    return "" if low != low else f" ({low:{sign}.3f} to {high:{sign}.3f})"
+
+
+def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], rows: list[Row]) -> dict[str, float]:
+    """Rank 0: print the network's row, then by modality, then the others'; returns their metrics by name.
+
+    Means over rows with 95 % intervals by case. The last column is the network's mean paired difference to each of the
+    others, in Dice, or in position for what has no mask.
     """
-    if world()[0] > 0:
-        return
-    split, _ = next(iter(metrics)).split("/")
-    losses = [f"{name} {metrics[f'{split}/{name}']:.4f}" for name in ("loss", "loss_seg", "loss_txt")]
-    print(f"{title}: {', '.join(losses)}", flush=True)
+    metrics: dict[str, float] = {}
+    table: dict[str, dict] = {}
 
-    groups = {name.split("/")[2] for name in metrics if name.startswith(f"{split}/dice/")}
-    table = {"all": metrics_row(metrics, split, "")}
-    for group in sorted(groups):
-        table[group] = metrics_row(metrics, split, f"/{group}")
-    print_table(title, table)
-    if f"{split}/position_accuracy" not in metrics:
-        print("position, of the generated answers, is not in the table: --no_generate, or all masks are empty")
+    def add(title: str, prefix: str, some: list[dict], ending: str = "") -> None:
+        cases = [case_of(rows[row["index"]]) for row in some]
+        line = {"n": len(some), "cases": len(set(cases))}
+        for name, column in MEANS.items():
+            known = [k for k, row in enumerate(some) if row.get(name) is not None]
+            if known:
+                values = [float(some[k][name]) for k in known]
+                mean = sum(values) / len(values)
+                low, high = interval_of_mean(values, [cases[k] for k in known], name != "hd95")
+                line[column] = f"{mean:.2f}" if name == "hd95" else f"{mean:.3f}{interval(low, high)}"
+                metrics[f"{prefix}/{name}{ending}"] = mean
+                if low == low:
+                    metrics.update({f"{prefix}/{name}_low{ending}": low, f"{prefix}/{name}_high{ending}": high})
+        table[title] = line
 
-
-def metrics_row(
-    metrics: dict[str, float],
-    split: str,
-    ending: str,
-) -> dict[str, str | float]:
-    """The line of a split's table for the metrics with this ending."""
-    rows = metrics.get(f"{split}/rows{ending}", "-")
-    chosen_of = metrics.get(f"{split}/of_rows{ending}")
-    line = {
-        "n": f"{rows} of {chosen_of}" if chosen_of else rows,
-        "cases": metrics.get(f"{split}/cases{ending}", "-"),
-    }
-    for column, name in COLUMNS.items():
-        if any(known.startswith(f"{split}/{name}") for known in metrics):
-            line[column] = cell_of(metrics, f"{split}/{name}", ending)
-    # pixels need no interval to be read
-    line["hd95"] = metrics.get(f"{split}/hd95{ending}", "-")
-    return line
-
-
-def cell_of(
-    metrics: dict[str, float],
-    name: str,
-    ending: str = "",
-    sign: str = "",
-) -> str:
-    """A metric's value with its 95 % interval where it has one; sign: `+` for one that tells a difference.
-
-    (-) stands behind a difference that has none: of one case, or the same in all.
-    """
-    value = metrics.get(f"{name}{ending}")
-    if value is None:
-        return "-"
-    low = metrics.get(f"{name}_low{ending}")
-    high = metrics.get(f"{name}_high{ending}")
-    text = format(value, f"{sign}.3f")
-    if low is None:
-        return f"{text} (-)" if sign else text
-    return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
+    metrics[f"{split}/rows"], metrics[f"{split}/cases"] = len(scores), len({case_of(row) for row in rows})
+    add("network", split, scores)
+    for modality in sorted({row.modality for row in rows}):
+        add(f"  {modality}", split, [row for row in scores if rows[row["index"]].modality == modality], f"/{modality}")
+    own = {row["index"]: row for row in scores}
+    for key, some in others.items():
+        title = key.partition("/")[2].replace("_", " ")
+        add(title, f"{split}/{key}", some)
+        # the network's mean lead over the rows that both have
+        name = "dice" if "Dice" in table[title] else "position_accuracy"
+        pairs = [(own[row["index"]].get(name), row.get(name), row["index"]) for row in some]
+        pairs = [(a - b, index) for a, b, index in pairs if a is not None and b is not None]
+        if pairs:
+            gains = [gain for gain, _ in pairs]
+            low, high = interval_of_mean(gains, [case_of(rows[index]) for _, index in pairs], False)
+            gain = sum(gains) / len(gains)
+            table[title]["network above by"] = f"{gain:+.3f}{interval(low, high, '+')}"
+            metrics[f"{split}/{key}/{name}_gain"] = gain
+            if low == low:
+                metrics |= {f"{split}/{key}/{name}_gain_low": low, f"{split}/{key}/{name}_gain_high": high}
+    print(format_table(split, table), flush=True)
+    return metrics
 
 
-def describe_recomputation(recomputed: bool, flag: bool | None, source: str) -> str:
-    """Whether activations are recomputed, and who decided it; flag: --gradient_checkpointing, from this source."""
-    if recomputed and not flag:
-        return "on (one image did not fit without)"
-    return f"{'on' if recomputed else 'off'} ({source})"
+# --- figures and files ------------------------------------------------------------------------------------------------
 
 
-def describe_batch(batch: BatchSize, world_size: int) -> str:
-    """What makes up the effective batch."""
-    if batch.total:
-        return batch.describe()
-    effective = batch.size * batch.accumulation * world_size
-    return f"{batch.size} per GPU x {batch.accumulation} accumulation x {world_size} = {effective} ({batch.source})"
-
-
-def describe_source(path: str, source: str) -> str:
-    """A pretrained checkpoint, and where its path comes from."""
-    return f"{path} ({'found by itself' if source == 'default' else source})"
-
-
-def describe_parameters(model: nn.Module) -> str:
-    """How many of a model's parameters are trained."""
-    trained = 0
-    everything = 0
-    for parameter in model.parameters():
-        everything += parameter.numel()
-        if parameter.requires_grad:
-            trained += parameter.numel()
-    return f"{trained:,} of {everything:,} parameters"
-
-
-def describe_run(
-    model: nn.Module,
-    sets: dict[str, PositionData],
-    batch: BatchSize,
-    reason: str,
-    args: Namespace,
-) -> dict[str, str]:
-    """The banner's rows of this script; reason: of the precision."""
-    _, world_size = world()
-    lr = scale_learning_rate(args.learning_rate, batch.scale, args.lr_scaling)
-    scaling = f"{args.lr_scaling}: effective batch / {batch.base}" if batch.total else args.lr_scaling
-    source = args.source
-    vlm = describe_source(args.vlm_path, source["vlm_path"])
-    sam = describe_source(args.sam_path, source["sam_path"])
-    flag = args.gradient_checkpointing
-    training = sets["train"].rows
-    images = len({row.identity for row in training})
-    keep = sets["train"].keep
-
-    return {
-        "batch": describe_batch(batch, world_size),
-        "recomputation": describe_recomputation(batch.recomputed, flag, source["gradient_checkpointing"]),
-        "learning rate": f"{args.learning_rate:g} -> {lr:g} ({scaling}), {args.lr_schedule}",
-        "precision": reason,
-        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
-        "images": describe_sharing(len(training), images, args.questions_per_image),
-        "models": f"{vlm}, {sam}",
-        "loading": "images kept in memory" if keep else f"{args.num_workers} workers per GPU",
-        "trained": describe_parameters(model),
-    }
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-class Example(NamedTuple):
-    """One row of an evaluation to be shown: (3, H, W) uint8 image, predicted and true mask, generated answer if any."""
-
-    row: Row
-    image: np.ndarray
-    predicted: np.ndarray
-    target: np.ndarray
-    answer: str | None
-    dice: float
-
-
-class Results(NamedTuple):
-    """An evaluation's metrics by name, a few rows to show, and what every row comes to, in their order."""
-
-    metrics: dict[str, float]
-    examples: list[Example]
-    scores: list[Scores]
-
-
-class ImagePanel(NamedTuple):
-    """One image of a figure: (3, H, W) uint8, its true mask, a predicted one, and the sentences above it."""
-
-    image: np.ndarray
-    target: np.ndarray
-    predicted: np.ndarray | None
-    sentences: list[str]
-
-
-def take_examples(
-    rows: list[Row],
-    batch: dict,
-    masks: np.ndarray,
-    scores: list[Scores],
-) -> dict[int, Example]:
-    """Those of a batch's rows that the figure shows, by index; rows: of the whole data set."""
-    shown = spread(len(rows))
-    examples = {}
-    for k, score in enumerate(scores):
-        if score.index in shown:
-            examples[score.index] = Example(
-                row=rows[score.index],
-                image=batch["sam"][batch["image_of"][k]].cpu().numpy(),
-                predicted=masks[k],
-                target=batch["mask"][k].cpu().numpy(),
-                answer=score.answer,
-                dice=score.dice,
-            )
-    return examples
-
-
-def spread(count: int) -> list[int]:
-    """Up to nine of so many rows, from the first to the last."""
-    return sorted({ninth * (count - 1) // 8 for ninth in range(9)})
-
-
-def draw_predictions(examples: list[Example]):
-    """A matplotlib figure: image, true outline (green), predicted mask (red), question, generated and true answer."""
-    panels = []
-    for example in examples:
-        row = example.row
-        says = example.answer or "(nothing)"
-        if example.answer is None:
-            says = "(not asked, --no_generate)"
-        sentences = [
-            f"{Path(row.source).name}, Dice {example.dice:.2f}",
-            row.question,
-            f"says: {says}",
-            f"true: {row.answer}",
-        ]
-        panels.append(ImagePanel(example.image, example.target, example.predicted, sentences))
-    return draw_panels(panels)
-
-
-def draw_inputs(sets: list[PositionData], seed: int = 0):
-    """A matplotlib figure: up to nine rows as the model is given them; None without any that can be used.
-
-    The first of each finding of the data check comes first, the worst in front; the other rows are of the first set.
-    seed: of the augmentation, whose first epoch is shown where a set is augmented.
-    """
-    odd: dict[str, tuple[PositionData, int]] = {}
-    for data in sets:
-        for index, row in enumerate(data.rows):
-            for finding in row.findings:
-                odd.setdefault(finding.name, (data, index))
-    order = list(ADVICE)
-    shown = list(dict.fromkeys(odd[name] for name in sorted(odd, key=order.index)))
-    plain = [(sets[0], index) for index in spread(len(sets[0]))]
-    shown += [place for place in plain if place not in shown]
-
-    panels = [input_panel(data, index, seed) for data, index in shown[:9]]
-    # an image that cannot be used ends the run at its step, on all ranks
-    panels = [panel for panel in panels if panel]
-    return draw_panels(panels) if panels else None
-
-
-def input_panel(data: PositionData, index: int, seed: int) -> ImagePanel | None:
-    """A row as the model is given it, under its findings, question and answer; None where it cannot be used."""
-    item = data[index]
-    if item["error"]:
-        return None
-    row = data.rows[index]
-    position = item["position"] or "none, the mask is empty"
-    sentences = []
-    for finding in row.findings:
-        how = f" ({finding.how})" if finding.how else ""
-        sentences.append(f"ODD: {finding.name}{how}")
-    sentences += [f"{Path(row.source).name}, {row.split}, position: {position}", row.question, row.answer]
-    image = item["sam"]
-    mask = item["mask"]
-    # what was found is shown as it is in the files
-    if data.augmented and not row.findings:
-        batch = data.reader.collate([item])
-        batch = augment(batch, seed, epoch=0)
-        image = batch["sam"][0]
-        mask = batch["mask"][0]
-    return ImagePanel(image.numpy(), mask.numpy(), None, sentences)
-
-
-def draw_panels(panels: list[ImagePanel]):
-    """A matplotlib figure: each image under its sentences, true outline green, predicted mask red."""
+def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, dict]):
+    """A matplotlib figure: images with the true outline (green) and the predicted mask (red), question and answers."""
     from matplotlib.figure import Figure
 
-    columns = min(3, len(panels))
-    captions = [caption(panel.sentences) for panel in panels]
-
-    # each line of panels is as high as its longest caption wants, in inches
-    heights = []
-    for first in range(0, len(panels), columns):
-        longest = max(map(len, captions[first : first + columns]))
-        heights += [LINE_INCHES * longest + 0.1, PANEL_INCHES]
-    figure = Figure(figsize=(PANEL_INCHES * columns, sum(heights)))
-    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.01, top=0.995, wspace=0.03, hspace=0.03)
-    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
-
-    for place, panel in enumerate(panels):
-        line, column = divmod(place, columns)
-        draw_caption(figure.add_subplot(grid[2 * line, column]), captions[place])
-        draw_image(figure.add_subplot(grid[2 * line + 1, column]), panel)
+    columns = min(3, len(examples))
+    lines = -(-len(examples) // columns)
+    figure = Figure(figsize=(4 * columns, 5 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axis in axes:
+        axis.axis("off")
+    for axis, (index, example) in zip(axes, examples.items(), strict=False):
+        row, score = rows[index], scores[index]
+        says = f"says: {score['answer'] or '(nothing)'}" if "answer" in score else "(no answer asked for)"
+        caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
+        wrapped = [line for text in caption for line in textwrap.wrap(text, 52)[:3]]
+        axis.set_title("\n".join(wrapped), fontsize=8, loc="left", parse_math=False)
+        axis.imshow(example["image"].transpose(1, 2, 0))
+        axis.imshow(np.where(example["predicted"][..., None], [1.0, 0.1, 0.1, 0.4], 0.0))
+        # an empty mask and a full one have no outline
+        if example["true"].any() and not example["true"].all():
+            axis.contour(example["true"], [0.5], colors="lime", linewidths=1.5)
     return figure
 
 
-def caption(sentences: list[str]) -> list[str]:
-    """The lines above an image: each sentence in up to 4 of a panel's width; of a longer one the middle is left out."""
-    known = drawable_characters()
-    lines = []
-    for sentence in sentences:
-        letters = [letter if ord(letter) in known or letter.isspace() else "?" for letter in sentence]
-        wrapped = textwrap.wrap("".join(letters), PANEL_CHARACTERS, subsequent_indent="    ")
-        if len(wrapped) > 4:
-            wrapped = [*wrapped[:2], "    ...", wrapped[-1]]
-        lines += wrapped
-    return lines
-
-
-def draw_caption(axes, lines: list[str]) -> None:
-    """Draw the lines above an image; a dollar sign begins no formula."""
-    axes.axis("off")
-    text = axes.text(0, 0, "\n".join(lines), fontsize=8, verticalalignment="bottom")
-    text.set_parse_math(False)
-    text.set_clip_on(True)
-
-
-def draw_image(axes, panel: ImagePanel) -> None:
-    """Draw an image with its masks."""
-    axes.axis("off")
-    axes.imshow(panel.image.transpose(1, 2, 0))
-    if panel.predicted is not None:
-        red = [1.0, 0.1, 0.1, 0.4]
-        axes.imshow(np.where(panel.predicted[..., None], red, 0.0))
-    # an empty mask and a full one have no outline
-    if panel.target.any() and not panel.target.all():
-        axes.contour(panel.target, [0.5], colors="lime", linewidths=1.5)
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def write_evaluation(
-    run_folder: Path,
-    name: str,
-    metrics: dict,
-    results: Results,
-    rows: list[Row],
-) -> None:
-    """Rank 0: eval_<name>.json, eval_<name>_cases.csv and the figure; a full disk is said, and ends nothing."""
-    if world()[0] > 0:
-        return
-    text = json.dumps(metrics, indent=2) + "\n"
-    write_result(run_folder / f"eval_{name}.json", text.encode())
-    write_cases(run_folder / f"eval_{name}_cases.csv", rows, results.scores)
-    save_figure(run_folder / "figures" / f"{name}_predictions.png", draw_predictions(results.examples))
-
-
-def write_cases(path: Path, rows: list[Row], scores: list[Scores]) -> None:
-    """Rank 0: a CSV of one line a row: image, case, question, true and generated answer, all scores.
-
-    case: the patient, or what the image is told from others by. loss_txt: a mean over the answer's tokens.
-    """
-    if world()[0] > 0:
-        return
+def write_csv(path: Path, records: list[dict]) -> None:
     text = io.StringIO()
-    table = csv.writer(text)
-    start = ["image", "mask", "case", "modality", "question", "answer", "generated", "position"]
-    table.writerow(start + list(CASE_SCORES) + ["loss_seg", "loss_txt"])
+    table = csv.DictWriter(text, records[0])
+    table.writeheader()
+    table.writerows(records)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def write_cases(path: Path, rows: list[Row], scores: list[dict]) -> None:
+    """Rank 0: a CSV of one line a row: image, case, question, true and generated answer, all scores."""
+    records = []
     for score in scores:
-        row = rows[score.index]
-        cells = [row.image, row.mask, case_of(row), row.modality, row.question, row.answer, score.answer]
-        cells.append(score.position)
-        for name in CASE_SCORES:
-            value = getattr(score, name)
-            cells.append(int(value) if isinstance(value, bool) else value)
-        cells += [score.mask_loss, score.text_loss / score.tokens]
-        table.writerow(cells)
-    write_result(path, text.getvalue().encode())
+        row = rows[score["index"]]
+        facts = {"image": row.image, "mask": row.mask, "case": case_of(row), "modality": row.modality}
+        facts |= {"question": row.question, "answer": row.answer, "generated": score.get("answer")}
+        facts |= {"position": score["position"]} | {name: score.get(name) for name in MEANS}
+        facts |= {"loss_seg": score["loss_seg"], "loss_txt": score["loss_txt"] / score["tokens"]}
+        records.append(facts)
+    write_csv(path, records)
+
+
+def write_predictions(folder: Path, rows: list[Row], records: list[dict], opened: dict[str, Image.Image]) -> None:
+    """Rank 0: predictions.csv, and a mask (0 and 255) and an overlay of each question, named by its image.
+
+    agree: whether the sentence names the position where the mask lies.
+    """
+    folder.mkdir(parents=True)
+    lines, stems = [], set()
+    for row, record in zip(rows, records, strict=True):
+        stem, number = Path(row.image).stem, 1
+        while stem in stems:
+            number += 1
+            stem = f"{Path(row.image).stem}_{number}"
+        stems.add(stem)
+        image, mask = opened[row.image], record["mask"]
+        Image.fromarray(255 * mask.astype(np.uint8)).save(folder / f"{stem}_mask.png")
+        red = Image.new("RGB", image.size, (255, 40, 40))
+        overlay = Image.composite(red, image, Image.fromarray(110 * mask.astype(np.uint8)))
+        overlay.save(folder / f"{stem}_overlay.png")
+        position = position_of(mask)
+        facts = {"image": row.image, "question": row.question, "answer": record["answer"], "mask_position": position}
+        facts |= {"agree": position_in(record["answer"]) == position, "share": round(float(mask.mean()), 6)}
+        lines.append(facts | {"mask": f"{stem}_mask.png", "overlay": f"{stem}_overlay.png"})
+    write_csv(folder / "predictions.csv", lines)
+    for line in lines[:9]:
+        print(f"{line['image']}: {line['answer']} (mask: {line['share']:.1%} of the image, {line['mask_position']})")
+    apart = [line["image"] for line in lines if not line["agree"]]
+    if apart:
+        print(f"warning: {len(apart)} of {len(lines)} sentences name another place than their mask: {apart[0]}, ...")
+    print(f"written: {folder}/predictions.csv, masks and overlays", flush=True)
+
+
+def rival_scores(train, test) -> dict[str, list[dict]]:
+    return {}

@@ -1,335 +1,247 @@
-"""Write the MMRS / PosMed layout for train_prs_med.py: annotations/*.csv, {split}_images and {split}_masks.
+"""Write a small data set in the layout of MMRS / PosMed, and tiny checkpoints beside it (`llava_tiny`, `sam_tiny`).
 
-The brain, lung and skin images are made up. Each holds two lesions and is asked about both: nothing in the image says
-which one is meant, so only a model that reads the question can learn it. Two tiny Hugging Face checkpoints with random
-weights lie beside it (`llava_tiny`, `sam_tiny`), so that train_prs_med.py goes through the same `from_pretrained` calls
-as with LLaVA-Med and SAM.
+The brain, lung and skin images are made up. Each shows four streaky lesions: two bright ones that are asked about, and
+two dark ones that are not. What tells them apart is brightness AND the direction of the streaks, so neither a grey level
+nor a texture alone finds the one asked about, and nothing in the image says which question comes with it.
 
-As in the real data, `image_path` is the mask's path, skin images have ISIC's names, and there is one copy of the image
-for each mask.
+As in the real data, image_path is the mask's path, skin images have ISIC's names, and each mask has its own copy of the
+image. The checkpoints have random weights and go through the same `from_pretrained` calls as LLaVA-Med and SAM.
 """
 
 import argparse
 import csv
-import math
-import sys
+import json
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
-from old.cli_utils import InputError, whole
-from old.sample_data_utils import logistic, smooth_noise
+from utils.cli import InputError, whole
 
-BRAIN = "brain_tumors_ct_scan"
-LUNG = "lung_CT"
-SKIN = "skin_rgbimage"
-
-
-class Modality(NamedTuple):
-    """What an image of one kind holds: a bright lesion and a dark one, and how it is described."""
-
-    targets: tuple[str, str]
-    description: str
-
-
-MODALITIES = {
-    BRAIN: Modality(("tumour", "cyst"), "A brain slice"),
-    LUNG: Modality(("mass", "cavity"), "A chest CT slice"),
-    SKIN: Modality(("scar", "mole"), "A skin photograph"),
-}
+BRAIN, LUNG, SKIN = "brain_tumors_ct_scan", "lung_CT", "skin_rgbimage"
+# streaks rise to the right in the first lesion, to the left in the second
+TARGETS = {BRAIN: ("glioma", "meningioma"), LUNG: ("tumour", "fibrosis"), SKIN: ("naevus", "keratosis")}
+PICTURES = {BRAIN: "A brain slice", LUNG: "A chest CT slice", SKIN: "A skin photograph"}
 QUESTIONS = (
     "Where is the {} located in this image?",
     "In which part of the picture is the {}?",
     "Please find the {} and say where it is.",
 )
-POSITIONS = ("top left", "top right", "bottom left", "bottom right", "center")
-
-# Red, green and blue of the bright and of the dark lesion of the skin, and of the skin between them.
-SCAR = (0.99, 0.90, 0.89)
-MOLE = (0.26, 0.15, 0.11)
-TONE = (0.76, 0.55, 0.46)
-
-# The grey of the bright and of the dark lesion elsewhere.
-GREYS = (0.95, 0.05)
-
-
-class Lesion(NamedTuple):
-    """Where a lesion lies; centre and radius are shares of the image's side."""
-
-    position: str
-    x: float
-    y: float
-    radius: float
-
-
-class Case(NamedTuple):
-    """One image of the data set; its number runs over all splits."""
-
-    number: int
-    split: str
-    modality: str
-
-
-class AnnotationRow(NamedTuple):
-    """One question, as a line of the CSV."""
-
-    image_path: str
-    image_name: str
-    split: str
-    description: str
-    position: str
-    question: str
-    answer: str
+POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1), "center": (0, 0)}
+COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
+SKIN_COLOUR = (1.5, 1.1, 0.92)
+IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
+CLIP = {"image_mean": (0.481, 0.458, 0.408), "image_std": (0.269, 0.261, 0.276)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
-    add("--num_train", type=whole(1), default=1000, help="training pictures, two questions each")
-    add("--num_val", type=whole(0), default=48, help="validation pictures, two questions each")
-    add("--num_test", type=whole(0), default=72, help="test pictures, two questions each")
-    add("--image_size", type=whole(32), default=96, help="side of the square pictures, pixels")
-    add("--seed", type=int, default=0, help="the same seed writes the same bytes")
+    add("--num_train", type=whole(1), default=1000, help="training images, two questions each")
+    add("--num_val", type=whole(0), default=48, help="validation images, two questions each")
+    add("--num_test", type=whole(0), default=72, help="test images, two questions each")
+    add("--image_size", type=whole(32), default=96, help="side of the square images, pixels")
+    add("--seed", type=int, default=0, help="the same seed writes the same images")
 
 
 def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
-    """Write the images, the questions and the checkpoints. Raises InputError when the folder holds a data set."""
-    from tqdm import tqdm
-
+    """Write images, masks, questions and checkpoints. Raises InputError where the folder holds a data set."""
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
+    splits = [(split, i) for split, count in zip(("train", "val", "test"), (num_train, num_val, num_test)) for i in range(count)]
+    rows = {modality: [] for modality in TARGETS}
+    for number, (split, i) in enumerate(splits):
+        modality = list(TARGETS)[i % 3]
+        rows[modality] += write_case(out, np.random.default_rng([seed, number]), number, modality, split, image_size)
 
-    # The modalities take turns in each split.
-    cases = []
-    modalities = list(MODALITIES)
-    counts = {"train": num_train, "val": num_val, "test": num_test}
-    for split, count in counts.items():
-        for i in range(count):
-            modality = modalities[i % len(modalities)]
-            case = Case(len(cases), split, modality)
-            cases.append(case)
-
-    # An image and its questions depend on the seed and their number alone.
-    rows = {modality: [] for modality in modalities}
-    texts = []
-    for case in tqdm(cases, desc="images", disable=not sys.stderr.isatty()):
-        rng = np.random.default_rng([seed, case.number])
-        for row in write_case(rng, out, case, image_size):
-            rows[case.modality].append(row)
-            texts += [row.question, row.answer, row.description]
-
-    write_annotations(out / "annotations", rows)
-    write_checkpoints(out, texts, image_size, seed)
-    num_questions = sum(len(lines) for lines in rows.values())
-    print(f"{out}: {num_questions} questions about {len(cases)} pictures, llava_tiny, sam_tiny")
+    (out / "annotations").mkdir()
+    for modality in filter(rows.get, rows):
+        with open(out / "annotations" / f"{modality}.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows[modality]])
+    texts = [text for modality in rows for row in rows[modality] for text in (row[3], *row[5:])]
+    write_small_models(out, texts, image_size, seed)
+    print(f"{out}: {2 * len(splits)} questions about {len(splits)} images, llava_tiny, sam_tiny")
 
 
-def write_case(rng: Generator, out: Path, case: Case, size: int) -> list[AnnotationRow]:
-    """Write one image, once for each of its two masks, and return the questions about it."""
-    modality = MODALITIES[case.modality]
-    lesions = draw_lesions(rng)
-    fields = [blob(rng, size, lesion) for lesion in lesions]
-    pixels = draw_image(rng, case.modality, size, fields)
-    image = Image.fromarray(pixels)
-    if case.modality != SKIN:
-        image = image.convert("L")
-
+def write_case(out: Path, rng: Generator, number: int, modality: str, split: str, size: int) -> list[tuple]:
+    """Write one image, once for each of its two masks, and return their rows of the CSV."""
+    pixels, masks, positions = draw_case(rng, modality, size)
     rows = []
-    for i, target in enumerate(modality.targets):
-        name = f"case{case.number:05d}_{target}.png"
-        mask_name = name
-        if case.modality == SKIN:
-            name = f"ISIC_{case.number:05d}{i}.jpg"
-            mask_name = f"ISIC_{case.number:05d}{i}_Segmentation.png"
-
-        # The quality is for JPEG; PNG has none.
-        folder = out / case.modality / f"{case.split}_images"
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / name, quality=92)
-
-        # The mask, in a folder beside.
-        inside = fields[i] > 0
-        folder = out / case.modality / f"{case.split}_masks"
-        folder.mkdir(parents=True, exist_ok=True)
-        mask = np.where(inside, 255, 0)
-        mask = Image.fromarray(mask.astype(np.uint8))
-        mask.save(folder / mask_name)
-
-        position = lesions[i].position
-        wording = str(rng.choice(QUESTIONS))
-        row = AnnotationRow(
-            image_path=f"{case.modality}/{case.split}_masks/{mask_name}",
-            image_name=name,
-            split=case.split,
-            description=f"{modality.description} in which the {target} covers {inside.mean():.1%} of the picture.",
-            position=position,
-            question=wording.format(target),
-            answer=f"The {target} is located in the {position} of the image.",
-        )
-        rows.append(row)
+    for i, (target, mask, position) in enumerate(zip(TARGETS[modality], masks, positions, strict=True)):
+        skin = modality == SKIN
+        name = f"ISIC_{number:05d}{i}.jpg" if skin else f"case{number:05d}_{target}.png"
+        mask_name = f"ISIC_{number:05d}{i}_Segmentation.png" if skin else name
+        for kind, file, content in (("images", name, pixels), ("masks", mask_name, np.uint8(255) * mask)):
+            folder = out / modality / f"{split}_{kind}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(content).save(folder / file, quality=92)
+        description = f"{PICTURES[modality]} in which the {target} covers {mask.mean():.1%} of the picture."
+        question = str(rng.choice(QUESTIONS)).format(target)
+        answer = f"The {target} is located in the {position} of the image."
+        rows.append((f"{modality}/{split}_masks/{mask_name}", name, split, description, position, question, answer))
     return rows
-
-
-def write_annotations(folder: Path, rows: dict[str, list[AnnotationRow]]) -> None:
-    """Write a CSV for each modality that has rows."""
-    folder.mkdir()
-    for modality, lines in rows.items():
-        if lines:
-            path = folder / f"{modality}.csv"
-            with open(path, "w", newline="", encoding="utf-8") as file:
-                table = csv.writer(file, lineterminator="\n")
-                table.writerow(AnnotationRow._fields)
-                table.writerows(lines)
-
-
-def write_checkpoints(out: Path, texts: list[str], image_size: int, seed: int) -> None:
-    """Write the two tiny checkpoints; LLaVA's tokenizer is trained on the texts."""
-    from tasks.prs_med.sample_models import write_tiny_llava, write_tiny_sam
-
-    write_tiny_llava(out / "llava_tiny", texts, seed)
-    write_tiny_sam(out / "sam_tiny", image_size, seed)
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def draw_lesions(rng: Generator) -> list[Lesion]:
-    """Draw the places of an image's two lesions, which do not touch."""
-    uniform = rng.uniform
-    lesions = []
-    choices = rng.choice(len(POSITIONS), size=2, replace=False)
-    for i in choices:
-        position = POSITIONS[i]
-        radius = uniform(0.075, 0.115)
-        if position == "center":
-            x = 0.5 + uniform(-0.02, 0.02)
-            y = 0.5 + uniform(-0.02, 0.02)
-        else:
-            left = -1 if "left" in position else 1
-            top = -1 if "top" in position else 1
-            x = 0.5 + left * uniform(0.16, 0.23)
-            y = 0.5 + top * uniform(0.16, 0.23)
-
-        # The other lies at another of the five positions.
-        lesion = Lesion(position, x, y, radius)
-        lesions.append(lesion)
-    return lesions
+def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
+    """(size, size) noise from about -1 to 1 whose features are size / cells pixels wide."""
+    coarse = rng.uniform(-1, 1, (cells + 2, cells + 2)).astype(np.float32)
+    return np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC))
 
 
-def blob(rng: Generator, size: int, lesion: Lesion, wobble: float = 1.0) -> np.ndarray:
-    """Draw a (size, size) field that is > 0 inside an irregular ellipse and falls with the distance from it."""
-    uniform = rng.uniform
-    pixels = np.mgrid[0:size, 0:size]
-    y, x = pixels / (size - 1)
-    x = x - lesion.x
-    y = y - lesion.y
-    angle = np.arctan2(y, x)
-
-    # Longer in one direction than across.
-    stretch = 1 + wobble * uniform(-0.2, 0.25)
-    turn = uniform(0, math.pi)
-    cosine = math.cos(turn)
-    sine = math.sin(turn)
-    along = x * cosine + y * sine
-    across = y * cosine - x * sine
-    along = along / stretch
-    across = across * stretch
-    distance = np.sqrt(along**2 + across**2)
-
-    # The outline has waves.
-    waves = 0
-    for k in (2, 3, 5):
-        height = wobble * uniform(0.02, 0.08)
-        phase = uniform(0, 6.28)
-        waves = waves + height * np.cos(k * angle + phase)
-    outline = lesion.radius * (1 + waves)
-    return (outline - distance).astype("float32")
+def blob(rng: Generator, size: int, x: float, y: float, radius: float, wobble: float = 1.0) -> np.ndarray:
+    """(size, size) distance inwards from a wavy ellipse's outline, in pixels; all in shares of the side otherwise."""
+    v, u = np.mgrid[:size, :size] / (size - 1)
+    z = (u - x + 1j * (v - y)) * np.exp(1j * rng.uniform(0, np.pi))
+    stretch = 1 + wobble * rng.uniform(-0.2, 0.25)
+    waves = [rng.uniform(0.02, 0.08) * np.cos(k * np.angle(z) + rng.uniform(0, 6.28)) for k in (2, 3, 5)]
+    return size * (radius * (1 + wobble * sum(waves)) - np.hypot(z.real / stretch, z.imag * stretch))
 
 
-def draw_image(rng: Generator, modality: str, size: int, fields: list[np.ndarray]) -> np.ndarray:
-    """Draw a (size, size, 3) uint8 image with the two lesions painted in: the first bright, the second dark."""
-    texture = 0.05 * smooth_noise(rng, size, 6)
-    texture = texture + 0.03 * smooth_noise(rng, size, 20)
+def soft(distance: np.ndarray) -> np.ndarray:
+    """From 0 outside to 1 inside, over about a pixel."""
+    return 1 / (1 + np.exp(-np.clip(distance / 0.6, -30, 30)))
 
-    # A lesion's edge is soft over about a pixel.
-    shares = [logistic(field * size / 0.8) for field in fields]
+
+def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, list[np.ndarray], list[str]]:
+    """(uint8 image, bool masks of the two lesions asked about, their positions)."""
+    image = draw_anatomy(rng, modality, size) + 0.1 * smooth_noise(rng, size, 2)
+    masks, positions = [], [list(POSITIONS)[i] for i in rng.permutation(5)[:NL]]
+    for i, position in enumerate(positions):
+        spread = rng.uniform(0.19, 0.25, 2) if position != "center" else 0
+        x, y = 0.5 + rng.uniform(-0.02, 0.02, 2) + spread * np.array(POSITIONS[position])
+        lesion = blob(rng, size, x, y, rng.uniform(0.09, 0.125))
+        masks.append(lesion > 0)
+
+        # streaks, a little bent, about 17 over the whole image
+        angle = np.pi / 4 * (1, 3)[i % 2] + rng.uniform(-0.15, 0.15)
+        v, u = np.mgrid[:size, :size] / (size - 1)
+        phase = 17 * (u * np.cos(angle) + v * np.sin(angle)) + 0.25 * smooth_noise(rng, size, 6)
+        streaks = rng.uniform(0.1, 0.15) * np.cos(2 * np.pi * (phase + rng.uniform()))
+        bright = rng.uniform(0.1, 0.2) * (1 if i < 2 else -1)
+        image = image + soft(lesion) * (bright + streaks)
     if modality == SKIN:
-        image = draw_skin(rng, texture, shares)
+        image = image[..., None] * SKIN_COLOUR
+    image = image + rng.normal(0, 0.03, (size, size, 1)[: image.ndim])
+    return (255 * np.clip(image, 0, 1)).astype(np.uint8), masks[:2], positions[:2]
+
+
+def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
+    """(size, size) healthy tissue, its greys from 0 to 1."""
+    image = 0.5 + 0.04 * smooth_noise(rng, size, 6) + 0.03 * smooth_noise(rng, size, 16)
+    if modality == SKIN:
+        rows = np.arange(size)
+        for _ in range(rng.integers(2, 6)):
+            # a hair from top to bottom, aslant and not quite straight
+            hair = rng.uniform(0, size) + np.cumsum(rng.normal(0, 0.4, size)) + rng.uniform(-0.5, 0.5) * rows
+            inside = (hair >= 0) & (hair < size)
+            image[rows[inside], hair[inside].astype(int)] -= 0.2
+        return image
+
+    body = blob(rng, size, 0.5, 0.5, rng.uniform(0.44, 0.46), 0.25)
+    image = np.where(body > 0, image, 0.22)
+    if modality == BRAIN:
+        image[(body > 0) & (body < 0.03 * size)] = 0.85
+        organs = [(-0.14, 0.44, 0.47, 0.045), (-0.14, 0.56, 0.47, 0.045)]
     else:
-        draw = draw_brain if modality == BRAIN else draw_lungs
-        image = draw(rng, texture)
-        for share, level in zip(shares, GREYS, strict=True):
-            painted = level + 0.5 * texture
-            image = image + share * (painted - image)
-        image = np.repeat(image[..., None], 3, axis=2)
-
-    # Grain is the same in all colours.
-    grain = rng.normal(0, 0.02, (size, size, 1))
-    image = np.clip(image + grain, 0, 1)
-    image = 255 * image
-    return image.astype(np.uint8)
-
-
-def draw_skin(rng: Generator, texture: np.ndarray, shares: list[np.ndarray]) -> np.ndarray:
-    """Draw skin with a scar, a mole and hairs; float, in colour."""
-    size = len(texture)
-    texture = texture[..., None]
-    tone = np.array(TONE) * rng.uniform(0.85, 1.08)
-    image = tone + texture
-    colours = (SCAR, MOLE)
-    for share, colour in zip(shares, colours, strict=True):
-        painted = np.array(colour) + 0.5 * texture
-        image += share[..., None] * (painted - image)
-
-    # A hair runs from top to bottom, aslant and not quite straight.
-    rows = np.arange(size)
-    for _ in range(rng.integers(2, 6)):
-        x = rng.uniform(0, size)
-        bends = np.cumsum(rng.normal(0, 0.4, size))
-        x = x + bends + rng.uniform(-0.5, 0.5) * rows
-        inside = (x >= 0) & (x < size)
-        columns = x[inside].astype(int)
-        image[rows[inside], columns] *= 0.6
+        organs = [(-0.2, 0.3, 0.5, 0.17), (-0.2, 0.7, 0.5, 0.17), (0.2, 0.5, 0.84, 0.05)]
+    for grey, x, y, radius in organs:
+        image = image + grey * soft(blob(rng, size, x, y, radius))
     return image
 
 
-def draw_body(rng: Generator, texture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draw a round body as a grey float image, and return its field too.
-
-    The background is not black: as dark as a dark lesion it would be one more riddle.
-    """
-    radius = rng.uniform(0.44, 0.46)
-    outline = Lesion("", 0.5, 0.5, radius)
-    body = blob(rng, len(texture), outline, wobble=0.25)
-    image = np.where(body > 0, 0.52 + texture, 0.3)
-    return image, body
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def draw_brain(rng: Generator, texture: np.ndarray) -> np.ndarray:
-    """Draw a brain as a grey float image: skull and ventricles."""
-    image, body = draw_body(rng, texture)
-    skull = (body > 0) & (body < 0.03)
-    image = np.where(skull, 0.78 + texture, image)
-    for side in (-1, 1):
-        x = 0.5 + side * 0.06
-        place = Lesion("", x, 0.47, 0.045)
-        ventricle = blob(rng, len(texture), place)
-        image = np.where(ventricle > 0, 0.36 + texture, image)
-    return image
+def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) -> None:
+    """Write llava_tiny (CLIP tower, projector, Llama, a tokenizer trained on the texts) and sam_tiny (a whole SAM)."""
+    import torch
+    import transformers as hf
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    hf.utils.logging.disable_progress_bar()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator([*texts, "USER: \nASSISTANT:"], trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=False))
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<image>"], **names)
+
+    # 6 x 6 patches of 16 pixels, each seen through waves of 0 to 3 periods, two phases each
+    torch.manual_seed(seed)
+    side, patch, width = 96, 16, 32
+    vision = {"image_size": side, "patch_size": patch, "hidden_size": width, "num_hidden_layers": 1}
+    vision |= {"intermediate_size": 96, "num_attention_heads": 4, "projection_dim": 64, "initializer_range": 0.1}
+    text = {"vocab_size": len(tokenizer), "hidden_size": 2 * width, "intermediate_size": MLP, "num_hidden_layers": LAYERS}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.1}
+    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**vision),
+        text_config=hf.LlamaConfig(**text),
+        image_token_id=special.index("<image>"),
+        image_seq_length=(side // patch) ** 2,
+    )
+    llava = hf.LlavaForConditionalGeneration(config)
+    tower, projector = llava.model.vision_tower.embeddings, llava.model.multi_modal_projector
+    with torch.no_grad():
+        pixel = (torch.arange(patch) + 0.5) / patch - 0.5
+        waves = torch.cartesian_prod(torch.arange(-2.0, 3), torch.arange(3.0))
+        waves = waves[(waves[:, 1] > 0) | (waves[:, 0] > 0)]
+        n = len(waves)
+        phase = 2 * torch.pi * (waves[:, :1, None] * pixel + waves[:, 1:, None] * pixel[:, None])
+        filters = torch.cat([phase.cos(), phase.sin()])  * (0.25 + waves.norm(dim=1)).repeat(2)[:, None, None] / patch
+        tower.patch_embedding.weight.zero_()
+        tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3 * ALPHA
+        tower.patch_embedding.weight[2 * n] = 1 / patch / 3 * DC
+        place = torch.linspace(-1, 1, side // patch)
+        place = torch.cartesian_prod(place, place)[:, :, None] * torch.tensor([1.0, 2.0][:NP]) * torch.pi / 2
+        place = torch.cat([place.sin(), place.cos()], 2).flatten(1)
+        tower.position_embedding.weight.zero_()
+        tower.position_embedding.weight[1:, 2 * n + 1:2 * n + 1 + 4 * NP] = place * POS
+        # of each direction the projector passes on both sides, which together are its strength
+        projector.linear_1.weight[:] = torch.cat([torch.eye(width), -torch.eye(width)]) * BETA
+        strength = torch.randn(2 * width, n)
+        strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)
+        signed = torch.randn(2 * width, width)
+        signed[:, :2 * n] = 0
+        projector.linear_2.weight[:] = torch.cat([strength * SG + signed, strength * SG - signed], 1) / (2 * width) ** .5 * GAMMA
+        llava.lm_head.weight *= HEAD
+        if PRINT:
+            print(n, 2 * n + 1 + 4 * NP, width)
+    llava.save_pretrained(out / "llava_tiny")
+    tokenizer.save_pretrained(out / "llava_tiny")
+    size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    write_json(out / "llava_tiny" / "preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"} | size | CLIP)
+
+    torch.manual_seed(seed)
+    side = max(8, round(image_size / 8) * 8)
+    vision = {"image_size": side, "patch_size": 8, "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "window_size": 4, "global_attn_indexes": [1], "mlp_ratio": 2.0, "mlp_dim": 128}
+    prompt = {"hidden_size": 32, "image_size": side, "patch_size": 8, "mask_input_channels": 4}
+    decoder = {"hidden_size": 64, "mlp_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
+    sam = hf.SamModel(
+        hf.SamConfig(
+            vision_config=hf.SamVisionConfig(**vision, initializer_range=0.02, num_pos_feats=16),
+            prompt_encoder_config=hf.SamPromptEncoderConfig(**prompt),
+            mask_decoder_config=hf.SamMaskDecoderConfig(**decoder),
+        )
+    )
+    sam.save_pretrained(out / "sam_tiny")
+    size = {"size": {"longest_edge": side}}
+    write_json(out / "sam_tiny" / "preprocessor_config.json", {"image_processor_type": "SamImageProcessor"} | size | IMAGENET)
 
 
-def draw_lungs(rng: Generator, texture: np.ndarray) -> np.ndarray:
-    """Draw a chest as a grey float image: lungs and spine."""
-    image, _ = draw_body(rng, texture)
-    for side in (-1, 1):
-        x = 0.5 + side * 0.2
-        place = Lesion("", x, 0.5, 0.16)
-        lung = blob(rng, len(texture), place)
-        image = np.where(lung > 0, 0.34 + 1.4 * texture, image)
-    place = Lesion("", 0.5, 0.84, 0.05)
-    spine = blob(rng, len(texture), place)
-    return np.where(spine > 0, 0.7 + texture, image)
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2))
+
+
+ALPHA, BETA, POS, GAMMA, HEAD, MLP, LAYERS, DC, NP, SG, PRINT = 1.0, 1.5, 2.0, 2.0, 3.0, 128, 4, 0.5, 1, 1.0, 1
+NL = int(__import__("os").environ.get("NL", 4))

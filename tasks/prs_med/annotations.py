@@ -1,0 +1,301 @@
+"""Annotation CSVs, the images and masks that they name, the check of both, and the rule of positions. No torch."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+from scipy.ndimage import maximum_filter, minimum_filter
+from tqdm import tqdm
+
+from utils.cli import InputError, is_first_process
+from utils.images import IMAGE_ENDINGS, open_upright
+from utils.tables import SPLITS, find_column, in_two_splits, patient_in, read_table
+
+NEEDED = ("image_path", "split", "question", "answer")
+# a mask's position by its number, as position_of has it
+POSITIONS = (None, "top left", "top right", "bottom left", "bottom right", "center")
+PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\b"
+# words that question and answer may share without naming a structure
+COMMON = set("a an and are at be can find image in is it located of part position say see seen the they to".split())
+
+
+class Row(NamedTuple):
+    """One question about one image. image, mask: existing files. source: `file:row`. patient: "" where unknown.
+
+    digest: of the image's pixels, as the check has it.
+    """
+
+    modality: str
+    image: str
+    mask: str
+    split: str
+    question: str
+    answer: str
+    source: str
+    patient: str = ""
+    digest: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What rows of one image share, also where copies of it have other names; without a digest, its path."""
+        return self.digest or self.image
+
+
+def refuse(problems: list[str], what: str) -> None:
+    """Raises InputError where there are problems (`file: what is wrong; what to do`); rank 0 lists several first."""
+    if len(problems) > 1:
+        if is_first_process():
+            print("\n".join(problems), flush=True)
+        places = ", ".join(problem.split(": ")[0] for problem in problems[:3])
+        raise InputError(f"{places}, ...: {len(problems)} {what}, all listed above")
+    if problems:
+        raise InputError(problems[0])
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(
+    root: Path,
+    names: list[str] | None = None,
+    patient_column: str | None = None,
+    patient_pattern: str | None = None,
+    skip_bad_rows: bool = False,
+) -> list[Row]:
+    """The rows of root/annotations/*.csv (or annotations/qa/*.csv), of all files or of those with these names.
+
+    The patient is what `patient_pattern` finds in the image's file name, else what `patient_column` holds, else what a
+    column `patient` holds where there is one. Raises InputError for all bad rows at once, or drops and counts them.
+    """
+    folder = root / "annotations"
+    files = {file.stem: file for file in sorted(folder.glob("*.csv")) or sorted(folder.glob("qa/*.csv"))}
+    if not files:
+        raise InputError(f"{folder}: holds no CSV; check --data_root, or see tools.sample_data and tools.prepare_data")
+
+    rows, problems, listings = [], [], {}
+    for name in names or files:
+        if name not in files:
+            raise InputError(f"{folder}: no {name}.csv, there are {', '.join(files)}; check --annotations")
+        table = read_table(files[name])
+        needed = [find_column(table, column) for column in (*NEEDED, patient_column) if column]
+        for source, record in table:
+            try:
+                empty = [column for column in needed if not record[column]]
+                if empty:
+                    raise ValueError(f"empty {empty[0]!r}; complete the row")
+                split = SPLITS.get(record["split"].lower())
+                if split is None:
+                    raise ValueError(f"split {record['split']!r} is not train, val or test; correct it")
+                image, mask = find_pair(root, record["image_path"], record.get("image_name", ""), listings)
+                patient = record.get((patient_column or "patient").lower(), "")
+                if patient_pattern:
+                    patient = patient_in(patient_pattern, Path(image).name)
+            except ValueError as error:
+                problems.append(f"{source}: {error}")
+            else:
+                rows.append(Row(name, image, mask, split, record["question"], record["answer"], source, patient))
+
+    if not skip_bad_rows:
+        refuse(problems, "rows cannot be used; correct them or pass --skip_bad_rows")
+    elif problems and is_first_process():
+        print(f"--skip_bad_rows: {len(problems)} rows dropped, {len(rows)} left; the first: {problems[0]}", flush=True)
+    return rows
+
+
+def find_pair(root: Path, path: str, image_name: str, listings: dict[Path, dict[str, str]]) -> tuple[str, str]:
+    """(image, mask) files of a CSV's image_path, which is that of the MASK and may hold backslashes.
+
+    Endings may differ, ISIC's masks are named <name>_Segmentation, and image_name finds an image that several masks
+    share. A fork and the newer release have the folders one level deeper. listings: of the folders seen, kept between
+    calls. Raises ValueError saying what is missing.
+    """
+    parts = PurePosixPath(path.replace("\\", "/")).parts
+    if ".." in parts or len(parts) < 2 or not re.search("_(masks|images)$", parts[-2]):
+        raise ValueError(f"image_path {path!r} is not <modality>/<split>_masks/<name> in the data root; correct it")
+    above, split, name = PurePosixPath(*parts[:-2]), parts[-2].rpartition("_")[0], parts[-1]
+    stem = Path(name).stem.removesuffix("_Segmentation")
+
+    def find(folder: Path, *names: str) -> str | None:
+        if folder not in listings:
+            files = os.listdir(folder) if folder.is_dir() else []
+            images = [file for file in sorted(files, reverse=True) if file.lower().endswith(IMAGE_ENDINGS)]
+            listings[folder] = {Path(file).stem.removesuffix("_Segmentation"): file for file in images}
+            listings[folder] |= {file: file for file in files}
+        found = [listings[folder][name] for name in names if name in listings[folder]]
+        return str(folder / found[0]) if found else None
+
+    for base in (root / above, root / "images_and_masks" / above, root / above.name, root / "data" / above.name):
+        mask = find(base / f"{split}_masks", name, stem)
+        if mask:
+            image = find(base / f"{split}_images", name, stem, image_name)
+            if image:
+                return image, mask
+            raise ValueError(f"no image {stem}.png, .jpg, ... in {base}/{split}_images; add it or remove the row")
+    raise ValueError(f"mask {path} does not exist in {root}; correct the row or --data_root")
+
+
+# --- masks and positions ----------------------------------------------------------------------------------------------
+
+
+def foreground(image: Image.Image) -> np.ndarray:
+    """(H, W) bool of an 8-bit mask: values above 0; where they go up to 255, whose edges JPEG may smear, above 127."""
+    values = np.asarray(image)
+    values = values if values.ndim == 2 else values.max(axis=2)
+    return values > (127 if values.max() > 127 else 0)
+
+
+def open_mask(path: str | Path) -> np.ndarray:
+    """(H, W) bool of a mask's file."""
+    return foreground(open_upright(path))
+
+
+def is_label_map(values: np.ndarray) -> bool:
+    """True where a mask (H, W) has areas of several values above 0, not just soft or JPEG edges."""
+    levels = np.unique(values)
+    if len(levels) <= 2 and levels[0] == 0:
+        return False
+    # with many values an area is flat, and 0, only up to the noise of JPEG
+    least, noise = (levels[-1] / 8, levels[-1] / 64) if len(levels) > 16 else (0, 0)
+    areas = values[(maximum_filter(values, 3) - minimum_filter(values, 3) <= noise) & (values > least)]
+    return len(areas) > 0 and bool(areas.max() > areas.min() + least)
+
+
+def is_misfit(image: tuple[int, int], mask: tuple[int, int]) -> bool:
+    """True where the aspect ratios of two (width, height) differ by more than 2 %."""
+    return abs(image[0] * mask[1] / (image[1] * mask[0]) - 1) > 0.02
+
+
+def position_of(mask: np.ndarray) -> str | None:
+    """Where the foreground of a (H, W) bool mask lies, None without any.
+
+    "center" where its bounding box spans the image's centre, else the quadrant that the box's own centre is in.
+    """
+    ys, xs = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    if not len(ys):
+        return None
+    height, width = mask.shape
+    top, bottom, left, right = ys[0], ys[-1] + 1, xs[0], xs[-1] + 1
+    if top < height / 2 < bottom and left < width / 2 < right:
+        return "center"
+    return f"{'top' if top + bottom < height else 'bottom'} {'left' if left + right < width else 'right'}"
+
+
+def position_in(sentence: str) -> str | None:
+    """The last position that a sentence names: "the right kidney is in the bottom left" is bottom left."""
+    named = re.findall(PLACE, sentence.lower())
+    if not named:
+        return None
+    vertical, side = named[-1]
+    return f"{'top' if vertical in ('top', 'upper') else 'bottom'} {side}" if side else "center"
+
+
+def name_position(sentence: str, before: str | None, after: str | None) -> str:
+    """The sentence with the last position that it names changed to `after`, where that was `before`."""
+    named = [*re.finditer(PLACE, sentence, re.IGNORECASE)]
+    if not named or not after or before == after or position_in(sentence) != before:
+        return sentence
+    start, end = named[-1].span()
+    return sentence[:start] + after + sentence[end:]
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """What the check keeps of a file: by which it is known again, its size, a digest of its pixels or its foreground.
+
+    pixels: of the foreground; 0 for an image.
+    """
+
+    bytes: int
+    mtime_ns: int
+    width: int
+    height: int
+    digest: str
+    pixels: int
+    is_label_map: bool
+
+
+def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> tuple[list[Row], list[str]]:
+    """Decode each image and mask once; returns the rows with their digests, and a line for each kind of warning.
+
+    image_size: the side of the square that masks are resized to; None: their own size. cache: a JSON file of
+    {"image|mask <path>": Facts}, so that a later call decodes only files that have changed. Raises InputError for all
+    files at once that cannot be opened.
+    """
+    known: dict[str, Facts] = {}
+    if cache:
+        try:
+            known = {key: Facts(*values) for key, values in json.loads(cache.read_text()).items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            known = {}
+
+    def look(key: str) -> Facts | str:
+        kind, _, path = key.partition(" ")
+        try:
+            stat = os.stat(path)
+            stamp = (stat.st_size, stat.st_mtime_ns)
+            if key in known and known[key][:2] == stamp:
+                return known[key]
+            image = open_upright(path)
+            content = foreground(image) if kind == "mask" else np.asarray(image.convert("RGB"))
+            digest = hashlib.sha256(repr(image.size).encode() + content.tobytes()).hexdigest()
+            if kind == "image":
+                return Facts(*stamp, *image.size, digest, 0, False)
+            # colours become different greys
+            return Facts(*stamp, *image.size, digest, int(content.sum()), is_label_map(np.asarray(image.convert("L"))))
+        except Exception as error:
+            return f"{sources[key]}: {path} cannot be opened as an image ({error}); replace it"
+
+    sources: dict[str, str] = {}
+    for row in rows:
+        sources.setdefault(f"image {row.image}", row.source)
+        sources.setdefault(f"mask {row.mask}", row.source)
+    with ThreadPoolExecutor() as pool:
+        looked = pool.map(look, sources)
+        looked = tqdm(looked, "checking data", len(sources), delay=3, mininterval=2, disable=not is_first_process())
+        facts = dict(zip(sources, looked, strict=True))
+    if cache:
+        known |= {key: value for key, value in facts.items() if isinstance(value, Facts)}
+        partial = cache.with_name(f"{cache.name}.{os.getpid()}")
+        # a folder that may not be written to is checked anew each time
+        with contextlib.suppress(OSError):
+            partial.write_text(json.dumps(known))
+            os.replace(partial, cache)
+    refuse([value for value in facts.values() if isinstance(value, str)], "files cannot be opened; replace them")
+
+    found: dict[str, list[str]] = defaultdict(list)
+    structures: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        image, mask = facts[f"image {row.image}"], facts[f"mask {row.mask}"]
+        if is_misfit((image.width, image.height), (mask.width, mask.height)):
+            found["image and mask differ in aspect ratio; crop or pad the mask as its image"] += [row.source]
+        if mask.is_label_map:
+            found["a label map or grey image as mask, taken for one structure; write 0 and 255"] += [row.source]
+        if mask.pixels == 0:
+            found["the mask is empty; right where nothing is to be found, else replace it"] += [row.source]
+            continue
+        side = max(mask.width, mask.height)
+        if mask.pixels * ((image_size or side) / side) ** 2 < 25:
+            found["the mask has fewer than 25 pixels at the model's size; raise --image_size"] += [row.source]
+        # what question and answer both name is the structure; a longer name for it means the same
+        question, answer = (set(re.findall(r"\w+", text.lower())) for text in (row.question, row.answer))
+        named = question & answer - COMMON
+        first = structures.setdefault((image.digest, mask.digest), named)
+        if not (first <= named or named <= first):
+            found["one mask for two structures of an image; give each its own mask"] += [row.source]
+
+    images = [(facts[f"image {row.image}"].digest, row.split, row.source) for row in rows]
+    patients = [((row.modality, row.patient), row.split, row.source) for row in rows if row.patient]
+    found["the same image is in another split, maybe under another name; keep one of them"] = in_two_splits(images)
+    found["the same patient is in another split; keep each patient in one split"] = in_two_splits(patients)
+    warnings = [f"{len(places)} rows ({', '.join(places[:3])}): {kind}" for kind, places in found.items() if places]
+    return [row._replace(digest=facts[f"image {row.image}"].digest) for row in rows], warnings
