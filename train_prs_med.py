@@ -72,7 +72,6 @@ if __name__ == "__main__":
     ARGS = parse_args()
 
 
-import json
 from functools import partial
 
 import numpy as np
@@ -184,7 +183,7 @@ class PRSMed(nn.Module):
         With neither a mask nor a cache, transformers would look for packed sequences in the batch, which waits for the
         GPU. A cache cannot be had together with recomputed activations; they get a mask.
         """
-        if not self.vlm.is_gradient_checkpointing:
+        if not self.vlm.is_activation_checkpointing:
             return {"past_key_values": NoCache(), "use_cache": True}
         samples, length, _ = embeddings.shape
         mask = torch.ones(length, length, dtype=torch.bool, device=embeddings.device).tril()
@@ -231,12 +230,12 @@ def pick(hidden: Tensor, places: Tensor) -> Tensor:
 
 def upsample(masks: Tensor, side: int) -> Tensor:
     """(B, 1, h, w) -> (B, 1, side, side), bilinear."""
-    if not (masks.is_cuda and torch.are_deterministic_algorithms_enabled()):
+    if not torch.are_deterministic_algorithms_enabled():
         return F.interpolate(masks, (side, side), mode="bilinear", align_corners=False)
-    # CUDA has no deterministic gradient of interpolate; a matrix product adds in a fixed order
-    with torch.autocast("cuda", enabled=False):
-        for size in masks.shape[2:]:
-            ruler = torch.eye(size, device=masks.device)[None]
+    # CUDA has no deterministic gradient of interpolate; a matrix product along each axis has
+    with torch.autocast(masks.device.type, enabled=False):
+        for _ in range(2):
+            ruler = torch.eye(masks.shape[3], device=masks.device)[None]
             weights = F.interpolate(ruler, side, mode="linear", align_corners=False)[0]
             masks = (masks @ weights).transpose(2, 3)
     return masks
@@ -247,12 +246,20 @@ def upsample(masks: Tensor, side: int) -> Tensor:
 
 def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str, example: str) -> str:
     """The model given, or the first of these kinds in a folder of the data root. Raises InputError with advice."""
-    if given:
-        return given
-    for file in sorted(root.glob("*/config.json")):
-        if json.loads(file.read_text(encoding="utf-8")).get("model_type") in kinds:
-            return str(file.parent)
-    raise InputError(f"{root}: no {kinds[0]} model in a folder of it; download one, such as {example}, and give {flag}")
+    from transformers import PretrainedConfig
+
+    advice = f"download one, such as {example}, and give {flag}"
+    try:
+        for path in [given] if given else [str(file.parent) for file in sorted(root.glob("*/config.json"))]:
+            kind = PretrainedConfig.get_config_dict(path)[0].get("model_type")
+            if kind in kinds:
+                return path
+            if given:
+                # transformers would build a model of the other kind's size
+                raise InputError(f"{path}: is a {kind} model, not {kinds[0]}; {advice}")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be loaded ({str(error).splitlines()[0][:150]}); {advice}") from None
+    raise InputError(f"{root}: no {kinds[0]} model in a folder of it; {advice}")
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed:
@@ -277,7 +284,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
         vlm_settings, _ = ImageProcessingMixin.get_image_processor_dict(vlm_path)
         path = sam_path
         sam_settings, _ = ImageProcessingMixin.get_image_processor_dict(sam_path)
-        kind = SamModel.config_class.get_config_dict(sam_path)[0].get("model_type")
+        kind = SamModel.config_class.get_config_dict(sam_path)[0]["model_type"]
         sam_class = SamVisionModel if kind == "sam_vision_model" else SamModel
         sam = sam_class.from_pretrained(sam_path, trust_remote_code=False, dtype=torch.float32).vision_encoder
     except Exception as error:
@@ -742,11 +749,13 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
         add_answers(model, generate(blind), run, blind_scores, args.max_new_tokens)
         for row in blind_scores:
             row["index"] = some[row["index"]]
-    others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
-    if "train" in sets:
-        others |= {f"rival/{name}": rows for name, rows in report.rival_scores(sets["train"], data).items()}
     if du.world()[0] != 0:
         return {}
+    others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
+    if "train" in sets:
+        # as they are, not augmented
+        known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
+        others |= {f"rival/{name}": rows for name, rows in report.rival_scores(known, data).items()}
     metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
     report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)
     run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))

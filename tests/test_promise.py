@@ -260,6 +260,40 @@ def test_random_kills(start, run, whole, tmp_path):
     assert_same(folder, whole(MINIMAL))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_hundred_steps(script, run, tmp_path, seed):
+    """1, 2, 3 and 5 processes, shares 2:1 and 7:3:2, and 3 -> 1 -> 2 by resume: the same bits after 100 steps."""
+    flags = f"--num_epochs 99 --max_steps 100 --save_every 50 --seed {seed}"
+    run(script, tmp_path / "whole", flags)
+    ways = [(2, ""), (3, ""), (5, ""), (2, "--gpu_shares 2,1"), (3, "--gpu_shares 7,3,2")]
+    for number, (processes, shares) in enumerate(ways):
+        run(script, tmp_path / str(number), f"{flags} {shares}", processes)
+        assert_same(tmp_path / str(number), tmp_path / "whole")
+    for processes, last in ((3, 33), (1, 66), (2, 100)):
+        run(script, tmp_path / "resumed", f"{flags} --max_steps {last} --resume_from auto", processes)
+    assert_same(tmp_path / "resumed", tmp_path / "whole")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chain", range(8))
+def test_forty_kills(start, run, tmp_path_factory, tmp_path, chain):
+    """Torchrun runs of a minute on 2 ranks, each killed 5 times: at its start, in steps, evaluations and saves."""
+    flags = "--num_epochs 60 --save_every 7 --eval_every_steps 5 --keep_last 1"
+    whole = tmp_path_factory.getbasetemp() / "kills_whole"
+    if not whole.exists():
+        run(MINIMAL, whole, flags, 2)
+    folder, chance = tmp_path / "run", random.Random(chain)
+    for kill in range(5):
+        process = start(MINIMAL, folder, f"{flags} --resume_from auto", 2, fault="slow")
+        time.sleep(chance.uniform(0, 6) if kill == 0 else chance.uniform(4, 20))
+        assert process.poll() is None
+        kill_all(process)
+    run(MINIMAL, folder, f"{flags} --resume_from auto", 2)
+    assert_same(folder, whole)
+
+
 def test_killed_in_an_evaluation(run, whole, tmp_path):
     """The evaluation of an epoch's end is made again, and logged once."""
     folder = tmp_path / "run"

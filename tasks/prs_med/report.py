@@ -3,12 +3,14 @@
 import csv
 import io
 import textwrap
+import warnings
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from tasks.prs_med import rivals
 from tasks.prs_med.annotations import Row, position_in, position_of
 from utils.checkpoint import write_atomically
 from utils.log import format_table
@@ -35,7 +37,10 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     both = [k for k, (a, b) in enumerate(zip(*either, strict=True)) if a and b]
     distances = [diagonal if a or b else 0.0 for a, b in zip(*either, strict=True)]
     if both:
-        values = compute_hausdorff_distance(predicted[both, None], target[both, None], True, percentile=95)
+        with warnings.catch_warnings():
+            # MONAI's own call of a name that it has deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            values = compute_hausdorff_distance(predicted[both, None], target[both, None], True, percentile=95)
         for k, value in zip(both, values[:, 0].tolist(), strict=True):
             distances[k] = value
     return distances
@@ -51,6 +56,40 @@ def ablations(rows: list[Row], seed: int) -> dict[str, list[int]]:
     shown = {"blank_image": [-1] * len(rows)}
     others = other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
     return shown | ({"shuffled_image": others} if others else {})
+
+
+def rival_scores(train, test) -> dict[str, list[dict]]:
+    """The scores of each rival on `test`, fitted to `train` (both PositionData), at 256 x 256 pixels at most."""
+    step = max(1, train.reader.image_size // 256)
+
+    def examples(data, indices) -> list[rivals.Example]:
+        found = []
+        for index in indices:
+            item, row = data[index], data.rows[index]
+            gray = item["sam"].float().mean(0).numpy()[::step, ::step].astype(np.uint8)
+            mask = item["mask"].numpy()[::step, ::step]
+            found.append(rivals.Example(rivals.key_of(row.modality, row.answer), gray, mask, position_in(row.answer)))
+        return found
+
+    # of a structure asked about often, some hundred rows say enough
+    of_key: dict[tuple, list[int]] = {}
+    for index, row in enumerate(train.rows):
+        of_key.setdefault(rivals.key_of(row.modality, row.answer), []).append(index)
+    spread = [np.linspace(0, len(own) - 1, min(len(own), 400)).astype(int) for own in of_key.values()]
+    chosen = sorted(own[k] for own, places in zip(of_key.values(), spread, strict=True) for k in places)
+    known, asked = examples(train, chosen), examples(test, range(len(test)))
+
+    scores = {}
+    for rival in (rivals.grey_threshold, rivals.mean_mask, rivals.frequent_position):
+        rows = scores[rival.__name__] = []
+        for index, (mask, position) in enumerate(rival(known, asked)):
+            true = position_of(asked[index].mask)
+            row = {"index": index, "position_accuracy": true and float(position == true)}
+            if mask is not None:
+                both, either = (mask & asked[index].mask).sum(), (mask | asked[index].mask).sum()
+                row |= {"dice": rivals.dice(mask, asked[index].mask), "iou": float(both / either) if either else 1.0}
+            rows.append(row)
+    return scores
 
 
 def interval(low: float, high: float, sign: str = "") -> str:
@@ -123,6 +162,8 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         row, score = rows[index], scores[index]
         says = f"says: {score['answer'] or '(nothing)'}" if "answer" in score else "(no answer asked for)"
         caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
+        # what a model says early in a training may hold control characters
+        caption = ["".join(letter if letter.isprintable() else "?" for letter in text) for text in caption]
         wrapped = [line for text in caption for line in textwrap.wrap(text, 52)[:3]]
         axis.set_title("\n".join(wrapped), fontsize=8, loc="left", parse_math=False)
         axis.imshow(example["image"].transpose(1, 2, 0))
@@ -183,7 +224,3 @@ def write_predictions(folder: Path, rows: list[Row], records: list[dict], opened
     if apart:
         print(f"warning: {len(apart)} of {len(lines)} sentences name another place than their mask: {apart[0]}, ...")
     print(f"written: {folder}/predictions.csv, masks and overlays", flush=True)
-
-
-def rival_scores(train, test) -> dict[str, list[dict]]:
-    return {}

@@ -28,7 +28,13 @@ QUESTIONS = (
     "In which part of the picture is the {}?",
     "Please find the {} and say where it is.",
 )
-POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1), "center": (0, 0)}
+POSITIONS = {
+    "top left": (-1, -1),
+    "top right": (1, -1),
+    "bottom left": (-1, 1),
+    "bottom right": (1, 1),
+    "center": (0, 0),
+}
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
 IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
@@ -50,7 +56,11 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     """Write images, masks, questions and checkpoints. Raises InputError where the folder holds a data set."""
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
-    splits = [(split, i) for split, count in zip(("train", "val", "test"), (num_train, num_val, num_test)) for i in range(count)]
+    splits = [
+        (split, i)
+        for split, count in zip(("train", "val", "test"), (num_train, num_val, num_test))
+        for i in range(count)
+    ]
     rows = {modality: [] for modality in TARGETS}
     for number, (split, i) in enumerate(splits):
         modality = list(TARGETS)[i % 3]
@@ -169,7 +179,9 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator([*texts, "USER: \nASSISTANT:"], trainer)
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=False))
@@ -180,8 +192,18 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     side, patch, width = 96, 16, 32
     vision = {"image_size": side, "patch_size": patch, "hidden_size": width, "num_hidden_layers": 1}
     vision |= {"intermediate_size": 96, "num_attention_heads": 4, "projection_dim": 64, "initializer_range": 0.1}
-    text = {"vocab_size": len(tokenizer), "hidden_size": 2 * width, "intermediate_size": MLP, "num_hidden_layers": LAYERS}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.1}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 2 * width,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+    }
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+    }
     text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
     config = hf.LlavaConfig(
         vision_config=hf.CLIPVisionConfig(**vision),
@@ -197,7 +219,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         waves = waves[(waves[:, 1] > 0) | (waves[:, 0] > 0)]
         n = len(waves)
         phase = 2 * torch.pi * (waves[:, :1, None] * pixel + waves[:, 1:, None] * pixel[:, None])
-        filters = torch.cat([phase.cos(), phase.sin()])  * (0.25 + waves.norm(dim=1)).repeat(2)[:, None, None] / patch
+        filters = torch.cat([phase.cos(), phase.sin()]) * (0.25 + waves.norm(dim=1)).repeat(2)[:, None, None] / patch
         tower.patch_embedding.weight.zero_()
         tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3 * ALPHA
         tower.patch_embedding.weight[2 * n] = 1 / patch / 3 * DC
@@ -205,28 +227,38 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         place = torch.cartesian_prod(place, place)[:, :, None] * torch.tensor([1.0, 2.0][:NP]) * torch.pi / 2
         place = torch.cat([place.sin(), place.cos()], 2).flatten(1)
         tower.position_embedding.weight.zero_()
-        tower.position_embedding.weight[1:, 2 * n + 1:2 * n + 1 + 4 * NP] = place * POS
+        tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 1 + 4 * NP] = place * POS
         # of each direction the projector passes on both sides, which together are its strength
         projector.linear_1.weight[:] = torch.cat([torch.eye(width), -torch.eye(width)]) * BETA
         strength = torch.randn(2 * width, n)
         strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)
         signed = torch.randn(2 * width, width)
-        signed[:, :2 * n] = 0
-        projector.linear_2.weight[:] = torch.cat([strength * SG + signed, strength * SG - signed], 1) / (2 * width) ** .5 * GAMMA
+        signed[:, : 2 * n] = 0
+        projector.linear_2.weight[:] = (
+            torch.cat([strength * SG + signed, strength * SG - signed], 1) / (2 * width) ** 0.5 * GAMMA
+        )
         llava.lm_head.weight *= HEAD
         if PRINT:
             print(n, 2 * n + 1 + 4 * NP, width)
     llava.save_pretrained(out / "llava_tiny")
     tokenizer.save_pretrained(out / "llava_tiny")
     size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-    write_json(out / "llava_tiny" / "preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"} | size | CLIP)
+    write_json(
+        out / "llava_tiny" / "preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"} | size | CLIP
+    )
 
     torch.manual_seed(seed)
     side = max(8, round(image_size / 8) * 8)
     vision = {"image_size": side, "patch_size": 8, "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 4, "window_size": 4, "global_attn_indexes": [1], "mlp_ratio": 2.0, "mlp_dim": 128}
     prompt = {"hidden_size": 32, "image_size": side, "patch_size": 8, "mask_input_channels": 4}
-    decoder = {"hidden_size": 64, "mlp_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "iou_head_hidden_dim": 16}
+    decoder = {
+        "hidden_size": 64,
+        "mlp_dim": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "iou_head_hidden_dim": 16,
+    }
     sam = hf.SamModel(
         hf.SamConfig(
             vision_config=hf.SamVisionConfig(**vision, initializer_range=0.02, num_pos_feats=16),
@@ -236,7 +268,9 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     )
     sam.save_pretrained(out / "sam_tiny")
     size = {"size": {"longest_edge": side}}
-    write_json(out / "sam_tiny" / "preprocessor_config.json", {"image_processor_type": "SamImageProcessor"} | size | IMAGENET)
+    write_json(
+        out / "sam_tiny" / "preprocessor_config.json", {"image_processor_type": "SamImageProcessor"} | size | IMAGENET
+    )
 
 
 def write_json(path: Path, content: dict) -> None:
