@@ -91,7 +91,7 @@ from tasks.prs_med.annotations import POSITIONS, Row, position_in, position_of
 from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
 from utils import checkpoint, images, tables
 from utils.loop import Run
-from utils.sampler import ImageGroups
+from utils.sampler import EvalBatchSampler, ImageGroups
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_rank"
@@ -491,7 +491,6 @@ class PositionData(Dataset):
         prompt, answer = self.reader.tokens(row.question, answer)
         return {
             "index": int(index),
-            "image": shown,
             "identity": "" if shown < 0 else source.identity,
             "sam": torch.from_numpy(sam.copy()),
             "vlm": torch.from_numpy(vlm.copy()),
@@ -510,6 +509,14 @@ class PositionData(Dataset):
         native = annotations.open_mask(path)
         small = images.square(Image.fromarray(native), self.reader.image_size, Image.Resampling.NEAREST)
         return np.append(np.asarray(small, np.uint8), POSITIONS.index(position_of(native))).astype(np.uint8)
+
+
+def blank_item(reader: Reader, prompt: list[int], answer: list[int]) -> dict:
+    """What `collate` takes of a row, with a black image and an empty mask."""
+    item = {"index": 0, "identity": "", "position": None, "prompt": prompt, "answer": answer, "error": ""}
+    for name, side in (("sam", reader.image_size), ("vlm", reader.vlm_size)):
+        item[name] = torch.zeros(3, side, side, dtype=torch.uint8)
+    return item | {"mask": torch.zeros(reader.image_size, reader.image_size, dtype=torch.bool)}
 
 
 def collate(reader: Reader, items: list[dict]) -> dict:
@@ -783,54 +790,40 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
     return [(file, question) for file in found]
 
 
-def predict(model: PRSMed, run: Run, args: Namespace) -> int:
+@torch.no_grad()
+def predict(model: PRSMed, run: Run, args: Namespace) -> None:
     """--predict: masks and answers in <run folder>/predictions, or predictions_2 where that holds earlier ones."""
-    pairs = list_questions(args.predict, args.question)
-    readable, opened = [], {}
-    for file, question in pairs:
+    asked, opened = [], {}
+    for file, question in list_questions(args.predict, args.question):
         try:
-            opened[str(file)] = opened.get(str(file)) or images.open_image(file)
-            readable.append((str(file), question))
+            opened[file] = opened.get(file) or images.open_image(file)
+            asked.append((file, question))
         except (OSError, ValueError, SyntaxError) as error:
             du.print_main(f"warning: {file}: cannot be read ({error}); left out")
-    if not readable:
+    if not asked:
         raise InputError(f"{args.predict}: no image can be read; check --predict")
-    side, folder, number = model.reader.image_size, run.folder / "predictions", 1
-    while folder.exists():
-        number += 1
-        folder = run.folder / f"predictions_{number}"
-    du.gather_objects(None)
 
-    # an empty mask and answer take the places of those to be found
-    blank = np.zeros(side**2 + 1, np.uint8)
-    rows = [Row("", file, "", "", question, "", file) for file, question in readable]
-    data = PositionData(rows, model.reader, (Decoded([], 0, 0), Decoded([], 0, 0)))
-    data.decode_mask = lambda _: blank
-    data.decode_image = lambda file: np.concatenate([pixels.ravel() for pixels in model.reader.pixels(opened[file])])
-    loader = make_loader(data, args, run.leaf)
     model.eval()
-    records = {}
-    with torch.no_grad():
-        for batch in run.batches(loader):
-            logits, _ = model(batch)
-            for index, mask in zip(batch["index"], logits, strict=True):
-                # back to the image's own size, without the padding of the square
-                image = opened[rows[index].image]
-                left, top, right, bottom = images.square_box(image.size, len(mask))
-                inside = mask[None, None, top:bottom, left:right]
-                native = F.interpolate(inside, (image.height, image.width), mode="bilinear", align_corners=False)
-                records[index] = {"mask": native[0, 0].cpu().numpy() > 0}
-        merge_lora(model)
-        for batch in run.batches(make_loader(data, args, max(run.leaf, 64))):
-            for index, answer in zip(batch["index"], model.answer(batch, args.max_new_tokens), strict=True):
-                records.setdefault(index, {})["answer"] = answer
-    everything: dict[int, dict] = {}
-    for part in du.gather_objects(records):
-        for index, record in part.items():
-            everything.setdefault(index, {}).update(record)
+    own = {}
+    for indices in EvalBatchSampler(len(asked), run.leaf, *du.world()):
+        items = []
+        for file, question in (asked[index] for index in indices):
+            item = blank_item(model.reader, *model.reader.tokens(question, "")) | {"identity": str(file)}
+            items.append(
+                item | dict(zip(("sam", "vlm"), map(torch.tensor, model.reader.pixels(opened[file])), strict=True))
+            )
+        batch = du.to_device(collate(model.reader, items), model.device)
+        logits, answers = model(batch)[0], model.answer(batch, args.max_new_tokens)
+        for index, mask, answer in zip(indices, logits, answers, strict=True):
+            # back to the image's own size, without the padding of the square
+            image = opened[asked[index][0]]
+            left, top, right, bottom = images.square_box(image.size, len(mask))
+            inside = mask[None, None, top:bottom, left:right]
+            native = F.interpolate(inside, (image.height, image.width), mode="bilinear", align_corners=False)
+            own[index] = {"mask": native[0, 0].cpu().numpy() > 0, "answer": answer}
+    records = {index: record for part in du.gather_objects(own) for index, record in part.items()}
     if du.world()[0] == 0:
-        report.write_predictions(folder, rows, [everything[index] for index in range(len(rows))], opened)
-    return 0
+        report.write_predictions(run.folder, asked, [records[index] for index in range(len(asked))], opened)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -843,22 +836,12 @@ def make_loader(data: PositionData, args: Namespace, batch_size: int, **options)
 
 
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
-    """A made-up batch of the longest prompt and answer of some rows, each about an image of its own; 64 and 64 tokens
-    of text without rows.
-    """
+    """A made-up batch of the longest prompt and answer of some rows, of 64 tokens of text each without any."""
     reader = model.reader
     pairs = [reader.tokens(*texts) for texts in {(row.question, row.answer) for row in rows}]
-    first, last = reader.image_places
-    prompt = max(
-        (prompt for prompt, _ in pairs),
-        key=len,
-        default=[*range(first), *[reader.image_token] * (last - first), *[0] * 64],
-    )
-    answer = max((answer for _, answer in pairs), key=len, default=[0] * 64)
-    item = {"index": 0, "position": None, "error": "", "prompt": prompt, "answer": answer}
-    for name, side in (("sam", reader.image_size), ("vlm", reader.vlm_size)):
-        item[name] = torch.zeros(3, side, side, dtype=torch.uint8)
-    item["mask"] = torch.zeros(reader.image_size, reader.image_size, dtype=torch.bool)
+    prompts = [prompt for prompt, _ in pairs] or [reader.tokens("", "")[0] + [0] * 64]
+    answers = [answer for _, answer in pairs] or [[0] * 64]
+    item = blank_item(reader, max(prompts, key=len), max(answers, key=len))
     return collate(reader, [item | {"identity": str(number)} for number in range(size)])
 
 
@@ -892,7 +875,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if any(not torch.equal(base, other) for other in du.gather_objects(base)):
         raise InputError("--vlm_path: the processes have loaded different weights; give every node the same files")
     if args.predict:
-        return predict(model, run, args)
+        predict(model, run, args)
+        return 0
     sets = make_sets(rows, model.reader, args)
     if args.eval_only:
         metrics = test(model, sets, args.eval_split, run, args)

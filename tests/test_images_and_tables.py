@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from utils.cli import InputError
-from utils.images import open_gray, open_image, open_upright, square, square_box
+from utils.images import open_image, open_upright, square, square_box
 from utils.tables import check_one_split, find_column, parse_shares, patient_in, read_table, split_of
 
 # (30, 40): a ramp from 0 to 255, with a bright corner that shows how it is turned
@@ -55,12 +55,6 @@ def test_a_dicom_window_is_the_files_own_or_the_given_one(tmp_path):
     for window, low, high in ((None, -160, 240), ((0, 1000), -500, 500)):
         pixels = np.asarray(open_upright(tmp_path / "a.dcm", window))
         assert np.abs(pixels - np.interp(hu, [low, high], [0, 255])).max() <= 1
-
-
-def test_a_large_jpeg_is_decoded_small(tmp_path):
-    Image.fromarray(RAMP).resize((800, 600)).save(tmp_path / "a.jpg")
-    image = open_gray(tmp_path / "a.jpg", 70)
-    assert (image.mode, image.size) == ("L", (100, 75))
 
 
 def test_what_is_no_single_image_says_why(tmp_path):

@@ -21,12 +21,7 @@ def open_image(path: str | Path) -> Image.Image:
     return open_upright(path).convert("RGB")
 
 
-def open_gray(path: str | Path, side: int) -> Image.Image:
-    """The image as 8-bit grey; a JPEG is decoded at its smallest scale of at least `side` pixels, which is faster."""
-    return open_upright(path, side=side).convert("L")
-
-
-def open_upright(path: str | Path, window: Window | None = None, side: int | None = None) -> Image.Image:
+def open_upright(path: str | Path, window: Window | None = None) -> Image.Image:
     """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
 
     Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
@@ -37,8 +32,6 @@ def open_upright(path: str | Path, window: Window | None = None, side: int | Non
     with Image.open(path) as image:
         if image.format == "TIFF" and image.n_frames > 1:
             raise ValueError(f"a TIFF of {image.n_frames} pages; write each to its own file")
-        if side:
-            image.draft("L", (side, side))
         # a damaged EXIF block says nothing about the orientation
         with contextlib.suppress(SyntaxError, ValueError):
             ImageOps.exif_transpose(image, in_place=True)

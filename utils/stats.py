@@ -7,7 +7,7 @@ drawn at random without a fixed seed, so all ranks get the same. An unknown inte
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
@@ -30,22 +30,6 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
     rows, sums = np.bincount(case), np.bincount(case, weights=values)
     without = (sums.sum() - sums) / (len(values) - rows)
     return _from_jackknife(values.mean(), without, len(names), bounded)
-
-
-def interval(statistic: Callable[[np.ndarray], float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
-    """(low, high) of any number computed from rows, such as an AUROC; cases and bounded as in interval_of_mean.
-
-    statistic gives the number for the indices of some rows, nan where it is undefined; it is called up to 201 times.
-    """
-    names, case = np.unique(cases, return_inverse=True)
-    estimate = statistic(np.arange(len(case))) if len(names) > 1 else np.nan
-    if np.isnan(estimate):
-        return UNKNOWN
-    # a statistic may be costly: of many cases, whole groups are left out
-    groups = min(len(names), 200)
-    group = np.random.default_rng(0).permutation(len(names))[case] % groups
-    without = np.array([statistic(np.flatnonzero(group != left_out)) for left_out in range(groups)])
-    return _from_jackknife(estimate, without, len(names), bounded)
 
 
 def _from_jackknife(estimate: float, without: np.ndarray, cases: int, bounded: bool):

@@ -4,6 +4,7 @@ import csv
 import io
 import textwrap
 import warnings
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -195,32 +196,33 @@ def write_cases(path: Path, rows: list[Row], scores: list[dict]) -> None:
     write_csv(path, records)
 
 
-def write_predictions(folder: Path, rows: list[Row], records: list[dict], opened: dict[str, Image.Image]) -> None:
-    """Rank 0: predictions.csv, and a mask (0 and 255) and an overlay of each question, named by its image.
+def write_predictions(run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image]) -> None:
+    """Rank 0: predictions.csv, and a mask (0 and 255) and an overlay of each (image, question), named by the image.
 
-    agree: whether the sentence names the position where the mask lies.
+    Earlier predictions stay: the folder is predictions, predictions_2, ... agree: whether the sentence names the
+    position where the mask lies.
     """
+    folder, number = run_folder / "predictions", 1
+    while folder.exists():
+        number += 1
+        folder = run_folder / f"predictions_{number}"
     folder.mkdir(parents=True)
     lines, stems = [], set()
-    for row, record in zip(rows, records, strict=True):
-        stem, number = Path(row.image).stem, 1
-        while stem in stems:
-            number += 1
-            stem = f"{Path(row.image).stem}_{number}"
+    for (file, question), record in zip(asked, records, strict=True):
+        stem = next(name for n in count(1) if (name := f"{file.stem}_{n}" if n > 1 else file.stem) not in stems)
         stems.add(stem)
-        image, mask = opened[row.image], record["mask"]
+        mask, position = record["mask"], position_of(record["mask"])
         Image.fromarray(255 * mask.astype(np.uint8)).save(folder / f"{stem}_mask.png")
-        red = Image.new("RGB", image.size, (255, 40, 40))
-        overlay = Image.composite(red, image, Image.fromarray(110 * mask.astype(np.uint8)))
+        red = Image.new("RGB", opened[file].size, (255, 40, 40))
+        overlay = Image.composite(red, opened[file], Image.fromarray(110 * mask.astype(np.uint8)))
         overlay.save(folder / f"{stem}_overlay.png")
-        position = position_of(mask)
-        facts = {"image": row.image, "question": row.question, "answer": record["answer"], "mask_position": position}
+        facts = {"image": file, "question": question, "answer": record["answer"], "mask_position": position}
         facts |= {"agree": position_in(record["answer"]) == position, "share": round(float(mask.mean()), 6)}
         lines.append(facts | {"mask": f"{stem}_mask.png", "overlay": f"{stem}_overlay.png"})
     write_csv(folder / "predictions.csv", lines)
     for line in lines[:9]:
         print(f"{line['image']}: {line['answer']} (mask: {line['share']:.1%} of the image, {line['mask_position']})")
-    apart = [line["image"] for line in lines if not line["agree"]]
+    apart = [str(line["image"]) for line in lines if not line["agree"]]
     if apart:
         print(f"warning: {len(apart)} of {len(lines)} sentences name another place than their mask: {apart[0]}, ...")
     print(f"written: {folder}/predictions.csv, masks and overlays", flush=True)
