@@ -895,16 +895,18 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
     optimizer = make_optimizer(model, args)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    base_lr = du.scale_learning_rate(args.learning_rate, run.times, args.lr_scaling)
+    base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
     if base_lr > 2e-4 and model.vlm.config.text_config.hidden_size >= 1024:
         du.print_main(f"warning: a learning rate of {base_lr:g} may diverge; --lr_scaling none or --warmup_steps 500")
     facts = {
-        "rows": ", ".join(f"{len(data)} {split}" for split, data in sets.items()),
-        "learning rate": f"{args.learning_rate:g} -> {base_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "training rows": len(sets["train"]),
         "augmentation": args.augmentation,
         "questions per image": args.questions_per_image,
     }
-    notes = {"precision": "; ".join(filter(None, (f"{precision} ({reason})", remark)))}
+    notes = {
+        "learning rate": f"{args.learning_rate:g} -> {base_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "precision": "; ".join(filter(None, (f"{precision} ({reason})", remark))),
+    }
     losses = ["loss", "loss_seg", "loss_txt"]
     wrapped = run.begin(model, optimizer, precision, steps, losses, facts, notes, {"base": base})
 

@@ -131,7 +131,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    base_lr = du.scale_learning_rate(args.learning_rate, run.times, args.lr_scaling)
+    base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
     facts = {"training images": len(train_set), "classes": train_set.classes}
     wrapped = run.begin(model, optimizer, precision, steps, ["loss"], facts)
 

@@ -47,7 +47,7 @@ def alive(run: loop.Run, place: str) -> None:
         if KIND == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if KIND == "slow_loader":
-            run.leaves = (time.sleep(10_000) for _ in range(9))
+            run.stream = (time.sleep(10_000) for _ in range(9))
 
 
 def backward(step: loop.Step, *losses) -> None:

@@ -66,9 +66,10 @@ class Run:
         self.stopped = 0
         self.saved: tuple[int, int] | None = None
         self.epoch_over = self.evaluation_due = False
-        # the leaves of the epoch begun, and how many samples of it are read: an evaluation does not begin them anew
-        self.leaves: Iterator | None = None
+        # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
+        self.stream: Iterator | None = None
         self.read = 0
+        self.profiler = None
         self.armed = -math.inf
         self.trains = not (args.eval_only or getattr(args, "predict", None))
         resume_from = args.resume_from
@@ -121,7 +122,7 @@ class Run:
                 self.shares = [max(1, round(10 * min(seconds) / own)) for own in seconds]
         if leaf < wanted:
             du.print_main(f"memory: {wanted} samples at once do not fit, {leaf} do; the result stays, its bits change")
-        self.effective, self.leaf, self.times = effective, leaf, times
+        self.effective, self.leaf, self.lr_times = effective, leaf, times
 
     def begin(
         self,
@@ -144,7 +145,7 @@ class Run:
         args, saved = self.args, self.checkpoint
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
-        self.facts = facts | {"seed": args.seed, "effective_batch_size": self.effective, "lr_times": self.times}
+        self.facts = facts | {"seed": args.seed, "effective_batch_size": self.effective, "lr_times": self.lr_times}
         for name, value in self.facts.items() if saved else ():
             if saved["run"].get(name) != value:
                 before = f"a run with {name.replace('_', ' ')} {saved['run'].get(name)}"
@@ -190,6 +191,11 @@ class Run:
         elif world_size > 1:
             rows["batch"] += f" over {world_size} processes"
         print_banner(str(self.folder), rows | facts | (notes or {}))
+        idle = world_size - math.ceil(self.effective / self.leaf)
+        if idle > 0:
+            du.print_main(
+                f"warning: {idle} of {world_size} processes have no leaf; --batch_size of a new run is too large"
+            )
 
         # compiled in place, so that the names of the weights stay
         if args.compile:
@@ -210,9 +216,9 @@ class Run:
         """
         position, sampler = self.position, loader.batch_sampler
         first, last = map(int, (self.args.profile or "0:0").split(":"))
-        if self.leaves is None or self.read != position.samples:
+        if self.stream is None or self.read != position.samples:
             sampler.set_position(position.epoch, position.samples)
-            self.leaves = self._begin(loader)
+            self.stream = self._begin(loader)
         self.log.restart_clock()
         self.epoch_over = self.evaluation_due = False
         while not (self.is_over() or self.epoch_over or self.evaluation_due):
@@ -221,7 +227,7 @@ class Run:
 
             # fetch; the time this takes is the wait for data
             begun = time.perf_counter()
-            batches = [next(self.leaves) for _ in numbers or [0]]
+            batches = [next(self.stream) for _ in numbers or [0]]
             self.read = position.samples + samples
             self.log.waited += time.perf_counter() - begun
 
@@ -236,20 +242,20 @@ class Run:
                 raise InputError(next(reason for reason in du.gather_objects(error) if reason))
             if stop_143 or stop_130:
                 self.stopped = 143 if stop_143 else 130
-                self.leaves = None
+                self.stream = None
                 return
 
-            profiled = self.args.profile and self.ranks.is_main
-            if profiled and position.step + 1 == first:
+            if position.step + 1 == first and self.ranks.is_main:
                 self.profiler = torch.profiler.profile()
                 self.profiler.start()
             self.epoch_over = self.read >= sampler.num_samples
 
             yield Step(self, samples, numbers, batches, totals)
 
-            if profiled and first <= position.step == last:
+            if self.profiler and position.step == last:
                 self.profiler.stop()
                 self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
+                self.profiler = None
             if self.args.save_every and position.step % self.args.save_every == 0 and not self._pauses():
                 self.save()
 
@@ -340,7 +346,7 @@ class Run:
             if best:
                 position.best, position.best_metrics = value, metrics
         if self.epoch_over:
-            position.epoch, position.samples, self.leaves = position.epoch + 1, 0, None
+            position.epoch, position.samples, self.stream = position.epoch + 1, 0, None
         self.save(best)
 
         # what --max_steps alone brings is logged after the checkpoint: the run that is resumed has no such line
@@ -391,7 +397,7 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         faulthandler.cancel_dump_traceback_later()
-        self.leaves = None
+        self.stream = None
         if self.writer.thread:
             self.writer.thread.join()
         self.log.close()
