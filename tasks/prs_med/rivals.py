@@ -38,7 +38,7 @@ def key_of(modality: str, answer: str) -> Key:
 
 
 def examples_like(train: list[Example], key: Key, most: int) -> list[Example]:
-    """At most `most` training rows of the structure, evenly spaced; where it has too few, of the modality, or of all."""
+    """At most `most` training rows of the structure, evenly spaced; if it has too few, of the modality, or of all."""
     groups = ([row for row in train if row.key[:length] == key[:length]] for length in (2, 1))
     rows = next((rows for rows in groups if len(rows) >= FEWEST), train)
     return [rows[i] for i in np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)]
@@ -67,7 +67,7 @@ def grey_threshold(train: list[Example], test: list[Example]) -> list[Prediction
 
 
 def mean_mask(train: list[Example], test: list[Example]) -> list[Prediction]:
-    """The mean training mask of the structure, cut at the level of the best mean training Dice; the image is not used."""
+    """The mean training mask of the structure, cut at the level of the best mean training Dice; no image is used."""
 
     @cache
     def mask_of(key: Key) -> np.ndarray:

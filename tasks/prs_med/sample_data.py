@@ -1,8 +1,8 @@
 """Write a small data set in the layout of MMRS / PosMed, and tiny checkpoints beside it (`llava_tiny`, `sam_tiny`).
 
-The brain, lung and skin images are made up. Each shows four streaky lesions: two bright ones that are asked about, and
-two dark ones that are not. What tells them apart is brightness AND the direction of the streaks, so neither a grey level
-nor a texture alone finds the one asked about, and nothing in the image says which question comes with it.
+The brain, lung and skin images are made up. Each shows four streaky lesions: a bright one whose streaks rise to the
+right and a dark one whose streaks rise to the left are asked about, a dark and a bright one with the other direction
+are not. Neither grey nor texture alone finds the one meant, and nothing in the image says which question comes with it.
 
 As in the real data, image_path is the mask's path, skin images have ISIC's names, and each mask has its own copy of the
 image. The checkpoints have random weights and go through the same `from_pretrained` calls as LLaVA-Med and SAM.
@@ -20,7 +20,7 @@ from PIL import Image
 from utils.cli import InputError, whole
 
 BRAIN, LUNG, SKIN = "brain_tumors_ct_scan", "lung_CT", "skin_rgbimage"
-# streaks rise to the right in the first lesion, to the left in the second
+# the bright lesion and the dark one
 TARGETS = {BRAIN: ("glioma", "meningioma"), LUNG: ("tumour", "fibrosis"), SKIN: ("naevus", "keratosis")}
 PICTURES = {BRAIN: "A brain slice", LUNG: "A chest CT slice", SKIN: "A skin photograph"}
 QUESTIONS = (
@@ -28,13 +28,8 @@ QUESTIONS = (
     "In which part of the picture is the {}?",
     "Please find the {} and say where it is.",
 )
-POSITIONS = {
-    "top left": (-1, -1),
-    "top right": (1, -1),
-    "bottom left": (-1, 1),
-    "bottom right": (1, 1),
-    "center": (0, 0),
-}
+POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1)}
+POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
 IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
@@ -56,11 +51,8 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     """Write images, masks, questions and checkpoints. Raises InputError where the folder holds a data set."""
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
-    splits = [
-        (split, i)
-        for split, count in zip(("train", "val", "test"), (num_train, num_val, num_test))
-        for i in range(count)
-    ]
+    counts = {"train": num_train, "val": num_val, "test": num_test}
+    splits = [(split, i) for split, count in counts.items() for i in range(count)]
     rows = {modality: [] for modality in TARGETS}
     for number, (split, i) in enumerate(splits):
         modality = list(TARGETS)[i % 3]
@@ -120,19 +112,19 @@ def soft(distance: np.ndarray) -> np.ndarray:
 def draw_case(rng: Generator, modality: str, size: int) -> tuple[np.ndarray, list[np.ndarray], list[str]]:
     """(uint8 image, bool masks of the two lesions asked about, their positions)."""
     image = draw_anatomy(rng, modality, size) + 0.1 * smooth_noise(rng, size, 2)
-    masks, positions = [], [list(POSITIONS)[i] for i in rng.permutation(5)[:NL]]
+    masks, positions = [], [list(POSITIONS)[i] for i in rng.permutation(5)[:4]]
     for i, position in enumerate(positions):
         spread = rng.uniform(0.19, 0.25, 2) if position != "center" else 0
         x, y = 0.5 + rng.uniform(-0.02, 0.02, 2) + spread * np.array(POSITIONS[position])
         lesion = blob(rng, size, x, y, rng.uniform(0.09, 0.125))
         masks.append(lesion > 0)
 
-        # streaks, a little bent, about 17 over the whole image
+        # bright /, dark \, dark /, bright \: the first two are asked about; streaks, a little bent, 17 to an image
         angle = np.pi / 4 * (1, 3)[i % 2] + rng.uniform(-0.15, 0.15)
         v, u = np.mgrid[:size, :size] / (size - 1)
         phase = 17 * (u * np.cos(angle) + v * np.sin(angle)) + 0.25 * smooth_noise(rng, size, 6)
         streaks = rng.uniform(0.1, 0.15) * np.cos(2 * np.pi * (phase + rng.uniform()))
-        bright = rng.uniform(0.1, 0.2) * (1 if i < 2 else -1)
+        bright = rng.uniform(0.1, 0.2) * (1, -1, -1, 1)[i]
         image = image + soft(lesion) * (bright + streaks)
     if modality == SKIN:
         image = image[..., None] * SKIN_COLOUR
@@ -178,10 +170,8 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"vocab_size": 512, "special_tokens": special, "show_progress": False}
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
     bpe.train_from_iterator([*texts, "USER: \nASSISTANT:"], trainer)
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=False))
@@ -192,19 +182,15 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     side, patch, width = 96, 16, 32
     vision = {"image_size": side, "patch_size": patch, "hidden_size": width, "num_hidden_layers": 1}
     vision |= {"intermediate_size": 96, "num_attention_heads": 4, "projection_dim": 64, "initializer_range": 0.1}
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 2 * width,
-        "intermediate_size": MLP,
-        "num_hidden_layers": LAYERS,
-    }
+    text = {"vocab_size": len(tokenizer), "hidden_size": 2 * width, "intermediate_size": 128, "num_hidden_layers": 4}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
     text |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
         "initializer_range": 0.1,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
     }
-    text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
     config = hf.LlavaConfig(
         vision_config=hf.CLIPVisionConfig(**vision),
         text_config=hf.LlamaConfig(**text),
@@ -221,61 +207,42 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         phase = 2 * torch.pi * (waves[:, :1, None] * pixel + waves[:, 1:, None] * pixel[:, None])
         filters = torch.cat([phase.cos(), phase.sin()]) * (0.25 + waves.norm(dim=1)).repeat(2)[:, None, None] / patch
         tower.patch_embedding.weight.zero_()
-        tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3 * ALPHA
-        tower.patch_embedding.weight[2 * n] = 1 / patch / 3 * DC
+        tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3
+        tower.patch_embedding.weight[2 * n] = 1 / patch / 6
         place = torch.linspace(-1, 1, side // patch)
-        place = torch.cartesian_prod(place, place)[:, :, None] * torch.tensor([1.0, 2.0][:NP]) * torch.pi / 2
-        place = torch.cat([place.sin(), place.cos()], 2).flatten(1)
+        place = torch.cartesian_prod(place, place) * torch.pi / 2
         tower.position_embedding.weight.zero_()
-        tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 1 + 4 * NP] = place * POS
+        tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([place.sin(), place.cos()], 1)
         # of each direction the projector passes on both sides, which together are its strength
-        projector.linear_1.weight[:] = torch.cat([torch.eye(width), -torch.eye(width)]) * BETA
+        projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
         strength = torch.randn(2 * width, n)
         strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)
         signed = torch.randn(2 * width, width)
         signed[:, : 2 * n] = 0
-        projector.linear_2.weight[:] = (
-            torch.cat([strength * SG + signed, strength * SG - signed], 1) / (2 * width) ** 0.5 * GAMMA
-        )
-        llava.lm_head.weight *= HEAD
-        if PRINT:
-            print(n, 2 * n + 1 + 4 * NP, width)
+        projector.linear_2.weight[:] = torch.cat([strength + signed, strength - signed], 1) * (2 / width) ** 0.5
+        llava.lm_head.weight *= 3
     llava.save_pretrained(out / "llava_tiny")
     tokenizer.save_pretrained(out / "llava_tiny")
-    size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-    write_json(
-        out / "llava_tiny" / "preprocessor_config.json", {"image_processor_type": "CLIPImageProcessor"} | size | CLIP
-    )
+    settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}} | CLIP
+    write_json(out / "llava_tiny", settings | {"crop_size": {"height": side, "width": side}})
 
     torch.manual_seed(seed)
     side = max(8, round(image_size / 8) * 8)
     vision = {"image_size": side, "patch_size": 8, "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 4, "window_size": 4, "global_attn_indexes": [1], "mlp_ratio": 2.0, "mlp_dim": 128}
     prompt = {"hidden_size": 32, "image_size": side, "patch_size": 8, "mask_input_channels": 4}
-    decoder = {
-        "hidden_size": 64,
-        "mlp_dim": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "iou_head_hidden_dim": 16,
-    }
+    decoder = {"hidden_size": 64, "mlp_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sam = hf.SamModel(
         hf.SamConfig(
             vision_config=hf.SamVisionConfig(**vision, initializer_range=0.02, num_pos_feats=16),
             prompt_encoder_config=hf.SamPromptEncoderConfig(**prompt),
-            mask_decoder_config=hf.SamMaskDecoderConfig(**decoder),
+            mask_decoder_config=hf.SamMaskDecoderConfig(**decoder, iou_head_hidden_dim=16),
         )
     )
     sam.save_pretrained(out / "sam_tiny")
-    size = {"size": {"longest_edge": side}}
-    write_json(
-        out / "sam_tiny" / "preprocessor_config.json", {"image_processor_type": "SamImageProcessor"} | size | IMAGENET
-    )
+    settings = {"image_processor_type": "SamImageProcessor", "size": {"longest_edge": side}} | IMAGENET
+    write_json(out / "sam_tiny", settings)
 
 
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2))
-
-
-ALPHA, BETA, POS, GAMMA, HEAD, MLP, LAYERS, DC, NP, SG, PRINT = 1.0, 1.5, 2.0, 2.0, 3.0, 128, 4, 0.5, 1, 1.0, 1
-NL = int(__import__("os").environ.get("NL", 4))
+def write_json(folder: Path, settings: dict) -> None:
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))

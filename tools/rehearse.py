@@ -1,0 +1,336 @@
+"""One optimizer step of a script on a GPU that is not there: its memory, its FLOPs, and where the host would wait.
+
+python -m tools.rehearse train_prs_med.py --gpu_memory 80
+python -m tools.rehearse train_prs_med.py --gpu_memory 24 --batch_size 2 --gradient_checkpointing --world_size 4
+
+All other flags are the script's own. The step is traced on torch's fake tensors, which have a shape, a dtype and a
+device but no memory. What they do not show: kernels' own workspaces, NCCL, fragmentation and time. Models come from
+their config.json alone, of published size unless the flags name others. Without a GPU it needs a C++ compiler.
+
+A script is imported as a module and must have parse_args(words), build_model(args, precision, device),
+make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args), the forward and backward
+pass of one leaf.
+"""
+# ruff: noqa: E402
+
+import ctypes
+import hashlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+import warnings
+import weakref
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+from utils.cli import InputError, Parser, end_with, number, run_main
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+# config.json and a tokenizer of the models that papers use, for flags that name none
+STAND_INS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
+# what a GPU must have beside the tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
+MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
+
+
+def parse_args() -> tuple[Namespace, list[str]]:
+    """This tool's arguments, and the words for the script. Raises InputError for one that cannot be rehearsed."""
+    parser = Parser(__doc__)
+    parser.add_argument("script", metavar="SCRIPT", help="such as train_prs_med.py")
+    parser.add_argument("--gpu_memory", type=number(0, above=True), default=80.0, help="memory of the GPU, GiB")
+    args, words = parser.parse_known_args()
+    path = Path(args.script)
+    if not path.is_file():
+        raise InputError(f"{path}: no such script; give one of this folder")
+    if "def largest_batch(" not in path.read_text(encoding="utf-8"):
+        raise InputError(f"{path}: has a flag of its own for this; python {path} --rehearse")
+    return args, words + (["--config", args.config] if args.config else [])
+
+
+def load_fake_cuda() -> ctypes.CDLL | None:
+    """Load tools/fake_cuda.cpp, compiled once for this torch; None where there is a GPU.
+
+    Must come before torch, which asks for its CUDA library while it is imported. Raises InputError.
+    """
+    try:
+        count = ctypes.c_int(0)
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        if driver.cuInit(0) == driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value:
+            return None
+    except OSError:
+        pass
+
+    torch_folder = Path(importlib.util.find_spec("torch").origin).parent
+    source = Path(__file__).with_name("fake_cuda.cpp")
+    version = (torch_folder / "version.py").read_bytes()
+    key = hashlib.sha256(source.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medical-multi-gpu"
+    library = cache / f"fake_cuda_{key}.so"
+    if not library.is_file():
+        names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
+        compiler = next(filter(None, map(shutil.which, names)), None)
+        if compiler is None or sys.platform == "win32":
+            raise InputError("needs a GPU, or a C++ compiler (g++ or clang++) on Linux or macOS; install one")
+        # under a name of this process, as others may do the same now
+        temporary = library.with_suffix(f".{os.getpid()}")
+        command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", str(source)]
+        command += ["-o", str(temporary), f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib", "-lc10"]
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            subprocess.run([*command, "-ltorch_cpu"], check=True, capture_output=True, text=True)
+            temporary.replace(library)
+        except OSError as error:
+            raise InputError(f"{cache}: cannot write here ({error.strerror}); set XDG_CACHE_HOME") from None
+        except subprocess.CalledProcessError as error:
+            reason = (error.stderr.splitlines() or ["no message"])[0][:200]
+            raise InputError(f"{source}: {compiler} failed ({reason}); try another with CXX=") from None
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+if __name__ == "__main__":
+    try:
+        ARGS, WORDS = parse_args()
+        FAKE_CUDA = load_fake_cuda()
+    except InputError as error:
+        end_with(error)
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from distributed_utils import ExactSum
+from hardware_utils import choose_precision, set_numerics
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
+    """As many as the forward pass for the images' gradient, and again for the weight's.
+
+    torch's own formula counts each group's weight against the channels of all groups.
+    """
+    transposed, wanted = options[4], options[7]
+    positions = math.prod((images if transposed else gradient).shape[2:])
+    return 2 * len(images) * positions * weight.numel() * (wanted[0] + wanted[1])
+
+
+FLOPS = flop_registry | {torch.ops.aten.convolution_backward: convolution_backward_flops}
+
+
+class Trace(TorchDispatchMode):
+    """Counts what is done on the GPU, inside a FakeTensorMode; what the host does by itself is done for real.
+
+    now, peak: bytes of living tensors. flops: of matrix products, convolutions and attention; a multiplication and its
+    addition are 2. waits: how often the host would wait for the GPU, by what for and where.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = self.flops = 0
+        self.waits = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = function.overloadpacket.__name__
+        inputs = find_tensors((*args, *kwargs.values()))
+        if not any(isinstance(x, FakeTensor) for x in inputs) and "cuda" not in str(kwargs.get("device")):
+            with unset_fake_temporarily():
+                return function(*args, **kwargs)
+
+        # something is read back from the GPU: there is nothing, so any plausible answer is given
+        if name in ("_local_scalar_dense", "equal"):
+            self.waits[f"item() in {place()}"] += 1
+            return name == "equal" or {torch.bool: False}.get(inputs[0].dtype, 1)
+        # results whose size the host must know, indices that it has to check or to send
+        if name in ("nonzero", "masked_select", "_unique2"):
+            self.waits[f"{name} in {place()}"] += 1
+        if name in ("index", "index_put", "index_put_", "_unsafe_index_put"):
+            for index in find_tensors(args[1]):
+                if index.dtype == torch.bool or index.device.type == "cpu":
+                    self.waits[f"index by a mask or from the CPU in {place()}"] += 1
+
+        out = function(*args, **kwargs)
+        outputs = find_tensors((out,))
+        moved = name in ("_to_copy", "copy_") and len({x.device.type for x in inputs + outputs}) == 2
+        if moved and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
+            self.waits[f"copy {inputs[-1].device.type} -> {outputs[0].device.type} in {place()}"] += 1
+        if function.overloadpacket in FLOPS:
+            self.flops += FLOPS[function.overloadpacket](*args, **kwargs, out_val=out)
+        for tensor in outputs:
+            if tensor.device.type == "cuda":
+                self.hold(tensor.untyped_storage())
+        return out
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage's memory until it is freed, in the blocks of torch's allocator."""
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = math.ceil(storage.nbytes() / 512) * 512
+            self.now += self.sizes[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.free, key)
+
+    def free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+def find_tensors(values) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which may be lists."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += find_tensors(value)
+    return found
+
+
+def place() -> str:
+    """`file:line` of the innermost frame that is neither torch's nor this file's."""
+    for frame, line in traceback.walk_stack(None):
+        path = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in path and path != __file__ and not path.startswith("<"):
+            return f"{Path(path).name}:{line}"
+    return "the backward pass"
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def convert(module: nn.Module, function, recurse: bool = True) -> nn.Module:
+    """nn.Module._apply by new parameters, as fake tensors cannot be swapped."""
+    for child in module.children() if recurse else ():
+        convert(child, function)
+    for name, parameter in module._parameters.items():
+        with torch.no_grad():
+            changed = None if parameter is None else function(parameter)
+        if changed is not parameter:
+            module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+    module._buffers |= {name: function(buffer) for name, buffer in module._buffers.items() if buffer is not None}
+    return module
+
+
+def random_model(cls, path, dtype=None, **_):
+    """transformers' from_pretrained without the file of weights."""
+    return cls._from_config(cls.config_class.from_pretrained(path), dtype=dtype or torch.float32).eval()
+
+
+def pretend_a_gpu() -> torch.device:
+    """From here on, tensors of this CUDA device can be made inside a FakeTensorMode."""
+    if FAKE_CUDA:
+        FAKE_CUDA.use_fake_cuda()
+    else:
+        # the autograd engine wants a device that has been used
+        torch.empty(1, device="cuda")
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    patches = {
+        "torch.cuda.get_device_capability": lambda *_: (9, 0),
+        "torch.cuda.is_bf16_supported": lambda *_, **__: True,
+        "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.nn.Module._apply": convert,
+        "transformers.PreTrainedModel.from_pretrained": classmethod(random_model),
+    }
+    for name, replacement in patches.items():
+        mock.patch(name, replacement).start()
+    return torch.device("cuda", 0)
+
+
+def main(args: Namespace) -> None:
+    script = importlib.import_module(args.script.removesuffix(".py").replace(os.sep, "."))
+    settings = script.parse_args(WORDS)
+    for flag, folder in STAND_INS.items():
+        if getattr(settings, flag, "") is None:
+            setattr(settings, flag, str(ROOT / "configs" / "models" / folder))
+    device = pretend_a_gpu()
+    precision, _ = choose_precision(settings.mixed_precision, device)
+    set_numerics(device, precision, settings.deterministic)
+    world_size, size, leaves = settings.world_size or 1, settings.batch_size, settings.gradient_accumulation_steps
+    if settings.effective_batch_size:
+        leaves = math.ceil(settings.effective_batch_size / size / world_size)
+
+    trace = Trace()
+    with FakeTensorMode(allow_non_fake_inputs=True), trace:
+        with device:
+            model = script.build_model(settings, precision, device)
+        optimizer = script.make_optimizer(model, settings)
+        batch = script.largest_batch(model, size)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = sum(parameter.nbytes for parameter in trained)
+
+        # a first step makes the optimizer's state; from the second leaf on there are gradients, and in DDP they are
+        # views of buckets that stay
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        exact = ExactSum(model) if settings.deterministic else None
+        if exact or leaves == world_size == 1:
+            optimizer.zero_grad(set_to_none=True)
+        state = trace.peak = trace.now
+        trace.flops = 0
+        trace.waits.clear()
+
+        # one leaf, and the update as in utils/loop.py
+        if exact:
+            exact.begin_leaf(last=True)
+        script.trial_step(model, batch, settings)
+        if exact:
+            exact.finish()
+        scaler = torch.amp.GradScaler("cuda", init_scale=1.0, enabled=precision == "fp16")
+        scaler.scale(torch.zeros((), device=device))
+        scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(trained, settings.grad_clip or math.inf)
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
+            optimizer.step()
+
+    # activations grow with the leaf; if smaller leaves follow each other, there are gradients beside them
+    activations = trace.peak - state
+    margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
+    room = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - state
+    fits = activations <= room
+    if leaves == world_size == 1:
+        room -= gradients
+    largest = max(math.floor(room * size / activations), size * fits, 0)
+
+    rows = {
+        "state": f"{state / GIB:8.2f} GiB  weights, optimizer state, gradients that stay",
+        "activations": f"{activations / GIB:8.2f} GiB  and gradients, at the peak",
+        "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.4 GiB, for what torch does not see",
+        "in all": f"{(trace.peak + margin) / GIB:8.2f} GiB",
+        "arithmetic": f"{trace.flops * leaves / 1e12:8.2f} TFLOP a step and GPU",
+        "host waits": "; ".join(f"{count} x {what}" for what, count in trace.waits.items()) or "none",
+    }
+    print(f"{args.script}: {size} samples per GPU x {leaves} accumulation, {precision}")
+    for name, row in rows.items():
+        print(f"  {name:<12} {row}")
+    print(f"{'fits' if fits else 'does not fit'} a GPU of {args.gpu_memory:g} GiB; largest --batch_size: {largest}")
+    result = {
+        "peak_gib": round(trace.peak / GIB, 4),
+        "state_gib": round(state / GIB, 4),
+        "activations_gib": round(activations / GIB, 4),
+        "tflop_per_step": round(trace.flops * leaves / 1e12, 4),
+        "waits": trace.waits,
+        "fits": fits,
+        "largest_batch": largest,
+    }
+    print(json.dumps(result), flush=True)
+    # torch's threads for a device that is not there would abort a regular exit
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run_main(main, ARGS)
