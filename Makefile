@@ -34,27 +34,27 @@ demo: setup
 	$(MAKE) --no-print-directory demo-$(TASK)
 
 demo-prs_med:
-	$(BIN)/python -m old.sample_data prs_med data/demo/prs_med
+	$(BIN)/python -m tools.sample_data prs_med data/demo/prs_med
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med $$processes -- \
 	    --config configs/prs_med_demo.yaml --batch_size $$((32 / processes))
 
 demo-mimic_cxr:
-	$(BIN)/python -m old.sample_data mimic_cxr data/demo/mimic_cxr
+	$(BIN)/python -m tools.sample_data mimic_cxr data/demo/mimic_cxr
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/mimic_cxr_demo.yaml $(ENGINE) \
 	    --num_gpus $$processes --batch_size $$((64 / processes)) \
 	    --gradient_accumulation_steps 1 --no-gradient_checkpointing --num_workers 0
 
 demo-survival:
-	$(BIN)/python -m old.sample_data survival data/demo/survival
+	$(BIN)/python -m tools.sample_data survival data/demo/survival
 	processes=$(PROCESSES) && \
 	$(BIN)/python train_survival_distributed.py --config configs/survival_demo.yaml \
 	    --world_size $$processes --batch_size $$((32 / processes * processes))
 
 demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json
 demo-cascade:
-	$(BIN)/python -m old.sample_data cascade data/demo/cascade
+	$(BIN)/python -m tools.sample_data cascade data/demo/cascade
 	processes=$(PROCESSES) && export PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 && \
 	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
@@ -64,7 +64,7 @@ demo-cascade:
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad
 demo-compressed_ad:
-	$(BIN)/python -m old.sample_data compressed_ad data/demo/compressed_ad
+	$(BIN)/python -m tools.sample_data compressed_ad data/demo/compressed_ad
 	$(BIN)/python $(T) --output_dir $(AD) --model ad --train_timesteps 4700
 	$(BIN)/python $(T) --ad_run $(AD)
 

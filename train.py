@@ -8,7 +8,7 @@
     python train.py --model ad                                                    # without compression, to compare with
     python train.py --eval_only                                                   # 500 episodes on the 8 unseen goals
 
-Data: learning histories, see tasks/compressed_ad/history_file.py; `old.sample_data compressed_ad .` makes some.
+Data: learning histories, see tasks/compressed_ad/history_file.py; `tools.sample_data compressed_ad .` makes some.
 """
 
 import argparse

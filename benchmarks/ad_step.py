@@ -249,7 +249,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, setup_distributed() as ranks:
         folder = Path(name)
-        command = [sys.executable, "-m", "old.sample_data", "compressed_ad"]
+        command = [sys.executable, "-m", "tools.sample_data", "compressed_ad"]
         command += [str(folder / "data"), "--streams", "20"]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         published = Setting(folder, [], ranks)

@@ -445,7 +445,7 @@ def cost_of_agreement(folder: str, ranks: Ranks, rounds: int) -> dict:
 def small_setting(folder: str, ranks: Ranks) -> Setting:
     """The second of two small stages, with made-up data."""
     words = ["cascade", f"{folder}/data", "--num_patients", "44", "--matrix", "32"]
-    subprocess.run([sys.executable, "-m", "old.sample_data", *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tools.sample_data", *words], cwd=ROOT, check=True)
 
     size = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4}
     stages = [

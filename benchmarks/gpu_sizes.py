@@ -154,7 +154,7 @@ def make_data(folder: Path, task: str, size: str) -> Path:
         return out
     shutil.rmtree(out, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "old.sample_data", task, str(out), *SAMPLES[task][size].split()]
+    command = [sys.executable, "-m", "tools.sample_data", task, str(out), *SAMPLES[task][size].split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     if done.returncode:

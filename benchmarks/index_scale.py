@@ -193,7 +193,7 @@ def write_index(folder: Path, rows: int) -> None:
 
 def sample_questions(folder: Path) -> list[dict]:
     """All questions of a small sample data set."""
-    command = [sys.executable, "-m", "old.sample_data", "mimic_cxr", str(folder.resolve())]
+    command = [sys.executable, "-m", "tools.sample_data", "mimic_cxr", str(folder.resolve())]
     command += ["--num_train", "60", "--num_val", "1", "--num_test", "1", "--image_size", "64"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     questions = []

@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 def write_data(folder: Path, patients: int, image_size: int) -> None:
     """A sample data set of MIMIC-CXR."""
-    command = [sys.executable, "-m", "old.sample_data"]
+    command = [sys.executable, "-m", "tools.sample_data"]
     command += ["mimic_cxr", str(folder)]
     command += ["--num_train", str(patients), "--num_val", "2", "--num_test", "2"]
     command += ["--image_size", str(image_size)]

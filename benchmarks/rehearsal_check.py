@@ -134,7 +134,7 @@ def main() -> int:
         folders = {}
         for task in ("prs_med", "mimic_cxr"):
             folders[task] = Path(folder) / task
-            words = [sys.executable, "-m", "old.sample_data", task, str(folders[task])]
+            words = [sys.executable, "-m", "tools.sample_data", task, str(folders[task])]
             words += ["--num_train", "12", "--num_val", "4", "--num_test", "4", "--image_size", "64"]
             subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
 

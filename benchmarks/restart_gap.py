@@ -113,7 +113,7 @@ def main() -> None:
     data = folder / "data"
     if not data.exists():
         sizes = "--streams 3 --steps 200".split()
-        subprocess.run([sys.executable, "-m", "old.sample_data", "compressed_ad", data, *sizes], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "tools.sample_data", "compressed_ad", data, *sizes], cwd=ROOT, check=True)
 
     # only a lost agent is a matter of these settings
     seconds = {(kind, way): [] for kind in kinds for way in WAYS}

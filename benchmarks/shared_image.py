@@ -51,7 +51,7 @@ def write_samples(task: str, folder: Path, sizes: str) -> None:
     """The task's sample data, with its tiny checkpoints."""
     import subprocess
 
-    command = [sys.executable, "-m", "old.sample_data", task, str(folder), *sizes.split()]
+    command = [sys.executable, "-m", "tools.sample_data", task, str(folder), *sizes.split()]
     subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, check=True, stdout=subprocess.DEVNULL)
 
 

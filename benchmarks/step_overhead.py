@@ -497,7 +497,7 @@ def launch(processes: int, **options) -> dict:
 
 def write_sample_data(task: str, folder: str, flags: str) -> str:
     """The folder, with sample data of the task in it."""
-    command = [sys.executable, "-m", "old.sample_data", task, folder]
+    command = [sys.executable, "-m", "tools.sample_data", task, folder]
     command += flags.split()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder

@@ -401,7 +401,7 @@ def shares_of_peak(args: argparse.Namespace, images: torch.Tensor, speeds: dict[
 
 def make_cohort(folder: Path, cases: int, matrix: int) -> Cohort:
     """Made-up CTs and their outcomes."""
-    command = [sys.executable, "-m", "old.sample_data", "survival", str(folder)]
+    command = [sys.executable, "-m", "tools.sample_data", "survival", str(folder)]
     command += ["--num_patients", str(cases), "--matrix", str(matrix)]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return read_cohort(str(folder / "dataset.csv"))

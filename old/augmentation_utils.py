@@ -82,17 +82,6 @@ def draw_changes(seed: int, epoch: int, keys: list[int]) -> list[Change]:
 # --- where things move ------------------------------------------------------------------------------------------------
 
 
-def move_points(points: np.ndarray, change: Change) -> np.ndarray:
-    """(N, 2) points (x, y) of a square image -> (N, 2) where they are afterwards; 0 to 1 from edge to edge, float64."""
-    cosine = change.scale * math.cos(change.angle)
-    sine = change.scale * math.sin(change.angle)
-    x = points[:, 0] - 0.5
-    y = points[:, 1] - 0.5
-    moved_x = cosine * x - sine * y + 0.5 + change.shift_x
-    moved_y = sine * x + cosine * y + 0.5 + change.shift_y
-    return np.stack([moved_x, moved_y], axis=1)
-
-
 def source_row(change: Change) -> list[float]:
     """[a, b, c, d, e, f]: what is at (x, y) afterwards was at (a x + b y + c, d x + e y + f); -1 to 1 edge to edge."""
     cosine = math.cos(change.angle) / change.scale
@@ -191,16 +180,3 @@ def draw_grain(side: int, changes: list[Change], device: torch.device) -> Tensor
     noise = torch.stack(grains)
     noise = on_device(noise, device)
     return F.interpolate(noise, (side, side), mode="bilinear", align_corners=False)
-
-
-@torch.no_grad()
-def move_masks(masks: Tensor, changes: list[Change], image_of: Tensor) -> Tensor:
-    """(B, S, S) bool masks, each moved as its image is; bool on the same device, False beyond the border.
-
-    changes: of the images. image_of: (B,) which of them each mask is of.
-    """
-    grid = sampling_grid(masks.shape[-1], changes, masks.device)
-    grid = grid.index_select(0, image_of)
-    values = masks[:, None].float()
-    moved = F.grid_sample(values, grid, mode="nearest", align_corners=False)
-    return moved[:, 0] > 0.5

@@ -1,18 +1,11 @@
-"""What guides 0 and 1 share of evaluations that do not look: which rows, whose image instead, what is usually answered.
+"""Evaluations that do not look: which rows, and whose image instead.
 
-A number says little about looking as long as nobody knows what the same model scores without the image, with another
-patient's, or without the question, and what the commonest answer scores, for which no model is needed. All choices are
-drawn from a seed and from the cases' names, so that they are the same on all ranks and at any number of them.
+All choices are drawn from a seed and from the cases' names, so that they are the same at any number of ranks.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
-
-# rows of each blind evaluation, unless --eval_max_samples says fewer
-MOST_BLIND_ROWS = 300
 
 
 def choose_rows(
@@ -83,37 +76,3 @@ def next_rows(cases: list[str], rng: np.random.Generator) -> list[int] | None:
         for number, row in enumerate(rows_of[case]):
             others[row] = following[number % len(following)]
     return others
-
-
-class Asked(NamedTuple):
-    """What is known of a row without its image; kind: its modality, or the kind of the question."""
-
-    question: str
-    kind: str
-
-
-def commonest_answers(
-    training: Iterable[tuple[Asked, Hashable]],
-    rows: Iterable[Asked],
-) -> list:
-    """For each row the commonest training answer to its question, to one never seen that of its kind, else of all.
-
-    training: each training row and its answer, None for one that does not count. Of equally many the first in the
-    alphabet is taken; None where nothing is known.
-    """
-    of_question: dict[str, Counter] = {}
-    of_kind: dict[str, Counter] = {}
-    of_all = Counter()
-    for asked, answer in training:
-        if answer is None:
-            continue
-        of_question.setdefault(asked.question, Counter())[answer] += 1
-        of_kind.setdefault(asked.kind, Counter())[answer] += 1
-        of_all[answer] += 1
-
-    answers = []
-    for asked in rows:
-        counts = of_question.get(asked.question) or of_kind.get(asked.kind) or of_all
-        ranked = sorted(counts, key=lambda answer: (-counts[answer], str(answer)))
-        answers.append(ranked[0] if ranked else None)
-    return answers

@@ -1,4 +1,4 @@
-"""The command line that all five scripts share: common flags, --config files, value checks, and how a run ends.
+"""The command line that four of the scripts share: common flags, --config files, value checks, and how a run ends.
 
 Light on purpose (no torch): `--help` and a mistyped flag answer at once.
 """
@@ -15,20 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+
+from utils.cli import InputError, RunError
 
 # How many values a config file may stand for.
 MOST_VALUES = 100_000
 # Where a value is from that take_from_run has set.
 FROM_RUN = "the run's args.yaml"
-
-
-class InputError(Exception):
-    """Something the user gave is wrong. Shown as `error: <file>[:row]: <what is wrong>; <what to do>`; exit code 2."""
-
-
-class RunError(Exception):
-    """The run cannot go on (disk full, too many bad steps, out of memory). Shown as one `error:` line; exit code 1."""
 
 
 def is_first_process() -> bool:
@@ -164,27 +157,6 @@ class Parser(argparse.ArgumentParser):
         if is_first_process():
             print(f"error: {message}; see --help", file=sys.stderr)
         sys.exit(2)
-
-
-def parse_task(
-    parser: argparse.ArgumentParser,
-    tasks: dict[str, str],
-    task_module: Callable[[str], ModuleType],
-    argv: list[str] | None,
-) -> argparse.Namespace:
-    """The command line of a script with a subcommand for each task: {task: its purpose}.
-
-    task_module: imports the module that has a task's add_arguments.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    subparsers = parser.add_subparsers(dest="task", required=True)
-    for task, purpose in tasks.items():
-        task_parser = subparsers.add_parser(task, help=purpose)
-
-        # only the task that is asked for is imported, so that --help answers at once
-        if task in argv:
-            task_module(task).add_arguments(task_parser)
-    return parser.parse_args(argv)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Images as users have them: 8 or 16 bits, float, palette, RGBA, turned by EXIF, or DICOM. No torch.
 
-What a training reads, what prepare_data.py writes and what a trained model is asked about goes through the same
-functions, so that an image looks the same to a model in all three.
+What a training reads and what a trained model is asked about goes through the same functions, so that an image looks
+the same to a model in both.
 """
 
 import struct
@@ -135,11 +135,6 @@ def read_dicom(file: str | Path | BinaryIO):
     if frames > 1:
         raise ValueError(f"DICOM of {frames} frames; export each as a file")
     return dataset
-
-
-def dicom_values(path: str | Path) -> np.ndarray:
-    """(H, W) or (H, W, 3): the values as stored, as a mask has them."""
-    return read_dicom(path).pixel_array
 
 
 def dicom_image(file: str | Path | BinaryIO, window: Window | None) -> Image.Image:

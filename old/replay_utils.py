@@ -33,7 +33,6 @@ class Script(NamedTuple):
 
 # By what a checkpoint's format begins with.
 SCRIPTS = {
-    "prs_med": Script("train_prs_med.py", "checkpoint_dir"),
     "mimic_cxr": Script("train_mimic_cxr.py", "output_dir"),
     "survival": Script("train_survival_distributed.py", "log_dir", batch_of_all=True),
     "cascade": Script("train_accelerate.py", "checkpoint_dir"),

@@ -30,7 +30,7 @@ OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "
 OTHER_PROGRAMS += ("sbatch", "kubectl", "docker")
 OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--elastic", "--no-kill")
 # A path that begins so is a file of this repository; a user's own data lie elsewhere.
-OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "old/")
+OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "old/", "tools/", "utils/", "examples/")
 # What a run writes there, and the example of a sixth task.
 NOT_YET_THERE = ("benchmarks/gpu", "my_task", "<", "*")
 
@@ -79,7 +79,7 @@ def command_lines(page: str) -> list[list[str]]:
 def split_command(words: list[str]) -> tuple[str, list[str]]:
     """(the script or launcher of ours on a command line, the words behind it); ("", words) without one."""
     for place, word in enumerate(words):
-        name = re.sub(r"^old\.(\w+)$", r"old/\1.py", word.removeprefix("./"))
+        name = re.sub(r"^(old|tools)\.(\w+)$", r"\1/\2.py", word.removeprefix("./"))
         if name.endswith((".py", ".sh", ".bat")) and (ROOT / name).is_file():
             return name, words[place + 1 :]
     return "", words
@@ -91,8 +91,8 @@ def flags_in(text: str) -> set[str]:
 
 @cache
 def help_flags(*command: str) -> set[str]:
-    """Every flag in the --help of a script of ours, or of a module such as old.sample_data."""
-    if command[0].startswith("old."):
+    """Every flag in the --help of a script of ours, or of a module such as tools.sample_data."""
+    if command[0].startswith(("old.", "tools.")):
         command = ("-m", *command)
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
@@ -107,10 +107,10 @@ def script_flags(scripts: Iterable[str] = tuple(SCRIPTS.values())) -> set[str]:
 
 def known_flags(name: str) -> set[str]:
     """The flags that may stand behind the name of this script or launcher."""
-    if name == "old/sample_data.py":
-        return {flag for task in TASKS for flag in help_flags("old.sample_data", task)}
-    if name == "old/prepare_data.py":
-        return {flag for task in ("prs_med", "mimic_cxr") for flag in help_flags("old.prepare_data", task)}
+    if name == "tools/sample_data.py":
+        return {flag for task in TASKS for flag in help_flags("tools.sample_data", task)}
+    if name == "tools/prepare_data.py":
+        return {flag for task in ("prs_med", "mimic_cxr") for flag in help_flags("tools.prepare_data", task)}
     if name in SCRIPTS.values():
         return help_flags(name)
 
@@ -124,7 +124,7 @@ def test_each_task_has_its_script_its_page_its_row_and_its_sample_data(task):
     script = SCRIPTS[task]
     assert (ROOT / script).is_file()
     assert script in read(page)
-    assert help_flags("old.sample_data", task)
+    assert help_flags("tools.sample_data", task)
     row = rf"^\| \d \| `{re.escape(script)}` \| .* \| \[tasks/{task}\]\({page}\) \|$"
     assert len(re.findall(row, read("README.md"), flags=re.MULTILINE)) == 1
 
@@ -136,7 +136,7 @@ def test_the_demos_flags_stand_in_its_config(task):
     makefile = read("Makefile")
     target = makefile.split(f"\ndemo-{task}:\n")[1].split("\n\n")[0]
     variables = "".join(re.findall(rf"^demo-{task}: \w+ := .*$", makefile, flags=re.MULTILINE))
-    assert f"-m old.sample_data {task} data/demo/{task}\n" in target
+    assert f"-m tools.sample_data {task} data/demo/{task}\n" in target
     assert f"--config configs/{config.name}" in target + variables
     assert f"\t$(MAKE) demo TASK={task}\n" in makefile
     demo = section(f"tasks/{task}/README.md", "The demo")
@@ -196,7 +196,7 @@ def test_flags_that_a_page_names_exist(page):
     """On a command line behind the script's name; else of the page's script, or of any where the page is of all."""
     others = read("launch_distributed_training.sh") + read("train_4gpu.sh") + read("old/hardware_utils.py")
     scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
-    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("old/prepare_data.py")
+    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("tools/prepare_data.py")
     for words in command_lines(page):
         name, behind = split_command(words)
         if not name and words and words[0] in OTHER_PROGRAMS:

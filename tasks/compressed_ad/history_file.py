@@ -89,7 +89,7 @@ def advise_without_file(folder: Path) -> str:
     others = sorted(path.name for path in folder.glob("*.hdf5"))
     if others:
         return f"beside it lies {others[0]}; give that with --data"
-    return "make histories with `python -m old.sample_data compressed_ad FOLDER`, then give --data FOLDER"
+    return "make histories with `python -m tools.sample_data compressed_ad FOLDER`, then give --data FOLDER"
 
 
 def read_goal(file, goal: int, in_memory: bool) -> dict[str, np.ndarray]:

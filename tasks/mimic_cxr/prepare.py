@@ -1,4 +1,4 @@
-"""`old.prepare_data mimic_cxr`: looks at a table before a training reads it, and writes tiny models for a trial."""
+"""`tools.prepare_data mimic_cxr`: looks at a table before a training reads it, and writes tiny models for a trial."""
 
 import argparse
 from collections import Counter

@@ -202,7 +202,7 @@ def main() -> None:
 
         # the same runs by both trees
         for task in TASKS:
-            command = [sys.executable, "-m", "old.sample_data", task, str(data / task), *SAMPLE_SIZES[task].split()]
+            command = [sys.executable, "-m", "tools.sample_data", task, str(data / task), *SAMPLE_SIZES[task].split()]
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             wrong = differing(task, old_tree, data, out)
             print(f"{task}: {'equal' if not wrong else 'DIFFERS in ' + ', '.join(wrong)}", flush=True)

@@ -140,7 +140,7 @@ def main() -> int:
     if not (folder / "data").exists():
         sizes = "--num_train 17 --num_val 5 --num_test 5 --image_size 32".split()
         subprocess.run(
-            [sys.executable, "-m", "old.sample_data", "prs_med", folder / "data", *sizes], cwd=ROOT, check=True
+            [sys.executable, "-m", "tools.sample_data", "prs_med", folder / "data", *sizes], cwd=ROOT, check=True
         )
 
     results = {kind: [trial(kind, folder, number) for number in range(rounds)] for kind in kinds}

@@ -532,9 +532,9 @@ def test_full_disk(compressed_ad_flags, run_train, zygote, tmp_path):
                 subprocess.run(["sha256sum", "--check", "--quiet", "manifest.sha256"], cwd=out, check=True)
 
             # histories on the same disk
-            done = zygote(str(ROOT / "old/sample_data.py"), "compressed_ad", disk / "data", "--streams", "9")
+            done = zygote(str(ROOT / "tools/sample_data.py"), "compressed_ad", disk / "data", "--streams", "9")
             assert done.code == 1
-            assert re.fullmatch(r"error: .*TD_alg-seed42.hdf5: not written \(.*\); make room\n", done.stderr)
+            assert re.search(r"TD_alg-seed42.hdf5: not written \(.*\); make room\n$", done.stderr)
             assert not list((disk / "data").rglob("*.*"))
         finally:
             subprocess.run(["umount", disk], check=True)

@@ -263,7 +263,7 @@ def test_bad_files(compressed_ad_flags, fails, histories, zygote, tmp_path):
 
     # no file, and more than one
     refused(tmp_path / "none.hdf5", r"none.hdf5: no such file; beside it lies h")
-    refused(tmp_path / "empty" / "x.hdf5", r"x.hdf5: no such file; make histories with `python -m old.sample_data")
+    refused(tmp_path / "empty" / "x.hdf5", r"x.hdf5: no such file; make histories with `python -m tools.sample_data")
     refused(tmp_path / "empty", r"empty: holds no .hdf5 or .h5 file, also not in")
     shutil.copy(path, tmp_path / "second.hdf5")
     refused(tmp_path, r"holds 2 HDF5 files, .*name the file with --data")
@@ -432,7 +432,7 @@ def test_accelerate_config_of_another_kind(compressed_ad_flags, fails, tmp_path)
 
 def test_sample_data_overwrites_nothing(darkroom_data, zygote):
     before = tree(darkroom_data)
-    done = zygote(str(ROOT / "old/sample_data.py"), "compressed_ad", darkroom_data)
+    done = zygote(str(ROOT / "tools/sample_data.py"), "compressed_ad", darkroom_data)
     assert done.code == 2
     assert re.search(r"error: .*history_darkroom_TD_alg-seed42.hdf5: is there already; choose another", done.stderr)
     assert tree(darkroom_data) == before

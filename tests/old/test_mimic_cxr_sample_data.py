@@ -1,4 +1,4 @@
-"""What `old.sample_data mimic_cxr` writes, read back: the layout and the quirks of the real release."""
+"""What `tools.sample_data mimic_cxr` writes, read back: the layout and the quirks of the real release."""
 
 import csv
 import gzip

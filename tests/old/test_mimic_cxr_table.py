@@ -22,7 +22,7 @@ from tasks.mimic_cxr.own_answers import Asked, route
 from tasks.mimic_cxr.own_table import OwnTable, read_own_table
 
 MIMIC = str(ROOT / "train_mimic_cxr.py")
-PREPARE = str(ROOT / "old/prepare_data.py")
+PREPARE = str(ROOT / "tools/prepare_data.py")
 SHARES = Shares(70, 15, 15)
 POSITIONS = ("top left", "top right", "bottom left", "bottom right", "center")
 CORNERS = ((3, 3), (3, 25), (25, 3), (25, 25), (14, 14))
