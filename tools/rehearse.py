@@ -31,7 +31,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from utils.cli import InputError, Parser, end_with, number, run_main
+from utils.cli import InputError, Parser, RunError, end_with, number, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -49,9 +49,9 @@ def parse_args() -> tuple[Namespace, list[str]]:
     args, words = parser.parse_known_args()
     path = Path(args.script)
     if not path.is_file():
-        raise InputError(f"{path}: no such script; give one of this folder")
+        raise InputError(f"{path}: no such script; check its name")
     if "def largest_batch(" not in path.read_text(encoding="utf-8"):
-        raise InputError(f"{path}: has a flag of its own for this; python {path} --rehearse")
+        raise InputError(f"{path}: has no largest_batch() but perhaps a flag of its own; python {path} --rehearse")
     return args, words + (["--config", args.config] if args.config else [])
 
 
@@ -142,6 +142,9 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is torch.ops.prim.device.default:
+            # C++ asks for it all the time
+            return args[0].device
         name = function.overloadpacket.__name__
         inputs = find_tensors((*args, *kwargs.values()))
         if not any(isinstance(x, FakeTensor) for x in inputs) and "cuda" not in str(kwargs.get("device")):
@@ -152,13 +155,15 @@ class Trace(TorchDispatchMode):
         if name in ("_local_scalar_dense", "equal"):
             self.waits[f"item() in {place()}"] += 1
             return name == "equal" or {torch.bool: False}.get(inputs[0].dtype, 1)
-        # results whose size the host must know, indices that it has to check or to send
-        if name in ("nonzero", "masked_select", "_unique2"):
-            self.waits[f"{name} in {place()}"] += 1
+        unknown_size = name in ("nonzero", "masked_select", "_unique2")
         if name in ("index", "index_put", "index_put_", "_unsafe_index_put"):
-            for index in find_tensors(args[1]):
-                if index.dtype == torch.bool or index.device.type == "cpu":
-                    self.waits[f"index by a mask or from the CPU in {place()}"] += 1
+            indices = find_tensors(args[1])
+            masks = [index for index in indices if index.dtype == torch.bool]
+            unknown_size = masks and name == "index"
+            if masks or any(index.device.type == "cpu" for index in indices):
+                self.waits[f"index by a mask or from the host in {place()}"] += 1
+        if unknown_size:
+            raise RunError(f"{place()}: {name} waits for the GPU to learn the size of its result; use a fixed size")
 
         out = function(*args, **kwargs)
         outputs = find_tensors((out,))
@@ -247,7 +252,9 @@ def pretend_a_gpu() -> torch.device:
 
 
 def main(args: Namespace) -> None:
-    script = importlib.import_module(args.script.removesuffix(".py").replace(os.sep, "."))
+    path = Path(args.script)
+    sys.path.insert(0, str(path.parent))
+    script = importlib.import_module(path.stem)
     settings = script.parse_args(WORDS)
     for flag, folder in STAND_INS.items():
         if getattr(settings, flag, "") is None:
