@@ -1,4 +1,4 @@
-"""Each task has its doors, its demo, its page and its row; and what the pages name exists: links, files, flags."""
+"""What the pages name exists: links, files and flags; each demo has its settings in one file."""
 
 import re
 import shlex
@@ -19,7 +19,6 @@ SCRIPTS = {
     "compressed_ad": "train.py",
 }
 TASKS = tuple(SCRIPTS)
-DOORS = ("data.py", "report.py", "sample_data.py", "README.md")
 TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
 PAGES = ["README.md", *TASK_PAGES]
 PAGES += [f"docs/{name}.md" for name in ("running", "clusters", "new_task", "determinism", "elastic")]
@@ -119,19 +118,8 @@ def known_flags(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_each_task_has_its_script_its_page_its_row_and_its_sample_data(task):
-    page = f"tasks/{task}/README.md"
-    script = SCRIPTS[task]
-    assert (ROOT / script).is_file()
-    assert script in read(page)
-    assert help_flags("tools.sample_data", task)
-    row = rf"^\| \d \| `{re.escape(script)}` \| .* \| \[tasks/{task}\]\({page}\) \|$"
-    assert len(re.findall(row, read("README.md"), flags=re.MULTILINE)) == 1
-
-
-@pytest.mark.parametrize("task", TASKS)
 def test_the_demos_flags_stand_in_its_config(task):
-    """The Makefile's target uses the file, and so does the page."""
+    """The Makefile's target uses the file."""
     (config,) = (ROOT / "configs").glob(f"{task}_demo.*")
     makefile = read("Makefile")
     target = makefile.split(f"\ndemo-{task}:\n")[1].split("\n\n")[0]
@@ -139,30 +127,14 @@ def test_the_demos_flags_stand_in_its_config(task):
     assert f"-m tools.sample_data {task} data/demo/{task}\n" in target
     assert f"--config configs/{config.name}" in target + variables
     assert f"\t$(MAKE) demo TASK={task}\n" in makefile
-    demo = section(f"tasks/{task}/README.md", "The demo")
-    assert f"--config configs/{config.name}" in demo
-    assert f"docs/{task}_demo.png" in demo
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_each_task_has_its_doors_and_imports_no_other_task(task):
+def test_no_task_imports_another(task):
     folder = ROOT / "tasks" / task
-    assert not [door for door in DOORS if not (folder / door).is_file()]
     others = "|".join(name for name in TASKS if name != task)
     for path in folder.glob("*.py"):
         assert not re.search(rf"^\s*(from|import) tasks\.({others})\b", path.read_text(), flags=re.MULTILINE), path
-
-
-@pytest.mark.parametrize("page", TASK_PAGES)
-def test_a_tasks_page_begins_with_the_guide_and_has_every_section(page):
-    titles = re.findall("^## (.*)$", read(page), flags=re.MULTILINE)
-    assert titles[:2] == [GUIDE_TABLE, "Commands"]
-    assert {"The demo", "Metrics"} < set(titles)
-    assert {"Data", "Bring your own data"} & set(titles)
-
-
-def test_the_first_page_is_short():
-    assert len(read("README.md").splitlines()) <= 150
 
 
 def anchors(page: str) -> set[str]:
@@ -174,6 +146,8 @@ def anchors(page: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\(([^)]+)\)", read(page)):
+        if target.startswith("https://"):
+            continue
         path, _, heading = target.partition("#")
         linked = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         name = linked.relative_to(ROOT).as_posix()
@@ -203,25 +177,3 @@ def test_flags_that_a_page_names_exist(page):
             continue
         unknown = flags_in(" ".join(behind)) - (known_flags(name) if name else anywhere)
         assert not unknown, f"{' '.join(words)}: {unknown}"
-
-
-def test_what_the_table_of_where_to_look_names_exists():
-    """Its last column has names behind the link to their file, or before the links to all files that have them."""
-    rows = re.findall(r"^\| .* \| (.*) \|$", section("docs/new_task.md", "Where to look"), flags=re.MULTILINE)[2:]
-    found = 0
-    for row in rows:
-        for first, links, last in re.findall(r"(?:`(\w+)` in )?((?:\[\S+\]\(\S+\)(?:, | and )?)+)((?: ?`\w+`)*)", row):
-            for link in re.findall(r"\(\.\./([\w./]+)\)", links):
-                for name in re.findall(r"\w+", first or last):
-                    assert re.search(rf"^(def|class) {name}\b", find(link).read_text(), flags=re.MULTILINE), name
-                    found += 1
-    assert found >= 20
-
-
-def test_every_file_of_a_task_has_one_row_in_the_tables_of_files():
-    """But for each task's doors."""
-    listed = subprocess.run(["git", "ls-files", "tasks/*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    files = [name for name in listed.stdout.split() if not name.endswith(("__init__.py", *DOORS))]
-    tables = section("docs/new_task.md", "What each file holds")
-    for name in files:
-        assert tables.count(f"[{name}](../{name})") == 1, name
