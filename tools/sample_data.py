@@ -1,4 +1,4 @@
-"""Write a small data set to try a task on: `python -m tools.sample_data TASK FOLDER`; --help of a task has its sizes."""
+"""Write a small data set to try a task on: `python -m tools.sample_data TASK FOLDER`; TASK --help has its sizes."""
 
 import argparse
 import importlib
