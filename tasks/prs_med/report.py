@@ -124,7 +124,8 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
 
     metrics[f"{split}/rows"], metrics[f"{split}/cases"] = len(scores), len({case_of(row) for row in rows})
     add("network", split, scores)
-    for modality in sorted({row.modality for row in rows}):
+    modalities = sorted({row.modality for row in rows})
+    for modality in modalities if len(modalities) > 1 else ():
         add(f"  {modality}", split, [row for row in scores if rows[row["index"]].modality == modality], f"/{modality}")
     own = {row["index"]: row for row in scores}
     for key, some in others.items():
