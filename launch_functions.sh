@@ -77,10 +77,10 @@ count_gpus() {
   printf '%s\n' "$gpus"
 }
 
-# check_elastic VALUE: the value of --elastic=MIN:MAX.
-check_elastic() {
+# check_range NAME VALUE: ends with an error unless VALUE is MIN:MAX.
+check_range() {
   local LC_ALL=C number='[1-9][0-9]{0,6}'
-  [[ $1 =~ ^$number:$number$ ]] || fail "--elastic must be MIN:MAX, such as 1:4, not '$1'"
+  [[ $2 =~ ^$number:$number$ ]] || fail "$1 must be MIN:MAX, such as 1:4, not '$2'"
 }
 
 # elastic_command MIN:MAX PROCESSES WORD...: sets `command` to what starts a torchrun agent for each of this machine's

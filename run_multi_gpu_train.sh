@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Train PRS-Med on every GPU of this machine, or on NUM_GPUS of them; without GPUs, in NUM_GPUS CPU processes (default 2).
-#   ./run_multi_gpu_train.sh /path/to/data              all GPUs
-#   ./run_multi_gpu_train.sh /path/to/data 4            4 GPUs
-#   ./run_multi_gpu_train.sh data 4 -- --batch_size 4   whatever follows `--` goes to train_prs_med.py
-#   --elastic, --elastic=MIN:MAX                        GPUs may come and go, see docs/elastic.md
-#   --dry_run                                           print the command instead of running it
+#   ./run_multi_gpu_train.sh [--dry_run] [DATA [NUM_GPUS]] [-- flags of train_prs_med.py]
+#   ./run_multi_gpu_train.sh data 4 -- --batch_size 4
 # Several nodes: set NNODES, NODE_RANK, MASTER_ADDR (and MASTER_PORT, default 29500) and run this on each.
+# Nodes that may come and go: NNODES=MIN:MAX, MASTER_ADDR (a node that stays), RDZV_ID (a word, the same on every node),
+# MAX_RESTARTS (default 3), `-- --resume_from auto`. Trusted networks only: who reaches the port can run code here.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -13,76 +12,53 @@ here=$(cd "$(dirname "$0")" && pwd)
 source "$here/launch_functions.sh"
 
 dry_run=''
-elastic=''
 words=()
-while (($#)); do
+while (($#)) && [[ $1 != -- ]]; do
   case $1 in
     --dry_run) dry_run=1 ;;
-    --elastic) elastic=auto ;;
-    --elastic=*)
-      elastic=${1#*=}
-      check_elastic "$elastic"
-      ;;
-    -h | --help)
-      sed -n '2,8s/^# //p' "$0"
-      exit 0
-      ;;
-    --)
-      shift
-      break
-      ;;
+    -h | --help) sed -n '2,7s/^# //p' "$0" && exit ;;
     -*) fail "unknown option $1; flags for train_prs_med.py follow --" ;;
     *) words+=("$1") ;;
   esac
   shift
 done
-if ((${#words[@]} > 2)); then
-  fail "too many arguments (${words[*]}); usage: $0 [DATA [NUM_GPUS]] [-- flags for train_prs_med.py]"
-fi
-data=${words[0]:-data}
+if ((${#words[@]} > 2)); then fail "too many arguments (${words[*]}); see --help"; fi
 
-# One process per GPU; without GPUs, CPU processes.
+# One process per GPU, each with its share of the cores.
 gpus=$(count_gpus)
-default=$gpus
-if ((gpus == 0)); then default=2; fi
-processes=${words[1]:-$default}
+processes=${words[1]:-$((gpus ? gpus : 2))}
 check_number NUM_GPUS "$processes" 1 9999
-if ((gpus > 0 && processes > gpus)); then fail "$processes GPUs asked for, but there are $gpus; ask for at most $gpus"; fi
-
-nodes=${NNODES:-1}
-check_number NNODES "$nodes" 1 99999
-check_variables 1 65535 MASTER_PORT
+if ((gpus && processes > gpus)); then fail "$processes GPUs asked for, but there are $gpus; ask for at most $gpus"; fi
 check_threads
-
-# Each process takes its share of the cores.
 threads=$(($(count_cores) / processes))
-if ((threads < 1)); then threads=1; fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads ? threads : 1))}
 
-torchrun=torchrun
-if ! command -v torchrun >/dev/null && [[ -x $here/.venv/bin/torchrun ]]; then torchrun=$here/.venv/bin/torchrun; fi
-command=("$torchrun" --nproc_per_node="$processes")
-if ((nodes > 1)); then
+# Where they meet.
+nodes=${NNODES:-1} port=${MASTER_PORT:-29500}
+check_number MASTER_PORT "$port" 1 65535
+if [[ $nodes == *:* ]]; then
+  check_range NNODES "$nodes"
+  check_variables 0 9999 MAX_RESTARTS
+  # A machine alone needs no word that others know.
+  if [[ ! ${MASTER_ADDR:-} ]]; then RDZV_ID=${RDZV_ID:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}; fi
+  [[ ${RDZV_ID:-} =~ ^[A-Za-z0-9_-]{1,64}$ ]] || fail "RDZV_ID must be a word, the same on every node, not '${RDZV_ID:-}'"
+  check_host MASTER_ADDR "${MASTER_ADDR:=127.0.0.1}"
+  # Or a restart may hang on the store of the start before.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+  meeting=(--nnodes="$nodes" --max_restarts="${MAX_RESTARTS:-3}" --rdzv_id="$RDZV_ID")
+  meeting+=(--rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:$port")
+elif check_number NNODES "$nodes" 1 99999 && ((nodes > 1)); then
   check_number NODE_RANK "${NODE_RANK:-}" 0 $((nodes - 1))
   check_host MASTER_ADDR "${MASTER_ADDR:-}"
-  command+=(--nnodes="$nodes" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR")
-  command+=(--master_port="${MASTER_PORT:-29500}")
-elif [[ -n ${MASTER_PORT:-} ]]; then
-  command+=(--master_addr=127.0.0.1 --master_port="$MASTER_PORT")
+  meeting=(--nnodes="$nodes" --node_rank="$NODE_RANK" --master_addr="$MASTER_ADDR" --master_port="$port")
+elif [[ ${MASTER_PORT:-} ]]; then
+  meeting=(--master_addr=127.0.0.1 --master_port="$port")
 else
-  # On a free port of its own.
-  command+=(--standalone)
-fi
-command+=("$here/train_prs_med.py" --data_root "$data" "$@")
-
-if [[ $elastic ]]; then
-  PATH=$PATH:$here/.venv/bin
-  NODES=$nodes ENDPOINT=${MASTER_ADDR:-}:${MASTER_PORT:-29500}
-  elastic_command "$elastic" "$processes" "$here/train_prs_med.py" --data_root "$data" "$@"
+  meeting=(--standalone)
 fi
 
-if [[ $dry_run ]]; then
-  print_command "${command[@]}"
-  exit 0
-fi
-become "${command[@]}"
+if ! command -v torchrun >/dev/null; then PATH=$here/.venv/bin:$PATH; fi
+command=(python "$here/utils/torchrun.py" --nproc_per_node="$processes" "${meeting[@]}")
+command+=("$here/train_prs_med.py" --data_root "${words[0]:-data}" "${@:2}")
+if [[ ! $dry_run ]]; then become "${command[@]}"; fi
+print_command "${command[@]}"

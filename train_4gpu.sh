@@ -35,7 +35,7 @@ while (($#)); do
       ;;
     --elastic=*)
       elastic=${1#*=}
-      check_elastic "$elastic"
+      check_range --elastic "$elastic"
       method=torchrun
       ;;
     --cpu) cpu=1 ;;

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PRS_MED = str(ROOT / "train_prs_med.py")
-SAMPLE_DATA = str(ROOT / "old/sample_data.py")
+SAMPLE_DATA = str(ROOT / "tools/sample_data.py")
 sys.path.insert(0, str(ROOT))
 os.environ |= {
     "OMP_NUM_THREADS": "1",
@@ -25,9 +25,6 @@ os.environ |= {
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
-
-# fp32, no dropout, no scaling with the world size: the settings under which every world size must give the same answer
-SAME = "--lr_scaling none --lora_dropout 0 --log_every 1 --max_new_tokens 3 --learning_rate 1e-3".split()
 
 # a cascade of two stages, 8^3 and 16^3, with a model as small as can be
 SMALL_STAGES = [
@@ -65,8 +62,8 @@ def make_sample_data(zygote, tmp_path_factory, task: str, sizes: str) -> Path:
 
 @pytest.fixture(scope="session")
 def prs_med_data(zygote, tmp_path_factory) -> Path:
-    """34 training, 10 validation and 10 test rows of 32 x 32 pixels, with tiny checkpoints."""
-    sizes = "--num_train 17 --num_val 5 --num_test 5 --image_size 32"
+    """A few rows of 48 x 48 pixels, with tiny checkpoints, for the launchers; tests/ has the tests of PRS-Med."""
+    sizes = "--num_train 9 --num_val 3 --num_test 3 --image_size 48"
     return make_sample_data(zygote, tmp_path_factory, "prs_med", sizes)
 
 
@@ -190,29 +187,6 @@ def torchrun(processes: int, *more: str) -> list[str]:
     return ["torchrun", "--standalone", f"--nproc_per_node={processes}", *more]
 
 
-def train(
-    data: Path,
-    out: Path,
-    processes: int = 1,
-    *flags,
-    launcher: list[str] | None = None,
-    ok: bool = True,
-):
-    """Run train_prs_med.py to its end; asserts exit code 0 unless ok is False."""
-    start = launcher or torchrun(processes)
-    command = words_of([start, PRS_MED, "--data_root", data, "--checkpoint_dir", out, flags])
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert not ok or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
-
-
-def forked(zygote, data: Path, out: Path, processes: int, *flags):
-    """train() by the zygote: as real, but for the launcher and the seconds of importing."""
-    done = zygote(PRS_MED, "--data_root", data, "--checkpoint_dir", out, flags, ranks=processes)
-    assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
-
-
 def at_step(out: Path, step: int, who: str, number: int = signal.SIGKILL, delay: float = 0.0) -> dict:
     """For zygote(..., interrupt=): a signal so many seconds after a checkpoint of this step.
 
@@ -231,16 +205,6 @@ def kill_then_stop(zygote, command: list, out: Path, kill_at: int, stop_at: int)
 
 def records(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(out: Path) -> list[tuple]:
-    """(step, loss, grad norm) of every training line and (step, Dice, text loss) of every evaluation, in file order."""
-    pairs = [("val/dice", "val/text_loss"), ("test/dice", "test/text_loss"), ("train/loss", "train/grad_norm")]
-    values = []
-    for record in records(out):
-        first, second = next(pair for pair in pairs if pair[0] in record)
-        values.append((record["step"], record[first], record[second]))
-    return values
 
 
 def tree(folder: Path) -> dict[str, str]:

@@ -10,11 +10,10 @@ import pytest
 import yaml
 from conftest import ROOT
 from slurm_stub import Cluster, warn
-from test_contract import SCRIPTS, TASKS
-from test_launch_distributed import Machine, torchrun
+from test_launch_distributed import Machine
 
 sys.path.insert(0, str(ROOT / "tests"))
-from test_pages import flags_in, known_flags, read
+from test_pages import SCRIPTS, TASKS, flags_in, known_flags, read
 
 MANIFEST = "configs/kubernetes/jobset.yaml"
 JOB_FILES = {task: f"configs/slurm/{task}.sbatch" for task in TASKS}
@@ -85,7 +84,7 @@ def test_a_job_file(task):
 
     # the command, which resumes
     command = read(path).split("train_under_slurm ")[1]
-    script = SCRIPTS[task].name
+    script = SCRIPTS[task]
     assert script in command or task == "mimic_cxr"
     assert '--resume_from auto "$@"' in command
     assert flags_in(command) <= known_flags("launch_distributed_training.sh") & (known_flags(script) | {"--script"})
@@ -239,15 +238,14 @@ def test_the_nodes_find_each_other_and_their_folders(job_set, node):
 def test_the_launcher_takes_the_manifests_words(node, tmp_path):
     """On the second node, with its four GPUs."""
     machine = Machine(tmp_path, 4)
-    (machine.repo / "train_prs_med.py").touch()
     (container,) = node["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     launched = machine.run(shlex.join(container["args"]), nodes=2, plain=True, NODE_RANK="1", **environment)
     assert launched.done.returncode == 0, launched.done.stderr
 
     meeting = ["--nnodes=2", "--node_rank=1", "--master_addr=training-node-0-0.training", "--master_port=29500"]
-    script = str(machine.repo / "train_prs_med.py")
-    assert launched.argv == torchrun(4, *meeting, script, *container["args"][1:])
+    start = ["python", str(machine.repo / "utils/torchrun.py"), "--nproc_per_node=4"]
+    assert launched.argv == [*start, *meeting, machine.prs_med, *container["args"][1:]]
 
 
 # --- the container ----------------------------------------------------------------------------------------------------

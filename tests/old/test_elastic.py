@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PRS_MED, ROOT
+from conftest import ROOT
 
 # the fixtures of a small run of each script
 from test_contract import SAME_AT_ANY_SIZE, TASKS, ended_well, train_losses
 from test_contract import data_folders, run_script, run_task, small_run  # noqa: F401
 from test_launch_distributed import Machine
-from test_launchers import NODE, Stubs
+from test_launchers import NODE
 
 from old.elastic_utils import Agents
 
@@ -106,9 +106,8 @@ def test_three_then_two_then_three(tmp_path):
     assert "ended by signal 9; the others go on, it joins again in 8 s" in training.log.read_text()
 
 
-# Flags that make the small runs of the five scripts long enough for what follows.
+# Flags that make the small runs of the four scripts long enough for what follows.
 LONG = {
-    "prs_med": ["--num_epochs", "30", "--eval_every", "30"],
     "mimic_cxr": ["--epochs", "30", "--eval_every", "30"],
     "survival": ["--epochs", "30"],
     "cascade": ["--num_epochs_per_stage", "30"],
@@ -154,7 +153,7 @@ def undisturbed(small_run, run_task, tmp_path_factory):  # noqa: F811
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize("task", TASKS)
-def test_three_two_one_three_over_the_five_scripts(task, name, small_run, undisturbed, tmp_path):  # noqa: F811
+def test_three_two_one_three_over_the_four_scripts(task, name, small_run, undisturbed, tmp_path):  # noqa: F811
     """By kill -9 and by joining: few steps are made again, and the losses are those of the undisturbed run."""
     flags, expected = undisturbed(task)
     run_folder = tmp_path / "run"
@@ -214,13 +213,13 @@ def test_an_input_error_ends_all_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num_epochs", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
+        (["--epochs", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
         (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart of --elastic"),
         (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --elastic only auto"),
     ],
 )
 def test_flags_of_a_script(zygote, tmp_path, flags, message):
-    command = [PRS_MED, "--data_root", tmp_path, "--checkpoint_dir", tmp_path / "run", *flags]
+    command = [ROOT / "train_mimic_cxr.py", "--output_dir", tmp_path / "run", *flags]
     done = zygote(*command, ELASTIC_RANKS="1:2")
     assert done.code == 2
     assert message in done.stderr
@@ -230,32 +229,7 @@ def test_flags_of_a_script(zygote, tmp_path, flags, message):
 # --- the launchers ----------------------------------------------------------------------------------------------------
 
 
-def elastic_python(folder: Path) -> str:
-    """Let the python beside the stub of torchrun record how it is called, as that stub does; returns its path."""
-    (folder / "python").write_bytes((folder / "torchrun").read_bytes())
-    (folder / "python").chmod(0o755)
-    return str(folder / "python")
-
-
-SCRIPT = [PRS_MED, "--data_root", "d"]
 THERE = "--endpoint=10.0.0.1:29500"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "variables", "expected"),
-    [
-        (["d", "--elastic"], {}, ["--agents=4", "--ranks=1:4"]),
-        (["d", "2", "--elastic=2:8"], {}, ["--agents=2", "--ranks=2:8"]),
-        (["d", "--elastic"], NODE, ["--agents=4", "--ranks=1:8", THERE]),
-        (["d", "--elastic"], NODE | {"NODE_RANK": "0"}, ["--agents=4", "--ranks=1:8", THERE, "--host"]),
-    ],
-)
-def test_command_of_run_multi_gpu_train(tmp_path, arguments, variables, expected):
-    stubs = Stubs(tmp_path, 4)
-    elastic_python(tmp_path)
-    launched = stubs.run(arguments, **variables)
-    assert launched.done.returncode == 0, launched.done.stderr
-    assert launched.argv == [str(ELASTIC), *expected, *SCRIPT]
 
 
 def test_command_of_launch_distributed_training(tmp_path):
@@ -300,7 +274,8 @@ def test_command_of_train_4gpu(tmp_path):
 
 @pytest.mark.parametrize("value", ["", "4", "0:4", "1:x", "1:4:5", "1:$(touch x)"])
 def test_a_wrong_range(tmp_path, value):
-    done = Stubs(tmp_path, 4).run(["d", f"--elastic={value}"]).done
+    command = [ROOT / "launch_distributed_training.sh", f"--elastic={value}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: --elastic must be MIN:MAX, such as 1:4, not '{value}'\n"
 

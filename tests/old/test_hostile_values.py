@@ -61,9 +61,8 @@ class Stubs:
         self.started = folder / "started"
         for name in ("torchrun", "accelerate", "srun"):
             self.write(name, f'printf "%s\\n" "{name}" "$@" >"{self.started}"')
-        self.write(
-            "python", f'[ "$2" = old.hardware_utils ] && exec cat "{folder}/facts"\necho python >"{self.started}"'
-        )
+        record = f'printf "%s\\n" "$0" "$@" >"{self.started}"'
+        self.write("python", f'[ "$2" = old.hardware_utils ] && exec cat "{folder}/facts"\n{record}')
         self.write("nvidia-smi", "echo 'GPU 0: A (UUID: GPU-0)'\necho 'GPU 1: A (UUID: GPU-1)'")
         self.write("nproc", "echo 8")
         self.write("scontrol", "echo node1")
@@ -145,6 +144,9 @@ def test_wrong_numbers_are_refused(stubs, launcher, name, words, variables):
         beginning = f"{name} must be a whole number from "
         if name == "NUM_GPUS" and value == "-1":
             beginning = ""
+        # and what has a colon for a range
+        if launcher == SINGLE and name == "NNODES" and ":" in value:
+            beginning = "NNODES must be MIN:MAX"
         assert_refused(done, started, beginning, name, value)
 
 
@@ -152,6 +154,10 @@ def test_wrong_numbers_are_refused(stubs, launcher, name, words, variables):
     ("launcher", "words", "variables"),
     [
         (SINGLE, ["data"], NODES | {"MASTER_ADDR": "VALUE"}),
+        (SINGLE, ["data"], {"NNODES": "1:VALUE"}),
+        (SINGLE, ["data"], {"NNODES": "1:2", "MASTER_ADDR": "VALUE", "RDZV_ID": "x"}),
+        (SINGLE, ["data"], {"NNODES": "1:2", "RDZV_ID": "VALUE"}),
+        (SINGLE, ["data"], {"NNODES": "1:2", "MAX_RESTARTS": "VALUE"}),
         (DETECT, [], NODES | {"MASTER_ADDR": "VALUE"}),
         (CASCADE, ["--method", "VALUE"], {}),
         (DETECT, ["--script", "VALUE"], {}),
@@ -231,9 +237,8 @@ def test_the_words_of_the_hardware_detection_are_shown_as_they_are(stubs):
 
 # --- where the scripts read them --------------------------------------------------------------------------------------
 
-SCRIPTS = ["train_prs_med", "train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train"]
+SCRIPTS = ["train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train"]
 FLAGS = {
-    "train_prs_med": ["--data_root", "."],
     "train_mimic_cxr": ["--mimic_cxr_path", ".", "--mimic_qa_path", "."],
     "train_survival_distributed": ["--csv_path", "nowhere"],
 }

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from background import Run
-from conftest import ROOT, SAME
+from conftest import ROOT
 
 from old.hardware_utils import imagine_hardware, settings_on, shell_assignments, summary
 
@@ -68,7 +68,8 @@ class Machine:
         self.launcher = str(self.repo / LAUNCHER)
         self.mimic = str(self.repo / "train_mimic_cxr.py")
         self.other = str(self.repo / "train_survival.py")
-        for script in (self.mimic, self.other):
+        self.prs_med = str(self.repo / "train_prs_med.py")
+        for script in (self.mimic, self.other, self.prs_med):
             Path(script).touch()
 
         # the commands that it can start or ask
@@ -175,6 +176,14 @@ def test_flags(tmp_path, words, facts, expected):
     assert launched.argv == [scripts.get(word, word) for word in expected]
 
 
+def test_prs_med_is_started_by_its_own_torchrun(tmp_path):
+    machine = Machine(tmp_path, 4)
+    launched = machine.run("--script train_prs_med.py --data_root d", plain=True)
+    start = ["python", str(machine.repo / "utils/torchrun.py"), "--nproc_per_node=4", ALONE]
+    assert launched.argv == [*start, machine.prs_med, "--data_root", "d"]
+    assert "Engine:   torchrun x 4 by python " in launched.done.stdout
+
+
 def test_cpu_processes(tmp_path):
     machine = Machine(tmp_path, 0)
     launched = machine.run("--num_gpus 3", processes=3)
@@ -195,6 +204,7 @@ def test_cpu_processes(tmp_path):
         ("--deepspeed", {}, "--deepspeed: it is not installed"),
         ("--script nowhere.py", {}, "nowhere.py; check --script"),
         ("--script", {}, "--script needs a value"),
+        ("--script train_prs_med.py --elastic", {}, "--elastic: not with train_prs_med.py; see "),
         # a flag of a script that was not asked for
         ("--csv_path a.csv", {}, "--csv_path belongs to another script; add --script train_survival_distributed.py"),
         ("--epochs 3 --data_root=data", {}, "--data_root belongs to another script; add --script train_prs_med.py"),
@@ -338,23 +348,13 @@ def test_nodes_without_slurm(tmp_path):
 
 
 @pytest.mark.soak
-def test_sigterm_saves_and_leaves_no_process(prs_med_data, tmp_path, monkeypatch):
+def test_sigterm_saves_and_leaves_no_process(compressed_ad_flags, tmp_path, monkeypatch):
     """The launcher has become torchrun: a signal to it reaches both workers, and its exit code is theirs."""
     run_folder = tmp_path / "run"
-    flags = [
-        "--data_root",
-        prs_med_data,
-        "--checkpoint_dir",
-        run_folder,
-        *SAME,
-        "--batch_size",
-        "3",
-        "--num_epochs",
-        "200",
-    ]
     monkeypatch.delenv("OMP_NUM_THREADS")
-    launcher = [ROOT / LAUNCHER, "--script", "train_prs_med.py", "--num_gpus", "2"]
-    run = Run([*launcher, *flags, "--save_every", "1"], "train_prs_med.py", run_folder, cwd=tmp_path)
+    launcher = [ROOT / LAUNCHER, "--script", "train.py", "--num_gpus", "2"]
+    flags = compressed_ad_flags(run_folder, "--train_timesteps", "9999", "--eval_interval", "0", "--save_every", "1")
+    run = Run([*launcher, *flags], "train.py", run_folder, cwd=tmp_path)
 
     run.wait_for_step(1)
     assert len(run.workers()) >= 2

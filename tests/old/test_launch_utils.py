@@ -1,14 +1,11 @@
 """A run that one of our launchers started ends with the script's exit code and without a traceback of torchrun."""
 
 import os
-import signal
-import subprocess
 import sys
 
 import pytest
-from background import Run
-from conftest import PRS_MED, ROOT, SAME
-from test_hostile_values import CASCADE, DETECT, SINGLE, Stubs
+from conftest import ROOT
+from test_hostile_values import CASCADE, DETECT, Stubs
 
 LAUNCHER = ROOT / "old/launch_utils.py"
 
@@ -83,7 +80,6 @@ def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
 @pytest.mark.parametrize(
     ("launcher", "words", "name"),
     [
-        (SINGLE, ["data"], "torchrun"),
         (DETECT, [], "torchrun"),
         (CASCADE, ["--cpu", "--num_gpus", "2"], "accelerate"),
         (CASCADE, ["--cpu", "--method", "torchrun"], "torchrun"),
@@ -116,29 +112,3 @@ def test_world_size_starts_workers_through_it(monkeypatch):
     distributed_utils.launch_workers(3)
     words = [sys.executable, str(LAUNCHER), "torchrun", "--standalone", "--nproc_per_node=3", *sys.argv]
     assert started == [(sys.executable, words)]
-
-
-# --- real runs --------------------------------------------------------------------------------------------------------
-
-
-def test_wrong_input_is_one_line():
-    command = [str(ROOT / SINGLE), "nowhere", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert done.stderr == "error: nowhere: no such folder; check --data_root; see --help\n"
-
-
-def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
-    run_folder = tmp_path / "run"
-    flags = ["--checkpoint_dir", run_folder, *SAME, "--batch_size", "3", "--num_epochs", "200", "--save_every", "1"]
-    run = Run([ROOT / SINGLE, prs_med_data, "2", "--", *flags], PRS_MED, run_folder)
-    run.wait_for_step(1)
-    assert len(run.workers()) == 2
-    run.kill("launcher", signal.SIGTERM)
-    assert run.end() == 143
-
-    text = (tmp_path / "run.log").read_text()
-    saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
-    assert (run_folder / f"step_{saved:08d}.pt").exists()
-    for noise in ("Traceback", "SignalException", "Sending process", "death signal", "OMP_NUM_THREADS"):
-        assert noise not in text, text

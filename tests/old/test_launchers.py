@@ -1,8 +1,9 @@
-"""Every launcher gives the same run; the shell launcher's exact command line."""
+"""Every launcher gives the same run of PRS-Med; the exact command line of run_multi_gpu_train.sh."""
 
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import PRS_MED, ROOT, SAME, losses
+from background import Run
+from conftest import PRS_MED, ROOT, records
 
-FLAGS = [*SAME, "--batch_size", "4", "--max_steps", "2"]
+FLAGS = "--lr_scaling none --log_every 1 --max_new_tokens 3 --batch_size 4 --max_steps 2 --num_workers 0".split()
+TORCHRUN = str(ROOT / "utils/torchrun.py")
 
 
 def free_port() -> int:
@@ -21,22 +24,23 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def curve(run_folder: Path) -> list[tuple]:
+    """(step, loss, gradient norm) of every training line."""
+    lines = [line for line in records(run_folder) if "train/loss" in line]
+    return [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in lines]
+
+
+def script_words(data: Path, run_folder: Path) -> list[str]:
+    return [PRS_MED, "--data_root", str(data), "--output_dir", str(run_folder), *FLAGS]
+
+
 @pytest.fixture(scope="module")
 def expected_curve(prs_med_data, zygote, tmp_path_factory):
     """The losses of two processes that no launcher started."""
     run_folder = tmp_path_factory.mktemp("launch") / "forked"
-    command = [PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", run_folder, *FLAGS]
-    done = zygote(*command, ranks=2)
+    done = zygote(*script_words(prs_med_data, run_folder), ranks=2)
     assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return losses(run_folder)
-
-
-def run_to_end(command: list) -> subprocess.CompletedProcess:
-    """Run a command line from the project's folder; asserts exit code 0."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+    return curve(run_folder)
 
 
 # How each launcher starts two processes of a script, at a port of their own.
@@ -44,52 +48,28 @@ STARTS = {
     "deepspeed": ["deepspeed", "--num_gpus=2", "--master_port", "PORT"],
     "module": ["python", "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT"],
     "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port", "PORT"],
+    "world_size": [sys.executable],
+    "shell": ["./run_multi_gpu_train.sh"],
 }
-
-
-def check_run(run_folder: Path, done: subprocess.CompletedProcess, expected_curve: list) -> None:
-    """Assert that a run had two processes and the expected losses."""
-    assert "world size 2" in done.stdout
-    assert losses(run_folder) == expected_curve
-    assert json.loads((run_folder / "summary.json").read_text())["world_size"] == 2
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", STARTS)
 def test_same_curve(prs_med_data, tmp_path, expected_curve, launcher, monkeypatch):
+    """Each of them starts two processes, which have the expected losses."""
     run_folder = tmp_path / "run"
     port = str(free_port())
     monkeypatch.setenv("MASTER_PORT", port)
     start = [word.replace("PORT", port) for word in STARTS[launcher]]
-    command = [*start, PRS_MED, "--data_root", prs_med_data, "--checkpoint_dir", run_folder, *FLAGS]
-    check_run(run_folder, run_to_end(command), expected_curve)
-
-
-@pytest.mark.soak
-def test_same_curve_of_the_shell_launcher(prs_med_data, tmp_path, expected_curve, monkeypatch):
-    """As a user runs it, with a port of its own; test_launch_utils.py has it in the quick suite."""
-    run_folder = tmp_path / "run"
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    command = ["./run_multi_gpu_train.sh", prs_med_data, "2", "--", "--checkpoint_dir", run_folder, *FLAGS]
-    check_run(run_folder, run_to_end(command), expected_curve)
-
-
-@pytest.mark.soak
-def test_same_curve_of_world_size(prs_med_data, tmp_path, expected_curve):
-    """A script that starts its own processes."""
-    run_folder = tmp_path / "run"
-    command = [
-        sys.executable,
-        PRS_MED,
-        "--data_root",
-        prs_med_data,
-        "--checkpoint_dir",
-        run_folder,
-        *FLAGS,
-        "--world_size",
-        "2",
-    ]
-    check_run(run_folder, run_to_end(command), expected_curve)
+    script = script_words(prs_med_data, run_folder)
+    if launcher == "world_size":
+        script += ["--world_size", "2"]
+    if launcher == "shell":
+        script = [str(prs_med_data), "2", "--", *script[3:]]
+    done = subprocess.run([*start, *script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert curve(run_folder) == expected_curve
+    assert json.loads((run_folder / "summary.json").read_text())["world_size"] == 2
 
 
 def start_node(command: list[str]) -> subprocess.Popen:
@@ -107,16 +87,15 @@ def output_of(node: subprocess.Popen) -> str:
 @pytest.mark.soak
 def test_two_nodes_on_one_machine(prs_med_data, tmp_path, expected_curve):
     """The guide's two-node command: two agents of one process each, told apart by --node_rank."""
-    run_folder = tmp_path / "run"
     start = ["torchrun", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    script = [PRS_MED, "--data_root", str(prs_med_data), "--checkpoint_dir", str(run_folder), *FLAGS]
+    script = script_words(prs_med_data, tmp_path / "run")
     second = start_node([*start, "--node_rank=1", *script])
     first = start_node([*start, "--node_rank=0", *script])
 
     # rank 0 alone speaks
-    assert "world size 2" in output_of(first)
-    assert "world size" not in output_of(second)
-    assert losses(run_folder) == expected_curve
+    assert "2 by torchrun, cpu" in output_of(first)
+    assert not output_of(second)
+    assert curve(tmp_path / "run") == expected_curve
 
 
 @pytest.mark.parametrize("value", ["node[07-09,12]", "node07,node08", "node07"])
@@ -157,12 +136,13 @@ class Launched(NamedTuple):
 
 
 class Stubs:
-    """torchrun, nvidia-smi and nproc as stubs first on PATH; gpus is None where there is no driver."""
+    """python, torchrun, nvidia-smi and nproc as stubs first on PATH; gpus is None where there is no driver."""
 
     def __init__(self, folder: Path, gpus: int | None):
         self.folder = folder
         self.seen = folder / "seen"
-        self.write("torchrun", RECORDER.format(python=sys.executable, path=str(self.seen)))
+        for name in ("python", "torchrun"):
+            self.write(name, RECORDER.format(python=sys.executable, path=str(self.seen)))
         self.write("nproc", "#!/bin/sh\necho 16\n")
         lines = [f"echo 'GPU {index}: NVIDIA L4 (UUID: GPU-{index})'\n" for index in range(gpus or 0)]
         self.write("nvidia-smi", "#!/bin/sh\nexit 9\n" if gpus is None else "#!/bin/sh\n" + "".join(lines))
@@ -183,7 +163,11 @@ class Stubs:
         return Launched(done, seen["argv"], seen["environment"])
 
 
-RENDEZVOUS = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500"]
+def started(processes: int, meeting: list[str], *script: str) -> list[str]:
+    """What python is given to start so many processes of the script on this node."""
+    return [TORCHRUN, f"--nproc_per_node={processes}", *meeting, PRS_MED, "--data_root", *script]
+
+
 NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
@@ -202,8 +186,7 @@ def test_launcher_command(tmp_path, gpus, visible, arguments, processes, data_ro
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     launched = Stubs(tmp_path, gpus).run(arguments, **variables)
     assert launched.done.returncode == 0, launched.done.stderr
-    script = [PRS_MED, "--data_root", data_root]
-    assert launched.argv == [f"--nproc_per_node={processes}", "--standalone", *script]
+    assert launched.argv == started(processes, ["--standalone"], data_root)
     assert launched.environment["OMP_NUM_THREADS"] == threads
 
 
@@ -211,16 +194,34 @@ def test_launcher_command_with_a_port_and_flags(tmp_path):
     arguments = ["d", "3", "--", "--vlm_path", "a b", "--x=1"]
     launched = Stubs(tmp_path, None).run(arguments, MASTER_PORT="7", OMP_NUM_THREADS="1")
     assert launched.done.returncode == 0, launched.done.stderr
-    script = [PRS_MED, "--data_root", "d", "--vlm_path", "a b", "--x=1"]
-    assert launched.argv == ["--nproc_per_node=3", "--master_addr=127.0.0.1", "--master_port=7", *script]
+    meeting = ["--master_addr=127.0.0.1", "--master_port=7"]
+    assert launched.argv == started(3, meeting, "d", "--vlm_path", "a b", "--x=1")
     assert launched.environment["OMP_NUM_THREADS"] == "1"
 
 
 def test_launcher_command_of_a_node(tmp_path):
     launched = Stubs(tmp_path, 4).run(["d"], **NODE)
     assert launched.done.returncode == 0, launched.done.stderr
-    assert launched.argv == ["--nproc_per_node=4", *RENDEZVOUS, PRS_MED, "--data_root", "d"]
+    meeting = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500"]
+    assert launched.argv == started(4, meeting, "d")
     assert launched.environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_launcher_command_of_nodes_that_come_and_go(tmp_path):
+    """The same word on all nodes; one machine makes up a new one each time."""
+    several = {"NNODES": "1:4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7", "RDZV_ID": "my-run", "MAX_RESTARTS": "9"}
+    stubs = Stubs(tmp_path, 4)
+    meeting = ["--nnodes=1:4", "--max_restarts=9", "--rdzv_id=my-run", "--rdzv_backend=c10d"]
+    assert stubs.run(["d"], **several).argv == started(4, [*meeting, "--rdzv_endpoint=10.0.0.1:7"], "d")
+
+    words = []
+    for _ in range(2):
+        argv = stubs.run(["d"], NNODES="1:1").argv
+        words += [word.removeprefix("--rdzv_id=") for word in argv if word.startswith("--rdzv_id=")]
+        assert "--rdzv_endpoint=127.0.0.1:29500" in argv
+        assert "--max_restarts=3" in argv
+    assert len(set(words)) == 2
+    assert all(len(word) == 32 for word in words)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +234,14 @@ def test_launcher_command_of_a_node(tmp_path):
         (2, ["data", "1.5"], {}, "not '1.5'"),
         (2, ["data", "1", "more"], {}, "too many arguments"),
         (2, ["data", "--batch_size", "4"], {}, "unknown option --batch_size"),
+        (2, ["data", "--elastic"], {}, "unknown option --elastic"),
         (2, ["data"], {"NNODES": "2"}, "NODE_RANK must be a whole number from 0 to 1, not ''"),
         (2, ["data"], {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK must be a whole number from 0 to 1, not '2'"),
         (2, ["data"], {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR must be the name or address of a host, not ''"),
+        (2, ["data"], {"NNODES": "1:x"}, "NNODES must be MIN:MAX, such as 1:4, not '1:x'"),
+        (2, ["data"], {"NNODES": "1:2", "MASTER_ADDR": "a"}, "RDZV_ID must be a word, the same on every node, not ''"),
+        (2, ["data"], {"NNODES": "1:2", "RDZV_ID": "a b"}, "RDZV_ID must be a word, the same on every node, not 'a b'"),
+        (2, ["data"], {"NNODES": "1:2", "MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number from 0 to 9999"),
         (2, ["data"], {"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535, not '65536'"),
     ],
 )
@@ -251,11 +257,55 @@ def test_launcher_dry_run_and_exit_code(tmp_path):
     stubs = Stubs(tmp_path, 2)
     launched = stubs.run(["my data", "--dry_run", "--", "--seed", "3"])
     assert launched.argv is None
-    command = f"torchrun --nproc_per_node=2 --standalone {PRS_MED} --data_root my\\ data --seed 3 \n"
+    command = f"python {TORCHRUN} --nproc_per_node=2 --standalone {PRS_MED} --data_root my\\ data --seed 3 \n"
     assert launched.done.stdout == command
 
-    stubs.write("torchrun", "#!/bin/sh\nexit 77\n")
+    stubs.write("python", "#!/bin/sh\nexit 77\n")
     assert stubs.run(["data"]).done.returncode == 77
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+
+
+def test_no_data_is_one_line():
+    command = [str(ROOT / "run_multi_gpu_train.sh"), "nowhere", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: nowhere: no such folder; give --data_root, or make data up (make demo)")
+    assert "python -m tools.prepare_data prs_med" in line
+
+
+def background(data: Path, run_folder: Path, *flags: str) -> Run:
+    """The launcher with two processes of a run that saves each step."""
+    words = [*script_words(data, run_folder)[3:], "--max_steps", "0", "--save_every", "1", *flags]
+    return Run([ROOT / "run_multi_gpu_train.sh", data, "2", "--", *words], PRS_MED, run_folder)
+
+
+def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
+    run = background(prs_med_data, tmp_path / "run", "--num_epochs", "200")
+    run.wait_for_step(1)
+    run.kill("launcher", signal.SIGTERM)
+    assert run.end() == 143
+
+    text = (tmp_path / "run.log").read_text()
+    saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
+    assert (tmp_path / "run" / f"step_{saved:08d}.pt").exists()
+    for noise in ("Traceback", "SignalException", "Sending process", "death signal", "OMP_NUM_THREADS"):
+        assert noise not in text, text
+
+
+def test_a_killed_process_begins_again(prs_med_data, tmp_path, monkeypatch):
+    """By torchrun's own elasticity: all start again from the newest checkpoint, and the steps are those of one run."""
+    monkeypatch.setenv("NNODES", "1:1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    run = background(prs_med_data, tmp_path / "run", "--num_epochs", "4", "--resume_from", "auto")
+    run.wait_for_step(2)
+    run.kill("worker")
+    assert run.end(200) == 0, (tmp_path / "run.log").read_text()
+    steps = [step for step, _, _ in curve(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert (tmp_path / "run.log").read_text().count("2 by torchrun, cpu") == 2
 
 
 def test_guide_commands_parse():
@@ -306,8 +356,7 @@ def two_hosts():
 @pytest.mark.soak
 def test_two_nodes_in_two_network_namespaces(prs_med_data, tmp_path, expected_curve, two_hosts):
     """The guide's two-node command between two hosts of their own addresses."""
-    run_folder = tmp_path / "run"
-    script = [PRS_MED, "--data_root", str(prs_med_data), "--checkpoint_dir", str(run_folder), *FLAGS]
+    script = script_words(prs_med_data, tmp_path / "run")
     nodes = []
     for rank, name in enumerate(two_hosts):
         inside = ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{rank}"]
@@ -316,4 +365,4 @@ def test_two_nodes_in_two_network_namespaces(prs_med_data, tmp_path, expected_cu
 
     for node in nodes:
         output_of(node)
-    assert losses(run_folder) == expected_curve
+    assert curve(tmp_path / "run") == expected_curve
