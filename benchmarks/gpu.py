@@ -95,13 +95,17 @@ class LoggedStep(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A script's run: lines of metrics.jsonl, what gpu_process.py saw, exit code, seconds, processes left behind."""
+    """A script's run: lines of metrics.jsonl, what gpu_process.py saw, exit code, seconds, processes left behind.
+
+    summary: what summary.json holds, nothing where the run did not come to its end.
+    """
 
     records: list[dict]
     seen: dict
     code: int
     seconds: float
     left_behind: int
+    summary: dict = {}
 
     def training(self) -> list[dict]:
         """The lines of metrics.jsonl about training."""
@@ -249,7 +253,8 @@ def command_of(setting: Setting, job: Job, report: Path, out: Path) -> list:
     """The command of a job, under torchrun for several processes."""
     command = [sys.executable]
     if job.processes > 1:
-        command += ["old/launch_utils.py", "torchrun", "--standalone", f"--nproc_per_node={job.processes}"]
+        command += ["utils/torchrun.py"] if job.task == "prs_med" else ["old/launch_utils.py", "torchrun"]
+        command += ["--standalone", f"--nproc_per_node={job.processes}"]
     command += ["benchmarks/gpu_process.py", "--report", report, *job.observe]
 
     # Random weights of the published size are built in place: none are read.
@@ -281,7 +286,9 @@ def run_script(setting: Setting, job: Job) -> Run:
 
     records = read_records(out / "metrics.jsonl")
     seen = json.loads(report.read_text()) if report.exists() else {}
-    return Run(records, seen, ended.code, ended.seconds, ended.left_behind)
+    summary = out / "summary.json"
+    facts = json.loads(summary.read_text()) if summary.exists() else {}
+    return Run(records, seen, ended.code, ended.seconds, ended.left_behind, facts)
 
 
 def sharing(setting: Setting, processes: int) -> tuple[str, ...]:
@@ -343,11 +350,17 @@ def gpu_versions(setting: Setting) -> Lines:
     nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
     yield measured("NCCL", nccl)
 
+    yield measured("bf16 product TFLOP/s", product_tflops())
+    values = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    yield measured("memory copy GB/s", 2 * values.nbytes / seconds_on_gpu(values.clone) / 1e9)
+
+
+def product_tflops() -> float:
+    """TFLOP/s of the first GPU in a large bf16 matrix product."""
+    import torch
+
     factor = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    product_seconds = seconds_on_gpu(lambda: factor @ factor)
-    copy_seconds = seconds_on_gpu(factor.clone)
-    yield measured("bf16 product TFLOP/s", 2 * 8192**3 / product_seconds / 1e12)
-    yield measured("memory copy GB/s", 2 * factor.nbytes / copy_seconds / 1e9)
+    return 2 * 8192**3 / seconds_on_gpu(lambda: factor @ factor) / 1e12
 
 
 def seconds_on_gpu(call: Callable[[], object]) -> float:
@@ -433,19 +446,21 @@ def memory_lines(setting: Setting, task: str, run: Run) -> Lines:
     peak = run.peak_memory()
     kind = "reserved on the GPU" if setting.gpus else "resident memory of the process"
     yield measured("peak GiB", peak, reason=kind)
-    if not has_flag(task, "--rehearse"):
-        yield skipped("predicted GiB", f"{SCRIPTS[task]} has no --rehearse")
-        return
-
     # At tiny sizes one script shows that this code works; it takes as long as a run.
     if setting.size == "tiny" and task != "compressed_ad":
         yield skipped("predicted GiB", "tiny sizes: only compressed_ad is rehearsed here")
         return
     predicted = rehearse(setting, task, run)
-    yield measured("predicted GiB", predicted["peak_gib"], reason=f"advice: {predicted['advice']}")
+    yield measured("predicted GiB", predicted["peak_gib"], reason=f"fits: {predicted['fits']}")
     if not setting.gpus:
         yield skipped("peak over predicted", "no GPU: resident memory is no counterpart")
         return
+
+    if task == "prs_med":
+        # Its log has no MFU.
+        steps_per_s = mean_rate(run.training()[1:]) / run.summary["effective_batch_size"]
+        mfu = steps_per_s * predicted["tflop_per_step"] / product_tflops()
+        yield measured("MFU of the rehearsed step", mfu, LEAST_MFU[task], reason="share of a measured matmul rate")
 
     # Questions and segments of a real batch are shorter than the largest, which is predicted.
     least = None if task in ("mimic_cxr", "compressed_ad") else 0.85
@@ -454,17 +469,19 @@ def memory_lines(setting: Setting, task: str, run: Run) -> Lines:
 
 
 def rehearse(setting: Setting, task: str, run: Run) -> dict:
-    """The JSON object that the script's --rehearse ends with, for this GPU's memory."""
+    """The JSON object that tools.rehearse, or the script's --rehearse, ends with, for this GPU's memory."""
     out = setting.folder / "runs" / f"{task}_rehearsed"
     log = out.with_suffix(".log")
-    command = [sys.executable, SCRIPTS[task], *flags_of(setting, task, setting.size)]
-    command += [OUT_FLAG[task], out, "--rehearse"]
+    command = [sys.executable, SCRIPTS[task], OUT_FLAG[task], out, "--rehearse"]
+    if task == "prs_med":
+        command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task]]
+    command += flags_of(setting, task, setting.size)
     if setting.gpus:
         command += ["--gpu_memory", f"{run.seen['total_gib']:.1f}"]
     ended = run_process(command, log, 120, environment(1, not setting.gpus))
     answer = None if ended.code else last_object(log)
     if not answer:
-        raise Failed(f"--rehearse: exit code {ended.code}: {last_words(log)}")
+        raise Failed(f"rehearsal: exit code {ended.code}: {last_words(log)}")
     return answer
 
 

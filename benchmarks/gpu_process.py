@@ -43,15 +43,19 @@ def share_first_gpu() -> None:
     """Let every rank take GPU 0 and talk over gloo, as NCCL refuses two ranks on one GPU."""
     import torch.distributed as dist
 
-    from old import distributed_utils
+    import distributed_utils
+    from old import distributed_utils as old_distributed_utils
 
-    read = distributed_utils.read_environment
+    def on_first_gpu(read):
+        def read_environment() -> tuple[int, int, int, str]:
+            rank, _, world_size, launcher = read()
+            return rank, 0, world_size, launcher
 
-    def read_environment() -> tuple[int, int, int, str]:
-        rank, _, world_size, launcher = read()
-        return rank, 0, world_size, launcher
+        return read_environment
 
-    distributed_utils.read_environment = read_environment
+    # PRS-Med's, and that of the four other scripts
+    for module in (distributed_utils, old_distributed_utils):
+        module.read_environment = on_first_gpu(module.read_environment)
     dist.is_nccl_available = lambda: False
 
 
@@ -113,23 +117,28 @@ class HostWaits:
 
 def watch_steps(waits: HostWaits, kill_at: int) -> None:
     """Note the waits at the end of each optimizer step; SIGKILL the last rank at the end of step kill_at."""
-    from old.logging_utils import RunLog
+    from old.logging_utils import RunLog as OldRunLog
+    from utils.log import RunLog
 
-    real = RunLog.step
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_last = rank == world_size - 1
 
-    def step(log, *values, **options) -> None:
-        real(log, *values, **options)
-        # The first step prepares kernels and memory, so waits count from its end.
-        if not waits.at_step:
-            waits.start()
-        waits.at_step.append(waits.count)
-        if is_last and len(waits.at_step) == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def watched(real):
+        def step(log, *values, **options) -> None:
+            real(log, *values, **options)
+            # The first step prepares kernels and memory, so waits count from its end.
+            if not waits.at_step:
+                waits.start()
+            waits.at_step.append(waits.count)
+            if is_last and len(waits.at_step) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    RunLog.step = step
+        return step
+
+    # PRS-Med's log, and that of the four other scripts
+    for log in (RunLog, OldRunLog):
+        log.step = watched(log.step)
 
 
 def write_report(path: Path, waits: HostWaits, refused: dict) -> None:

@@ -55,14 +55,15 @@ TINY_STAGES = [
 # The flags of a run, as words of one line: {data} and {stages} are filled in by filled_flags.
 # The batch of the published size is each script's own choice, fitted to the memory.
 FLAGS = {
-    # The tiny models' checkpoints lie with the sample data.
+    # The tiny models' checkpoints lie with the sample data, those of the published size are config.json alone.
     "prs_med": {
         "tiny": """
             --data_root {data} --batch_size 4 --num_workers 0
             --lora_dropout 0 --lr_scaling none --max_new_tokens 2
         """,
         "full": """
-            --data_root {data} --vlm_path {data}/llava_full --sam_path {data}/sam_full --max_new_tokens 2
+            --data_root {data} --max_new_tokens 2
+            --vlm_path configs/models/llava_med_v1.5_mistral_7b --sam_path configs/models/sam_vit_base
         """,
     },
     # By --no_auto_optimize several processes train by DDP; the part "deepspeed" tries ZeRO.
@@ -117,7 +118,7 @@ FLAGS = {
 # What sample_data.py is asked for, as words of one line.
 SAMPLES = {
     "prs_med": {
-        "tiny": "--num_train 8 --num_val 1 --num_test 1 --image_size 32",
+        "tiny": "--num_train 8 --num_val 1 --num_test 1 --image_size 48",
         "full": "--num_train 12 --num_val 1 --num_test 1 --image_size 1024",
     },
     "mimic_cxr": {
@@ -231,10 +232,6 @@ def filled_flags(task: str, size: str, data: Path) -> list[str]:
 
 def write_full_models(out: Path, task: str) -> None:
     """Write config.json of the published sizes, beside the tiny checkpoints' tokenizers and image processors."""
-    if task == "prs_med":
-        write_llava(out)
-        vision = {"model_type": "sam_vision_model", "image_size": 1024}
-        write_model(out / "sam_full", out / "sam_tiny", {"model_type": "sam", "vision_config": vision})
     if task == "mimic_cxr":
         convnext = {
             "model_type": "convnext",
@@ -257,46 +254,6 @@ def write_stages(out: Path) -> None:
     for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):
         stage["num_epochs"] = epochs
     out.with_name(f"{out.name}_config.json").write_text(json.dumps(config))
-
-
-def write_llava(out: Path) -> None:
-    """Write LLaVA-Med v1.5: Mistral-7B and CLIP ViT-L at 336, with the tiny checkpoint's tokenizer."""
-    text = {
-        "model_type": "mistral",
-        "vocab_size": 32064,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "sliding_window": None,
-        "max_position_embeddings": 32768,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-    vision = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "patch_size": 14,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "image_size": 336,
-        "projection_dim": 768,
-    }
-
-    llava = {
-        "model_type": "llava",
-        "text_config": text,
-        "vision_config": vision,
-        "vision_feature_layer": -2,
-        "image_token_index": 4,
-        "image_seq_length": 576,
-        "vision_feature_select_strategy": "default",
-    }
-    write_model(out / "llava_full", out / "llava_tiny", llava)
 
 
 def write_model(path: Path, tiny: Path, config: dict) -> None:

@@ -1,6 +1,6 @@
 """What --rehearse predicts for a step, against the bytes of real tensors that the same step makes on a CPU.
 
-    python benchmarks/rehearsal_check.py              # 12 settings of the five scripts, about 5 minutes on 2 cores
+    python benchmarks/rehearsal_check.py              # 9 settings of the four scripts on old/, 4 minutes on 2 cores
 
 The prediction is the script's own command on fake CUDA tensors, in fp32. The count runs the same functions on real
 tensors of the CPU, and adds up what is alive. Exits with 1 when one is further than 10 % from the other, or when a
@@ -28,9 +28,8 @@ STAGES = [
     {"name": "stage2", "volume_size": [64] * 3, "voxel_dim": 64, "vit_depth": 2, "num_heads": 4, "token_grid": 8},
 ]
 
-# The scripts, with what all their settings have. {prs_med} and {mimic_cxr} are folders of sample_data.py, with small
-# checkpoints. Dropout is off, as it has other kernels on a CPU: masks in fp32, and attention that keeps its weights.
-PRS_MED = "train_prs_med.py --lora_dropout 0 --data_root {prs_med}"
+# The scripts, with what all their settings have. {mimic_cxr} is a folder of tools.sample_data, with small checkpoints.
+# Dropout is off, as it has other kernels on a CPU: masks in fp32, and attention that keeps its weights.
 MIMIC_CXR = (
     "train_mimic_cxr.py --dropout 0 --no_auto_optimize --max_question_length 64"
     " --image_encoder {mimic_cxr}/convnext_tiny --text_encoder {mimic_cxr}/bert_tiny"
@@ -49,9 +48,6 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    Setting("PRS-Med, small models, 64 pixels, batch 4", PRS_MED, "--batch_size 4"),
-    Setting("PRS-Med, batch 2 x 2", PRS_MED, "--batch_size 2 --gradient_accumulation_steps 2"),
-    Setting("PRS-Med, batch 8, recomputed", PRS_MED, "--batch_size 8 --gradient_checkpointing"),
     Setting("MIMIC-CXR, small models, batch 8", MIMIC_CXR, "--image_size 64 --batch_size 8"),
     Setting("MIMIC-CXR, 128 pixels, batch 16", MIMIC_CXR, "--image_size 128 --batch_size 16"),
     # larger volumes and models, and steps of two micro-batches
@@ -131,12 +127,10 @@ def main() -> int:
 
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
-        folders = {}
-        for task in ("prs_med", "mimic_cxr"):
-            folders[task] = Path(folder) / task
-            words = [sys.executable, "-m", "tools.sample_data", task, str(folders[task])]
-            words += ["--num_train", "12", "--num_val", "4", "--num_test", "4", "--image_size", "64"]
-            subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
+        folders = {"mimic_cxr": Path(folder) / "mimic_cxr"}
+        words = [sys.executable, "-m", "tools.sample_data", "mimic_cxr", str(folders["mimic_cxr"])]
+        words += ["--num_train", "12", "--num_val", "4", "--num_test", "4", "--image_size", "64"]
+        subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
 
         # each setting, as predicted and as counted
         print(f"{'setting':<48} {'predicted':>10} {'counted':>10} {'ratio':>7} {'seconds':>8}")

@@ -1,12 +1,11 @@
-"""What a script's training loop costs over a bare one, for each of the five, and what a second process brings.
+"""What a script's training loop costs over a bare one, for the four on old/; loop_overhead.py has PRS-Med.
 
-    python benchmarks/step_overhead.py                    # all five; on CPU about 10 minutes
-    python benchmarks/step_overhead.py --tasks prs_med    # with samples/s of 2 processes over 1
+    python benchmarks/step_overhead.py                     # all four; on CPU about 8 minutes
+    python benchmarks/step_overhead.py --tasks survival    # one of them
 
 Both loops have the same model, seed, data and optimizer. One process: samples/s of the script's train_one_epoch over
 those of a bare loop (they alternate in one run; the median of the ratios counts), and whether the weights after 20
-steps are equal bit for bit; that, too, for 2 processes against a bare DDP loop. For PRS-Med also samples/s of 2
-processes over 1, one thread each, at a size that is bound by computing.
+steps are equal bit for bit; that, too, for 2 processes against a bare DDP loop.
 """
 
 import argparse
@@ -53,7 +52,7 @@ class Loop(NamedTuple):
     samples: int
 
 
-# --- what the five have in common -------------------------------------------------------------------------------------
+# --- what the four have in common -------------------------------------------------------------------------------------
 
 
 def bare_loop(model: nn.Module, loader, one_step: Callable[[dict, int], None]) -> Loop:
@@ -167,50 +166,11 @@ def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Opt
     optimizer.zero_grad(set_to_none=True)
 
 
-# --- the five ---------------------------------------------------------------------------------------------------------
-
-
-def prs_med(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
-    """train_prs_med.py: loss and optimizer are the script's in both loops, here and below."""
-    import train_prs_med as script
-    from tasks.prs_med.data import PositionData, read_annotations
-
-    files = {"data_root": data, "checkpoint_dir": run_folder}
-    flags = "--batch_size 16 --lora_dropout 0 --lr_scaling none --mixed_precision no"
-    args = script.parse_args(command_line(flags, files))
-    model = script.build_model(args, "no", ranks.device)
-
-    # the training rows
-    rows = read_annotations(data, None, False)
-    rows = [row for row in rows if row.split == "train"]
-    images = PositionData(rows, model.reader, True)
-    read_all(images)
-    loader = create_distributed_dataloader(images, args.batch_size, collate_fn=model.reader.collate)
-    optimizer = script.make_optimizer(model, args)
-    if kind == "script":
-        wrapped = script.wrap_model(model, ranks, sharded=False)
-        scaler = LossScaler(ranks.device, "no")
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
-        train_epoch = partial(script.train_one_epoch, wrapped, loader, optimizer, scaler)
-        return script_loop(model, loader, training, train_epoch, args)
-
-    wrapped = wrap(model)
-
-    def one_step(batch: dict, epoch: int) -> None:
-        is_answer = batch["answer"] >= 0
-        tokens = sum_over_ranks(is_answer.sum())
-        logits, text = wrapped(to_device(batch, ranks.device))
-        samples = len(text) * ranks.world_size
-        seg = script.mask_loss(logits, batch["mask"]).sum() / samples
-        txt = text.sum() / tokens
-        loss = args.lambda_seg * seg + args.lambda_txt * txt
-        backward_and_step(loss * ranks.world_size, model, optimizer, args)
-
-    return bare_loop(model, loader, one_step)
+# --- the four ---------------------------------------------------------------------------------------------------------
 
 
 def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
-    """train_mimic_cxr.py by its torch engine."""
+    """train_mimic_cxr.py by its torch engine: loss and optimizer are the script's in both loops, here and below."""
     import train_mimic_cxr as script
     from tasks.mimic_cxr.data import QuestionData, open_image_cache
     from tasks.mimic_cxr.index import open_index
@@ -417,16 +377,11 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "prs_med": Task(prs_med, "--num_train 80 --num_val 1 --num_test 1 --image_size 96"),
     "mimic_cxr": Task(mimic_cxr, "--num_train 24 --num_val 6 --num_test 6 --image_size 80"),
     "survival": Task(survival, "--num_patients 40 --matrix 64"),
     "cascade": Task(cascade, "--num_patients 44 --matrix 32"),
     "compressed_ad": Task(compressed_ad, "--streams 20"),
 }
-
-# PRS-Med's data at a size that is bound by computing.
-LARGE = "--num_train 40 --num_val 1 --num_test 1 --image_size 192"
-
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
@@ -519,25 +474,6 @@ def report_overhead(task: str, data: str, steps: int, repeats: int) -> None:
     )
 
 
-def report_scaling(data: str, steps: int, repeats: int) -> None:
-    """Print samples/s of PRS-Med's loop in 2 processes over 1."""
-    rates: dict[int, list[float]] = {1: [], 2: []}
-    for processes in (1, 2, 1, 2):
-        result = launch(
-            processes,
-            task="prs_med",
-            data=data,
-            steps=steps,
-            repeats=repeats,
-            kinds="script",
-        )
-        rate = statistics.median(result["rates"]["script"])
-        rates[processes].append(rate)
-        print(f"prs_med, compute-bound, samples/s of {processes} process(es): {rate:.1f}")
-    ratio = sum(rates[2]) / sum(rates[1])
-    print(f"prs_med, 2 processes over 1: {ratio:.2f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -561,11 +497,6 @@ def main() -> None:
         for task in options.tasks:
             data = write_sample_data(task, f"{folder}/{task}", TASKS[task].sample_data)
             report_overhead(task, data, options.steps, options.repeats)
-        if "prs_med" in options.tasks:
-            large = write_sample_data("prs_med", f"{folder}/large", LARGE)
-            steps = max(4, options.steps // 4)
-            repeats = max(3, options.repeats // 2)
-            report_scaling(large, steps, repeats)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Eleven kinds of fault, planted in train_prs_med.py by three processes: is the right rank named, and the right place?
+"""Eleven kinds of fault, planted in train_mimic_cxr.py by three processes: are the right rank and place named?
 
 python tests/old/hang_trial.py FOLDER [ROUNDS] [KIND ...] prints a line for each trial and a table. Each must name the
 rank and the place, end within --dist_timeout + 5 s of the fault, and leave no process behind. Linux.
@@ -21,33 +21,43 @@ TIMEOUT = 20
 RANKS = 3
 
 # where faults are met: file and function
-STEP = ("train_prs_med.py", "batch_loss")
-LOAD = ("tasks/prs_med/data.py", "__getitems__")
+STEP = ("train_mimic_cxr.py", "batch_loss")
+LOAD = ("tasks/mimic_cxr/data.py", "__getitems__")
 SAVE = ("manifest_utils.py", "write_checkpoint")
 
 # kind: (fault of plant_fault.py, where, whether in a loading process, what the line says)
 PLANTED = {
-    "SIGSTOP of a rank": ("stop", *STEP, False, r"rank {rank} on .* is stopped .* in train_prs_med.py:\d+ batch_loss"),
+    "SIGSTOP of a rank": (
+        "stop",
+        *STEP,
+        False,
+        r"rank {rank} on .* is stopped .* in train_mimic_cxr.py:\d+ batch_loss",
+    ),
     "endless loop in a loader": ("loop", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "slow disk": ("slow", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "exception on one rank": ("crash", *STEP, False, r"rank {rank} on .* crashed .*batch_loss: ValueError: planted"),
     "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* in old/loop_utils.py:\d+ optimizer_steps: .*DataLoader"),
-    "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train_prs_med.py:\d+ batch_loss"),
+    "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train_mimic_cxr.py:\d+ batch_loss"),
     "out-of-memory kill": ("kill", *STEP, False, r"rank {rank} on .* has died .* after step \d+ in \S+:\d+ \w+"),
-    "crash in C code": ("segfault", *STEP, False, r"rank {rank} .*died \(Seg.* in train_prs_med.py:\d+ batch_loss"),
+    "crash in C code": ("segfault", *STEP, False, r"rank {rank} .*died \(Seg.* in train_mimic_cxr.py:\d+ batch_loss"),
     "full disk": ("full", *SAVE, False, r"step_\d+.pt.*No space left on device"),
 }
 START = {
     "port taken": r"port {port} is taken by another program; set MASTER_PORT",
     "wrong world size": r"2 of 3 processes came to 127.0.0.1:{port} within .*WORLD_SIZE",
 }
+# loading processes are forked anew in each epoch
+SHORT_EPOCHS = "--use_ddp --no_auto_optimize --image_size 64 --num_workers 1 --batch_size 4 --max_samples 36"
+SHORT_EPOCHS += " --epochs 3000 --eval_every 3000 --log_every 1"
 
 
 def flags(folder: Path, out: Path) -> list[str]:
     """A training that never ends by itself, with a loading process for each rank."""
-    words = f"train_prs_med.py --data_root {folder}/data --checkpoint_dir {out} --num_workers 1 --cache_gb 0"
-    words += " --batch_size 4 --num_epochs 3000 --max_new_tokens 2 --log_every 1 --skip_data_check --save_every 4"
-    return f"{words} --dist_timeout {TIMEOUT}".split()
+    data = folder / "data"
+    words = f"train_mimic_cxr.py --mimic_cxr_path {data}/mimic-cxr-jpg --mimic_qa_path {data}/mimic-ext-cxr-qba"
+    words += f" --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny --index_dir {data}/index"
+    words += f" --output_dir {out} {SHORT_EPOCHS} --save_every 4 --dist_timeout {TIMEOUT}"
+    return words.split()
 
 
 def free_port() -> int:
@@ -138,9 +148,9 @@ def main() -> int:
     kinds = sys.argv[3:] or [*PLANTED, *START]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not (folder / "data").exists():
-        sizes = "--num_train 17 --num_val 5 --num_test 5 --image_size 32".split()
+        sizes = "--num_train 24 --num_val 6 --num_test 6 --image_size 80".split()
         subprocess.run(
-            [sys.executable, "-m", "tools.sample_data", "prs_med", folder / "data", *sizes], cwd=ROOT, check=True
+            [sys.executable, "-m", "tools.sample_data", "mimic_cxr", folder / "data", *sizes], cwd=ROOT, check=True
         )
 
     results = {kind: [trial(kind, folder, number) for number in range(rounds)] for kind in kinds}

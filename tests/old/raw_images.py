@@ -1,4 +1,4 @@
-"""Raw images as users have them: files of every format that prepare_data.py understands, with a square to be found."""
+"""Raw images as users have them, with a square to be found."""
 
 from pathlib import Path
 
@@ -66,46 +66,3 @@ def save_dicom(path: Path, values: np.ndarray, **tags) -> None:
     else:
         dataset.PixelData = values.astype(np.uint16).tobytes() * tags["NumberOfFrames"]
     pydicom.dcmwrite(path, dataset, enforce_file_format=True)
-
-
-def palette_image(mask: np.ndarray) -> Image.Image:
-    """A palette image whose index 1 is dark green: its brightest channel is below 128."""
-    image = Image.fromarray(mask.astype(np.uint8))
-    image.putpalette([0, 0, 0, 0, 100, 0])
-    return image
-
-
-def drawn_on_nothing(mask: np.ndarray, color: tuple[int, int, int]) -> Image.Image:
-    """An RGBA image that is transparent outside the mask."""
-    pixels = np.zeros((*mask.shape, 4), np.uint8)
-    pixels[mask] = (*color, 255)
-    return Image.fromarray(pixels)
-
-
-def write_raw_set(folder: Path, count: int = 20) -> None:
-    """scans/ and masks/ of so many images in turn: 16-bit, RGBA, palette, names with blanks, dots and umlauts."""
-    scans = folder / "scans"
-    masks = folder / "masks"
-    scans.mkdir(parents=True)
-    masks.mkdir()
-    corners = [(3, 3), (3, 25), (25, 3), (25, 25), (14, 14)]
-    for number in range(count):
-        mask = square(corners[number % 5])
-        values = gray(mask)
-        # no two images are alike
-        values[-1, number % SIDE] = 50 + number
-        kind = number % 4
-
-        # a name and a format of each kind
-        if kind == 0:
-            Image.fromarray(values.astype(np.uint16) * 16 + 200).save(scans / f"patient {number:02d}.png")
-            Image.fromarray(mask.astype(np.uint8) * 255).save(masks / f"patient {number:02d}_mask.PNG")
-        elif kind == 1:
-            Image.fromarray(values).convert("RGBA").save(scans / f"Über.{number:02d}.tif")
-            drawn_on_nothing(mask, (255, 0, 0)).save(masks / f"über.{number:02d}_seg.png")
-        elif kind == 2:
-            Image.fromarray(values).save(scans / f"c{number:02d}.JPG", quality=95)
-            palette_image(mask).save(masks / f"c{number:02d}.png")
-        else:
-            save_dicom(scans / f"d{number:02d}.dcm", values.astype(np.uint16))
-            Image.fromarray(mask.astype(np.uint8)).save(masks / f"d{number:02d}_gt.bmp")

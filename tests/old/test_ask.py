@@ -1,4 +1,4 @@
-"""--predict of guides 0 and 1: from the run folder alone, about folders and tables, the same at any number of ranks."""
+"""--predict of guide 1: from the run folder alone, about folders and tables, the same at any number of ranks."""
 
 import csv
 import gzip
@@ -10,15 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import PRS_MED, ROOT, tree
-from PIL import Image
+from conftest import ROOT, tree
 
 from old import predict_utils
 from old.cli_utils import InputError
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS, head_of
 from tasks.mimic_cxr.heads import Wordings
 from tasks.mimic_cxr.prediction import draw_attention, likeliest, watch_attention
-from tasks.prs_med.metrics import position_of
 
 MIMIC = str(ROOT / "train_mimic_cxr.py")
 # trained on no study of the set below
@@ -28,17 +26,13 @@ NEVER = "Edema"
 class Trained(NamedTuple):
     """A run folder that was moved, its data removed, and images of the data that were kept."""
 
-    script: str
-    flag: str
     run_folder: Path
     images: list[Path]
 
     def flags(self, run_folder: Path | None = None) -> list:
         """Of a prediction, in the run's folder or, with its checkpoint, in another."""
-        where = [self.script, self.flag, run_folder or self.run_folder]
-        if run_folder:
-            where += ["--resume_from", self.run_folder / "best.pt"]
-        return [*where, "--max_new_tokens", "3"] if self.script == PRS_MED else where
+        where = [MIMIC, "--output_dir", run_folder or self.run_folder]
+        return [*where, "--resume_from", self.run_folder / "best.pt"] if run_folder else where
 
 
 def keep_images(folder: Path, pattern: str, kept: Path) -> list[Path]:
@@ -50,22 +44,7 @@ def keep_images(folder: Path, pattern: str, kept: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def prs_med(prs_med_data, tmp_path_factory, zygote) -> Trained:
-    tmp = tmp_path_factory.mktemp("prs")
-    data = shutil.copytree(prs_med_data, tmp / "data")
-    images = keep_images(data, "lung_CT/*_images/*", tmp / "images")
-    models = []
-    for flag, name in (("--vlm_path", "llava_tiny"), ("--sam_path", "sam_tiny")):
-        models += [flag, shutil.move(data / name, tmp / name)]
-    flags = ["--batch_size", 4, "--max_steps", 2, "--max_new_tokens", 2, "--checkpoint_dir", tmp / "run"]
-    done = zygote(PRS_MED, "--data_root", data, models, flags)
-    assert done.code == 0, done.stderr
-    shutil.rmtree(data)
-    return Trained(PRS_MED, "--checkpoint_dir", (tmp / "run").rename(tmp / "moved"), images)
-
-
-@pytest.fixture(scope="module")
-def mimic_cxr(mimic_cxr_flags, tmp_path_factory, zygote) -> Trained:
+def trained(mimic_cxr_flags, tmp_path_factory, zygote) -> Trained:
     tmp = tmp_path_factory.mktemp("mimic")
     source = Path(mimic_cxr_flags[1]).parent
     data = shutil.copytree(source, tmp / "data", ignore=shutil.ignore_patterns("index"))
@@ -80,16 +59,7 @@ def mimic_cxr(mimic_cxr_flags, tmp_path_factory, zygote) -> Trained:
     done = zygote(MIMIC, flags)
     assert done.code == 0, done.stderr
     shutil.rmtree(data)
-    return Trained(MIMIC, "--output_dir", (tmp / "run").rename(tmp / "moved"), images)
-
-
-@pytest.fixture
-def trained(request) -> Trained:
-    """That of the guide that the parameter names."""
-    return request.getfixturevalue(request.param)
-
-
-both_guides = pytest.mark.parametrize("trained", ["prs_med", "mimic_cxr"], indirect=True)
+    return Trained((tmp / "run").rename(tmp / "moved"), images)
 
 
 def blank_label(path: Path) -> None:
@@ -114,7 +84,6 @@ def write_table(path: Path, rows: list[list[str]]) -> Path:
 # --- folders and tables -----------------------------------------------------------------------------------------------
 
 
-@both_guides
 def test_folder_with_a_broken_file(trained, tmp_path, zygote):
     """All images in it and below are answered, one that is none is named, and the model is loaded once."""
     folder = shutil.copytree(trained.images[0].parent, tmp_path / "new ones")
@@ -139,7 +108,6 @@ def test_folder_with_a_broken_file(trained, tmp_path, zygote):
     assert [row["image"] for row in rows if row["error"]] == ["broken.png"]
 
 
-@both_guides
 def test_table_at_one_and_two_processes(trained, tmp_path, zygote):
     """Two questions an image, one file in two folders, a column of the same name as ours: equal files, none lost."""
     (tmp_path / "other").mkdir()
@@ -166,34 +134,15 @@ def test_table_at_one_and_two_processes(trained, tmp_path, zygote):
     assert len({row["text"] for row in found[:8]}) == 8
 
 
-def test_prs_med_says_what_its_mask_shows(prs_med, tmp_path, zygote):
-    """A DICOM file in place of a PNG is answered alike; position and share are those of the mask that is written."""
-    image = Image.open(prs_med.images[0]).convert("L")
-    write_dicom(tmp_path / "scan.dcm", np.asarray(image))
-    image.save(tmp_path / "scan.png")
-    answers = []
-    for name in ("scan.png", "scan.dcm"):
-        done = zygote(prs_med.flags(tmp_path), "--predict", tmp_path / name, "--question", "Where is the cyst?")
-        assert done.code == 0, done.stderr
-        [row] = results_of(tmp_path)
-        answers.append(row | {"image": ""})
-    assert answers[0] == answers[1]
-    mask = np.asarray(Image.open(tmp_path / "predictions" / row["mask"])) > 0
-    assert mask.shape == (image.height, image.width)
-    assert row["position"] == (position_of(mask) or "")
-    assert float(row["share"]) == pytest.approx(mask.mean(), abs=1e-6)
-    assert f"mask: {mask.mean():.1%} of the image" in done.stdout
-
-
-def test_mimic_cxr_says_what_its_model_gives(mimic_cxr, tmp_path, zygote):
+def test_what_its_model_gives(trained, tmp_path, zygote):
     """The probabilities are those of the model itself; a head is chosen by wording or name; no untrained label."""
     import train_mimic_cxr as script
     from tasks.mimic_cxr.data import decode
 
-    image = str(mimic_cxr.images[0])
+    image = str(trained.images[0])
     rows = [["image", "question", "head"], [image, "Where is the nodule?", ""], [image, "Is there a nodule?", ""]]
     rows += [[image, "Is there a nodule?", "severity"]]
-    done = zygote(mimic_cxr.flags(tmp_path), "--predict", write_table(tmp_path / "ask.csv", rows))
+    done = zygote(trained.flags(tmp_path), "--predict", write_table(tmp_path / "ask.csv", rows))
     assert done.code == 0, done.stderr
     assert f"never trained, so without probability: {NEVER}" in done.stdout
     found = results_of(tmp_path)
@@ -201,9 +150,9 @@ def test_mimic_cxr_says_what_its_model_gives(mimic_cxr, tmp_path, zygote):
     assert found[2]["head_chosen"] == "named"
 
     # the model, put together by hand
-    args = script.parse_args(["--output_dir", str(mimic_cxr.run_folder), "--predict", "x.csv"])
+    args = script.parse_args(["--output_dir", str(trained.run_folder), "--predict", "x.csv"])
     model, tokenizer = script.build_model(args, "no", torch.device("cpu"))
-    saved = torch.load(mimic_cxr.run_folder / "best.pt", weights_only=True)
+    saved = torch.load(trained.run_folder / "best.pt", weights_only=True)
     model.load_state_dict(saved["model"], strict=False)
     model.eval()
     pixels = torch.from_numpy(decode(image, 64))[None, None]
@@ -299,10 +248,7 @@ BAD = {
     "evaluation": ({}, f"--predict {{image}} {ASK} --eval_only", "--predict and --eval_only exclude each other"),
     "overwrite": ({}, f"--predict {{image}} {ASK} --overwrite", "excludes --predict"),
     "no run": ({}, f"--predict {{image}} {ASK} {{where}} {{tmp}}", "best.pt"),
-}
-
-# of guide 1 alone
-BAD_MIMIC = {
+    # heads
     "head without a question": ({}, "--head binary", "--head and --question_type are about --predict"),
     "two heads": ({}, f"--predict {{image}} {ASK} --head region --question_type D02_has_finding", "exclude each other"),
     "no such type": ({}, f"--predict {{image}} {ASK} --question_type D99", "no head answers question type 'D99'"),
@@ -311,18 +257,11 @@ BAD_MIMIC = {
 }
 
 
-@pytest.mark.parametrize(
-    ("trained", "name"),
-    [
-        *(pytest.param("prs_med", name, id=f"prs_med {name}") for name in BAD),
-        *(pytest.param("mimic_cxr", name, id=f"mimic_cxr {name}") for name in BAD_MIMIC),
-    ],
-    indirect=["trained"],
-)
+@pytest.mark.parametrize("name", BAD)
 def test_bad_input(trained, name, tmp_path, zygote):
     """One line, exit code 2, and nothing is written."""
-    files, flags, message = (BAD | BAD_MIMIC)[name]
-    places = {"tmp": tmp_path / "new", "image": trained.images[0], "where": trained.flag}
+    files, flags, message = BAD[name]
+    places = {"tmp": tmp_path / "new", "image": trained.images[0], "where": "--output_dir"}
     places["tmp"].mkdir()
     for file, content in files.items():
         text = content.format(**places)
@@ -339,19 +278,15 @@ def test_bad_input(trained, name, tmp_path, zygote):
     assert tree(trained.run_folder) == before
 
 
-MOVED = [(PRS_MED, "--checkpoint_dir", "sam_path"), (MIMIC, "--output_dir", "text_encoder")]
-
-
-@pytest.mark.parametrize(("script", "flag", "model"), MOVED)
 @pytest.mark.parametrize("path", ["/gone/away/model", "{tmp}/model", "docs/model"])
-def test_a_model_that_has_moved_is_named_with_its_flag(script, flag, model, path, tmp_path, zygote):
+def test_a_model_that_has_moved_is_named_with_its_flag(path, tmp_path, zygote):
     """Also where it was named as `docs/model`, which a model on the hub could be, too."""
     old = path.format(tmp=tmp_path)
-    (tmp_path / "args.yaml").write_text(f"{model}: {old}\n")
-    done = zygote(script, flag, tmp_path, "--predict", tmp_path, "--question", "?")
+    (tmp_path / "args.yaml").write_text(f"text_encoder: {old}\n")
+    done = zygote(MIMIC, "--output_dir", tmp_path, "--predict", tmp_path, "--question", "?")
     assert done.code == 2
     reason = "not there any more, and the run was trained with it"
-    assert done.stderr == f"error: {old}: {reason}; give its folder as --{model}; see --help\n"
+    assert done.stderr == f"error: {old}: {reason}; give its folder as --text_encoder; see --help\n"
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
@@ -409,21 +344,3 @@ def test_overlay_is_red_where_the_attention_is():
     even = np.asarray(draw_attention(image, torch.full((16,), 0.1))).astype(int)
     assert len(np.unique(even[..., 0])) == 1
     assert likeliest(torch.tensor([0.25, 0.75]), ("no", "yes"))["answer_2"] == "no"
-
-
-def write_dicom(path: Path, values: np.ndarray, kind: str = "MONOCHROME2", **tags) -> None:
-    """A DICOM file of one image without compression."""
-    from pydicom.dataset import Dataset, FileMetaDataset
-    from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
-
-    data = Dataset()
-    data.file_meta = FileMetaDataset()
-    data.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    data.file_meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
-    data.file_meta.MediaStorageSOPInstanceUID = generate_uid()
-    data.SOPClassUID = SecondaryCaptureImageStorage
-    data.SOPInstanceUID = data.file_meta.MediaStorageSOPInstanceUID
-    data.set_pixel_data(values, kind, 8 * values.itemsize)
-    for name, value in tags.items():
-        setattr(data, name, value)
-    data.save_as(path, enforce_file_format=True)

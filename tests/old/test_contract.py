@@ -1,4 +1,4 @@
-"""What the five scripts share, tested by one test over the five, so that none of them drifts away from the others."""
+"""What the four scripts on old/ share, tested by one test over the four; tests/test_promise.py has those that moved."""
 
 import contextlib
 import json
@@ -22,16 +22,14 @@ from old import checkpoint_utils
 from old.cli_utils import InputError
 from old.manifest_utils import read_manifest, write_checkpoint, write_manifest
 
-TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
+TASKS = ("mimic_cxr", "survival", "cascade", "compressed_ad")
 SCRIPTS = {
-    "prs_med": ROOT / "train_prs_med.py",
     "mimic_cxr": ROOT / "train_mimic_cxr.py",
     "survival": ROOT / "train_survival_distributed.py",
     "cascade": ROOT / "train_accelerate.py",
     "compressed_ad": ROOT / "train.py",
 }
 RUN_FOLDER_FLAGS = {
-    "prs_med": "--checkpoint_dir",
     "mimic_cxr": "--output_dir",
     "survival": "--log_dir",
     "cascade": "--checkpoint_dir",
@@ -39,11 +37,10 @@ RUN_FOLDER_FLAGS = {
 }
 
 # A run stops here: within an epoch, and within an interval of --log_every 3.
-STOP = {"prs_med": 4, "mimic_cxr": 4, "survival": 4, "cascade": 5, "compressed_ad": 5}
+STOP = {"mimic_cxr": 4, "survival": 4, "cascade": 5, "compressed_ad": 5}
 
 # For two processes: survival's batch size is that of all of them, and the cascade then has a third step in its epoch.
 TWO_RANKS = {
-    "prs_med": [],
     "mimic_cxr": [],
     "survival": ["--batch_size", "8"],
     "cascade": ["--batch_size", "2"],
@@ -56,10 +53,9 @@ TIMES = (*SPEED, "train/data_wait", "train/peak_memory_gb", "seconds", "train_se
 
 
 @pytest.fixture(scope="session")
-def data_folders(prs_med_data, mimic_cxr_flags, survival_data, cascade_data) -> dict[str, Path]:
+def data_folders(mimic_cxr_flags, survival_data, cascade_data) -> dict[str, Path]:
     """{task: the folder its small data set lies in} of the tasks that read images."""
     return {
-        "prs_med": prs_med_data,
         "mimic_cxr": Path(mimic_cxr_flags[1]).parent,
         "survival": survival_data,
         "cascade": cascade_data,
@@ -69,9 +65,6 @@ def data_folders(prs_med_data, mimic_cxr_flags, survival_data, cascade_data) -> 
 @pytest.fixture(scope="session")
 def small_run(data_folders, mimic_cxr_flags, cascade_flags, compressed_ad_flags, tmp_path_factory):
     """small_run(task, run_folder, more) -> script and flags of a run of 8 to 12 steps in 2 epochs."""
-    prs_med = ["--data_root", data_folders["prs_med"], "--batch_size", "7", "--num_epochs", "2"]
-    prs_med += ["--max_new_tokens", "2", "--lr_schedule", "cosine", "--learning_rate", "1e-3"]
-
     mimic_cxr = [*mimic_cxr_flags, "--batch_size", "8", "--max_samples", "36", "--epochs", "2", "--warmup_steps", "2"]
 
     survival = ["--csv_path", data_folders["survival"] / "dataset.csv", "--cache_dir", tmp_path_factory.mktemp("cache")]
@@ -79,7 +72,6 @@ def small_run(data_folders, mimic_cxr_flags, cascade_flags, compressed_ad_flags,
     survival += ["--batch_size", "7", "--epochs", "2", "--eval_years", "1", "3"]
 
     flags = {
-        "prs_med": prs_med,
         "mimic_cxr": mimic_cxr,
         "survival": survival,
         "cascade": [*cascade_flags(Path("out")), "--scheduler", "cosine"],
@@ -231,7 +223,6 @@ def test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run(task, run_t
 
 # More steps, so that a run is still under way when it is told to leave; and what the job's file and the launcher add.
 MANY_STEPS = {
-    "prs_med": ["--num_epochs", "30"],
     "mimic_cxr": ["--epochs", "30"],
     "survival": ["--epochs", "30", "--batch_size", "8"],
     "cascade": ["--num_epochs_per_stage", "30"],
@@ -270,7 +261,7 @@ def test_a_slurm_job_whose_time_is_up_is_requeued(task, small_run, run_script, t
 
 # Checkpoints after which training resumes at once, without an evaluation, which waits for the file at its end.
 KILLS = [(task, step) for task in TASKS for step in (2, 6 if task == "compressed_ad" else 4)]
-KILL_CASES = [pytest.param(*kill, marks=() if kill == KILLS[2] else pytest.mark.soak) for kill in KILLS]
+KILL_CASES = [pytest.param(*kill, marks=() if kill == KILLS[0] else pytest.mark.soak) for kill in KILLS]
 
 
 @pytest.mark.parametrize(("task", "step"), KILL_CASES)
@@ -323,7 +314,7 @@ STRIKES = {
 ONLY = {"index": "mimic_cxr", "sampling": "cascade"}
 # Before the training the system ends a process at once.
 AT_ONCE = ("lock", "index")
-QUICK = ["prs_med both-ranks", "mimic_cxr one-rank", "survival save", "cascade evaluation", "compressed_ad a-step"]
+QUICK = ["mimic_cxr both-ranks", "mimic_cxr one-rank", "survival save", "cascade evaluation", "compressed_ad a-step"]
 STOP_CASES = []
 for task in TASKS:
     for strike in STRIKES:
@@ -665,7 +656,7 @@ def check_drift_line(done) -> None:
 
 
 def test_drift_is_named_before_the_bad_steps_that_it_causes(small_run, run_script, tmp_path):
-    command = small_run("prs_med", tmp_path / "run", [*TWO_RANKS["prs_med"], "--max_bad_steps", "1"])
+    command = small_run("mimic_cxr", tmp_path / "run", ["--max_bad_steps", "1"])
     done = run_script([ROOT / "tests/old/flip_bit.py", 1, 1, "nan", *command], ranks=2)
     assert "step 2: the ranks' weights differ in " in one_error_line(done, code=1)
 
@@ -713,7 +704,6 @@ def fill(folder: Path) -> None:
 
 # What makes an evaluation short.
 QUICK = {
-    "prs_med": [],
     "mimic_cxr": [],
     "survival": [],
     "cascade": ["--ddim_steps", "2"],
@@ -762,14 +752,12 @@ def test_training_on_a_disk_that_takes_nothing(task, run_task, finished, disk):
 
 # What each script reads while it trains.
 IMAGES = {
-    "prs_med": "*/train_images/*",
     "mimic_cxr": "mimic-cxr-jpg/files/**/*.jpg",
     "survival": "**/*.nii.gz",
     "cascade": "**/*.nii.gz",
 }
 # The flag that keeps a script from caching all of that, and survival's batch size, which is that of all processes.
 UNCACHED = {
-    "prs_med": ["--cache_gb", "0"],
     "mimic_cxr": ["--cache_gb", "0"],
     "survival": ["--cache", "none", "--batch_size", "8"],
     "cascade": [],
@@ -806,7 +794,6 @@ def test_the_run_folder_is_removed_while_training(task, small_run, run_script, t
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 HEADLINES = {
-    "prs_med": "test/dice",
     "mimic_cxr": "test/vqa_accuracy",
     "survival": "val/c_index",
     "cascade": "test/psnr",
@@ -849,8 +836,8 @@ def test_help_and_other_names(task, run_script, run_task, tmp_path):
     for name in ("--resume_from", "--config"):
         assert f"{name}: must not be empty" in one_error_line(run_task(task, run_folder, [name, ""]))
 
-    error = one_error_line(run_task(task, run_folder, ["--config", "config/prs_med_demo.yml"]))
-    assert error.endswith("there is configs/prs_med_demo.yaml")
+    error = one_error_line(run_task(task, run_folder, ["--config", "config/survival_demo.yml"]))
+    assert error.endswith("there is configs/survival_demo.yaml")
 
 
 def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(run_task, tmp_path):
@@ -879,14 +866,13 @@ def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(run_task, tmp
 
 # Memory for so many samples a step, and for so many with recomputation (see little_memory.py): the batch that fits.
 LITTLE = {
-    "prs_med": ("0+4", "4 per GPU x 2 accumulation"),
     "mimic_cxr": ("0+2", "2 per GPU (fitted: 8 did not fit into memory) x 4 accumulation (fitted)"),
     "survival": ("3+3", "1 in all (fitted: 7 per process did not fit into memory)"),
     "cascade": ("0+4", "2 per GPU x 2 accumulation"),
     "compressed_ad": ("4+4", "3 per GPU x 4 accumulation"),
 }
 # Dropout draws once a micro-batch: without it, the answer does not depend on how a batch is split.
-NO_DROPOUT = {"prs_med": ["--lora_dropout", "0", "--batch_size", "8"], "mimic_cxr": ["--dropout", "0"]}
+NO_DROPOUT = {"mimic_cxr": ["--dropout", "0"]}
 
 
 @pytest.fixture
@@ -962,7 +948,6 @@ def test_all_ranks_fit_to_the_one_with_the_least_memory(run_little, finished, tm
 
 # Of a run of 20 steps that logs each: its flags, and five limits as in LITTLE.
 FIVE_LIMITS = {
-    "prs_med": (["--num_epochs", "9"], "4 2 1 0+8 0+2"),
     "mimic_cxr": (["--epochs", "9"], "4 2 1 0+8 0+2"),
     "survival": (["--epochs", "9", "--batch_size", "16"], "12 8 4 2 1"),
     "cascade": (["--num_epochs_per_stage", "9"], "4 2 0+8 0+4 0+2"),
@@ -1000,11 +985,8 @@ def test_twenty_steps_at_five_limits(task, run_little, run_task, tmp_path):
 
 # --- any number of processes ------------------------------------------------------------------------------------------
 
-# dropout draws per rank, and PRS-Med's learning rate follows the batch
-SAME_AT_ANY_SIZE = {
-    "prs_med": ["--lora_dropout", "0", "--lr_scaling", "none"],
-    "mimic_cxr": ["--dropout", "0"],
-}
+# dropout draws per rank
+SAME_AT_ANY_SIZE = {"mimic_cxr": ["--dropout", "0"]}
 # uneven over 2 and 3 processes, of which those of 3 make 1, 1 and 2 passes
 EFFECTIVE = ["--effective_batch_size", "7", "--batch_size", "2"]
 
@@ -1030,10 +1012,10 @@ def test_an_effective_batch_is_kept_by_any_number_of_processes(task, run_task, t
     assert read_summary(run_folder)["effective_batch_size"] == 7
 
 
-# PRS-Med scales its learning rate, and the cascade's stages have batches of their own
-@pytest.mark.parametrize("task", ["prs_med", "cascade"])
-def test_a_run_of_per_gpu_flags_goes_on_by_another_number(task, run_task, finished, tmp_path):
+def test_a_run_of_per_gpu_flags_goes_on_by_another_number(run_task, finished, tmp_path):
     """Its own effective batch leads to its learning rate; another one, or an accumulation beside it, is refused."""
+    # whose stages have batches of their own
+    task = "cascade"
     middle = sorted(finished(task).glob("step_*.pt"))[0]
     begun = load_checkpoint(middle)
     total = begun["run"]["effective_batch_size"]

@@ -11,18 +11,17 @@ import time
 
 import psutil
 import pytest
-from conftest import PRS_MED, ROOT
-from hang_trial import PLANTED
+from conftest import ROOT
+from hang_trial import PLANTED, SHORT_EPOCHS
 
 from old.hang_utils import Watch, oldest_pending, verdict
 from old.stack_utils import wait_for_ends
 
 TIMEOUT = 12
-FLAGS = "--num_epochs 3000 --batch_size 4 --max_new_tokens 2 --log_every 1 --num_workers 1 --cache_gb 0".split()
 
 
 @pytest.mark.parametrize("kind", ["SIGSTOP of a rank", "endless loop in a loader"])
-def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
+def test_the_rank_and_the_place_are_named(zygote, mimic_cxr_flags, tmp_path, kind):
     fault, file, function, in_loader, pattern = PLANTED[kind]
     out = tmp_path / "run"
     facts = {"kind": fault, "rank": 1, "file": file, "function": function, "call": 2, "in_loader": in_loader}
@@ -30,8 +29,8 @@ def test_the_rank_and_the_place_are_named(zygote, prs_med_data, tmp_path, kind):
 
     # a place in the planting script is none of the project's
     planter = shutil.copy(ROOT / "tests/old/plant_fault.py", tmp_path)
-    flags = ["--data_root", prs_med_data, "--checkpoint_dir", out, *FLAGS, "--dist_timeout", TIMEOUT]
-    done = zygote(planter, PRS_MED, flags, ranks=2, FAULT=json.dumps(facts))
+    flags = [*mimic_cxr_flags, "--output_dir", out, *SHORT_EPOCHS.split(), "--dist_timeout", TIMEOUT]
+    done = zygote(planter, ROOT / "train_mimic_cxr.py", flags, ranks=2, FAULT=json.dumps(facts))
     assert (tmp_path / "told").exists(), done.stdout[-2000:] + done.stderr[-2000:]
     seconds = time.time() - float((tmp_path / "told").read_text())
 

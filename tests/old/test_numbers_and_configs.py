@@ -1,4 +1,4 @@
-"""Numbers and config files that are out of all proportion, in each of the five scripts."""
+"""Numbers and config files that are out of all proportion, in each of the four scripts on old/."""
 
 import json
 
@@ -9,7 +9,7 @@ from test_survival import TINY
 from old.distributed_utils import create_distributed_dataloader
 from old.hardware_utils import usable_cores
 
-SCRIPTS = ("train_prs_med", "train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train")
+SCRIPTS = ("train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train")
 
 
 def nested(opening: str, closing: str) -> str:
@@ -77,9 +77,6 @@ def small_run(request, tmp_path):
     fixture = request.getfixturevalue
 
     def flags_of(script: str) -> list:
-        if script == "train_prs_med":
-            data = ["--data_root", fixture("prs_med_data"), "--cache_gb", 0]
-            return [*data, "--checkpoint_dir", run_folder, "--batch_size", 2]
         if script == "train_mimic_cxr":
             flags = [*fixture("mimic_cxr_flags"), "--output_dir", run_folder]
             return [*flags, "--max_samples", 16, "--batch_size", 4]
@@ -112,7 +109,7 @@ def one_step(small_run, zygote, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "script", [*(pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS[:3]), *SCRIPTS[3:]]
+    "script", [*(pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS[:2]), *SCRIPTS[2:]]
 )
 def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
     """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image, ImageOps
 
-# the fixtures of the five small runs come with the helpers
+# the fixtures of the four small runs come with the helpers
 from test_contract import (  # noqa: F401
     SCRIPTS,
     TASKS,
@@ -35,21 +35,19 @@ from test_contract import (  # noqa: F401
 
 VERIFY = ROOT / "tests/old/verify_in_fork.py"
 DATA_FLAGS = {
-    "prs_med": ("--data_root", ""),
     "mimic_cxr": ("--mimic_cxr_path", "mimic-cxr-jpg"),
     "survival": ("--csv_path", "dataset.csv"),
     "cascade": ("--dataset_path", ""),
     "compressed_ad": ("--data", ""),
 }
 FILES = {
-    "prs_med": "*/train_images/*",
     "mimic_cxr": "mimic-cxr-jpg/files/*/*/*/*.jpg",
     "survival": "scans/*.nii.gz",
     "cascade": "patient_*/*.nii.gz",
     "compressed_ad": "datasets/*.hdf5",
 }
 
-NO_DROPOUT = {"prs_med": ["--lora_dropout", "0"], "mimic_cxr": ["--dropout", "0"]}
+NO_DROPOUT = {"mimic_cxr": ["--dropout", "0"]}
 
 
 def change_file(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""--questions_per_image in guides 0 and 1: what an epoch's order is, and that sharing an image changes no loss."""
+"""--questions_per_image in guide 1: what an epoch's order is, and that sharing an image changes no loss."""
 
 import tracemalloc
 from itertools import chain
@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PRS_MED, ROOT, SAME, at_step, losses, records
+from conftest import ROOT, records
 
-from old.distributed_utils import Ranks
 from old.image_order_utils import ImageGroups
 from old.sampler_utils import TrainBatchSampler
 from tasks.mimic_cxr.data import largest_batch
@@ -174,103 +173,6 @@ def compare_losses(run, model: torch.nn.Module, shared: dict, repeated: dict) ->
 
 
 @pytest.fixture(scope="module")
-def prs(prs_med_data):
-    """(script, flags, model, data set) of guide 0 with dropout."""
-    import train_prs_med as script
-
-    args = script.parse_args(["--data_root", str(prs_med_data), "--mixed_precision", "no"])
-    model = script.build_model(args, "no", CPU)
-    ranks = Ranks(0, 0, 1, CPU, "python")
-    rows = script.read_rows(prs_med_data, None, False, "train", check=True, ranks=ranks)
-    rows = [row for row in rows if row.split == "train"]
-    return script, args, model, script.PositionData(rows, model.reader, keep=False)
-
-
-def pick_questions(image_of: np.ndarray, images: int) -> list[int]:
-    """All questions of the first images that have several, and one of another image, mixed."""
-    numbers, counts = np.unique(image_of, return_counts=True)
-    chosen = numbers[counts > 1][:images]
-    is_chosen = np.isin(image_of, chosen)
-    single = np.flatnonzero(~is_chosen)[:1]
-    rows = np.append(np.flatnonzero(is_chosen), single)
-    mixed = np.random.default_rng(0).permutation(rows)
-    return mixed.tolist()
-
-
-def test_prs_med_losses_are_those_of_the_plain_loop(prs):
-    script, _, model, data = prs
-    picked = pick_questions(data.image_of(), 3)
-    shared = model.reader.collate(data.__getitems__(picked))
-    repeated = model.reader.collate([data[row] for row in picked])
-    assert shared["sam"].shape[0] == shared["vlm"].shape[0] == 4 < len(picked)
-    assert torch.equal(shared["sam"][shared["image_of"]], repeated["sam"])
-    assert repeated["image_of"].tolist() == list(range(len(picked)))
-
-    def run(batch: dict) -> list[torch.Tensor]:
-        logits, text = model.train()(batch)
-        return [script.mask_loss(logits, batch["mask"]), text]
-
-    encoded = count_images(model.sam)
-    seen = count_images(model.vlm.model.vision_tower)
-    compare_losses(run, model, shared, repeated)
-    assert encoded == seen == [4, len(picked)]
-
-    # the probe of memory takes an image for each row
-    assert len(model.reader.largest_batch(5, model.reader.longest_tokens(data.rows))["sam"]) == 5
-
-
-def test_prs_med_answers_are_those_of_transformers(prs):
-    """Greedy answers from shared features are what transformers makes of an image for each question."""
-    _, _, model, data = prs
-    model.eval()
-    picked = pick_questions(data.image_of(), 3)
-    items = data.__getitems__(picked)
-
-    # prompts of several lengths
-    place = len(items[0]["prompt"]) - 1
-    for k, item in enumerate(items):
-        prompt = item["prompt"]
-        item["prompt"] = prompt[:place] + prompt[place:] * (1 + k % 3)
-    shared = model.reader.collate(items)
-    answers = model.answer(shared, 6)
-
-    prompt = shared["prompt"]
-    padding = prompt < 0
-    pixels = model.vlm_pixels(shared)[shared["image_of"]]
-    with torch.no_grad():
-        tokens = model.vlm.generate(
-            input_ids=prompt.masked_fill(padding, model.reader.pad),
-            attention_mask=(~padding).long(),
-            pixel_values=pixels,
-            do_sample=False,
-            max_new_tokens=6,
-            pad_token_id=model.reader.pad,
-            eos_token_id=model.reader.end,
-        )
-    expected = model.reader.tokenizer.batch_decode(tokens[:, prompt.shape[1] :], skip_special_tokens=True)
-
-    # the same answers from the whole image at each question
-    assert padding.any()
-    assert answers == [text.strip() for text in expected]
-    assert len(set(answers)) > 1
-
-
-def test_prs_med_files_are_decoded_once_a_batch(prs, monkeypatch):
-    """Also where nothing is kept in memory, and of copies one; nothing is kept afterwards."""
-    from tasks.prs_med import data as module
-
-    _, _, _, data = prs
-    opened = []
-    real = module.open_image
-    monkeypatch.setattr(module, "open_image", lambda path: opened.append(path) or real(path))
-    picked = pick_questions(data.image_of(), 3)
-    data.__getitems__(picked)
-    assert len(opened) == 4
-    assert len({data.rows[row].image for row in picked}) == 7
-    assert not data.kept
-
-
-@pytest.fixture(scope="module")
 def mimic(mimic_cxr_flags, tmp_path_factory):
     """(script, flags, model, data set) of guide 1 with dropout."""
     import train_mimic_cxr as script
@@ -317,39 +219,7 @@ def test_thinned_questions_know_their_images(mimic):
         data.count = whole
 
 
-def test_shared_gradients_add_up_in_one_order(prs):
-    """The same bits in every run, with several threads too."""
-    _, _, model, data = prs
-    picked = pick_questions(data.image_of(), 3)
-    batch = model.reader.collate(data.__getitems__(picked))
-
-    def features_gradient(threads: int) -> torch.Tensor:
-        torch.set_num_threads(threads)
-        torch.manual_seed(0)
-        features = torch.randn(4, 64, 16, 16, requires_grad=True)
-        spread = features.index_select(0, batch["image_of"])
-        (spread * torch.randn(spread.shape)).sum().backward()
-        return features.grad
-
-    before = torch.get_num_threads()
-    try:
-        expected = features_gradient(1)
-        assert all(torch.equal(features_gradient(threads), expected) for threads in (1, 2, 2, 4, 4))
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- the scripts ------------------------------------------------------------------------------------------------------
-
-# 34 questions of 17 images; with dropout, whose random state must come back
-SHARED = ["--gradient_accumulation_steps", "2", "--num_epochs", "2", "--questions_per_image", "4"]
-
-
-def run_prs_med(zygote, data: Path, run_folder: Path, processes: int, flags: list, interrupt: dict | None = None):
-    """Train guide 0 with a global batch of 12."""
-    sizes = ["--batch_size", 6 // processes, "--save_every", "1", "--keep_last", "99"]
-    folders = ["--data_root", data, "--checkpoint_dir", run_folder]
-    return zygote(PRS_MED, folders, SAME, SHARED, sizes, flags, ranks=processes, interrupt=interrupt)
 
 
 def training_losses(run_folder: Path) -> dict[int, float]:
@@ -361,40 +231,6 @@ def largest_difference(curve: dict[int, float], expected: dict[int, float]) -> f
     """Of two runs' losses, relative."""
     assert list(curve) == list(expected)
     return max(abs(curve[step] / loss - 1) for step, loss in expected.items())
-
-
-def test_prs_med_at_1_2_and_3_processes(prs_med_data, zygote, tmp_path):
-    runs = {}
-    for processes in (1, 2, 3):
-        run_folder = tmp_path / str(processes)
-        done = run_prs_med(zygote, prs_med_data, run_folder, processes, [])
-        assert done.code == 0, done.stderr[-3000:]
-        runs[processes] = training_losses(run_folder)
-        assert "17 to train on, 2.0 questions each on average; encoded once for 4 questions in a row" in done.stdout
-    assert list(runs[1]) == [1, 2, 3, 4, 5, 6]
-    for processes in (2, 3):
-        worst = largest_difference(runs[processes], runs[1])
-        print(f"{processes} processes: losses off by {worst:.1e}")
-        assert worst < 1e-5
-
-
-def test_prs_med_killed_and_resumed(prs_med_data, zygote, tmp_path):
-    """In the middle of an epoch: the same bits. Another order, which would ask questions twice, is refused."""
-    killed = tmp_path / "killed"
-    uninterrupted = tmp_path / "uninterrupted"
-    flags = ["--lora_dropout", "0.1", "--resume_from", "auto"]
-    done = run_prs_med(zygote, prs_med_data, uninterrupted, 2, flags)
-    assert done.code == 0, done.stderr[-3000:]
-
-    interrupt = at_step(killed, 2, "worker")
-    done = run_prs_med(zygote, prs_med_data, killed, 2, flags, interrupt)
-    assert done.code != 0
-    wrong = run_prs_med(zygote, prs_med_data, killed, 2, [*flags, "--questions_per_image", "1"])
-    done = run_prs_med(zygote, prs_med_data, killed, 2, flags)
-    assert done.code == 0, done.stderr[-3000:]
-    assert losses(killed) == losses(uninterrupted)
-    assert wrong.code == 2
-    assert "a run with questions per image 4, now 1; give the same again" in wrong.stderr
 
 
 @pytest.mark.parametrize("engine", ["--use_ddp", pytest.param("--use_deepspeed", marks=pytest.mark.soak)])
