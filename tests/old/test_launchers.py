@@ -298,8 +298,9 @@ def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
 def test_a_killed_process_begins_again(prs_med_data, tmp_path, monkeypatch):
     """By torchrun's own elasticity: all start again from the newest checkpoint, and the steps are those of one run."""
     monkeypatch.setenv("NNODES", "1:1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    run = background(prs_med_data, tmp_path / "run", "--num_epochs", "4", "--resume_from", "auto")
+    run = background(prs_med_data, tmp_path / "run", "--num_epochs", "12", "--resume_from", "auto")
     run.wait_for_step(2)
     run.kill("worker")
     assert run.end(200) == 0, (tmp_path / "run.log").read_text()

@@ -1,6 +1,5 @@
-"""distributed_utils in someone's own loop: the README's example, the collectives, the memory of the sampler."""
+"""distributed_utils: the collectives, the memory of the sampler, learning rates."""
 
-import re
 import subprocess
 import tracemalloc
 
@@ -17,25 +16,6 @@ def test_collectives(processes):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"all well at {processes}" in done.stdout
-
-
-def test_readme_example(zygote, tmp_path):
-    """The README's own loop of 20 lines ends with the same weight in 1 and 2 processes."""
-    section = (ROOT / "README.md").read_text().split("## Your own training loop")[1]
-
-    # the example, as a script
-    code = re.search(r"```python\n(from old\.distributed_utils.*?)```", section, re.DOTALL)[1]
-    assert len(code.splitlines()) <= 24
-    script = tmp_path / "my_loop.py"
-    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}")
-
-    numbers = []
-    for ranks in (1, 2):
-        done = zygote(script, ranks=ranks)
-        assert done.code == 0, done.stderr[-3000:]
-        numbers.append([float(word) for word in re.findall(r"-?\d+\.\d+", done.stdout)])
-    assert numbers[0]
-    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
 
 
 def test_shuffle_takes_no_memory():
