@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-from utils.cli import HelpFormatter, InputError, end_with
+from utils.cli import HelpFormatter, InputError, RunError, end_with
 
 TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
 
@@ -22,7 +22,7 @@ def main(words: list[str]) -> None:
     module.add_arguments(parser)
     try:
         module.write_sample_data(**vars(parser.parse_args(words[1:])))
-    except InputError as error:
+    except (InputError, RunError) as error:
         end_with(error)
 
 
