@@ -17,7 +17,7 @@ import os
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, add_common_arguments, number, run_main, whole
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
 FORMAT = "prs_med/2"
 
@@ -756,16 +756,22 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
         add_answers(model, generate(blind), run, blind_scores, args.max_new_tokens)
         for row in blind_scores:
             row["index"] = some[row["index"]]
-    if du.world()[0] != 0:
-        return {}
-    others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
-    if "train" in sets:
-        # as they are, not augmented
-        known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
-        others |= {f"rival/{name}": rows for name, rows in report.rival_scores(known, data).items()}
-    metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
-    report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)
-    run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))
+    metrics = {}
+    with du.agree_on_errors():
+        if du.world()[0] == 0:
+            others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
+            if "train" in sets:
+                # as they are, not augmented
+                known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
+                others |= {f"rival/{name}": rows for name, rows in report.rival_scores(known, data).items()}
+            metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
+            try:
+                report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)
+                run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))
+            except OSError as error:
+                raise RunError(
+                    f"{run.folder}: results not written ({error.strerror}); make room, then --eval_only"
+                ) from None
     return metrics
 
 

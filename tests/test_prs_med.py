@@ -319,6 +319,18 @@ def test_eval_only_repeats_the_test(trained, data_root):
     assert {name: summary[name] for name in again if name.startswith("test/")} == again
 
 
+def test_results_that_rank_0_cannot_write_end_all_ranks_with_one_line(trained, data_root, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (folder / "test_cases.csv").unlink()
+    (folder / "test_cases.csv").mkdir()
+    text = run("--data_root", data_root, "--output_dir", folder, "--eval_only", "--world_size", 2, code=1)
+    assert [line for line in text.splitlines() if line.startswith("error: ")] == [
+        f"error: {folder}: results not written (Is a directory); make room, then --eval_only"
+    ]
+    assert "Traceback" not in text
+
+
 def test_predict(trained, data_root, tmp_path):
     """Images of any shape, one unreadable; masks at their sizes; a second call keeps the first one's files."""
     source = next((data_root / "lung_CT" / "test_images").iterdir())
