@@ -72,6 +72,7 @@ if __name__ == "__main__":
     ARGS = parse_args()
 
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -86,7 +87,7 @@ from transformers import DynamicCache
 
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, out_of_memory, set_numerics
-from tasks.prs_med import annotations, report
+from tasks.prs_med import annotations, report, rivals
 from tasks.prs_med.annotations import POSITIONS, Row, position_in, position_of
 from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
 from utils import checkpoint, images, tables
@@ -229,10 +230,7 @@ def pick(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 def upsample(masks: Tensor, side: int) -> Tensor:
-    """(B, 1, h, w) -> (B, 1, side, side), bilinear."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return F.interpolate(masks, (side, side), mode="bilinear", align_corners=False)
-    # CUDA has no deterministic gradient of interpolate; a matrix product along each axis has
+    """(B, 1, h, w) -> (B, 1, side, side), bilinear, as a product along each axis: the gradient of CUDA's own varies."""
     with torch.autocast(masks.device.type, enabled=False):
         for _ in range(2):
             ruler = torch.eye(masks.shape[3], device=masks.device)[None]
@@ -393,22 +391,26 @@ def load_weights(model: PRSMed, saved: dict) -> None:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Reader:
-    """Sizes, normalisations, tokenizer and prompt that belong to a VLM and a SAM encoder.
+    """Tokenizer, sizes and normalisations that belong to a VLM and a SAM encoder.
 
-    image_size: side of SAM's input and of the masks. vlm_size: side of the VLM's input. image_tokens: how many tokens
-    the VLM makes of an image; image_places: where they stand in a prompt. statistics: buffers of the model.
+    image_tokens: how many tokens the VLM makes of an image; image_places: where they stand in a prompt. image_size:
+    side of SAM's input and of the masks. vlm_size: side of the VLM's input. statistics: buffers of the model.
     """
 
-    def __init__(
-        self, tokenizer, image_token: int, image_tokens: int, image_size: int, vlm_size: int, statistics: dict
-    ):
-        self.tokenizer, self.image_token, self.image_tokens = tokenizer, image_token, image_tokens
-        self.image_size, self.vlm_size, self.statistics = image_size, vlm_size, statistics
-        self.end = tokenizer.eos_token_id
-        self.pad = self.end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        first = self.tokens("", "")[0].index(image_token)
-        self.image_places = first, first + image_tokens
+    tokenizer: object
+    image_token: int
+    image_tokens: int
+    image_size: int
+    vlm_size: int
+    statistics: dict
+
+    def __post_init__(self):
+        self.end = self.tokenizer.eos_token_id
+        self.pad = self.end if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        first = self.tokens("", "")[0].index(self.image_token)
+        self.image_places = first, first + self.image_tokens
 
     def tokens(self, question: str, answer: str) -> tuple[list[int], list[int]]:
         """Ids of `USER: <image>\\n{question}\\nASSISTANT:` (<image> once per image token) and of ` {answer}</s>`."""
@@ -453,7 +455,7 @@ class Decoded:
 class PositionData(Dataset):
     """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
 
-    shown: the row whose image each row is given, for ablations: None its own, -1 a blank one.
+    A row whose image is "" has a blank one. augmented_by: the seed of augmentation, None for none.
     """
 
     def __init__(
@@ -461,7 +463,6 @@ class PositionData(Dataset):
     ):
         self.rows, self.reader, self.augmented_by = rows, reader, augmented_by
         self.images, self.masks = decoded
-        self.shown: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -470,13 +471,12 @@ class PositionData(Dataset):
         """A row's tensors. One that cannot be used is blank and `error` says why: all ranks then end together."""
         row, side, small = self.rows[index], self.reader.image_size, self.reader.vlm_size
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
-        shown = index if self.shown is None else self.shown[index]
-        source, file, error = self.rows[shown], row.mask, ""
+        file, error = row.mask, ""
         try:
             mask = self.masks.get(row.mask, lambda: self.decode_mask(row.mask))
-            if shown >= 0:
-                file = source.image
-                pixels = self.images.get(source.identity, lambda: self.decode_image(source.image))
+            if row.image:
+                file = row.image
+                pixels = self.images.get(row.identity, lambda: self.decode_image(row.image))
         except (OSError, ValueError, SyntaxError) as reason:
             # the file changed after the check, or --skip_data_check
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
@@ -489,17 +489,9 @@ class PositionData(Dataset):
             # the answer names the position that the lesion has now
             answer, position = annotations.name_position(answer, position, moved), moved
         prompt, answer = self.reader.tokens(row.question, answer)
-        return {
-            "index": int(index),
-            "identity": "" if shown < 0 else source.identity,
-            "sam": torch.from_numpy(sam.copy()),
-            "vlm": torch.from_numpy(vlm.copy()),
-            "mask": torch.from_numpy(mask.copy()),
-            "position": position,
-            "prompt": prompt,
-            "answer": answer,
-            "error": error,
-        }
+        item = {name: torch.from_numpy(x.copy()) for name, x in (("sam", sam), ("vlm", vlm), ("mask", mask))}
+        item |= {"index": int(index), "identity": row.identity, "error": error}
+        return item | {"prompt": prompt, "answer": answer, "position": position}
 
     def decode_image(self, path: str) -> np.ndarray:
         return np.concatenate([pixels.ravel() for pixels in self.reader.pixels(images.open_image(path))])
@@ -562,25 +554,19 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
     Nothing is mirrored, as answers name sides; a mask is never moved out of the image.
     """
     angle, zoom = np.radians(rng.uniform(-6, 6)), np.exp(rng.uniform(-0.08, 0.08))
-    shift, gain, gamma = rng.uniform(-0.04, 0.04, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
-    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]) / zoom
+    (x, y), gain, gamma = rng.uniform(-0.08, 0.08, 2), rng.uniform(0.85, 1.15), np.exp(rng.uniform(-0.2, 0.2))
+    turn = torch.tensor([[[np.cos(angle), np.sin(angle), x], [-np.sin(angle), np.cos(angle), y]]]).float() / zoom
 
-    def move(image: Image.Image, resample: Image.Resampling) -> Image.Image:
-        # output pixel p shows input pixel turn @ (p - centre - shift) + centre
-        centre = np.full(2, image.width / 2)
-        offset = centre - turn @ (centre + shift * image.width)
-        row = [*turn[0], offset[0], *turn[1], offset[1]]
-        return image.transform(image.size, Image.Transform.AFFINE, row, resample)
+    def move(values: np.ndarray, mode: str) -> np.ndarray:
+        values = torch.from_numpy(values[None]).float()
+        grid = F.affine_grid(turn, [*values.shape], align_corners=False)
+        return F.grid_sample(values, grid, mode, align_corners=False)[0].numpy().astype(np.uint8)
 
-    moved = np.asarray(move(Image.fromarray(mask), Image.Resampling.NEAREST))
+    moved = move(mask[None], "nearest")[0] > 0
+    if moved.any():
+        sam, vlm, mask = move(sam, "bilinear"), move(vlm, "bilinear"), moved
     levels = (255 * np.clip(gain * np.linspace(0, 1, 256) ** gamma, 0, 1)).astype(np.uint8)
-    results = []
-    for pixels in (sam, vlm):
-        image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-        if moved.any():
-            image = move(image, Image.Resampling.BILINEAR)
-        results.append(levels[np.asarray(image)].transpose(2, 0, 1))
-    return *results, moved if moved.any() else mask
+    return levels[sam], levels[vlm], mask
 
 
 def read_data(args: Namespace, needed: str) -> list[Row]:
@@ -706,8 +692,8 @@ def add_answers(model: PRSMed, loader: DataLoader, run, scores: list[dict], max_
         own |= dict(zip(batch["index"], model.answer(batch, max_new_tokens), strict=True))
     answers = {index: answer for part in du.gather_objects(own) for index, answer in part.items()}
     for row in scores:
-        row["answer"] = answers[row["index"]]
-        row["position_accuracy"] = row["position"] and float(position_in(row["answer"]) == row["position"])
+        row["generated"] = answers[row["index"]]
+        row["position_accuracy"] = row["position"] and float(position_in(row["generated"]) == row["position"])
 
 
 def merge_lora(model: PRSMed) -> None:
@@ -741,11 +727,10 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     # the same model without the image, or with that of another case: of some hundred rows
-    some = np.unique(np.linspace(0, len(data) - 1, min(len(data), report.MOST_ABLATED)).astype(int)).tolist()
+    some = rivals.spread(range(len(data)), report.MOST_ABLATED)
     ablations = {}
-    for name, shown in report.ablations([data.rows[index] for index in some], args.seed).items():
-        blind = PositionData([data.rows[index] for index in some], data.reader, (data.images, data.masks))
-        blind.shown = shown
+    for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items():
+        blind = PositionData(rows, data.reader, (data.images, data.masks))
         ablations[name] = (blind, evaluate(model, make(blind), run)[0])
 
     # answers at last, as they are generated by merged weights, many at once
@@ -763,7 +748,7 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
             if "train" in sets:
                 # as they are, not augmented
                 known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
-                others |= {f"rival/{name}": rows for name, rows in report.rival_scores(known, data).items()}
+                others |= {f"rival/{name}": rows for name, rows in rivals.rival_scores(known, data).items()}
             metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
             try:
                 report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)

@@ -209,14 +209,3 @@ def draw_curves(path: Path):
         if axes.lines:
             axes.legend(fontsize="x-small")
     return figure
-
-
-def format_table(title: str, rows: dict[str, dict[str, float]]) -> str:
-    """{row name: {column: value}} as an aligned table."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = [[title, *columns]]
-    for name, row in rows.items():
-        cells = [row.get(column, "-") for column in columns]
-        lines.append([name, *(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in cells)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

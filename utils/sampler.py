@@ -51,52 +51,29 @@ def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 class ImageGroups:
     """Questions of one image together: an order of an epoch in which a step encodes an image once for all of them.
 
-    An image's questions are shuffled by (seed, epoch, image) and cut into groups of at most `size`, and all groups are
-    shuffled by (seed, epoch). Kept are 8 bytes for each group, and for each question where those of an image are no
-    neighbours.
+    By (seed, epoch) an image's questions are shuffled and cut into groups of at most `size`, and then all groups are
+    shuffled. The order of the epoch is kept, 8 bytes for each question.
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
         """image_of: integers (N,), which image each question is about."""
-        self.size = size
-        runs = np.flatnonzero(np.append(True, image_of[1:] != image_of[:-1]))
-        self.sorted = None
-        if len(np.unique(image_of[runs])) < len(runs):
-            self.sorted = np.argsort(image_of, kind="stable")
-            ordered = image_of[self.sorted]
-            runs = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-        self.first = runs
-        self.questions = np.diff(np.append(runs, len(image_of)))
-        # each image's groups among those of all
-        groups = -(-self.questions // size)
-        self.end = np.cumsum(groups)
-        self.begin = self.end - groups
-        self.epoch = None
+        self.image_of, self.size = image_of, size
+        self.epoch: tuple[int, int] | None = None
 
     def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """The questions at some places of the epoch; int64 in and out."""
-        count = int(self.end[-1])
         if self.epoch != (seed, epoch):
-            # where each shuffled group ends
-            shuffled = permute(np.arange(count), count, seed, epoch)
-            self.ends = np.cumsum(self._sizes(shuffled)[1])
+            rng = np.random.default_rng([seed % 2**63, epoch])
+            questions = rng.permutation(len(self.image_of))
+            questions = questions[np.argsort(self.image_of[questions], kind="stable")]
+            # a group begins with an image, and after `size` questions of it
+            image = self.image_of[questions]
+            place = np.arange(len(image))
+            first = np.maximum.accumulate(np.where(np.diff(image, prepend=-1) != 0, place, 0))
+            group = np.cumsum((place - first) % self.size == 0) - 1
+            self.epoch_order = questions[np.argsort(rng.permutation(group[-1] + 1)[group], kind="stable")]
             self.epoch = (seed, epoch)
-        place = np.searchsorted(self.ends, places, "right")
-        group = permute(place, count, seed, epoch)
-        image, size = self._sizes(group)
-        # which of its image's questions, before these are shuffled
-        within = places - (self.ends[place] - size) + (group - self.begin[image]) * self.size
-        questions = np.empty_like(within)
-        for number in np.unique(image):
-            own = image == number
-            questions[own] = permute(within[own], int(self.questions[number]), seed, epoch * len(self.first) + number)
-        questions += self.first[image]
-        return questions if self.sorted is None else self.sorted[questions]
-
-    def _sizes(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The image of some groups, and how many questions they hold."""
-        image = np.searchsorted(self.end, groups, "right")
-        return image, np.minimum(self.questions[image] - (groups - self.begin[image]) * self.size, self.size)
+        return self.epoch_order[places]
 
 
 class TrainBatchSampler:

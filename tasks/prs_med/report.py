@@ -1,20 +1,16 @@
 """Guide 0's test table with its rivals and ablations, the figures, and the files of an evaluation and of --predict."""
 
-import csv
-import io
 import textwrap
 import warnings
 from itertools import count
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 from torch import Tensor
 
-from tasks.prs_med import rivals
 from tasks.prs_med.annotations import Row, position_in, position_of
-from utils.checkpoint import write_atomically
-from utils.log import format_table
 from utils.stats import interval_of_mean, other_cases
 
 # rows that a figure shows, and the most that are evaluated again without their image
@@ -52,50 +48,15 @@ def case_of(row: Row) -> str:
     return row.patient or row.identity
 
 
-def ablations(rows: list[Row], seed: int) -> dict[str, list[int]]:
-    """The row whose image each row is shown, -1 for none: without the image, and with another case's."""
-    shown = {"blank_image": [-1] * len(rows)}
+def ablations(rows: list[Row], seed: int) -> dict[str, list[Row]]:
+    """The same questions without the image, and with another case's."""
+    shown = {"blank_image": [row._replace(image="", digest="") for row in rows]}
     others = other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
-    return shown | ({"shuffled_image": others} if others else {})
-
-
-def rival_scores(train, test) -> dict[str, list[dict]]:
-    """The scores of each rival on `test`, fitted to `train` (both PositionData), at 256 x 256 pixels at most."""
-    step = max(1, train.reader.image_size // 256)
-
-    def examples(data, indices) -> list[rivals.Example]:
-        found = []
-        for index in indices:
-            item, row = data[index], data.rows[index]
-            gray = item["sam"].float().mean(0).numpy()[::step, ::step].astype(np.uint8)
-            mask = item["mask"].numpy()[::step, ::step]
-            found.append(rivals.Example(rivals.key_of(row.modality, row.answer), gray, mask, position_in(row.answer)))
-        return found
-
-    # of a structure asked about often, some hundred rows say enough
-    of_key: dict[tuple, list[int]] = {}
-    for index, row in enumerate(train.rows):
-        of_key.setdefault(rivals.key_of(row.modality, row.answer), []).append(index)
-    spread = [np.linspace(0, len(own) - 1, min(len(own), 400)).astype(int) for own in of_key.values()]
-    chosen = sorted(own[k] for own, places in zip(of_key.values(), spread, strict=True) for k in places)
-    known, asked = examples(train, chosen), examples(test, range(len(test)))
-
-    scores = {}
-    for rival in (rivals.grey_threshold, rivals.mean_mask, rivals.frequent_position):
-        rows = scores[rival.__name__] = []
-        for index, (mask, position) in enumerate(rival(known, asked)):
-            true = position_of(asked[index].mask)
-            row = {"index": index, "position_accuracy": true and float(position == true)}
-            if mask is not None:
-                both, either = (mask & asked[index].mask).sum(), (mask | asked[index].mask).sum()
-                row |= {"dice": rivals.dice(mask, asked[index].mask), "iou": float(both / either) if either else 1.0}
-            rows.append(row)
-    return scores
-
-
-def interval(low: float, high: float, sign: str = "") -> str:
-    """A 95 % interval behind its estimate; one case alone has none."""
-    return "" if low != low else f" ({low:{sign}.3f} to {high:{sign}.3f})"
+    if others:
+        images = [rows[index] for index in others]
+        pairs = zip(rows, images, strict=True)
+        shown["shuffled_image"] = [row._replace(image=image.image, digest=image.digest) for row, image in pairs]
+    return shown
 
 
 def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], rows: list[Row]) -> dict[str, float]:
@@ -105,45 +66,43 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     others, in Dice, or in position for what has no mask.
     """
     metrics: dict[str, float] = {}
-    table: dict[str, dict] = {}
 
-    def add(title: str, prefix: str, some: list[dict], ending: str = "") -> None:
-        cases = [case_of(rows[row["index"]]) for row in some]
-        line = {"n": len(some), "cases": len(set(cases))}
-        for name, column in MEANS.items():
-            known = [k for k, row in enumerate(some) if row.get(name) is not None]
-            if known:
-                values = [float(some[k][name]) for k in known]
-                mean = sum(values) / len(values)
-                low, high = interval_of_mean(values, [cases[k] for k in known], name != "hd95")
-                line[column] = f"{mean:.2f}" if name == "hd95" else f"{mean:.3f}{interval(low, high)}"
-                metrics[f"{prefix}/{name}{ending}"] = mean
-                if low == low:
-                    metrics.update({f"{prefix}/{name}_low{ending}": low, f"{prefix}/{name}_high{ending}": high})
-        table[title] = line
+    def enter(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
+        """A mean and its interval as metrics, and as the table has them; values: of each row."""
+        mean = metrics[key] = sum(values.values()) / len(values)
+        low, high = interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
+        if low != low:
+            # one case alone has no interval
+            return f"{mean:{sign}.3f}"
+        metrics.update({f"{key}_low": low, f"{key}_high": high})
+        return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
-    metrics[f"{split}/rows"], metrics[f"{split}/cases"] = len(scores), len({case_of(row) for row in rows})
-    add("network", split, scores)
+    parts = {split: scores}
     modalities = sorted({row.modality for row in rows})
     for modality in modalities if len(modalities) > 1 else ():
-        add(f"  {modality}", split, [row for row in scores if rows[row["index"]].modality == modality], f"/{modality}")
-    own = {row["index"]: row for row in scores}
-    for key, some in others.items():
-        title = key.partition("/")[2].replace("_", " ")
-        add(title, f"{split}/{key}", some)
+        parts[f"{split}/{modality}"] = [row for row in scores if rows[row["index"]].modality == modality]
+    table: dict[str, dict] = {}
+    for key, some in (parts | {f"{split}/{key}": some for key, some in others.items()}).items():
+        cases = len({case_of(rows[row["index"]]) for row in some})
+        metrics |= {f"{key}/rows": len(some), f"{key}/cases": cases}
+        line = {"n": len(some), "cases": cases}
+        for name, column in MEANS.items():
+            values = {row["index"]: float(row[name]) for row in some if row.get(name) is not None}
+            if values:
+                line[column] = enter(f"{key}/{name}", values, name != "hd95")
+        title = key.rpartition("/")[2]
+        if key in parts:
+            table["network" if key == split else f"  {title}"] = line
+            continue
+        table[title.replace("_", " ")] = line
         # the network's mean lead over the rows that both have
-        name = "dice" if "Dice" in table[title] else "position_accuracy"
-        pairs = [(own[row["index"]].get(name), row.get(name), row["index"]) for row in some]
-        pairs = [(a - b, index) for a, b, index in pairs if a is not None and b is not None]
-        if pairs:
-            gains = [gain for gain, _ in pairs]
-            low, high = interval_of_mean(gains, [case_of(rows[index]) for _, index in pairs], False)
-            gain = sum(gains) / len(gains)
-            table[title]["network above by"] = f"{gain:+.3f}{interval(low, high, '+')}"
-            metrics[f"{split}/{key}/{name}_gain"] = gain
-            if low == low:
-                metrics |= {f"{split}/{key}/{name}_gain_low": low, f"{split}/{key}/{name}_gain_high": high}
-    print(format_table(split, table), flush=True)
+        name = "dice" if MEANS["dice"] in line else "position_accuracy"
+        own, other = ({row["index"]: row.get(name) for row in of_one} for of_one in (scores, some))
+        gains = {index: own[index] - value for index, value in other.items() if None not in (value, own[index])}
+        if gains:
+            line["network above by"] = enter(f"{key}/{name}_gain", gains, False, "+")
+    frame = pd.DataFrame.from_dict(table, orient="index").rename_axis(columns=split)
+    print(frame.to_string(na_rep="-"), flush=True)
     return metrics
 
 
@@ -162,7 +121,7 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         axis.axis("off")
     for axis, (index, example) in zip(axes, examples.items(), strict=False):
         row, score = rows[index], scores[index]
-        says = f"says: {score['answer'] or '(nothing)'}" if "answer" in score else "(no answer asked for)"
+        says = f"says: {score['generated'] or '(nothing)'}" if "generated" in score else "(no answer asked for)"
         caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
         # what a model says early in a training may hold control characters
         caption = ["".join(letter if letter.isprintable() else "?" for letter in text) for text in caption]
@@ -176,25 +135,9 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
     return figure
 
 
-def write_csv(path: Path, records: list[dict]) -> None:
-    text = io.StringIO()
-    table = csv.DictWriter(text, records[0])
-    table.writeheader()
-    table.writerows(records)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
-
-
 def write_cases(path: Path, rows: list[Row], scores: list[dict]) -> None:
-    """Rank 0: a CSV of one line a row: image, case, question, true and generated answer, all scores."""
-    records = []
-    for score in scores:
-        row = rows[score["index"]]
-        facts = {"image": row.image, "mask": row.mask, "case": case_of(row), "modality": row.modality}
-        facts |= {"question": row.question, "answer": row.answer, "generated": score.get("answer")}
-        facts |= {"position": score["position"]} | {name: score.get(name) for name in MEANS}
-        facts |= {"loss_seg": score["loss_seg"], "loss_txt": score["loss_txt"] / score["tokens"]}
-        records.append(facts)
-    write_csv(path, records)
+    """Rank 0: a CSV of one line a row: its fields, then its scores and its generated answer."""
+    pd.DataFrame([rows[score["index"]]._asdict() | score for score in scores]).to_csv(path, index=False)
 
 
 def write_predictions(run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image]) -> None:
@@ -220,7 +163,7 @@ def write_predictions(run_folder: Path, asked: list, records: list[dict], opened
         facts = {"image": file, "question": question, "answer": record["answer"], "mask_position": position}
         facts |= {"agree": position_in(record["answer"]) == position, "share": round(float(mask.mean()), 6)}
         lines.append(facts | {"mask": f"{stem}_mask.png", "overlay": f"{stem}_overlay.png"})
-    write_csv(folder / "predictions.csv", lines)
+    pd.DataFrame(lines).to_csv(folder / "predictions.csv", index=False)
     for line in lines[:9]:
         print(f"{line['image']}: {line['answer']} (mask: {line['share']:.1%} of the image, {line['mask_position']})")
     apart = [str(line["image"]) for line in lines if not line["agree"]]

@@ -1,34 +1,64 @@
 """Simple rivals for the test table: the best grey band, the mean mask, the most frequent position. No torch.
 
-Each is fitted to the training rows of the structure asked about, and predicts (mask or None, position or None).
+Each is fitted to the training rows of the structure that a question is about.
 """
 
 import re
-from collections import Counter
-from functools import cache
+from collections import Counter, defaultdict
 from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
 from scipy import ndimage
 
-from tasks.prs_med.annotations import position_of
+from tasks.prs_med.annotations import position_in, position_of
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
-# fewer rows than this say too little about a structure
-FEWEST = 8
+# fewer rows than this say too little about a structure, and more than this no more
+FEWEST, MOST = 8, 400
 
 Key = tuple[str, str]
-Prediction = tuple[np.ndarray | None, str | None]
 
 
 class Example(NamedTuple):
-    """A row. key: see key_of. gray: uint8 (S, S). mask: bool (S, S). position: the one that its answer names."""
+    """A row at 256 x 256 pixels at most. gray: uint8 (S, S). mask: bool (S, S). position: the one its answer names."""
 
-    key: Key
     gray: np.ndarray
     mask: np.ndarray
     position: str | None
+
+
+def rival_scores(train, test) -> dict[str, list[dict]]:
+    """The scores of each rival on the rows of `test`, fitted to those of `train` (both PositionData)."""
+    of_key = [group_by_key(train, length) for length in (2, 1)]
+    step = max(1, train.reader.image_size // 256)
+    rows: dict[str, dict[int, dict]] = defaultdict(dict)
+    for key, asked in group_by_key(test, 2).items():
+        # where the structure has too few rows, those of its modality, or all
+        known = [groups.get(key[:length], []) for length, groups in zip((2, 1), of_key, strict=True)]
+        known = next((some for some in known if len(some) >= FEWEST), range(len(train)))
+        known = [read_example(train, index, step) for index in spread(known, MOST)]
+        band, usual_mask = best_band(spread(known, 40)), best_mean_mask(known)
+        named = Counter(row.position for row in known if row.position)
+        usual_position = max(named, key=named.get, default=None)
+
+        for index in asked:
+            row = read_example(test, index, step)
+            true = position_of(row.mask)
+            for name, mask in (("grey_threshold", in_band(row.gray, band)), ("mean_mask", usual_mask)):
+                both, either = (mask & row.mask).sum(), (mask | row.mask).sum()
+                score = {"dice": dice(mask, row.mask), "iou": float(both / either) if either else 1.0}
+                rows[name][index] = score | {"position_accuracy": true and float(position_of(mask) == true)}
+            rows["frequent_position"][index] = {"position_accuracy": true and float(usual_position == true)}
+    return {name: [{"index": index} | own[index] for index in sorted(own)] for name, own in rows.items()}
+
+
+def group_by_key(data, length: int) -> dict[tuple, list[int]]:
+    """{the first `length` parts of (modality, structure): indices of its rows}."""
+    groups = defaultdict(list)
+    for index, row in enumerate(data.rows):
+        groups[key_of(row.modality, row.answer)[:length]].append(index)
+    return groups
 
 
 def key_of(modality: str, answer: str) -> Key:
@@ -37,64 +67,47 @@ def key_of(modality: str, answer: str) -> Key:
     return modality, " ".join(word for word in words if word not in PLACES)
 
 
-def examples_like(train: list[Example], key: Key, most: int) -> list[Example]:
-    """At most `most` training rows of the structure, evenly spaced; if it has too few, of the modality, or of all."""
-    groups = ([row for row in train if row.key[:length] == key[:length]] for length in (2, 1))
-    rows = next((rows for rows in groups if len(rows) >= FEWEST), train)
-    return [rows[i] for i in np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)]
+def spread(items, most: int) -> list:
+    """At most `most` of the items, evenly spaced."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 
 
-def grey_threshold(train: list[Example], test: list[Example]) -> list[Prediction]:
-    """The largest connected component of lo <= grey < hi, by the best lo and hi for each structure."""
-
-    @cache
-    def band_of(key: Key) -> tuple[int, int]:
-        rows = examples_like(train, key, 40)
-        # about 96 pixels a side are enough to compare bands
-        step = max(1, len(rows[0].gray) // 96)
-
-        def score(band: tuple[int, int]) -> float:
-            found = [largest_component(row.gray[::step, ::step], band) for row in rows]
-            return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
-
-        # bands from 0 are "darker than", bands up to 256 "brighter than"; then a finer look around the best
-        lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
-        near = range(-12, 13, 4)
-        return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)
-
-    masks = [largest_component(row.gray, band_of(row.key)) for row in test]
-    return [(mask, position_of(mask)) for mask in masks]
+def read_example(data, index: int, step: int) -> Example:
+    item = data[index]
+    gray = item["sam"].float().mean(0).numpy()[::step, ::step].astype(np.uint8)
+    return Example(gray, item["mask"].numpy()[::step, ::step], position_in(data.rows[index].answer))
 
 
-def mean_mask(train: list[Example], test: list[Example]) -> list[Prediction]:
-    """The mean training mask of the structure, cut at the level of the best mean training Dice; no image is used."""
-
-    @cache
-    def mask_of(key: Key) -> np.ndarray:
-        rows = examples_like(train, key, 400)
-        mean = np.mean([row.mask for row in rows], axis=0)
-        cuts = [mean > level for level in np.linspace(0, mean.max(), 20, endpoint=False)]
-        return max(cuts, key=lambda cut: np.mean([dice(cut, row.mask) for row in rows]))
-
-    return [(mask_of(row.key), position_of(mask_of(row.key))) for row in test]
+# --- the rules --------------------------------------------------------------------------------------------------------
 
 
-def frequent_position(train: list[Example], test: list[Example]) -> list[Prediction]:
-    """The most frequent position in the training answers of the structure."""
+def best_band(rows: list[Example]) -> tuple[int, int]:
+    """The grey levels (lo, hi) whose largest component has the best mean Dice."""
+    # about 96 pixels a side are enough to compare bands
+    step = max(1, len(rows[0].gray) // 96)
 
-    @cache
-    def position_for(key: Key) -> str | None:
-        named = Counter(row.position for row in examples_like(train, key, len(train)) if row.position)
-        return max(named, key=named.get, default=None)
+    def score(band: tuple[int, int]) -> float:
+        found = [in_band(row.gray[::step, ::step], band) for row in rows]
+        return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
-    return [(None, position_for(row.key)) for row in test]
+    # bands from 0 are "darker than", bands up to 256 "brighter than"; then a finer look around the best
+    lo, hi = max(combinations(range(0, 257, 16), 2), key=score)
+    near = range(-12, 13, 4)
+    return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)
 
 
-def largest_component(gray: np.ndarray, band: tuple[int, int]) -> np.ndarray:
+def in_band(gray: np.ndarray, band: tuple[int, int]) -> np.ndarray:
     """(H, W) bool: the largest connected part of the pixels with lo <= grey < hi."""
     mask = (gray >= band[0]) & (gray < band[1])
     labels, count = ndimage.label(mask)
     return labels == np.bincount(labels.ravel())[1:].argmax() + 1 if count > 1 else mask
+
+
+def best_mean_mask(rows: list[Example]) -> np.ndarray:
+    """The mean mask, cut at the level that has the best mean Dice; no image is used."""
+    mean = np.mean([row.mask for row in rows], axis=0)
+    cuts = [mean > level for level in np.linspace(0, mean.max(), 20, endpoint=False)]
+    return max(cuts, key=lambda cut: np.mean([dice(cut, row.mask) for row in rows]))
 
 
 def dice(predicted: np.ndarray, target: np.ndarray) -> float:

@@ -11,6 +11,7 @@ image. The checkpoints have random weights and go through the same `from_pretrai
 import argparse
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +33,7 @@ POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1),
 POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
-IMAGENET = {"image_mean": (0.485, 0.456, 0.406), "image_std": (0.229, 0.224, 0.225)}
-CLIP = {"image_mean": (0.481, 0.458, 0.408), "image_std": (0.269, 0.261, 0.276)}
+TINY_MODELS = Path(__file__).parents[2] / "configs" / "tiny_models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,89 +160,59 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
 
 
 def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) -> None:
-    """Write llava_tiny (CLIP tower, projector, Llama, a tokenizer trained on the texts) and sam_tiny (a whole SAM)."""
+    """Write llava_tiny, its tokenizer trained on the texts, and sam_tiny for images of about image_size."""
     import torch
     import transformers as hf
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     hf.utils.logging.disable_progress_bar()
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
-    options = {"vocab_size": 512, "special_tokens": special, "show_progress": False}
-    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options)
-    bpe.train_from_iterator([*texts, "USER: \nASSISTANT:"], trainer)
-    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=False))
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=bpe, additional_special_tokens=["<image>"], **names)
+    for folder in TINY_MODELS.iterdir():
+        shutil.copytree(folder, out / folder.name, dirs_exist_ok=True)
+    tokenizer = hf.AutoTokenizer.from_pretrained(out / "llava_tiny")
+    tokenizer = tokenizer.train_new_from_iterator([*texts, "USER: \nASSISTANT:"], vocab_size=512, show_progress=False)
+    tokenizer.save_pretrained(out / "llava_tiny")
 
-    # 6 x 6 patches of 16 pixels, each seen through waves of 0 to 3 periods, two phases each
     torch.manual_seed(seed)
-    side, patch, width = 96, 16, 32
-    vision = {"image_size": side, "patch_size": patch, "hidden_size": width, "num_hidden_layers": 1}
-    vision |= {"intermediate_size": 96, "num_attention_heads": 4, "projection_dim": 64, "initializer_range": 0.1}
-    text = {"vocab_size": len(tokenizer), "hidden_size": 2 * width, "intermediate_size": 128, "num_hidden_layers": 4}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512}
-    text |= {
-        "initializer_range": 0.1,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
-    config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**vision),
-        text_config=hf.LlamaConfig(**text),
-        image_token_id=special.index("<image>"),
-        image_seq_length=(side // patch) ** 2,
-    )
+    config = hf.LlavaConfig.from_pretrained(out / "llava_tiny")
+    config.text_config.vocab_size = len(tokenizer)
     llava = hf.LlavaForConditionalGeneration(config)
-    tower, projector = llava.model.vision_tower.embeddings, llava.model.multi_modal_projector
     with torch.no_grad():
-        pixel = (torch.arange(patch) + 0.5) / patch - 0.5
-        waves = torch.cartesian_prod(torch.arange(-2.0, 3), torch.arange(3.0))
-        waves = waves[(waves[:, 1] > 0) | (waves[:, 0] > 0)]
-        n = len(waves)
-        phase = 2 * torch.pi * (waves[:, :1, None] * pixel + waves[:, 1:, None] * pixel[:, None])
-        filters = torch.cat([phase.cos(), phase.sin()]) * (0.25 + waves.norm(dim=1)).repeat(2)[:, None, None] / patch
-        tower.patch_embedding.weight.zero_()
-        tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3
-        tower.patch_embedding.weight[2 * n] = 1 / patch / 6
-        place = torch.linspace(-1, 1, side // patch)
-        place = torch.cartesian_prod(place, place) * torch.pi / 2
-        tower.position_embedding.weight.zero_()
-        tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([place.sin(), place.cos()], 1)
-        # of each direction the projector passes on both sides, which together are its strength
-        projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
-        strength = torch.randn(2 * width, n)
-        strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)
-        signed = torch.randn(2 * width, width)
-        signed[:, : 2 * n] = 0
-        projector.linear_2.weight[:] = torch.cat([strength + signed, strength - signed], 1) * (2 / width) ** 0.5
+        let_it_see(llava.model.vision_tower.embeddings, llava.model.multi_modal_projector)
         llava.lm_head.weight *= 3
     llava.save_pretrained(out / "llava_tiny")
-    tokenizer.save_pretrained(out / "llava_tiny")
-    settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": side}} | CLIP
-    write_json(out / "llava_tiny", settings | {"crop_size": {"height": side, "width": side}})
 
     torch.manual_seed(seed)
-    side = max(8, round(image_size / 8) * 8)
-    vision = {"image_size": side, "patch_size": 8, "hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "window_size": 4, "global_attn_indexes": [1], "mlp_ratio": 2.0, "mlp_dim": 128}
-    prompt = {"hidden_size": 32, "image_size": side, "patch_size": 8, "mask_input_channels": 4}
-    decoder = {"hidden_size": 64, "mlp_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sam = hf.SamModel(
-        hf.SamConfig(
-            vision_config=hf.SamVisionConfig(**vision, initializer_range=0.02, num_pos_feats=16),
-            prompt_encoder_config=hf.SamPromptEncoderConfig(**prompt),
-            mask_decoder_config=hf.SamMaskDecoderConfig(**decoder, iou_head_hidden_dim=16),
-        )
-    )
-    sam.save_pretrained(out / "sam_tiny")
-    settings = {"image_processor_type": "SamImageProcessor", "size": {"longest_edge": side}} | IMAGENET
-    write_json(out / "sam_tiny", settings)
+    settings = json.loads((out / "sam_tiny" / "config.json").read_text())
+    for part in ("vision_config", "prompt_encoder_config"):
+        settings[part]["image_size"] = max(8, round(image_size / 8) * 8)
+    hf.SamModel(hf.SamConfig(**settings)).save_pretrained(out / "sam_tiny")
 
 
-def write_json(folder: Path, settings: dict) -> None:
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
+def let_it_see(tower, projector) -> None:
+    """Weights for a frozen image tower of random weights would see nothing: it is given what trained ones have.
+
+    Each patch is seen through waves of 0 to 3 periods, two phases each, beside its grey and its place.
+    """
+    import torch
+
+    width, _, patch, _ = tower.patch_embedding.weight.shape
+    side = tower.image_size // patch
+    pixel = (torch.arange(patch) + 0.5) / patch - 0.5
+    waves = torch.cartesian_prod(torch.arange(-2.0, 3), torch.arange(3.0))
+    waves = waves[(waves[:, 1] > 0) | (waves[:, 0] > 0)]
+    n = len(waves)
+    phase = 2 * torch.pi * (waves[:, :1, None] * pixel + waves[:, 1:, None] * pixel[:, None])
+    filters = torch.cat([phase.cos(), phase.sin()]) * (0.25 + waves.norm(dim=1)).repeat(2)[:, None, None] / patch
+    tower.patch_embedding.weight.zero_()
+    tower.patch_embedding.weight[: 2 * n] = filters[:, None] / 3
+    tower.patch_embedding.weight[2 * n] = 1 / patch / 6
+    place = torch.cartesian_prod(*[torch.linspace(-1, 1, side)] * 2) * torch.pi / 2
+    tower.position_embedding.weight.zero_()
+    tower.position_embedding.weight[1:, 2 * n + 1 : 2 * n + 5] = 2 * torch.cat([place.sin(), place.cos()], 1)
+
+    # of each direction the projector passes on both sides, which together are its strength
+    projector.linear_1.weight[:] = 1.5 * torch.cat([torch.eye(width), -torch.eye(width)])
+    strength = torch.randn(2 * width, n)
+    strength = torch.cat([strength, strength, torch.zeros(2 * width, width - 2 * n)], 1)
+    signed = torch.randn(2 * width, width)
+    signed[:, : 2 * n] = 0
+    projector.linear_2.weight[:] = torch.cat([strength + signed, strength - signed], 1) * (2 / width) ** 0.5
