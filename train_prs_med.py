@@ -434,20 +434,20 @@ class Reader:
 class Decoded:
     """Decoded files, uint8 (length,) each, in memory that the ranks of a machine and their loaders share."""
 
-    def __init__(self, files: list[str], length: int, most_bytes: float):
-        self.numbers = {file: number for number, file in enumerate(dict.fromkeys(files))}
+    def __init__(self, keys: list[str], length: int, most_bytes: float):
+        self.numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         size = len(self.numbers) * (length + 1)
         shared = du.share_bytes(size) if 0 < size <= most_bytes else None
         # the last byte of a record says that it is there
         self.records = None if shared is None else shared.reshape(-1, length + 1)
 
-    def get(self, file: str, decode) -> np.ndarray:
-        """What decode() gives for a file, at the first call on this machine."""
+    def get(self, key: str, decode, file: str) -> np.ndarray:
+        """What decode(file) gives, at the first call with this key on this machine."""
         if self.records is None:
-            return decode()
-        record = self.records[self.numbers[file]]
+            return decode(file)
+        record = self.records[self.numbers[key]]
         if not record[-1]:
-            record[:-1] = decode()
+            record[:-1] = decode(file)
             record[-1] = 1
         return record[:-1]
 
@@ -473,10 +473,10 @@ class PositionData(Dataset):
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
         file, error = row.mask, ""
         try:
-            mask = self.masks.get(row.mask, lambda: self.decode_mask(row.mask))
+            mask = self.masks.get(row.mask, self.decode_mask, row.mask)
             if row.image:
                 file = row.image
-                pixels = self.images.get(row.identity, lambda: self.decode_image(row.image))
+                pixels = self.images.get(row.identity, self.decode_image, row.image)
         except (OSError, ValueError, SyntaxError) as reason:
             # the file changed after the check, or --skip_data_check
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
@@ -643,7 +643,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
     """
     model.eval()
     scores, examples, error = [], {}, ""
-    shown = set(np.linspace(0, len(loader.dataset) - 1, report.EXAMPLES).astype(int).tolist())
+    shown = rivals.spread(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
         error = error or next(filter(None, batch["error"]), "")
         logits, text_loss = model(batch)
@@ -661,10 +661,11 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
         distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
         for k, (index, position) in enumerate(zip(batch["index"], batch["position"], strict=True)):
             both, either, seg, txt, tokens = table[k]
+            iou = both / either if either else 1.0
             scores.append({
                 "index": index,
-                "dice": 2 * both / (both + either) if either else 1.0,
-                "iou": both / either if either else 1.0,
+                "dice": 2 * iou / (1 + iou),
+                "iou": iou,
                 "position": position,
                 "position_accuracy_mask": position and float(position_of(masks[k]) == position),
                 "hd95": distances[k],
@@ -830,8 +831,7 @@ def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dic
     """A made-up batch of the longest prompt and answer of some rows, of 64 tokens of text each without any."""
     reader = model.reader
     pairs = [reader.tokens(*texts) for texts in {(row.question, row.answer) for row in rows}]
-    prompts = [prompt for prompt, _ in pairs] or [reader.tokens("", "")[0] + [0] * 64]
-    answers = [answer for _, answer in pairs] or [[0] * 64]
+    prompts, answers = zip(*pairs or [(reader.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
     item = blank_item(reader, max(prompts, key=len), max(answers, key=len))
     return collate(reader, [item | {"identity": str(number)} for number in range(size)])
 
@@ -878,8 +878,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size, sets["train"].rows), args))
     options = {"train": True, "effective_batch_size": run.effective, "shares": run.shares}
     if args.questions_per_image > 1:
-        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(row.identity for row in rows))}
-        image_of = np.array([numbers[row.identity] for row in sets["train"].rows])
+        image_of = np.unique([row.identity for row in sets["train"].rows], return_inverse=True)[1]
         options["groups"] = ImageGroups(image_of, args.questions_per_image)
     loader = make_loader(sets["train"], args, run.leaf, **options)
     val_loader = make_loader(sets["val"], args, run.leaf) if "val" in sets else None

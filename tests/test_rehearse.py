@@ -69,16 +69,17 @@ def test_counted_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "peak_gib"),
     [
-        ("--mixed_precision bf16 --gpu_memory 80", 63.5),
-        ("--mixed_precision fp16 --gpu_memory 80", 63.5),
-        ("--batch_size 2 --gradient_checkpointing --gpu_memory 24", 17.0),
+        ("--mixed_precision bf16 --gpu_memory 80", 63.2),
+        ("--mixed_precision fp16 --gpu_memory 80", 63.2),
+        ("--batch_size 2 --gradient_checkpointing --gpu_memory 24", 16.8),
     ],
 )
 def test_prs_med_at_published_size(flags, peak_gib):
     step = last_object(rehearse("train_prs_med.py", *flags.split()))
     assert step["waits"] == {}
     assert step["fits"]
-    assert step["peak_gib"] < peak_gib
+    # another processor's kernels take a little more or less
+    assert step["peak_gib"] == pytest.approx(peak_gib, rel=0.03)
 
 
 @needs_compiler

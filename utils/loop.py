@@ -480,7 +480,7 @@ class Step:
         position.samples += self.samples
         run.evaluation_due = bool(args.eval_every_steps) and position.step % args.eval_every_steps == 0
         # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
-        shared = torch.stack([grad_norm, skipped]).double() * float(run.ranks.is_main)
+        shared = torch.stack([grad_norm, skipped]).double()
         shared = shared if run.ranks.is_main else torch.zeros_like(shared)
         run.log.step(torch.cat([self.losses, shared]), position.step, run.last_step, self.samples, lr)
         if position.step % args.log_every == 0:

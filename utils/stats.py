@@ -12,53 +12,37 @@ from itertools import cycle
 
 import numpy as np
 
-UNKNOWN = (np.nan, np.nan)
-
 
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
-    """(low, high) of the mean over rows; cases: each row's. Rows whose value is nan are left out.
+    """(low, high) of the mean over rows; cases: each row's.
 
     bounded: the values lie in 0..1; give False for others, such as the paired differences of two models. Unknown for
     fewer than two cases, and for unbounded values that are the same in all cases.
     """
-    values = np.asarray(values, float)
-    known = ~np.isnan(values)
-    values = values[known]
-    names, case = np.unique(np.asarray(cases)[known], return_inverse=True)
-    if len(names) < 2:
-        return UNKNOWN
-    rows, sums = np.bincount(case), np.bincount(case, weights=values)
-    without = (sums.sum() - sums) / (len(values) - rows)
-    return _from_jackknife(values.mean(), without, len(names), bounded)
-
-
-def _from_jackknife(estimate: float, without: np.ndarray, cases: int, bounded: bool):
-    """The interval around an estimate. without: its values without each group of cases, of which there are `cases`."""
     from scipy.stats import beta, norm, t
 
-    without = without[~np.isnan(without)]
-    groups = len(without)
-    if groups < 2:
-        return UNKNOWN
-    variance = (groups - 1) * without.var()
+    values = np.asarray(values, float)
+    names, case = np.unique(np.asarray(cases), return_inverse=True)
+    if len(names) < 2:
+        return np.nan, np.nan
+    rows, sums = np.bincount(case), np.bincount(case, weights=values)
+    mean, without = values.mean(), (sums.sum() - sums) / (len(values) - rows)
+    variance = (len(names) - 1) * without.var()
     # what rounding leaves of a variance of 0 does not count
     varies = variance > 1e-15
     # Student's t: the variance is itself an estimate
-    quantile = t.ppf(0.975, groups - 1)
+    quantile = t.ppf(0.975, len(names) - 1)
     if bounded:
         # Clopper and Pearson's interval; where nothing varies, each case counts as one row
-        rows = cases
-        if varies and 0 < estimate < 1:
-            rows = estimate * (1 - estimate) / variance * (norm.ppf(0.975) / quantile) ** 2
-        right, wrong = rows * estimate, rows * (1 - estimate)
+        count = len(names)
+        if varies and 0 < mean < 1:
+            count = mean * (1 - mean) / variance * (norm.ppf(0.975) / quantile) ** 2
+        right, wrong = count * mean, count * (1 - mean)
         low = beta.ppf(0.025, right, wrong + 1) if right > 0 else 0
         high = beta.ppf(0.975, right + 1, wrong) if wrong > 0 else 1
-    elif varies:
-        half = quantile * variance**0.5
-        low, high = estimate - half, estimate + half
-    else:
-        return UNKNOWN
-    return float(low), float(high)
+        return float(low), float(high)
+    half = quantile * variance**0.5 if varies else np.nan
+    return float(mean - half), float(mean + half)
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:

@@ -2,11 +2,11 @@
 
 import textwrap
 import warnings
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -29,18 +29,12 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     """95 % Hausdorff distance of each pair of (B, H, W) masks, pixels: 0 where both are empty, the diagonal for one."""
     from monai.metrics import compute_hausdorff_distance
 
-    diagonal = float(np.hypot(*target.shape[1:]))
-    either = [mask.any((1, 2)).tolist() for mask in (predicted, target)]
-    both = [k for k, (a, b) in enumerate(zip(*either, strict=True)) if a and b]
-    distances = [diagonal if a or b else 0.0 for a, b in zip(*either, strict=True)]
-    if both:
-        with warnings.catch_warnings():
-            # MONAI's own call of a name that it has deprecated
-            warnings.simplefilter("ignore", FutureWarning)
-            values = compute_hausdorff_distance(predicted[both, None], target[both, None], True, percentile=95)
-        for k, value in zip(both, values[:, 0].tolist(), strict=True):
-            distances[k] = value
-    return distances
+    with warnings.catch_warnings():
+        # of empty masks, and of MONAI's own call of a name that it has deprecated
+        warnings.simplefilter("ignore")
+        distances = compute_hausdorff_distance(predicted[:, None], target[:, None], True, percentile=95)[:, 0]
+    limits = float(np.hypot(*target.shape[1:])) * (predicted | target).any((1, 2))
+    return torch.where(distances.isfinite(), distances, limits).tolist()
 
 
 def case_of(row: Row) -> str:
@@ -141,7 +135,7 @@ def write_cases(path: Path, rows: list[Row], scores: list[dict]) -> None:
 
 
 def write_predictions(run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image]) -> None:
-    """Rank 0: predictions.csv, and a mask (0 and 255) and an overlay of each (image, question), named by the image.
+    """Rank 0: predictions.csv, and of each (image, question) a mask (0 and 255) and an overlay, named by the image.
 
     Earlier predictions stay: the folder is predictions, predictions_2, ... agree: whether the sentence names the
     position where the mask lies.
@@ -151,11 +145,9 @@ def write_predictions(run_folder: Path, asked: list, records: list[dict], opened
         number += 1
         folder = run_folder / f"predictions_{number}"
     folder.mkdir(parents=True)
-    lines, stems = [], set()
-    for (file, question), record in zip(asked, records, strict=True):
-        stem = next(name for n in count(1) if (name := f"{file.stem}_{n}" if n > 1 else file.stem) not in stems)
-        stems.add(stem)
-        mask, position = record["mask"], position_of(record["mask"])
+    lines = []
+    for place, ((file, question), record) in enumerate(zip(asked, records, strict=True), start=1):
+        stem, mask, position = f"{file.stem}_{place}", record["mask"], position_of(record["mask"])
         Image.fromarray(255 * mask.astype(np.uint8)).save(folder / f"{stem}_mask.png")
         red = Image.new("RGB", opened[file].size, (255, 40, 40))
         overlay = Image.composite(red, opened[file], Image.fromarray(110 * mask.astype(np.uint8)))

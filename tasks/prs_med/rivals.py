@@ -46,9 +46,9 @@ def rival_scores(train, test) -> dict[str, list[dict]]:
             row = read_example(test, index, step)
             true = position_of(row.mask)
             for name, mask in (("grey_threshold", in_band(row.gray, band)), ("mean_mask", usual_mask)):
-                both, either = (mask & row.mask).sum(), (mask | row.mask).sum()
-                score = {"dice": dice(mask, row.mask), "iou": float(both / either) if either else 1.0}
-                rows[name][index] = score | {"position_accuracy": true and float(position_of(mask) == true)}
+                overlap = dice(mask, row.mask)
+                right = true and float(position_of(mask) == true)
+                rows[name][index] = {"dice": overlap, "iou": overlap / (2 - overlap), "position_accuracy": right}
             rows["frequent_position"][index] = {"position_accuracy": true and float(usual_position == true)}
     return {name: [{"index": index} | own[index] for index in sorted(own)] for name, own in rows.items()}
 
