@@ -630,7 +630,7 @@ def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args:
 
 def count_answer_tokens(batches: list[dict]) -> list[float]:
     """Tokens of the answers in this rank's leaves."""
-    return [float(sum(int((batch["answer"] >= 0).sum()) for batch in batches))]
+    return [sum(float((batch["answer"] >= 0).sum()) for batch in batches)]
 
 
 @torch.no_grad()
@@ -656,7 +656,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
             (batch["answer"] >= 0).sum(1),
         ]
         # one transfer for what is added up over pixels and tokens, one for the masks
-        table = torch.stack([column.double() for column in columns], dim=1).tolist()
+        table = torch.stack(columns, dim=1).tolist()
         masks = predicted.cpu().numpy()
         distances = report.hausdorff_95(predicted, target) if hausdorff else [None] * len(table)
         for k, (index, position) in enumerate(zip(batch["index"], batch["position"], strict=True)):
@@ -833,7 +833,7 @@ def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dic
     pairs = [reader.tokens(*texts) for texts in {(row.question, row.answer) for row in rows}]
     prompts, answers = zip(*pairs or [(reader.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
     item = blank_item(reader, max(prompts, key=len), max(answers, key=len))
-    return collate(reader, [item | {"identity": str(number)} for number in range(size)])
+    return collate(reader, [item | {"identity": number} for number in range(size)])
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
@@ -857,7 +857,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     rows = [] if args.predict else read_data(args, args.eval_split if args.eval_only else "train")
 
     # nothing is written before begin(), so that all that can be wrong is said before a run is touched
-    run = Run(FORMAT, args, ranks, ADVICE)
+    run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
     with du.agree_on_errors():
         model = build_model(args, precision, device)
         if run.checkpoint:
@@ -895,7 +895,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     }
     notes = {
         "learning rate": f"{args.learning_rate:g} -> {base_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
-        "precision": "; ".join(filter(None, (f"{precision} ({reason})", remark))),
+        "precision": f"{precision} ({reason}) {remark}",
     }
     losses = ["loss", "loss_seg", "loss_txt"]
     wrapped = run.begin(model, optimizer, precision, steps, losses, facts, notes, {"base": base})

@@ -68,7 +68,7 @@ def run(*words, code: int = 0) -> str:
 def trained(data_root, tmp_path_factory) -> Path:
     """A run of one epoch."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    run("--data_root", data_root, "--output_dir", folder, "--num_epochs", 1, "--generate_every", 1)
+    run("--data_root", data_root, "--output_dir", folder, "--num_epochs", 1, "--generate_every", 1, "--lora_rank", 3)
     return folder
 
 

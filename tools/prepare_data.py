@@ -10,6 +10,7 @@ What is understood is in tasks/<task>/README.md, "Your own images".
 """
 
 import argparse
+import os
 import runpy
 import sys
 
@@ -26,6 +27,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    # transformers may import deepspeed, which would report that it looks for a GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if sys.argv[1:2] == ["mimic_cxr"]:
         # this task has not moved yet, and has its own flags
         runpy.run_module("old.prepare_data", run_name="__main__")

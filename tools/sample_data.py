@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 from utils.cli import HelpFormatter, InputError, RunError, end_with
@@ -27,4 +28,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # transformers may import deepspeed, which would report that it looks for a GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main(sys.argv[1:])

@@ -59,7 +59,6 @@ class RunLog:
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
-        self.estimated = False
         self.restart_clock()
         if ranks.is_main:
             self._open(args, step)
@@ -101,7 +100,7 @@ class RunLog:
         self.waited = 0.0
         self.samples = self.steps = 0
 
-    def step(self, values: torch.Tensor, step: int, total_steps: int, samples: int, lr: float) -> None:
+    def step(self, values: torch.Tensor, step: int, samples: int, lr: float) -> None:
         """Keep one optimizer step's numbers. Raises RunError, on all ranks, after too many skipped steps in a row.
 
         values: this rank's part of the sums over the ranks, one for each of the names.
@@ -110,13 +109,6 @@ class RunLog:
         self.samples += samples
         self.steps += 1
         self.lr = lr
-        seconds = time.perf_counter() - self.started
-        if not self.last and not self.estimated and seconds > 20:
-            # the first log line may be far away; a run that takes days should say so now
-            self.estimated = True
-            per_step = seconds / self.steps
-            left = duration((total_steps - step) * per_step)
-            print_main(f"about {per_step:.1f} s a step: {left} left for {total_steps - step} steps")
         if step % min(self.log_every, self.max_bad_steps) == 0:
             self.collect()
 

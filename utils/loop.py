@@ -50,11 +50,12 @@ class Run:
     `shares` says how the ranks divide a step's leaves.
     """
 
-    def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str):
+    def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str, model_flags: tuple[str, ...] = ()):
         """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before begin().
 
-        format: name and version of what the script saves. advice: what to do when the memory is too small. With
-        --eval_only or --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
+        format: name and version of what the script saves. advice: what to do when the memory is too small. model_flags:
+        what the model is made of; where there is a checkpoint, `args` takes these from it. With --eval_only or
+        --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
         """
         self.folder = Path(args.output_dir)
         self.format = format
@@ -78,6 +79,13 @@ class Run:
         elif not resume_from:
             resume_from = str(self.folder / "best.pt")
         self.checkpoint = checkpoint.load_checkpoint(resume_from, self.folder, format)
+        self.model_flags = {name: getattr(args, name) for name in model_flags}
+        for name, given in self.model_flags.items() if self.checkpoint else ():
+            value = self.checkpoint["model_flags"][name]
+            if given != value:
+                du.print_main(f"--{name}: {value}, as in the checkpoint")
+            setattr(args, name, value)
+            self.model_flags[name] = value
         if not self.trains:
             if self.checkpoint is None:
                 raise InputError(f"{self.folder}: no checkpoint to use; give one with --resume_from")
@@ -310,6 +318,7 @@ class Run:
                 "format": self.format,
                 "step": self.position.step,
                 "run": self.facts,
+                "model_flags": self.model_flags,
                 "position": asdict(self.position),
                 "log": self.log.state(),
                 "model": weights,
@@ -482,7 +491,7 @@ class Step:
         # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
         shared = torch.stack([grad_norm, skipped]).double()
         shared = shared if run.ranks.is_main else torch.zeros_like(shared)
-        run.log.step(torch.cat([self.losses, shared]), position.step, run.last_step, self.samples, lr)
+        run.log.step(torch.cat([self.losses, shared]), position.step, self.samples, lr)
         if position.step % args.log_every == 0:
             run.log.write_interval(position.step, position.epoch + 1, run.last_step)
 
