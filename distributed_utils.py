@@ -142,21 +142,22 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
             return
         first = ranks.store.add("ranks that gave up", 1) == 1
         time.sleep(wait)
-        places = [ranks.store.get(f"place of {rank}").decode() for rank in range(ranks.world_size)]
-        told = [f"rank {rank} ({place})" for rank, place in enumerate(places)]
         silent = [rank for rank in range(ranks.world_size) if not ranks.store.check([f"rank {rank} has ended"])]
         if first and silent:
-            names = ", ".join(told[rank] for rank in silent)
-            waited = ", ".join(told[rank] for rank in range(ranks.world_size) if rank not in silent)
-            reason = f"{names} hangs or was killed, {waited} waited in vain"
+            names = ", ".join(f"rank {rank} ({ranks.store.get(f'place of {rank}').decode()})" for rank in silent)
+            reason = f"{names} hangs or was killed, the others waited in vain"
             print(f"error: {reason}; stacks: hang_rank*.txt in the run folder", file=sys.stderr)
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launch_workers(world_size: int) -> None:
     """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
     if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world_size)))
         torchrun = str(Path(__file__).parent / "utils" / "torchrun.py")
         command = [sys.executable, torchrun, "--standalone", f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":
@@ -242,6 +243,8 @@ def create_distributed_dataloader(
         sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, shares, groups)
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
+    # more processes than cores would only wait for each other
+    num_workers = min(num_workers, cores())
     return DataLoader(
         dataset,
         batch_sampler=sampler,

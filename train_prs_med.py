@@ -48,7 +48,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("loss and learning rate").add_argument
     add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
     add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
-    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help="times world size, its root, or 1")
+    text = "times the GPUs (or effective batch / batch size), its root, or 1"
+    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add("--lr_schedule", choices=("constant", "cosine"), default="constant", help="after warm-up; cosine ends at 0")
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
     add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
@@ -639,13 +640,12 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
 
     dice, iou: of the mask at image_size; 1 for one that is empty as it should be. position_accuracy_mask: whether the
     predicted mask lies at the true position, None where that mask is empty. hd95: pixels, MONAI's 95 % Hausdorff
-    distance; the image's diagonal where one of the masks is empty. Raises InputError on all ranks for an image of any.
+    distance; the image's diagonal where one of the masks is empty.
     """
     model.eval()
-    scores, examples, error = [], {}, ""
+    scores, examples = [], {}
     shown = rivals.spread(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
-        error = error or next(filter(None, batch["error"]), "")
         logits, text_loss = model(batch)
         predicted, target = logits > 0, batch["mask"]
         columns = [
@@ -676,9 +676,6 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
             if index in shown:
                 image = batch["sam"][batch["image_of"][k]].cpu().numpy()
                 examples[index] = {"image": image, "true": target[k].cpu().numpy(), "predicted": masks[k]}
-    with du.agree_on_errors():
-        if error:
-            raise InputError(error)
     examples = {index: example for part in du.gather_objects(examples) for index, example in part.items()}
     scores = [row for part in du.gather_objects(scores) for row in part]
     return sorted(scores, key=lambda row: row["index"]), dict(sorted(examples.items()))
@@ -770,11 +767,10 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
     if path.suffix.lower() == ".csv":
         table = tables.read_table(path)
         image = tables.find_column(table, "image")
-        pairs = [(path.parent / row[image], row.get("question") or question) for _, row in table]
-        bad = [source for (source, _), (_, asked) in zip(table, pairs, strict=True) if not asked]
-        if bad:
-            raise InputError(f"{bad[0]}: no question; complete the row or give --question")
-        return pairs
+        for source, row in table:
+            if not (row.get("question") or question):
+                raise InputError(f"{source}: no question; complete the row or give --question")
+        return [(path.parent / row[image], row.get("question") or question) for _, row in table]
     found = [path] if path.is_file() else sorted(path.rglob("*"))
     found = [file for file in found if file == path or file.suffix.lower() in images.IMAGE_ENDINGS]
     if not found:
@@ -917,7 +913,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 if args.generate_every and (run.position.epoch + 1) % args.generate_every == 0:
                     add_answers(model, val_loader, run, scores, args.max_new_tokens)
                 metrics = mean_metrics(scores, "val", args)
-                du.print_main(f"val: loss {metrics['val/loss']:.4f}, dice {metrics['val/dice']:.4f}")
                 run.figure("val_predictions", report.draw_predictions(sets["val"].rows, scores, examples))
             run.keep(metrics, headline="val/dice")
 

@@ -23,7 +23,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--data_root", help="folder with train/ and val/; left out: made-up images")
     add("--image_size", type=whole(8), default=32, help="side that images are resized to")
     add("--dropout", type=number(0, 0.99), default=0.1, help="before the last layer")
-    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help="times world size, its root, or 1")
+    text = "times the GPUs (or effective batch / batch size), its root, or 1"
+    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add("--warmup_steps", type=whole(0), default=5, help="optimizer steps of linear warm-up, then a cosine to 0")
     add_common_arguments(parser, output_dir="runs/minimal", num_epochs=5, learning_rate=1e-3, batch_size=16)
     return parser.parse(argv)
@@ -36,12 +37,12 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, set_numerics
+from utils.images import open_image
 from utils.loop import Run
 
 
@@ -69,9 +70,9 @@ class Images(Dataset):
         pixels[:, label * self.side // 2 : (label + 1) * self.side // 2] += 0.2
         if self.root:
             try:
-                image = Image.open(self.paths[index]).convert("RGB").resize((self.side, self.side))
+                image = open_image(self.paths[index]).resize((self.side, self.side))
                 pixels = np.asarray(image) / 127.5 - 1
-            except OSError as reason:
+            except (OSError, ValueError, SyntaxError) as reason:
                 error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
         if self.augmented:
             # drawn from (seed, epoch, sample): the same in any process, at any number of them, after any resume
@@ -109,12 +110,11 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     device = ranks.device
     precision, _ = choose_precision(args.mixed_precision, device)
     set_numerics(device, precision, args.deterministic)
+    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size",))
     folder = Path(args.data_root) if args.data_root else None
     train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
     val_set = Images(folder and folder / "val", args, made_up=50, augmented=False)
-
-    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
-    run = Run("minimal/1", args, ranks, advice="lower --image_size")
     torch.manual_seed(args.seed)
     model = make_model(len(train_set.classes), args.dropout).to(device)
 
@@ -124,10 +124,17 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
         loss_sum(model, batch, precision)[0].backward()
 
     # a step and its leaves belong to the run, who computes them to the machine
-    run.choose_batch(model, try_once)
+    if run.trains:
+        run.choose_batch(model, try_once)
     options = {"seed": args.seed, "num_workers": args.num_workers}
-    loader = du.create_distributed_dataloader(train_set, run.leaf, True, run.effective, run.shares, **options)
     val_loader = du.create_distributed_dataloader(val_set, run.leaf, train=False, **options)
+    if args.eval_only:
+        run.load_best(model)
+        metrics = evaluate(model, val_loader, run, precision)
+        du.print_main(metrics)
+        run.write_summary("eval_val", metrics)
+        return 0
+    loader = du.create_distributed_dataloader(train_set, run.leaf, True, run.effective, run.shares, **options)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()

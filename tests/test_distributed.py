@@ -128,7 +128,8 @@ def test_exact_sum_is_the_same_at_any_number_of_processes(launch):
 
 
 def test_on_grid_adds_without_rounding():
-    values = du.on_grid(torch.randn(10_000) * 10.0 ** torch.randint(-6, 3, (10_000,)))
+    # partial sums stay far below 2**13
+    values = du.on_grid(torch.randn(10_000) * 10.0 ** torch.randint(-6, 2, (10_000,)))
     sums = {values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}
     assert len(sums) == 1
     assert du.on_grid(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")

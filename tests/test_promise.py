@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -443,6 +444,34 @@ def test_old_run_is_kept(run, whole):
 def test_another_batch_is_refused(run, whole):
     text = run(MINIMAL, whole(MINIMAL), "--resume_from auto --effective_batch_size 24", code=2)
     assert error_lines(text)[0].startswith("error: --effective_batch_size 24: this run has 23")
+
+
+def test_eval_only_changes_nothing(run, whole, tmp_path):
+    """The model's flags come from the checkpoint, and the run's files stay as they are."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole(MINIMAL), folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    text = run(MINIMAL, folder, "--eval_only --image_size 24", 2)
+    assert "--image_size: 16, as in the checkpoint" in text
+    assert {path: path.read_bytes() for path in before} == before
+    summary, again = (json.loads((folder / name).read_text()) for name in ("summary.json", "eval_val.json"))
+    assert again == {name: summary[name] for name in again}
+    assert len(again) == 2
+
+
+@pytest.mark.parametrize(("part", "processes"), [("train", 1), ("val", 2)])
+def test_unusable_image(run, tmp_path, part, processes):
+    """Of an epoch or of an evaluation: all ranks end with the same line, which names the file."""
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "photos" / place).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (20, 16), (40 * number, 9, 9)).save(tmp_path / "photos" / place / f"{number}.png")
+    bad = tmp_path / "photos" / part / "b/3.png"
+    bad.write_bytes(bad.read_bytes()[:50])
+    text = run(MINIMAL, tmp_path / "run", f"--data_root {tmp_path}/photos", processes, code=2)
+    assert error_lines(text)[0].startswith(f"error: {bad}: cannot be read")
+    assert len(error_lines(text)) == 1
+    assert "Traceback" not in text
 
 
 class Evil:

@@ -89,6 +89,8 @@ def compare_logs(one: list[dict], other: list[dict], tolerance: float) -> bool:
                 largest = max(largest, relative_difference(x, y))
     if first:
         print(f"first difference: {first}\nlargest relative difference: {largest:.2e}")
+    if [line["step"] for line in one] != [line["step"] for line in other]:
+        print("other steps: had both runs the same global batch (--effective_batch_size) and --log_every?")
     if len(one) != len(other):
         print(f"one log is longer: {len(one)} and {len(other)} lines")
         return False

@@ -353,6 +353,7 @@ def begin_run(folder: Path, checkpoint: dict | None) -> bool:
     for path in [folder / name for name in WRITTEN] + [*folder.glob("step_*.pt"), best]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if checkpoint:
-        # another run's becomes the first of this one, so that `auto` finds it
+        # another run's becomes the first of this one, so that `auto` finds it; the log of that one stays behind
+        checkpoint["log"]["bytes"] = 0
         write_checkpoint(first, checkpoint, run_id)
     return False

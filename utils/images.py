@@ -25,7 +25,7 @@ def open_upright(path: str | Path, window: Window | None = None) -> Image.Image:
     """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
 
     Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
-    Raises ValueError, OSError, or what pydicom raises, for a file that cannot be opened.
+    Raises OSError, ValueError, SyntaxError (a broken PNG), or what pydicom raises, for a file that cannot be opened.
     """
     if is_dicom(path):
         return _open_dicom(path, window)

@@ -151,6 +151,8 @@ class Run:
         InputError for a checkpoint of another run.
         """
         args, saved = self.args, self.checkpoint
+        if not self.trains:
+            raise ValueError("--eval_only and --predict end before begin()")
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
         self.facts = facts | {"seed": args.seed, "effective_batch_size": self.effective, "lr_times": self.lr_times}
@@ -189,17 +191,14 @@ class Run:
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
 
         world_size = self.ranks.world_size
+        leaves = math.ceil(self.effective / self.leaf)
         rows = {
             "processes": f"{world_size} by {self.ranks.launcher}, {self.ranks.device.type}",
-            "batch": f"{self.effective} samples a step = {math.ceil(self.effective / self.leaf)} leaves of {self.leaf}",
+            "batch": f"{self.effective} samples a step = {leaves} leaves of {self.leaf}, shared {self.shares}",
             "steps": f"{self.position.step} of {self.last_step} done",
         }
-        if len(set(self.shares)) > 1:
-            rows["batch"] += f", shared {','.join(map(str, self.shares))}"
-        elif world_size > 1:
-            rows["batch"] += f" over {world_size} processes"
         print_banner(str(self.folder), rows | facts | (notes or {}))
-        idle = world_size - math.ceil(self.effective / self.leaf)
+        idle = world_size - leaves
         if idle > 0:
             du.print_main(
                 f"warning: {idle} of {world_size} processes have no leaf; --batch_size of a new run is too large"
@@ -241,9 +240,7 @@ class Run:
 
             # agree with the other ranks, before anything of the step is used
             counts = count(batches if numbers else []) if count else []
-            error = next(
-                (str(reason) for batch in batches for reason in np.atleast_1d(batch.get("error", "")) if reason), ""
-            )
+            error = next(filter(None, map(error_in, batches)), "")
             facts = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
             stop_143, stop_130, unusable, *totals = du.reduce_sum(facts).tolist()
             if unusable:
@@ -272,10 +269,15 @@ class Run:
         return self.is_over() or self.epoch_over or self.evaluation_due
 
     def batches(self, loader: DataLoader) -> Iterator:
-        """The batches of an evaluation, on the device."""
+        """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any."""
+        error = ""
         for number, batch in enumerate(self._begin(loader), start=1):
             self.alive(f"batch {number} of the evaluation at step {self.position.step}")
+            error = error or error_in(batch)
             yield du.to_device(batch, self.ranks.device)
+        with du.agree_on_errors():
+            if error:
+                raise InputError(error)
 
     def _begin(self, loader: DataLoader) -> Iterator:
         """The loader's batches; its processes are forked at the first call."""
@@ -338,8 +340,10 @@ class Run:
     def keep(self, metrics: dict[str, float], headline: str = "", lower: bool = False) -> None:
         """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
 
-        metrics: of the evaluation that was due, {} without one. lower: whether less is better.
+        metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error.
         """
+        if metrics:
+            du.print_main(" | ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         position, epoch = self.position, self.position.epoch + 1
         planned = self.epoch_over or self.evaluation_due
         at_end = position.step == self.planned_steps
@@ -365,11 +369,16 @@ class Run:
             self.log.write(position.step, epoch, metrics)
 
     def load_best(self, model: nn.Module) -> bool:
-        """All ranks: put the weights of best.pt into the plain model; False where nothing was evaluated."""
-        self.writer.wait()
-        if self.position.best is None:
-            return False
-        best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
+        """All ranks: put the weights of best.pt into the plain model; False where nothing was evaluated.
+
+        With --eval_only or --predict: those of the checkpoint that was named.
+        """
+        best = self.checkpoint
+        if self.trains:
+            self.writer.wait()
+            if self.position.best is None:
+                return False
+            best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
         checkpoint.load_trained(model, best["model"])
         return True
 
@@ -383,14 +392,13 @@ class Run:
     def finish(self, tested: dict[str, float] | None = None) -> None:
         """All ranks, at the end of a run that was not stopped: the weights alone, summary.json and the curves.
 
-        tested: metrics of the test.
+        The weights are the model's: the last, or the best after load_best(). tested: metrics of the test.
         """
         self.writer.wait()
         checkpoint.export_weights(checkpoint.trained_state(self.model), self.folder / "model.safetensors")
         facts = {"steps": self.position.step, "epochs": self.position.epoch, "world_size": self.ranks.world_size}
-        seconds = round(time.time() - self.begun, 1)
-        last = self.log.last | facts | self.facts | self.position.best_metrics | (tested or {})
-        self.write_summary("summary", last | {"seconds": seconds})
+        facts |= self.facts | self.position.best_metrics | (tested or {})
+        self.write_summary("summary", self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)})
         if self.ranks.is_main:
             self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
         du.print_main(f"done; checkpoints, curves and summary.json are in {self.folder}")
@@ -494,6 +502,11 @@ class Step:
         run.log.step(torch.cat([self.losses, shared]), position.step, self.samples, lr)
         if position.step % args.log_every == 0:
             run.log.write_interval(position.step, position.epoch + 1, run.last_step)
+
+
+def error_in(batch: dict) -> str:
+    """The first `error` that a batch's samples tell of, or ""."""
+    return next((str(reason) for reason in np.atleast_1d(batch.get("error", "")) if reason), "")
 
 
 def seed_noise(device: torch.device, *position: int) -> None:
