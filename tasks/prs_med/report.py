@@ -109,7 +109,7 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
 
     columns = min(3, len(examples))
     lines = -(-len(examples) // columns)
-    figure = Figure(figsize=(4 * columns, 5 * lines), layout="constrained")
+    figure = Figure(figsize=(4 * columns, 5.5 * lines), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis in axes:
         axis.axis("off")

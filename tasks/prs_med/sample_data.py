@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
-    add("--num_train", type=whole(1), default=1000, help="training images, two questions each")
+    add("--num_train", type=whole(1), default=1800, help="training images, two questions each")
     add("--num_val", type=whole(0), default=48, help="validation images, two questions each")
     add("--num_test", type=whole(0), default=72, help="test images, two questions each")
     add("--image_size", type=whole(32), default=96, help="side of the square images, pixels")
