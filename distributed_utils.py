@@ -55,6 +55,13 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def wait_for_main(self, what: str) -> None:
+        """All ranks: until rank 0 is here, however long that takes; if it dies, the launcher ends the others."""
+        if self.store and self.is_main:
+            self.store.set(what, "")
+        elif self.store:
+            self.store.wait([what], timedelta(days=7))
+
     def note(self, place: str) -> None:
         """Tell the other ranks where this one is, for the day when it no longer answers."""
         if self.store:
@@ -92,9 +99,12 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
     gpus = torch.cuda.device_count()
     if gpus:
         # srun may show each task its own GPU only
-        device = torch.device("cuda", 0 if gpus == 1 and launcher == "srun" else local_rank)
-        if device.index >= gpus:
-            raise InputError(f"process {local_rank + 1} of a machine with {gpus} GPUs; start at most one per GPU")
+        alone = gpus == 1 and launcher == "srun"
+        device = torch.device("cuda", 0 if alone else local_rank)
+        # all processes of the machine see that, the first included, whose line is shown
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if here > gpus and not alone:
+            raise InputError(f"{here} processes on a machine with {gpus} GPUs; start at most one per GPU")
         torch.cuda.set_device(device)
 
     store = None
@@ -149,15 +159,11 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
             print(f"error: {reason}; stacks: hang_rank*.txt in the run folder", file=sys.stderr)
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def launch_workers(world_size: int) -> None:
     """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
     if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // world_size)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size)))
         torchrun = str(Path(__file__).parent / "utils" / "torchrun.py")
         command = [sys.executable, torchrun, "--standalone", f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":
@@ -243,8 +249,6 @@ def create_distributed_dataloader(
         sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, shares, groups)
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
-    # more processes than cores would only wait for each other
-    num_workers = min(num_workers, cores())
     return DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -317,7 +321,7 @@ def share_bytes(size: int) -> np.ndarray | None:
         descriptor, path = tempfile.mkstemp()
         try:
             # or a full disk would end the process at a later write
-            os.posix_fallocate(descriptor, 0, size)
+            getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(descriptor, 0, size)
         except OSError:
             os.unlink(path)
             path = ""

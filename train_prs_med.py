@@ -478,7 +478,7 @@ class PositionData(Dataset):
             if row.image:
                 file = row.image
                 pixels = self.images.get(row.identity, self.decode_image, row.image)
-        except (OSError, ValueError, SyntaxError) as reason:
+        except (OSError, ValueError) as reason:
             # the file changed after the check, or --skip_data_check
             error = f"{row.source}: {file} is not a readable image ({reason}); replace it and resume"
         sam, vlm = pixels[: 3 * side**2].reshape(3, side, side), pixels[3 * side**2 :].reshape(3, small, small)
@@ -561,7 +561,7 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
     def move(values: np.ndarray, mode: str) -> np.ndarray:
         values = torch.from_numpy(values[None]).float()
         grid = F.affine_grid(turn, [*values.shape], align_corners=False)
-        return F.grid_sample(values, grid, mode, align_corners=False)[0].numpy().astype(np.uint8)
+        return F.grid_sample(values, grid, mode, align_corners=False)[0].round().byte().numpy()
 
     moved = move(mask[None], "nearest")[0] > 0
     if moved.any():
@@ -571,24 +571,21 @@ def augment(sam: np.ndarray, vlm: np.ndarray, mask: np.ndarray, rng: np.random.G
 
 
 def read_data(args: Namespace, needed: str) -> list[Row]:
-    """All ranks: the rows of the annotations, checked. Raises InputError on all, also where split `needed` has none."""
-    rows: list[Row] = []
-    with du.agree_on_errors():
-        if du.world()[0] == 0:
-            root, patients = Path(args.data_root), (args.patient_column, args.patient_pattern)
-            if not root.is_dir():
-                raise InputError(
-                    f"{root}: no such folder; give --data_root, or make data up (make demo) or of your own images: "
-                    "python -m tools.prepare_data prs_med --help"
-                )
-            rows = annotations.read_rows(root, args.annotations, *patients, args.skip_bad_rows)
-            if not args.skip_data_check:
-                rows, warnings = annotations.check_data(rows, args.image_size, root / ".data_check.json")
-                for warning in warnings:
-                    print(f"data check: {warning}", flush=True)
-            if not any(row.split == needed for row in rows):
-                raise InputError(f"{root}: no rows of the {needed} split; check the annotations' column `split`")
-    return du.broadcast_object(rows)
+    """Rank 0: the rows of the annotations, checked. Raises InputError, also where split `needed` has none."""
+    root, patients = Path(args.data_root), (args.patient_column, args.patient_pattern)
+    if not root.is_dir():
+        raise InputError(
+            f"{root}: no such folder; give --data_root, or make data up (make demo) or of your own images: "
+            "python -m tools.prepare_data prs_med --help"
+        )
+    rows = annotations.read_rows(root, args.annotations, *patients, args.skip_bad_rows)
+    if not args.skip_data_check:
+        rows, warnings = annotations.check_data(rows, args.image_size, root / ".data_check.json")
+        for warning in warnings:
+            print(f"data check: {warning}", flush=True)
+    if not any(row.split == needed for row in rows):
+        raise InputError(f"{root}: no rows of the {needed} split; check the annotations' column `split`")
+    return rows
 
 
 def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, PositionData]:
@@ -739,22 +736,23 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
         add_answers(model, generate(blind), run, blind_scores, args.max_new_tokens)
         for row in blind_scores:
             row["index"] = some[row["index"]]
+    others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
+    if "train" in sets:
+        # as they are, not augmented
+        known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
+        parts = du.gather_objects(rivals.rival_scores(known, data, *du.world()))
+        for name in rivals.NAMES:
+            rows = [row for part in parts for row in part[name]]
+            others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
     metrics = {}
     with du.agree_on_errors():
         if du.world()[0] == 0:
-            others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
-            if "train" in sets:
-                # as they are, not augmented
-                known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
-                others |= {f"rival/{name}": rows for name, rows in rivals.rival_scores(known, data).items()}
             metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
             try:
                 report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)
                 run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))
             except OSError as error:
-                raise RunError(
-                    f"{run.folder}: results not written ({error.strerror}); make room, then --eval_only"
-                ) from None
+                raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
     return metrics
 
 
@@ -786,7 +784,7 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
         try:
             opened[file] = opened.get(file) or images.open_image(file)
             asked.append((file, question))
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError) as error:
             du.print_main(f"warning: {file}: cannot be read ({error}); left out")
     if not asked:
         raise InputError(f"{args.predict}: no image can be read; check --predict")
@@ -850,7 +848,15 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     device = ranks.device
     precision, reason = choose_precision(args.mixed_precision, device)
     remark = set_numerics(device, precision, args.deterministic)
-    rows = [] if args.predict else read_data(args, args.eval_split if args.eval_only else "train")
+    rows: list[Row] = []
+    with du.agree_on_errors():
+        try:
+            if ranks.is_main and not args.predict:
+                rows = read_data(args, args.eval_split if args.eval_only else "train")
+        finally:
+            # to look at all images may take longer than a collective waits
+            ranks.wait_for_main("the data check")
+    rows = du.broadcast_object(rows)
 
     # nothing is written before begin(), so that all that can be wrong is said before a run is touched
     run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
@@ -886,6 +892,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         du.print_main(f"warning: a learning rate of {base_lr:g} may diverge; --lr_scaling none or --warmup_steps 500")
     facts = {
         "training rows": len(sets["train"]),
+        "images": len(sets["train"].images.numbers),
         "augmentation": args.augmentation,
         "questions per image": args.questions_per_image,
     }

@@ -52,14 +52,15 @@ class Images(Dataset):
     An unreadable image is reported, not raised: all ranks then end with the same line.
     """
 
-    def __init__(self, root: Path | None, args: Namespace, made_up: int, augmented: bool):
+    def __init__(self, root: Path | None, args: Namespace, made_up: int, augmented: bool, known: tuple[str, ...] = ()):
         self.root, self.side, self.seed, self.augmented = root, args.image_size, args.seed, augmented
         self.paths = [Path(("left", "right")[number % 2], f"{number}.png") for number in range(made_up)]
         if root:
             self.paths = sorted(path for path in root.glob("*/*") if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
-        self.classes = sorted({path.parent.name for path in self.paths})
-        if not self.paths:
-            raise InputError(f"{root}: no <class>/*.png or *.jpg; check --data_root")
+        found = {path.parent.name for path in self.paths}
+        self.classes = list(known) or sorted(found)
+        if not self.paths or not found <= {*self.classes}:
+            raise InputError(f"{root}: no <class>/*.png or *.jpg, or of a class without training images; correct it")
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -72,7 +73,7 @@ class Images(Dataset):
             try:
                 image = open_image(self.paths[index]).resize((self.side, self.side))
                 pixels = np.asarray(image) / 127.5 - 1
-            except (OSError, ValueError, SyntaxError) as reason:
+            except (OSError, ValueError) as reason:
                 error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
         if self.augmented:
             # drawn from (seed, epoch, sample): the same in any process, at any number of them, after any resume
@@ -114,7 +115,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size",))
     folder = Path(args.data_root) if args.data_root else None
     train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
-    val_set = Images(folder and folder / "val", args, made_up=50, augmented=False)
+    val_set = Images(folder and folder / "val", args, made_up=50, augmented=False, known=train_set.classes)
     torch.manual_seed(args.seed)
     model = make_model(len(train_set.classes), args.dropout).to(device)
 

@@ -14,7 +14,7 @@ RUN = "0123456789abcdef"
 
 
 def contents(step: int) -> dict:
-    return {"format": "test/1", "step": step, "model": {"weight": torch.arange(1000.0) + step}}
+    return {"format": "test/1", "step": step, "model": {"weight": torch.arange(1000.0) + step}, "log": {"bytes": 9}}
 
 
 @pytest.fixture
@@ -140,6 +140,8 @@ def test_a_run_that_was_resumed_elsewhere_begins_a_folder_of_its_own(folder, tmp
     assert checkpoint.begin_run(other, saved) is False
     assert checkpoint.find_newest(other).name == "step_00000006.pt"
     assert checkpoint.read_run_id(other) != RUN
+    # whose log stays behind
+    assert checkpoint.load_checkpoint("auto", other, "test/1")["log"] == {"bytes": 0}
     assert len(list(folder.glob("step_*.pt"))) == 3
 
 

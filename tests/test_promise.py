@@ -441,6 +441,19 @@ def test_old_run_is_kept(run, whole):
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*.pt"))
 
 
+def test_another_run_is_not_replaced(run, whole, tmp_path):
+    """A checkpoint of another run begins a new one, but not over a run without being told to."""
+    folder = tmp_path / "run"
+    run(MINIMAL, folder, "--seed 1 --max_steps 3")
+    best = whole(MINIMAL) / "best.pt"
+    before = (folder / "metrics.jsonl").read_bytes()
+    text = run(MINIMAL, folder, f"--resume_from {best}", code=2)
+    assert error_lines(text)[0].startswith(f"error: {folder}: holds another run")
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    run(MINIMAL, folder, f"--resume_from {best} --overwrite --max_steps 1")
+    assert (folder / "metrics.jsonl").read_bytes() != before
+
+
 def test_another_batch_is_refused(run, whole):
     text = run(MINIMAL, whole(MINIMAL), "--resume_from auto --effective_batch_size 24", code=2)
     assert error_lines(text)[0].startswith("error: --effective_batch_size 24: this run has 23")
@@ -454,6 +467,7 @@ def test_eval_only_changes_nothing(run, whole, tmp_path):
     text = run(MINIMAL, folder, "--eval_only --image_size 24", 2)
     assert "--image_size: 16, as in the checkpoint" in text
     assert {path: path.read_bytes() for path in before} == before
+    run(MINIMAL, tmp_path / "elsewhere", f"--eval_only --resume_from {folder}/best.pt")
     summary, again = (json.loads((folder / name).read_text()) for name in ("summary.json", "eval_val.json"))
     assert again == {name: summary[name] for name in again}
     assert len(again) == 2

@@ -31,7 +31,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from utils.cli import InputError, Parser, RunError, end_with, number, run_main
+from utils.cli import InputError, Parser, RunError, number, report, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -100,7 +100,7 @@ if __name__ == "__main__":
         ARGS, WORDS = parse_args()
         FAKE_CUDA = load_fake_cuda()
     except InputError as error:
-        end_with(error)
+        sys.exit(report(error))
 
 import torch
 from torch import Tensor, nn

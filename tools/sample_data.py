@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 
-from utils.cli import HelpFormatter, InputError, RunError, end_with
+from utils.cli import HelpFormatter, InputError, RunError, report
 
 TASKS = ("prs_med", "mimic_cxr", "survival", "cascade", "compressed_ad")
 
@@ -24,7 +24,7 @@ def main(words: list[str]) -> None:
     try:
         module.write_sample_data(**vars(parser.parse_args(words[1:])))
     except (InputError, RunError) as error:
-        end_with(error)
+        sys.exit(report(error))
 
 
 if __name__ == "__main__":

@@ -270,6 +270,20 @@ def read_run_id(folder: Path) -> str:
     return ""
 
 
+def make_folder(folder: Path) -> None:
+    """All ranks: rank 0 makes the folder. InputError on all where it cannot, and for links in it."""
+    with agree_on_errors():
+        if world()[0] == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
+            # or what is written here could end anywhere; W&B keeps links of its own in its folder
+            links = [path for path in folder.rglob("*") if path.is_symlink() and folder / "wandb" not in path.parents]
+            if links:
+                raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
+
+
 def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
     """All ranks: rank 0 makes and locks the folder; keep what is returned as long as the run lasts.
 
@@ -278,14 +292,10 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
     files, when another run is writing there, and when a rank does not see it.
     """
     lock = None
+    make_folder(folder)
     with agree_on_errors():
         if world()[0] == 0:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                links = [path for path in folder.iterdir() if path.is_symlink()]
-                if links:
-                    # or what is written here could end anywhere
-                    raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
                 lock = open(folder / ".lock", "a")  # noqa: SIM115 - open as long as the lock is held
             except OSError as error:
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
@@ -326,11 +336,12 @@ def _take_lock(file, folder: Path, wait: float) -> bool:
             time.sleep(0.2)
 
 
-def begin_run(folder: Path, checkpoint: dict | None) -> bool:
+def begin_run(folder: Path, checkpoint: dict | None, overwrite: bool = False) -> bool:
     """Rank 0, once nothing can be wrong: the folder holds this run from here on, as far as the checkpoint goes.
 
-    Whether best.pt is of this run and not of a later step, so that its metrics still count. A new run gets a name of
-    its own first, so that no checkpoint of the one before counts, whenever it is killed.
+    Returns whether best.pt is of this run and not of a later step, so that its metrics still count. A new run gets a
+    name of its own first, so that no checkpoint of the one before counts, whenever it is killed. Raises InputError
+    where the folder holds another run than the checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     best = folder / "best.pt"
@@ -348,6 +359,8 @@ def begin_run(folder: Path, checkpoint: dict | None) -> bool:
         best.unlink(missing_ok=True)
         return False
 
+    if checkpoint and run_id and not overwrite:
+        raise InputError(f"{folder}: holds another run; choose another folder or --overwrite")
     run_id = secrets.token_hex(8)
     write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
     for path in [folder / name for name in WRITTEN] + [*folder.glob("step_*.pt"), best]:

@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(unknown[1], names, n=1)
             key, dashes = ("key", "") if self.source else ("flag", "--")
             message = f"unknown {key} {dashes}{unknown[1]}" + (f"; did you mean {dashes}{near[0]}?" if near else "")
-        end_with(InputError(f"{self.source}{message}; see --help"))
+        sys.exit(report(InputError(f"{self.source}{message}; see --help")))
 
     def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         """Defaults < --config < command line."""
@@ -139,13 +139,13 @@ def read_config(path: str) -> dict:
             text = re.sub(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*', lambda found: found[1] or "", text)
         values = yaml.safe_load(text) or {}
     except OSError as error:
-        end_with(InputError(f"{path}: cannot read the config ({error.strerror}); check --config"))
+        sys.exit(report(InputError(f"{path}: cannot read the config ({error.strerror}); check --config")))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         place = f":{line + 1}" if line is not None else ""
-        end_with(InputError(f"{path}{place}: not valid YAML or JSON; correct the file"))
+        sys.exit(report(InputError(f"{path}{place}: not valid YAML or JSON; correct the file")))
     if not isinstance(values, dict):
-        end_with(InputError(f"{path}: must hold `flag: value` lines; correct the file"))
+        sys.exit(report(InputError(f"{path}: must hold `flag: value` lines; correct the file")))
     return values
 
 
@@ -186,7 +186,8 @@ def add_common_arguments(
     add("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
     text = "how GPUs share a step: equal, auto (by measured speed), or as 2,1 for one twice as fast as the other"
     add("--gpu_shares", type=shares, default="equal", help=text)
-    add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
+    workers = min(4, os.cpu_count() or 1)
+    add("--num_workers", type=whole(0), default=workers, help="data loading processes PER GPU")
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
     add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
     window = pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 10:12")
@@ -204,11 +205,11 @@ def add_common_arguments(
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-def end_with(error: Exception) -> None:
-    """Print the one line of an InputError or RunError (first process only) and leave with its exit code."""
+def report(error: Exception) -> int:
+    """Print the one line of an InputError or RunError (first process only); returns its exit code."""
     if is_first_process():
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-    sys.exit(2 if isinstance(error, InputError) else 1)
+    return 2 if isinstance(error, InputError) else 1
 
 
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
@@ -216,5 +217,9 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
     try:
         code = main(args)
     except (InputError, RunError) as error:
-        end_with(error)
+        code = report(error)
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        # all is written; torch 2.13's threads abort in one of some dozen shutdowns of Python
+        sys.stdout.flush()
+        os._exit(code or 0)
     sys.exit(code or 0)

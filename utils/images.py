@@ -25,10 +25,18 @@ def open_upright(path: str | Path, window: Window | None = None) -> Image.Image:
     """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
 
     Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
-    Raises OSError, ValueError, SyntaxError (a broken PNG), or what pydicom raises, for a file that cannot be opened.
+    Raises OSError or ValueError for a file that cannot be opened.
     """
-    if is_dicom(path):
-        return _open_dicom(path, window)
+    try:
+        return _open_dicom(path, window) if is_dicom(path) else _open_picture(path, window)
+    except OSError:
+        raise
+    except Exception as error:
+        # pydicom raises AttributeError for a file without pixels, Pillow SyntaxError and its own errors
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+def _open_picture(path: str | Path, window: Window | None) -> Image.Image:
     with Image.open(path) as image:
         if image.format == "TIFF" and image.n_frames > 1:
             raise ValueError(f"a TIFF of {image.n_frames} pages; write each to its own file")

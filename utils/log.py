@@ -69,7 +69,7 @@ class RunLog:
 
         # the script and the flags of this start, in a form that --config reads
         values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
-        values["script"] = Path(sys.argv[0]).name
+        values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
         (self.folder / "args.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
         # what was logged after the checkpoint is forgotten
@@ -140,7 +140,7 @@ class RunLog:
         values |= {"train/samples_per_s": speed, "train/data_wait": wait, "train/peak_memory_gb": memory}
         self.rows = []
         self.write(step, epoch, values)
-        loss = values["train/loss"]
+        loss = values[f"train/{self.names[0]}"]
         shown = "non-finite" if loss is None else f"{loss:.4f}"
         left = duration((total_steps - step) * seconds / max(self.steps, 1))
         speeds = f"{speed:.1f} samples/s | data {wait:.0%} | {memory:.2f} GB"

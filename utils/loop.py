@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import json
 import math
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -76,16 +77,17 @@ class Run:
         resume_from = args.resume_from
         if self.trains:
             self.lock = checkpoint.lock_run_folder(self.folder, bool(resume_from) or args.overwrite)
-        elif not resume_from:
-            resume_from = str(self.folder / "best.pt")
+        else:
+            checkpoint.make_folder(self.folder)
+            resume_from = resume_from or str(self.folder / "best.pt")
         self.checkpoint = checkpoint.load_checkpoint(resume_from, self.folder, format)
-        self.model_flags = {name: getattr(args, name) for name in model_flags}
-        for name, given in self.model_flags.items() if self.checkpoint else ():
-            value = self.checkpoint["model_flags"][name]
+        for name in model_flags if self.checkpoint else ():
+            given = getattr(args, name)
+            value = self.checkpoint["model_flags"].get(name, given)
             if given != value:
                 du.print_main(f"--{name}: {value}, as in the checkpoint")
             setattr(args, name, value)
-            self.model_flags[name] = value
+        self.model_flags = {name: getattr(args, name) for name in model_flags}
         if not self.trains:
             if self.checkpoint is None:
                 raise InputError(f"{self.folder}: no checkpoint to use; give one with --resume_from")
@@ -179,7 +181,7 @@ class Run:
         with du.agree_on_errors():
             try:
                 if self.ranks.is_main:
-                    best_counts = checkpoint.begin_run(self.folder, saved)
+                    best_counts = checkpoint.begin_run(self.folder, saved, args.overwrite)
                 # faulthandler keeps it open
                 self.stacks = open(self.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
                 names = [*losses, "grad_norm", "skipped"]
@@ -342,6 +344,7 @@ class Run:
 
         metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error.
         """
+        metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
             du.print_main(" | ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         position, epoch = self.position, self.position.epoch + 1
@@ -368,8 +371,8 @@ class Run:
         if metrics and not planned:
             self.log.write(position.step, epoch, metrics)
 
-    def load_best(self, model: nn.Module) -> bool:
-        """All ranks: put the weights of best.pt into the plain model; False where nothing was evaluated.
+    def load_best(self, model: nn.Module) -> None:
+        """All ranks: put the weights of best.pt into the plain model; none where nothing was evaluated.
 
         With --eval_only or --predict: those of the checkpoint that was named.
         """
@@ -377,17 +380,20 @@ class Run:
         if self.trains:
             self.writer.wait()
             if self.position.best is None:
-                return False
+                return
             best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
         checkpoint.load_trained(model, best["model"])
-        return True
 
     def figure(self, name: str, figure) -> None:
         """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""
         if self.ranks.is_main and figure is not None:
-            save_figure(self.folder, name, figure)
-            if self.trains:
-                self.log.writer.add_figure(name, figure, self.position.step)
+            try:
+                save_figure(self.folder, name, figure)
+                if self.trains:
+                    self.log.writer.add_figure(name, figure, self.position.step)
+            except OSError as error:
+                # a full disk ends the run at the next checkpoint, which needs the room too
+                print(f"warning: {self.folder}: figure not written ({error})", flush=True)
 
     def finish(self, tested: dict[str, float] | None = None) -> None:
         """All ranks, at the end of a run that was not stopped: the weights alone, summary.json and the curves.
@@ -395,12 +401,17 @@ class Run:
         The weights are the model's: the last, or the best after load_best(). tested: metrics of the test.
         """
         self.writer.wait()
-        checkpoint.export_weights(checkpoint.trained_state(self.model), self.folder / "model.safetensors")
         facts = {"steps": self.position.step, "epochs": self.position.epoch, "world_size": self.ranks.world_size}
         facts |= self.facts | self.position.best_metrics | (tested or {})
-        self.write_summary("summary", self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)})
-        if self.ranks.is_main:
-            self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
+        summary = self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)}
+        with du.agree_on_errors():
+            try:
+                checkpoint.export_weights(checkpoint.trained_state(self.model), self.folder / "model.safetensors")
+                self.write_summary("summary", summary)
+                if self.ranks.is_main:
+                    self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
+            except OSError as error:
+                raise RunError(f"{self.folder}: results not written ({error}); make room and resume") from None
         du.print_main(f"done; checkpoints, curves and summary.json are in {self.folder}")
 
     def write_summary(self, name: str, values: dict) -> None:
@@ -423,7 +434,10 @@ class Run:
             Path(self.stacks.name).unlink()
         self.stop.__exit__(kind, error, trace)
         if error and out_of_memory(error):
-            raise RunError(f"out of memory; {self.advice}") from None
+            if self.ranks.world_size == 1:
+                raise RunError(f"out of memory; {self.advice}") from None
+            # the others may have enough, and see only that this rank is gone
+            print(f"error: rank {self.ranks.rank}: out of memory; {self.advice}", file=sys.stderr, flush=True)
 
 
 # --- forward, backward, update ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ PLACES = set("top upper bottom lower left right center centre middle".split())
 # fewer rows than this say too little about a structure, and more than this no more
 FEWEST, MOST = 8, 400
 
-Key = tuple[str, str]
+NAMES = ("grey_threshold", "mean_mask", "frequent_position")
 
 
 class Example(NamedTuple):
@@ -28,40 +28,42 @@ class Example(NamedTuple):
     position: str | None
 
 
-def rival_scores(train, test) -> dict[str, list[dict]]:
-    """The scores of each rival on the rows of `test`, fitted to those of `train` (both PositionData)."""
-    of_key = [group_by_key(train, length) for length in (2, 1)]
+def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
+    """This rank's part of the scores of each rival on the rows of `test`, fitted to those of `train` (PositionData).
+
+    Where a structure has too few rows, those of its modality, or all, stand for it.
+    """
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for index, row in enumerate(train.rows):
+        key = key_of(row.modality, row.answer)
+        for length in range(3):
+            groups[key[:length]].append(index)
+    asked: dict[tuple, list[int]] = defaultdict(list)
+    for index, row in enumerate(test.rows):
+        key = key_of(row.modality, row.answer)
+        large = (key[:length] for length in (2, 1) if len(groups.get(key[:length], [])) >= FEWEST)
+        asked[next(large, ())].append(index)
+
     step = max(1, train.reader.image_size // 256)
-    rows: dict[str, dict[int, dict]] = defaultdict(dict)
-    for key, asked in group_by_key(test, 2).items():
-        # where the structure has too few rows, those of its modality, or all
-        known = [groups.get(key[:length], []) for length, groups in zip((2, 1), of_key, strict=True)]
-        known = next((some for some in known if len(some) >= FEWEST), range(len(train)))
-        known = [read_example(train, index, step) for index in spread(known, MOST)]
+    rows: dict[str, list[dict]] = {name: [] for name in NAMES}
+    for key in sorted(asked)[rank::world_size]:
+        known = [read_example(train, index, step) for index in spread(groups[key], MOST)]
         band, usual_mask = best_band(spread(known, 40)), best_mean_mask(known)
         named = Counter(row.position for row in known if row.position)
         usual_position = max(named, key=named.get, default=None)
-
-        for index in asked:
+        for index in asked[key]:
             row = read_example(test, index, step)
             true = position_of(row.mask)
             for name, mask in (("grey_threshold", in_band(row.gray, band)), ("mean_mask", usual_mask)):
                 overlap = dice(mask, row.mask)
-                right = true and float(position_of(mask) == true)
-                rows[name][index] = {"dice": overlap, "iou": overlap / (2 - overlap), "position_accuracy": right}
-            rows["frequent_position"][index] = {"position_accuracy": true and float(usual_position == true)}
-    return {name: [{"index": index} | own[index] for index in sorted(own)] for name, own in rows.items()}
+                score = {"index": index, "dice": overlap, "iou": overlap / (2 - overlap)}
+                rows[name].append(score | {"position_accuracy": true and float(position_of(mask) == true)})
+            score = {"index": index, "position_accuracy": true and float(usual_position == true)}
+            rows["frequent_position"].append(score)
+    return rows
 
 
-def group_by_key(data, length: int) -> dict[tuple, list[int]]:
-    """{the first `length` parts of (modality, structure): indices of its rows}."""
-    groups = defaultdict(list)
-    for index, row in enumerate(data.rows):
-        groups[key_of(row.modality, row.answer)[:length]].append(index)
-    return groups
-
-
-def key_of(modality: str, answer: str) -> Key:
+def key_of(modality: str, answer: str) -> tuple[str, str]:
     """(modality, structure). The structure is the answer without its position: "the cyst is located in the of the"."""
     words = re.findall(r"\w+", answer.casefold())
     return modality, " ".join(word for word in words if word not in PLACES)
