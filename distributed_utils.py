@@ -249,6 +249,8 @@ def create_distributed_dataloader(
         sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, shares, groups)
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
+    # more processes than cores would only wait for each other
+    num_workers = min(num_workers, os.cpu_count() or 1)
     return DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -186,8 +186,7 @@ def add_common_arguments(
     add("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
     text = "how GPUs share a step: equal, auto (by measured speed), or as 2,1 for one twice as fast as the other"
     add("--gpu_shares", type=shares, default="equal", help=text)
-    workers = min(4, os.cpu_count() or 1)
-    add("--num_workers", type=whole(0), default=workers, help="data loading processes PER GPU")
+    add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
     add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
     window = pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 10:12")
