@@ -77,6 +77,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -231,7 +232,10 @@ def pick(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 def upsample(masks: Tensor, side: int) -> Tensor:
-    """(B, 1, h, w) -> (B, 1, side, side), bilinear, as a product along each axis: the gradient of CUDA's own varies."""
+    """(B, 1, h, w) -> (B, 1, side, side), bilinear.
+
+    A matrix product along each axis: CUDA's own interpolation has no deterministic gradient.
+    """
     with torch.autocast(masks.device.type, enabled=False):
         for _ in range(2):
             ruler = torch.eye(masks.shape[3], device=masks.device)[None]
@@ -641,7 +645,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
     """
     model.eval()
     scores, examples = [], {}
-    shown = rivals.spread(range(len(loader.dataset)), report.EXAMPLES)
+    shown = report.spread(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
         logits, text_loss = model(batch)
         predicted, target = logits > 0, batch["mask"]
@@ -722,7 +726,7 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     # the same model without the image, or with that of another case: of some hundred rows
-    some = rivals.spread(range(len(data)), report.MOST_ABLATED)
+    some = report.spread(range(len(data)), report.MOST_ABLATED)
     ablations = {}
     for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items():
         blind = PositionData(rows, data.reader, (data.images, data.masks))
@@ -749,7 +753,9 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
         if du.world()[0] == 0:
             metrics = mean_metrics(scores, split, args) | report.print_table(split, scores, others, data.rows)
             try:
-                report.write_cases(run.folder / f"{split}_cases.csv", data.rows, scores)
+                # a line for each row: its fields, scores and generated answer
+                cases = pd.DataFrame([data.rows[score["index"]]._asdict() | score for score in scores])
+                cases.to_csv(run.folder / f"{split}_cases.csv", index=False)
                 run.figure(f"{split}_predictions", report.draw_predictions(data.rows, scores, examples))
             except OSError as error:
                 raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
@@ -898,7 +904,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     }
     notes = {
         "learning rate": f"{args.learning_rate:g} -> {base_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
-        "precision": f"{precision} ({reason}) {remark}",
+        "precision": f"{precision} ({reason}) {remark}".strip(),
     }
     losses = ["loss", "loss_seg", "loss_txt"]
     wrapped = run.begin(model, optimizer, precision, steps, losses, facts, notes, {"base": base})

@@ -60,7 +60,7 @@ class Images(Dataset):
         found = {path.parent.name for path in self.paths}
         self.classes = list(known) or sorted(found)
         if not self.paths or not found <= {*self.classes}:
-            raise InputError(f"{root}: no <class>/*.png or *.jpg, or of a class without training images; correct it")
+            raise InputError(f"{root}: needs <class>/*.png or *.jpg, of the same classes as train/; check --data_root")
 
     def __len__(self) -> int:
         return len(self.paths)

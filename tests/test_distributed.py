@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import distributed_utils as du
+from utils.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 # what the programs below begin with
@@ -173,6 +174,14 @@ def test_launchers(monkeypatch, variables, expected):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert du.read_environment() == expected
+
+
+def test_too_many_processes_for_the_gpus_are_told_by_the_first(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(InputError, match="3 processes on a machine with 2 GPUs"), du.setup_distributed():
+        pass
 
 
 def test_schedule():

@@ -68,6 +68,22 @@ def test_what_is_no_single_image_says_why(tmp_path):
             open_upright(path)
 
 
+def test_what_libraries_raise_becomes_a_value_error(tmp_path, monkeypatch):
+    """A DICOM file without pixels, a PNG whose chunk is broken, an image that Pillow takes for a bomb."""
+    save_dicom(tmp_path / "empty.dcm", RAMP)
+    dataset = pydicom.dcmread(tmp_path / "empty.dcm")
+    del dataset.PixelData
+    dataset.save_as(tmp_path / "empty.dcm")
+    Image.fromarray(RAMP).save(tmp_path / "chunk.png")
+    whole = (tmp_path / "chunk.png").read_bytes()
+    (tmp_path / "chunk.png").write_bytes(whole.replace(b"IDAT", b"I\0AT"))
+    Image.fromarray(RAMP).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    for path in tmp_path.iterdir():
+        with pytest.raises((ValueError, OSError)):
+            open_upright(path)
+
+
 @pytest.mark.parametrize("size", [(400, 300), (30, 77), (64, 64)])
 def test_a_square_is_padded_and_goes_back(size):
     image = square(Image.new("L", size, 255), 64, Image.Resampling.BILINEAR)

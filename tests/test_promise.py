@@ -473,6 +473,29 @@ def test_eval_only_changes_nothing(run, whole, tmp_path):
     assert len(again) == 2
 
 
+def test_metrics_may_be_numpys(run, whole, tmp_path):
+    run(MINIMAL, tmp_path / "run", "--max_steps 20", fault="numpy@0")
+    run(MINIMAL, tmp_path / "run", "--resume_from auto")
+    assert_same(tmp_path / "run", whole(MINIMAL))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_out_of_memory_is_one_line(run, tmp_path, processes):
+    """Also where it is the last rank alone."""
+    text = run(MINIMAL, tmp_path / "run", "", processes, fault=f"oom@3@{processes - 1}", code=1)
+    lines = [line for line in error_lines(text) if "out of memory" in line]
+    assert len(lines) == 1
+    assert "lower --image_size" in lines[0]
+
+
+def test_steps_of_several_processes_are_repeated(run, tmp_path):
+    """By tools.verify, at the number of processes and with the shares that they had."""
+    run(MINIMAL, tmp_path / "run", "--gpu_shares 2,1 --max_steps 6", 2)
+    command = [sys.executable, "-m", "tools.verify", tmp_path / "run", "--steps", "1:4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("part", "processes"), [("train", 1), ("val", 2)])
 def test_unusable_image(run, tmp_path, part, processes):
     """Of an epoch or of an evaluation: all ranks end with the same line, which names the file."""
@@ -484,6 +507,9 @@ def test_unusable_image(run, tmp_path, part, processes):
     bad.write_bytes(bad.read_bytes()[:50])
     text = run(MINIMAL, tmp_path / "run", f"--data_root {tmp_path}/photos", processes, code=2)
     assert error_lines(text)[0].startswith(f"error: {bad}: cannot be read")
+    shutil.rmtree(tmp_path / "photos/train/b")
+    other = run(MINIMAL, tmp_path / "other", f"--data_root {tmp_path}/photos", code=2)
+    assert error_lines(other)[0].startswith(f"error: {tmp_path}/photos/val: needs")
     assert len(error_lines(text)) == 1
     assert "Traceback" not in text
 

@@ -50,9 +50,7 @@ def test_the_same_seed_writes_the_same_data(tmp_path):
     sample_data.write_sample_data(tmp_path / "b", **sizes, seed=1)
     sample_data.write_sample_data(tmp_path / "c", **sizes, seed=2)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
-    assert [(tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files] == [
-        True
-    ] * len(files)
+    assert all((tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes() for file in files)
     image = next(file for file in files if file.suffix == ".png" and "images" in str(file))
     assert (tmp_path / "a" / image).read_bytes() != (tmp_path / "c" / image).read_bytes()
     with open(tmp_path / "a/annotations/lung_CT.csv") as file:
@@ -95,12 +93,13 @@ class Discs:
 
 
 def test_rivals_find_what_they_can():
-    """A grey band of each structure finds it; the mean mask overlaps by its place alone."""
+    """A grey band and a forest of each structure find it; the mean mask overlaps by its place alone."""
     scores = rivals.rival_scores(Discs(40, 0), Discs(10, 1))
     mean = {name: {key: np.mean([row[key] for row in rows]) for key in rows[0]} for name, rows in scores.items()}
     assert sorted(row["index"] for row in scores["grey_threshold"]) == list(range(10))
     assert mean["grey_threshold"]["dice"] > 0.99
-    assert mean["grey_threshold"]["position_accuracy"] == 1
+    assert mean["grey_threshold"]["position_accuracy"] == mean["pixel_forest"]["position_accuracy"] == 1
+    assert mean["pixel_forest"]["dice"] > 0.9
     assert 0.4 < mean["mean_mask"]["dice"] < 0.9
     assert mean["mean_mask"]["dice"] > mean["mean_mask"]["iou"]
     assert mean["frequent_position"] == {"index": 4.5, "position_accuracy": 1}
@@ -120,6 +119,19 @@ def test_rivals_are_fitted_by_all_ranks():
 def test_a_structure_without_training_rows_takes_those_of_its_modality():
     scores = rivals.rival_scores(Discs(40, 0, ("cyst",)), Discs(4, 1, ("wart",)))
     assert np.mean([row["dice"] for row in scores["grey_threshold"]]) > 0.99
+
+
+def test_a_forest_tells_textures_of_one_grey_apart():
+    """Streaks up to the right against streaks up to the left; an empty mask and a small one are no error."""
+    y, x = np.mgrid[:160, :160]
+    mask = (y - 60) ** 2 + (x - 100) ** 2 < 30**2
+    gray = (128 + 80 * np.where(mask, np.sin((x + y) / 3), np.sin((x - y) / 3))).astype(np.uint8)
+    forest = rivals.fit_forest([rivals.Example(gray, mask, None)])
+    found = rivals.by_forest(forest, gray)
+    assert found.shape == mask.shape
+    assert rivals.dice(found, mask) > 0.85
+    empty = rivals.fit_forest([rivals.Example(gray, np.zeros_like(mask), None)])
+    assert not rivals.by_forest(empty, gray).any()
 
 
 def test_structure_of_an_answer():

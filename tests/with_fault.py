@@ -3,7 +3,8 @@
 nan: the loss is not a number. hang: the rank stands still before the step. hang_inside: between forward and backward
 pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a crash in C code. slow_loader: a batch
 that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval: SIGKILL in the evaluation that follows
-the step. slow: each step takes 50 ms longer, on all ranks. RANK is a number or `all`.
+the step. slow: each step takes 50 ms longer, on all ranks. oom: no memory is left. numpy: metrics are NumPy's numbers.
+RANK is a number or `all`.
 """
 
 import ctypes
@@ -15,6 +16,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
 
 from utils import loop
 
@@ -56,6 +60,8 @@ def backward(step: loop.Step, *losses) -> None:
             time.sleep(10_000)
         if KIND == "nan":
             losses = [loss * float("nan") for loss in losses]
+        if KIND == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory")
     REAL_BACKWARD(step, *losses)
 
 
@@ -65,6 +71,13 @@ def update(step: loop.Step, lr: float) -> None:
         step.run.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
 
 
+def keep(run: loop.Run, metrics: dict, headline: str) -> None:
+    if KIND == "numpy":
+        metrics = {name: np.float64(value) for name, value in metrics.items()}
+    REAL_KEEP(run, metrics, headline)
+
+
+REAL_KEEP, loop.Run.keep = loop.Run.keep, keep
 REAL_ALIVE, REAL_BACKWARD, REAL_UPDATE = loop.Run.alive, loop.Step.backward, loop.Step.update
 loop.Run.alive, loop.Step.backward, loop.Step.update = alive, backward, update
 sys.argv = sys.argv[2:]

@@ -56,7 +56,7 @@ class ImageGroups:
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
-        """image_of: integers (N,), which image each question is about."""
+        """image_of: integers (N,) from 0, which image each question is about."""
         self.image_of, self.size = image_of, size
         self.epoch: tuple[int, int] | None = None
 

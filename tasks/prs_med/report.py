@@ -37,6 +37,11 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     return torch.where(distances.isfinite(), distances, limits).tolist()
 
 
+def spread(items, most: int) -> list:
+    """At most `most` of the items, evenly spaced."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
+
+
 def case_of(row: Row) -> str:
     """What rows that are not independent share: their patient where that is known, else their image."""
     return row.patient or row.identity
@@ -127,11 +132,6 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         if example["true"].any() and not example["true"].all():
             axis.contour(example["true"], [0.5], colors="lime", linewidths=1.5)
     return figure
-
-
-def write_cases(path: Path, rows: list[Row], scores: list[dict]) -> None:
-    """Rank 0: a CSV of one line a row: its fields, then its scores and its generated answer."""
-    pd.DataFrame([rows[score["index"]]._asdict() | score for score in scores]).to_csv(path, index=False)
 
 
 def write_predictions(run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image]) -> None:

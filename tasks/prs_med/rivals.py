@@ -1,4 +1,4 @@
-"""Simple rivals for the test table: the best grey band, the mean mask, the most frequent position. No torch.
+"""Simple rivals for the test table: best grey band, mean mask, forest of texture filters, most frequent position.
 
 Each is fitted to the training rows of the structure that a question is about.
 """
@@ -12,12 +12,13 @@ import numpy as np
 from scipy import ndimage
 
 from tasks.prs_med.annotations import position_in, position_of
+from tasks.prs_med.report import spread
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
 # fewer rows than this say too little about a structure, and more than this no more
 FEWEST, MOST = 8, 400
 
-NAMES = ("grey_threshold", "mean_mask", "frequent_position")
+NAMES = ("grey_threshold", "mean_mask", "pixel_forest", "frequent_position")
 
 
 class Example(NamedTuple):
@@ -29,9 +30,10 @@ class Example(NamedTuple):
 
 
 def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, list[dict]]:
-    """This rank's part of the scores of each rival on the rows of `test`, fitted to those of `train` (PositionData).
+    """This rank's part of the scores of each rival on rows of `test`, fitted to those of `train` (PositionData).
 
-    Where a structure has too few rows, those of its modality, or all, stand for it.
+    Where a structure has too few rows, those of its modality, or all, stand for it. Of one with more than MOST rows,
+    MOST are scored.
     """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, row in enumerate(train.rows):
@@ -48,13 +50,14 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
     rows: dict[str, list[dict]] = {name: [] for name in NAMES}
     for key in sorted(asked)[rank::world_size]:
         known = [read_example(train, index, step) for index in spread(groups[key], MOST)]
-        band, usual_mask = best_band(spread(known, 40)), best_mean_mask(known)
+        band, usual_mask, forest = best_band(spread(known, 40)), best_mean_mask(known), fit_forest(spread(known, 60))
         named = Counter(row.position for row in known if row.position)
         usual_position = max(named, key=named.get, default=None)
-        for index in asked[key]:
+        for index in spread(asked[key], MOST):
             row = read_example(test, index, step)
             true = position_of(row.mask)
-            for name, mask in (("grey_threshold", in_band(row.gray, band)), ("mean_mask", usual_mask)):
+            masks = (in_band(row.gray, band), usual_mask, by_forest(forest, row.gray))
+            for name, mask in zip(NAMES, masks, strict=False):
                 overlap = dice(mask, row.mask)
                 score = {"index": index, "dice": overlap, "iou": overlap / (2 - overlap)}
                 rows[name].append(score | {"position_accuracy": true and float(position_of(mask) == true)})
@@ -67,11 +70,6 @@ def key_of(modality: str, answer: str) -> tuple[str, str]:
     """(modality, structure). The structure is the answer without its position: "the cyst is located in the of the"."""
     words = re.findall(r"\w+", answer.casefold())
     return modality, " ".join(word for word in words if word not in PLACES)
-
-
-def spread(items, most: int) -> list:
-    """At most `most` of the items, evenly spaced."""
-    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 
 
 def read_example(data, index: int, step: int) -> Example:
@@ -110,6 +108,49 @@ def best_mean_mask(rows: list[Example]) -> np.ndarray:
     mean = np.mean([row.mask for row in rows], axis=0)
     cuts = [mean > level for level in np.linspace(0, mean.max(), 20, endpoint=False)]
     return max(cuts, key=lambda cut: np.mean([dice(cut, row.mask) for row in rows]))
+
+
+def fit_forest(rows: list[Example]):
+    """A random forest that tells from the texture around a pixel how likely it is foreground; of 500 pixels a row."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    rng = np.random.default_rng(0)
+    features, labels = [], []
+    for row in rows:
+        step = coarser(row.gray)
+        inside = row.mask[::step, ::step].ravel()
+        chosen = [
+            rng.permutation(np.flatnonzero(inside == kind))[:count] for kind, count in ((True, 100), (False, 400))
+        ]
+        chosen = np.concatenate(chosen)
+        features.append(texture(row.gray[::step, ::step])[chosen])
+        labels.append(inside[chosen])
+    forest = RandomForestRegressor(60, min_samples_leaf=5, max_features="sqrt", random_state=0)
+    return forest.fit(np.concatenate(features), np.concatenate(labels))
+
+
+def by_forest(forest, gray: np.ndarray) -> np.ndarray:
+    """(H, W) bool: the largest connected part of what a forest takes for foreground."""
+    step = coarser(gray)
+    small = gray[::step, ::step]
+    likely = ndimage.gaussian_filter(forest.predict(texture(small)).reshape(small.shape), 1)
+    mask = in_band(likely, (0.5, np.inf))
+    return mask.repeat(step, 0).repeat(step, 1)[: len(gray), : len(gray)]
+
+
+def texture(gray: np.ndarray) -> np.ndarray:
+    """(H W, 12): Gaussians and gradients of each pixel's surroundings at three scales, structure tensors at two."""
+    gray = gray / 255
+    kinds = (ndimage.gaussian_filter, ndimage.gaussian_gradient_magnitude)
+    parts = [kind(gray, scale) for kind in kinds for scale in (1, 2, 4)]
+    x, y = ndimage.sobel(gray, 1), ndimage.sobel(gray, 0)
+    parts += [ndimage.gaussian_filter(product, scale) for product in (x * x, x * y, y * y) for scale in (2, 4)]
+    return np.stack(parts, axis=-1).reshape(gray.size, -1)
+
+
+def coarser(gray: np.ndarray) -> int:
+    """Every which pixel is looked at, so that 128 a side are left at most."""
+    return max(1, len(gray) // 128)
 
 
 def dice(predicted: np.ndarray, target: np.ndarray) -> float:

@@ -33,7 +33,7 @@ POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1),
 POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
-TINY_MODELS = Path(__file__).parents[2] / "configs" / "tiny_models"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,9 +165,9 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     import transformers as hf
 
     hf.utils.logging.disable_progress_bar()
-    for folder in TINY_MODELS.iterdir():
-        shutil.copytree(folder, out / folder.name, dirs_exist_ok=True)
-    tokenizer = hf.AutoTokenizer.from_pretrained(out / "llava_tiny")
+    for name in ("llava_tiny", "sam_tiny"):
+        shutil.copytree(CONFIGS / "tiny_models" / name, out / name, dirs_exist_ok=True)
+    tokenizer = hf.AutoTokenizer.from_pretrained(CONFIGS / "models" / "llava_med_v1.5_mistral_7b")
     tokenizer = tokenizer.train_new_from_iterator([*texts, "USER: \nASSISTANT:"], vocab_size=512, show_progress=False)
     tokenizer.save_pretrained(out / "llava_tiny")
 
@@ -188,9 +188,9 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
 
 
 def let_it_see(tower, projector) -> None:
-    """Weights for a frozen image tower of random weights would see nothing: it is given what trained ones have.
+    """Give the frozen image tower filters like a trained one's: with random weights it tells nothing of an image.
 
-    Each patch is seen through waves of 0 to 3 periods, two phases each, beside its grey and its place.
+    Each patch is seen through waves of 0 to 3 periods in two phases; its brightness and its place come with them.
     """
     import torch
 
