@@ -69,8 +69,8 @@ def test_counted_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "peak_gib"),
     [
-        ("--mixed_precision bf16 --gpu_memory 80", 63.2),
-        ("--mixed_precision fp16 --gpu_memory 80", 63.2),
+        ("--mixed_precision bf16 --gpu_memory 80", 63.7),
+        ("--mixed_precision fp16 --gpu_memory 80", 63.7),
         ("--batch_size 2 --gradient_checkpointing --gpu_memory 24", 16.8),
     ],
 )
@@ -78,8 +78,8 @@ def test_prs_med_at_published_size(flags, peak_gib):
     step = last_object(rehearse("train_prs_med.py", *flags.split()))
     assert step["waits"] == {}
     assert step["fits"]
-    # another processor's kernels take a little more or less
-    assert step["peak_gib"] == pytest.approx(peak_gib, rel=0.03)
+    # 63.16 and 63.70 have been seen
+    assert step["peak_gib"] == pytest.approx(peak_gib, rel=0.01)
 
 
 @needs_compiler
