@@ -78,6 +78,19 @@ def work(ranks):
     assert launch.errors.splitlines()[-1] == "error: only rank 1 met this"
 
 
+def test_the_first_process_says_why_though_others_leave_before_it(launch):
+    code = """
+def main(args):
+    try:
+        with du.setup_distributed(timeout=60) as ranks:
+            raise InputError("no such folder")
+    finally:
+        time.sleep(2 * (ranks.rank == 0))
+"""
+    launch(2, code, returns=2)
+    assert launch.errors == "error: no such folder\n"
+
+
 EVALUATE = """
 def work(ranks):
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,9 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
         code = main(args)
     except (InputError, RunError) as error:
         code = report(error)
+        if not is_first_process():
+            # a launcher ends all processes with the first that has failed: the one that says why goes before
+            time.sleep(5)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         # all is written; torch 2.13's threads abort in one of some dozen shutdowns of Python
         sys.stdout.flush()
