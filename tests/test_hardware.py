@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import hardware_utils as hw
+from utils import hardware_utils as machine
 from utils.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def settings(processes, memory, compute=8.0, cores=64, ram=128.0, deepspeed=True, **more) -> dict:
-    return hw.settings_for(processes, memory, compute, cores, ram, deepspeed, **more)
+    return machine.settings_for(processes, memory, compute, cores, ram, deepspeed, **more)
 
 
 def batches(*args, **more) -> tuple:
@@ -107,7 +108,7 @@ def test_limits_of_a_container(tmp_path, monkeypatch, groups, files, cores, gib)
         path = (tmp_path / "sys/fs/cgroup" / name).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert (hw.usable_cores(tmp_path), hw.available_ram_gb(tmp_path)) == (cores, gib)
+    assert (machine.usable_cores(tmp_path), machine.available_ram_gb(tmp_path)) == (cores, gib)
 
 
 def test_gpus(tmp_path, monkeypatch):
@@ -124,16 +125,16 @@ def test_gpus(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    gpus, notes = hw.detect_gpus()
+    gpus, notes = machine.detect_gpus()
     facts = {"name": "NVIDIA L4", "memory_total_gb": 22.5, "compute": 8.9}
     assert gpus == [facts | {"memory_free_gb": None}, facts | {"memory_free_gb": 21.0}]
     told = "torch can use 2 of the 3 GPUs that nvidia-smi lists: "
     assert notes == [f"{told}is the driver new enough for CUDA 12.9?"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    assert hw.detect_gpus()[1] == [f"{told}CUDA_VISIBLE_DEVICES='2,1'"]
+    assert machine.detect_gpus()[1] == [f"{told}CUDA_VISIBLE_DEVICES='2,1'"]
     # CUDA does not start
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hw.detect_gpus()[0] == []
+    assert machine.detect_gpus()[0] == []
 
 
 # --- numerics and memory ----------------------------------------------------------------------------------------------
@@ -205,25 +206,25 @@ def four_l4(monkeypatch):
     """The guide's machine, with a note that a shell must not run."""
     gpu = {"name": "NVIDIA L4", "memory_total_gb": 24.0, "memory_free_gb": 23.5, "compute": 8.9}
     facts = {"gpu_count": 4, "gpus": [gpu] * 4, "cpu_cores": 14, "ram_available_gb": 128.0, "deepspeed_installed": True}
-    monkeypatch.setattr(hw, "detect_hardware", lambda: facts | {"notes": ["it's $(id) and `id`"]})
+    monkeypatch.setattr(machine, "detect_hardware", lambda: facts | {"notes": ["it's $(id) and `id`"]})
     return gpu
 
 
 def test_report(four_l4, capsys):
-    hw.main([])
+    machine.main([])
     text = capsys.readouterr().out
     assert "  Number of GPUs:        4\n  Total GPU Memory:      96.0 GB\n  Min GPU Memory:        24.0 GB\n" in text
     assert "  GPU 3: NVIDIA L4\n       Memory: 24.0 GB (Free: 23.5 GB)\n       Compute: 8.9\n" in text
     assert "  Batch size per GPU:    16\n  Gradient accumulation: 4\n  Effective batch size:  256\n" in text
     # settings follow the smallest GPU
     four_l4["memory_total_gb"] = 15.0
-    hw.main(["--json", "--nodes", "2", "--no_deepspeed"])
+    machine.main(["--json", "--nodes", "2", "--no_deepspeed"])
     assert list(json.loads(capsys.readouterr().out)["settings"].values())[:3] == [12, 3, 288]
 
 
 def test_shell(four_l4, capsys):
     """The launcher gets each value back as it was, whatever is in it."""
-    hw.main(["--shell", "--gpus", "2"])
+    machine.main(["--shell", "--gpus", "2"])
     names = ["gpu_count", "cpu_cores", "processes_per_node", "engine", "deepspeed_installed", "detected", "settings"]
     code = 'source "$0"; take_assignments "$1" "${@:2}"; for name in "${@:2}"; do printf "%s\\0" "${!name}"; done'
     words = ["bash", "-euc", code, ROOT / "launch_functions.sh", capsys.readouterr().out.strip(), *names]
@@ -233,9 +234,10 @@ def test_shell(four_l4, capsys):
     assert "DeepSpeed ZeRO stage:  2" in chosen
 
 
-def test_this_machine():
-    """Guide 1's `python -m utils.hardware_utils`."""
-    command = [sys.executable, "-m", "utils.hardware_utils", "--json"]
+@pytest.mark.parametrize("module", ["utils.hardware_utils", "hardware_utils"])
+def test_this_machine(module):
+    """Guide 1's `python -m utils.hardware_utils`, and the shorter name."""
+    command = [sys.executable, "-m", module, "--json"]
     facts = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
-    assert facts["cpu_cores"] == hw.usable_cores()
+    assert facts["cpu_cores"] == machine.usable_cores()
     assert 0 < facts["ram_available_gb"] <= psutil.virtual_memory().total / 2**30

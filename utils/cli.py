@@ -215,7 +215,7 @@ def report(error: Exception) -> int:
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
     """Run `main(args)` and exit with its code; InputError and RunError become one line."""
     try:
-        code = main(args)
+        code = main(args) or 0
     except (InputError, RunError) as error:
         code = report(error)
         if not is_first_process():
@@ -224,5 +224,5 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         # all is written; torch 2.13's threads abort in one of some dozen shutdowns of Python
         sys.stdout.flush()
-        os._exit(code or 0)
-    sys.exit(code or 0)
+        os._exit(code)
+    sys.exit(code)

@@ -1,6 +1,287 @@
-"""Guide 1's command, `python -m utils.hardware_utils`: the report of the module at the top."""
+"""Guide 1's command: what this machine has, and the settings that follow from the guide's table.
 
-from hardware_utils import main
+python -m utils.hardware_utils            a report
+python -m utils.hardware_utils --json     the same for programs
+python -m utils.hardware_utils --shell    the same for launch_distributed_training.sh
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import torch
+
+from hardware_utils import GIB
+from utils.cli import Parser, whole
+
+# --- what this machine has --------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the system, "" where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _numbers(path: Path) -> list[int]:
+    """The numbers in a control group's file; `max` and -1 mean no limit and are left out."""
+    return [int(word) for word in _read(path).split() if word.isdigit()]
+
+
+def _control_groups(controller: str, root: Path) -> list[Path]:
+    """Folders of this process's control groups (Linux, v1 and v2) and of those above them, whose limits also apply."""
+    folders = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+            # In a container the path may be the host's, and only `top` exists.
+            own = top / path.strip("/")
+            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    return folders
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """CPU cores that this process may use: its affinity and its container's quota, not the host's count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _control_groups("cpu", root):
+        # microseconds of CPU time per period
+        limit = _numbers(folder / "cpu.max")
+        limit = limit or _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us")
+        if len(limit) == 2:
+            cores = min(cores, limit[0] // limit[1])
+    return max(1, cores)
+
+
+def available_ram_gb(root: Path = Path("/")) -> float:
+    """Memory in GiB that can be taken without swapping: the host's, or what the container's limit leaves of it."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    for folder in _control_groups("memory", root):
+        limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
+        used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
+        if limit and used:
+            # Cached files count as used, but are dropped when memory runs short.
+            cached = re.findall(r"inactive_file (\d+)", _read(folder / "memory.stat"))
+            free = min(free, limit[0] - used[0] + max(map(int, cached), default=0))
+    return max(0.0, free / GIB)
+
+
+def detect_gpus() -> tuple[list[dict], list[str]]:
+    """(the GPUs that torch can use, notes for the user). Memory in GiB.
+
+    Free memory comes from nvidia-smi: to ask torch would take several hundred MB on each GPU.
+    """
+    query = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    # "GPU-<uuid>, <MiB or [N/A]>" for each GPU, hidden ones included; some versions of torch leave out "GPU-"
+    listed = dict(re.findall(r"^GPU-(\S+), (.+)$", answer, re.MULTILINE))
+
+    gpus = []
+    # torch counts GPUs by asking the driver, even where CUDA does not start
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        card = torch.cuda.get_device_properties(index)
+        free = listed.get(str(card.uuid).removeprefix("GPU-"), "")
+        gpu = {
+            "name": card.name,
+            "memory_total_gb": round(card.total_memory / GIB, 2),
+            "memory_free_gb": round(int(free) / 1024, 2) if free.isdigit() else None,
+            "compute": float(f"{card.major}.{card.minor}"),
+        }
+        gpus.append(gpu)
+
+    notes = []
+    if len({gpu["name"] for gpu in gpus}) > 1:
+        notes.append("the GPUs differ: settings follow the smallest, and the slowest sets the pace")
+    if len(gpus) < len(listed):
+        reason = f"is the driver new enough for CUDA {torch.version.cuda}?"
+        if torch.version.cuda is None:
+            reason = f"torch {torch.__version__} is built without CUDA"
+        elif "CUDA_VISIBLE_DEVICES" in os.environ:
+            reason = f"CUDA_VISIBLE_DEVICES='{os.environ['CUDA_VISIBLE_DEVICES']}'"
+        notes.append(f"torch can use {len(gpus)} of the {len(listed)} GPUs that nvidia-smi lists: {reason}")
+    return gpus, notes
+
+
+def detect_hardware() -> dict:
+    """Facts about this machine, as --json prints them."""
+    gpus, notes = detect_gpus()
+    return {
+        "gpu_count": len(gpus),
+        "gpus": gpus,
+        "cpu_cores": usable_cores(),
+        "ram_available_gb": round(available_ram_gb(), 1),
+        # found, not imported, which takes seconds
+        "deepspeed_installed": importlib.util.find_spec("deepspeed") is not None,
+        "notes": notes,
+    }
+
+
+# --- the settings that follow -----------------------------------------------------------------------------------------
+
+# GPU memory in GB as sold, batch per GPU, effective batch on 4 GPUs. From 20 GB down this is the guide's table. Above
+# it a larger batch spreads the same number of kernel launches over more samples.
+GPU_TABLE = (
+    (141, 128, 256),
+    (80, 64, 256),
+    (40, 32, 256),
+    (20, 16, 256),
+    (14, 12, 240),
+    (10, 8, 256),
+    (6, 4, 256),
+    (0, 2, 256),
+)
+
+
+def settings_for(
+    num_processes: int,
+    gpu_memory_gb: float | None,
+    compute: float | None,
+    cores: int,
+    ram_gb: float,
+    deepspeed: bool,
+    batch_size: int | None = None,
+    processes_per_node: int | None = None,
+) -> dict:
+    """Guide 1's settings for num_processes processes in all, one per GPU, or on CPUs without gpu_memory_gb.
+
+    gpu_memory_gb and compute (capability) are those of the smallest GPU, cores and ram_gb of one node. batch_size
+    replaces the table's. dataloader_num_workers is the total of a node, prefetch_factor is per loading worker.
+    """
+    on_gpu = gpu_memory_gb is not None
+    largest, effective = 8, 256
+    if on_gpu:
+        # The driver and error correction keep up to 0.7 GiB or 3 % of what a card is sold with.
+        rows = (row for row in GPU_TABLE if gpu_memory_gb >= row[0] - max(0.7, 0.03 * row[0]))
+        _, largest, effective = next(rows)
+    # GPUs sold with 16 GB and more hold all activations and the optimizer's state.
+    roomy = largest >= 12
+
+    def accumulation(batch: int) -> int:
+        """Micro-batches per step that come nearest to the effective batch, which is the same for any number of GPUs."""
+        return max(1, int(effective / (batch * num_processes) + 0.5))
+
+    # A batch above 16, the guide's largest, must not change the effective batch that 16 would give.
+    smallest = min(largest, 16)
+    share = smallest * accumulation(smallest)
+    batch = batch_size or max(size for size in range(smallest, largest + 1) if share % size == 0)
+
+    engine = "python" if num_processes == 1 else "deepspeed" if deepspeed else "torchrun"
+    precision = "bf16" if (compute or 0) >= 8 else "fp16"
+    return {
+        "batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulation(batch),
+        "effective_batch_size": batch * num_processes * accumulation(batch),
+        # Two cores are left to the training processes.
+        "dataloader_num_workers": max(1, min(3 * (processes_per_node or num_processes), cores - 2)),
+        "prefetch_factor": 2 + (ram_gb > 32) + (ram_gb > 64),
+        "mixed_precision": precision if on_gpu else "no",
+        "gradient_checkpointing": on_gpu and not roomy,
+        "zero_stage": 0 if engine != "deepspeed" else 3 if largest == 2 else 2,
+        "offload_optimizer": engine == "deepspeed" and not roomy,
+        "engine": engine,
+    }
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def report(facts: dict, settings: dict) -> tuple[str, str]:
+    """The guide's report in two parts: what was found, and the settings."""
+
+    def heading(title: str) -> list[str]:
+        return ["", title.center(70).rstrip(), "-" * 70]
+
+    def row(label: str, value) -> str:
+        return f"  {label + ':':<22} {value}"
+
+    gpus = facts["gpus"]
+    found = ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70, *heading("GPU CONFIGURATION")]
+    found.append(row("Number of GPUs", len(gpus) or "none; CPU only"))
+    if gpus:
+        totals = [gpu["memory_total_gb"] for gpu in gpus]
+        found.append(row("Total GPU Memory", f"{sum(totals):.1f} GB"))
+        found.append(row("Min GPU Memory", f"{min(totals):.1f} GB"))
+    for index, gpu in enumerate(gpus):
+        free = gpu["memory_free_gb"]
+        free = "unknown" if free is None else f"{free:.1f} GB"
+        found += ["", f"  GPU {index}: {gpu['name']}"]
+        found.append(f"       Memory: {gpu['memory_total_gb']:.1f} GB (Free: {free})")
+        found.append(f"       Compute: {gpu['compute']}")
+    found += heading("CPU AND MEMORY")
+    found.append(row("CPU cores", facts["cpu_cores"]))
+    found.append(row("RAM available", f"{facts['ram_available_gb']:.1f} GB"))
+    found += [f"  Note: {note}" for note in facts["notes"]]
+
+    switch = ("Disabled", "Enabled")
+    precision = settings["mixed_precision"]
+    rows = {
+        "Batch size per GPU" if gpus else "Batch per process": settings["batch_size_per_gpu"],
+        "Gradient accumulation": settings["gradient_accumulation_steps"],
+        "Effective batch size": settings["effective_batch_size"],
+        "DataLoader workers": settings["dataloader_num_workers"],
+        f"Mixed precision ({precision.upper()})" if gpus else "Mixed precision": switch[precision != "no"],
+        "Gradient checkpointing": switch[settings["gradient_checkpointing"]],
+        "DeepSpeed ZeRO stage": settings["zero_stage"] or "none",
+        "Optimizer on the CPU": switch[settings["offload_optimizer"]],
+        "Prefetch factor": settings["prefetch_factor"],
+        "Engine": settings["engine"],
+    }
+    chosen = [*heading("OPTIMAL TRAINING SETTINGS"), *(row(*item) for item in rows.items()), "=" * 70]
+    return "\n".join(found), "\n".join(chosen)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the report, or with --json or --shell the facts and settings for programs."""
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--json", action="store_true", help="one JSON object instead of the report")
+    add("--shell", action="store_true", help="shell assignments instead of the report")
+    add("--gpus", type=whole(1), help="processes per node; left out: one per GPU, or one without GPUs")
+    add("--nodes", type=whole(1), default=1, help="machines like this one")
+    add("--no_deepspeed", action="store_true", help="DDP even if DeepSpeed is installed")
+    args = parser.parse(argv)
+
+    facts = detect_hardware()
+    processes = args.gpus or facts["gpu_count"] or 1
+    settings = settings_for(
+        num_processes=processes * args.nodes,
+        gpu_memory_gb=min((gpu["memory_total_gb"] for gpu in facts["gpus"]), default=None),
+        compute=min((gpu["compute"] for gpu in facts["gpus"]), default=None),
+        cores=facts["cpu_cores"],
+        ram_gb=facts["ram_available_gb"],
+        deepspeed=facts["deepspeed_installed"] and not args.no_deepspeed,
+        processes_per_node=processes,
+    )
+    found, chosen = report(facts, settings)
+    if args.json:
+        print(json.dumps(facts | {"processes_per_node": processes, "settings": settings}, indent=2))
+    elif args.shell:
+        values = {
+            "gpu_count": facts["gpu_count"],
+            "cpu_cores": facts["cpu_cores"],
+            "processes_per_node": processes,
+            "engine": settings["engine"],
+            "deepspeed_installed": str(facts["deepspeed_installed"]).lower(),
+            "detected": found,
+            "settings": chosen,
+        }
+        # quoted, so that a shell runs and replaces nothing in a value
+        for name, value in values.items():
+            print(f"{name}={shlex.quote(str(value))}")
+    else:
+        print(found, chosen, sep="\n")
+
 
 if __name__ == "__main__":
     main()

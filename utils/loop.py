@@ -66,10 +66,11 @@ class Run:
         self.position = Position()
         self.stop = du.StopSignal()
         self.stopped = 0
-        self.saved: tuple[int, int] | None = None
         self.epoch_over = self.evaluation_due = False
+        # step and epoch of the last checkpoint
+        self.saved = None
         # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
-        self.stream: Iterator | None = None
+        self.stream = None
         self.read = 0
         self.profiler = None
         self.armed = -math.inf
