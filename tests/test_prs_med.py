@@ -266,7 +266,7 @@ def test_the_table_leads_by_pairs(capsys):
     """Gains are mean paired differences with their intervals; the summary has every number of the table."""
     rows = [Row("ct", f"{k}.png", "", "test", "", "", "", patient=str(k)) for k in range(20)]
     scores = [
-        {"index": k, "dice": 0.9 + 0.004 * (k % 3), "iou": 0.8, "hd95": 2.0, "position_accuracy": 1.0}
+        {"index": k, "dice": 0.9 + 0.004 * (k % 3), "iou": 0.8, "hd95": 40.0 * (k == 7), "position_accuracy": 1.0}
         for k in range(20)
     ]
     rival = [{"index": k, "dice": 0.5 + 0.004 * (k % 5)} for k in range(20)]
@@ -285,6 +285,8 @@ def test_the_table_leads_by_pairs(capsys):
     assert f"{gain:+.3f} (" in table
     assert metrics["test/dice"] == pytest.approx(0.9 + 0.004 * 19 / 20)
     assert metrics["test/dice_low"] < metrics["test/dice"] < metrics["test/dice_high"]
+    # a distance is not negative, whatever its variance
+    assert (metrics["test/hd95"], metrics["test/hd95_low"]) == (2.0, 0.0)
 
 
 # --- a run and what it leaves -----------------------------------------------------------------------------------------

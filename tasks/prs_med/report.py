@@ -73,6 +73,8 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         if low != low:
             # one case alone has no interval
             return f"{mean:{sign}.3f}"
+        # only differences may be negative
+        low = low if sign else max(low, 0.0)
         metrics.update({f"{key}_low": low, f"{key}_high": high})
         return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
