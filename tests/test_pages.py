@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.prs_med import rivals
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
     "prs_med": "train_prs_med.py",
@@ -177,3 +179,13 @@ def test_flags_that_a_page_names_exist(page):
             continue
         unknown = flags_in(" ".join(behind)) - (known_flags(name) if name else anywhere)
         assert not unknown, f"{' '.join(words)}: {unknown}"
+
+
+def test_both_pages_show_the_demos_table():
+    """The same one, with the network's row and those of all that it is compared with."""
+    blocks = [re.findall("^```\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE) for page in PAGES[:2]]
+    table, other = (next(block for block in of_page if "network above by" in block) for of_page in blocks)
+    assert table == other
+    titles = [line[:20].strip() for line in table.splitlines()]
+    assert titles[:2] == ["test", "network"]
+    assert titles[5:] == ["blank image", "shuffled image", *(name.replace("_", " ") for name in rivals.NAMES)]

@@ -149,7 +149,7 @@ def texture(gray: np.ndarray) -> np.ndarray:
 
 
 def coarser(gray: np.ndarray) -> int:
-    """Every which pixel is looked at, so that 128 a side are left at most."""
+    """The step between the pixels that are looked at, which leaves 128 to 255 of them a side of a larger image."""
     return max(1, len(gray) // 128)
 
 
