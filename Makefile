@@ -46,11 +46,13 @@ demo-mimic_cxr:
 	    --num_gpus $$processes --batch_size $$((64 / processes)) \
 	    --gradient_accumulation_steps 1 --no-gradient_checkpointing --num_workers 0
 
+demo-survival: T := train_survival_distributed.py --config configs/survival_demo.yaml
+demo-survival: IMAGE := runs/demo/survival/image_alone
 demo-survival:
 	$(BIN)/python -m tools.sample_data survival data/demo/survival
 	processes=$(PROCESSES) && \
-	$(BIN)/python train_survival_distributed.py --config configs/survival_demo.yaml \
-	    --world_size $$processes --batch_size $$((32 / processes * processes))
+	$(BIN)/python $(T) --world_size $$processes --log_dir $(IMAGE) && \
+	$(BIN)/python $(T) --world_size $$processes --clinical_columns Age Sex --rival_run $(IMAGE)
 
 demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json
 demo-cascade:

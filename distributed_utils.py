@@ -398,16 +398,21 @@ class ExactSum:
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=parameters[0].device)
         self.views = dict(zip(parameters, self.flat.split(sizes), strict=True))
-        self.buckets, self.bucket_of, begin = [], {}, 0
+        self.buckets, self.bucket_of, self.hooks, begin = [], {}, [], 0
         for parameter, end in zip(parameters, accumulate(sizes), strict=True):
             self.bucket_of[parameter] = len(self.buckets)
             if 8 * (end - begin) >= bucket_bytes or end == len(self.flat):
                 self.buckets.append(self.flat[begin:end])
                 begin = end
-            parameter.register_post_accumulate_grad_hook(self._take)
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
         self.works = []
         # times the loss scale of fp16, so that the grid is as fine as without
         self.shift: float | Tensor = SHIFT
+
+    def close(self) -> None:
+        """Leave the gradients alone from here on."""
+        for hook in self.hooks:
+            hook.remove()
 
     def begin_leaf(self, last: bool) -> None:
         """Before a backward pass; last: of this rank in this step."""

@@ -1,657 +1,628 @@
-"""Survival from 3D CT: a NIfTI volume in, one log-hazard of a major adverse cardiac event (MACE) out (guide 2).
+"""Guide 2, survival from 3D CT: a volume in, the log-hazard of a major adverse cardiac event (MACE) out.
 
-    python train_survival_distributed.py --csv_path data/dataset.csv            # every GPU; all else found by itself
-    python train_survival_distributed.py --csv_path data/dataset.csv --world_size 1             # one GPU, or CPU
+    python train_survival_distributed.py --csv_path data/dataset.csv                     # every GPU, or one CPU process
     torchrun --nproc_per_node=4 train_survival_distributed.py --csv_path data/dataset.csv
-    ./launch_distributed_training.sh --script train_survival_distributed.py --csv_path data/dataset.csv
     python -m torch.distributed.launch --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> \\
-        --master_port=12355 train_survival_distributed.py --csv_path data/dataset.csv   # --node_rank=1 on node 1
-    python train_survival_distributed.py --csv_path data/dataset.csv --cross_validate
-    python train_survival_distributed.py --predict new.csv --resume_from runs/survival/best.pt
+        --master_port=12355 train_survival_distributed.py --csv_path data/dataset.csv      # --node_rank=1 on node 1
+    python train_survival_distributed.py --csv_path data/dataset.csv --clinical_columns age sex stage
+    python train_survival_distributed.py --csv_path data/dataset.csv --folds 5 --repeats 3  # a cross-validation
+    python train_survival_distributed.py --csv_path data/dataset.csv --eval_only --val_fold test
+    python train_survival_distributed.py --predict other_hospital.csv
 
-Data: a table (CSV or xlsx) with a path, a time, an event (1) or censoring (0) and a fold for each case, and CT volumes.
+Data: a table with a path, a time, an event (1) or censoring (0) and a fold for each case; CT volumes (NIfTI, DICOM).
+No data yet? `make demo TASK=survival` makes some up.
 """
 
-import contextlib
-import gc
-import time
-from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
+import math
+from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
-from typing import NamedTuple
 
-from old.cli_utils import InputError, Parser, number, parse_arguments, run_main, take_from_run, value_sources, whole
-from tasks.survival.flags import COLUMNS, FIXED, OF_THE_RUN, add_cache_arguments, add_data_arguments
-from tasks.survival.flags import add_output_arguments, adopt_settings, check_modes, check_settings, check_values
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "survival/1"
-LOSSES = ["loss", "events", "grad_norm", "skipped"]
-TITLE = {"survival": "SURVIVAL", "pretrain": "SURVIVAL: PRE-TRAINING"}
-# the score that best.pt is chosen by, and what is drawn of each epoch
-HEADLINE = {"survival": "c_index", "pretrain": "r2"}
-CURVES = {
-    "survival": ["val/loss", "val/c_index", "val/c_index_uno", "val/auc"],
-    "pretrain": ["val/loss", "val/r2"],
-}
-RESNETS = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-# cases per forward pass of an evaluation: the same at any world size, so that results are too
-EVAL_BATCH = 4
+FORMAT = "survival/2"
+# what a model is made of, and what it sees
+MODEL_FLAGS = (
+    "image", "resnet", "base_channels", "stem_stride", "norm", "image_size", "hu_window", "spacing", "orientation",
+    "clinical_columns", "mask_column", "mask_mode", "mask_margin",
+)  # fmt: skip
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    add_data_arguments(parser)
-    add_cache_arguments(parser)
+
+    add = parser.add_argument_group("data").add_argument
+    add("--csv_path", metavar="FILE", help="table of cases")
+    add("--data_dir", metavar="DIR", help="folder that relative paths start from; default: the table's own")
+    add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
+    for kind in ("path", "time", "event", "id"):
+        add(f"--{kind}_column", metavar="NAME", help=f"column of the {kind}, where it has no usual name")
+    add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
+    add("--train_fold", default="train", help="its value for training rows")
+    add("--val_fold", help="its value for validation rows, default val; with --folds: this fold alone")
+    add("--folds", type=whole(2), help="make so many folds, events spread evenly, and train them one after another")
+    add("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
+    add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns that the risk follows, too")
+    add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
+    add("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
+    add("--mask_margin", type=number(0), default=10.0, help="mm around the box; an empty mask crops nothing")
+
+    add = parser.add_argument_group("volumes").add_argument
+    xyz = {"nargs": 3, "metavar": ("X", "Y", "Z")}
+    add("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
+    add("--image_size", type=whole(8), **xyz, default=[256, 256, 64], help="voxels of the input; lower on OOM")
+    add(
+        "--hu_window", type=number(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1"
+    )
+    add("--spacing", type=number(0, above=True), **xyz, help="resample to voxels of so many mm first")
+    add("--orientation", metavar="CODES", help="turn the axes first: RAS, LPS ...; default: as in the file")
+    add("--augment", action=BooleanOptionalAction, default=True, help="random flips and quarter turns")
+    add("--cache_dir", default="runs/cache/survival", help="volumes at the model's size; may be deleted; '': none")
+    add("--use_smart_cache", action="store_true", help="an epoch takes a part in memory, which changes after each")
+    add("--cache_rate", type=number(0, 1, above=True), default=0.5, help="share of the training cases in memory")
+    add("--replace_rate", type=number(0, 1, above=True), default=0.5, help="share of those replaced after each epoch")
 
     add = parser.add_argument_group("model").add_argument
-    add("--task", choices=("survival", "pretrain"), default="survival", help="Cox, or features by squared error")
-    add("--feature_columns", nargs="+", metavar="NAME", help="of --task pretrain; default: all numeric ones")
-    add("--resnet", choices=RESNETS, default="resnet50", help="MONAI's 3D ResNet; a smaller one on OOM")
+    resnets = [f"resnet{depth}" for depth in (10, 18, 34, 50, 101, 152)]
+    add("--resnet", choices=resnets, default="resnet50", help="MONAI's 3D ResNet; a smaller one on OOM")
     add("--base_channels", type=whole(8), default=64, help="of the first stage; 64 as published, 8 for a trial")
-    add("--norm", choices=("group", "batch"), default="group", help="group: the same on any number of GPUs")
+    text = "1: as the guide; 2: MedicalNet's, an eighth of the cost"
+    add("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
+    add("--norm", choices=("group", "batch"), default="group", help="batch: as published; group: on any number of GPUs")
     add("--init", choices=("random", "pretrained"), default="random", help="pretrained: from --pretrained_path")
-    add("--pretrained_path", metavar="FILE", help="safetensors or checkpoint of a run here, or MedicalNet's .pth")
+    add("--pretrained_path", metavar="FILE", help="model.safetensors of a run here, or MedicalNet's .pth")
     add("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
-    add = parser.add_argument_group("optimisation").add_argument
-    text = "cases per step over ALL GPUs, a multiple of their number (default: the nearest to 24)"
-    add("--batch_size", type=whole(1), default=24, help=text + "; lower it on OOM")
-    add("--epochs", type=whole(1), default=50, help="passes over the training fold, or over what is cached of it")
-    add("--lr", type=number(0, above=True), default=1e-4, help="peak learning rate; not scaled with the GPUs")
+    add = parser.add_argument_group("learning rate").add_argument
     add("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="sgd with momentum 0.9")
     add("--weight_decay", type=number(0), default=1e-5, help="weight decay")
-    add("--scheduler", choices=("cosine", "constant"), default="cosine", help="learning rate after the warm-up")
+    add("--scheduler", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
     add("--eta_min", type=number(0), default=1e-7, help="learning rate at the end of the cosine")
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
-    add("--max_grad_norm", type=number(0), help="the same as --grad_clip")
 
-    # the Cox loss
-    add("--ties", choices=("efron", "breslow"), default="efron", help="how the Cox loss treats equal event times")
-    text = "keep the last N log-hazards as additional risk set, for small batches; 0: none"
-    add("--cox_memory", type=whole(0), default=0, metavar="N", help=text)
-    add("--event_balanced", action="store_true", help="put events into every step, as evenly as can be")
+    add = parser.add_argument_group("evaluation and prediction").add_argument
+    years = [1.0, 2.0, 3.0, 4.0, 5.0]
+    add("--eval_years", type=number(0, above=True), nargs="+", default=years, metavar="YEAR", help="horizons")
+    add("--rival_run", metavar="DIR", help="another run on the same fold: a row of the table, with the paired test")
+    add("--predict", metavar="FILE", help="no training: the risk of each row of a table; scored where it has outcomes")
 
-    add_output_arguments(parser)
-    args = parse_arguments(parser, argv)
-    args.source = value_sources(parser, args, argv)
-    if args.eval_only or args.predict:
-        take_from_run(parser, args, args.log_dir, COLUMNS if args.predict else OF_THE_RUN)
-    check_modes(parser, args)
-    check_values(parser, args)
+    add_common_arguments(parser, output_dir="runs/survival", num_epochs=50, learning_rate=1e-4, batch_size=24)
+    # the guide's other names and its own meaning
+    add = parser.add_argument_group("as the guide has it").add_argument
+    add("--output", dest="output_dir", help="the same as --log_dir")
+    add("--max_grad_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
+    for flag in ("--amp", "--pin_memory"):
+        add(flag, action="store_true", help="accepted; on by itself on a GPU")
+    add("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
+    args = parser.parse(argv)
+    if not args.csv_path and not args.predict:
+        parser.error("--csv_path: name the table of cases")
+    if (args.init == "pretrained") != bool(args.pretrained_path):
+        parser.error("--init pretrained and --pretrained_path go together")
+    if args.folds and not args.val_fold and args.resume_from not in (None, "auto"):
+        parser.error("--folds: each has checkpoints of its own; --resume_from auto takes them")
+    if args.image == "none" and not args.clinical_columns and args.csv_path:
+        parser.error("--image none: needs --clinical_columns")
+    if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
+        parser.error("--hu_window LOW < HIGH, --eta_min at most --lr, and --base_channels a multiple of 8")
     return args
 
 
-# before the heavy imports: --help and a mistyped flag answer at once
 if __name__ == "__main__":
+    # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
 
+
 import numpy as np
+import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-# the processes, the checkpoints and the memory
-from old.checkpoint_utils import export_weights, load_checkpoint, load_trained, prepare_checkpoint, trained_state
-from old.distributed_utils import Ranks, agree_on_errors, broadcast_object, create_distributed_dataloader
-from old.distributed_utils import (
-    launch_workers,
-    print_main,
-    reduce_sum,
-    schedule,
-    setup_distributed,
-    world,
-    wrap_in_ddp,
-)
-from old.hardware_utils import autocast
-from old.memory_utils import BatchSize
+import distributed_utils as du
+from hardware_utils import autocast, choose_precision, set_numerics
+from tasks.survival import report
+from tasks.survival.data import Cohort, MultiGPUSurvivalDataset, Volumes, augment, choose_fold
+from tasks.survival.data import encode_columns, fit_columns, read_cohort
+from utils import checkpoint
+from utils.loop import Run, Step
 
-# the loop and its log
-from old.logging_utils import RunLog, with_bar
-from old.loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_epoch, end_step
-from old.loop_utils import agree_on_signal, explain_out_of_memory, first_error, keep_best, next_epoch, optimizer_steps
-from old.loop_utils import restore_training, resume, safety_flags
-from old.loop_utils import say_if_finished, seed_ranks, sync_gradients
-
-# the cases, and what is told of them
-from tasks.survival.batch import rows_of_step
-from tasks.survival.cohort import Cohort
-from tasks.survival.cross_validation import cross_validate
-from tasks.survival.data import MultiGPUSurvivalDataset
-from tasks.survival.figures import draw_inputs
-from tasks.survival.folds import Fold, check_evaluated
-from tasks.survival.metrics import Evaluation, check_finite, score_fold
-from tasks.survival.report import FoldResult, end_fold, print_epoch, write_evaluation, write_new_predictions
-from tasks.survival.volumes import load_images
-
-# the model's parts, and what follows from the flags
-from tasks.survival.resnet import make_backbone, shortcut_type
-from tasks.survival.settings import Setup, choose_batch_size, choose_setup, describe_data, print_run
-from tasks.survival.settings import make_dataset, make_loader, open_checkpoint, out_of_memory_at
-from tasks.survival.settings import prepare_fold, read_cases, rehearse
-from tasks.survival.targets import CoxMemory, feature_loss
-from tasks.survival.weights import Weights, first_weights, use_weights
+ADVICE = "give a smaller --image_size or --resnet, or --stem_stride 2"
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-class RiskNet(nn.Module):
-    """MONAI's 3D ResNet and a linear head: (B, 1, X, Y, Z) in 0..1 -> (B, outputs) fp32; one output: the log-hazard."""
+class GroupNorm(nn.GroupNorm):
+    """GroupNorm in the precision of its input: autocast would raise it to fp32, which is most of a network's memory."""
 
-    def __init__(self, args: Namespace, precision: str, outputs: int, shortcut: str = "B"):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class MaxPool3d(nn.Module):
+    """The maximum of 3 voxels at every second place, axis by axis: CUDA's own pooling has no deterministic gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for axis in (2, 3, 4):
+            count = (x.shape[axis] + 1) // 2
+            pad = [0] * 6
+            pad[8 - 2 * axis] = pad[9 - 2 * axis] = 1
+            padded = F.pad(x, pad, value=-torch.inf)
+            first, second, third = (padded.narrow(axis, k, 2 * count - 1).unfold(axis, 1, 2)[..., 0] for k in range(3))
+            x = torch.maximum(torch.maximum(first, second), third)
+        return x
+
+
+class PaddedShortcut(nn.Module):
+    """MedicalNet's shortcut of type A: every second voxel, new channels zero. MONAI's own cuts the gradient here."""
+
+    def __init__(self, planes: int, stride: int):
+        super().__init__()
+        self.planes, self.stride = planes, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[..., :: self.stride, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, 0, 0, 0, self.planes - x.shape[1]))
+
+
+class RiskNet(nn.Module):
+    """MONAI's 3D ResNet and a linear head, beside a linear part of the clinical columns: log-hazards (B,), fp32."""
+
+    def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str = "B"):
         super().__init__()
         self.precision = precision
-        self.backbone = make_backbone(args.resnet, args.base_channels, args.norm, shortcut)
+        if args.image == "volume":
+            self.backbone = make_backbone(args, shortcut)
+            # near zero, so that all cases begin with about the same risk
+            self.head = nn.Linear(self.backbone.in_planes, 1)
+            nn.init.normal_(self.head.weight, std=0.01)
+            nn.init.zeros_(self.head.bias)
+        if columns:
+            self.clinical = nn.Linear(columns, 1, bias=False)
+            nn.init.zeros_(self.clinical.weight)
 
-        # the head begins near zero, so that all cases begin with about the same risk
-        self.head = nn.Linear(self.backbone.in_planes, outputs)
-        nn.init.normal_(self.head.weight, std=0.01)
-        nn.init.zeros_(self.head.bias)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.head.weight.device
-
-    def forward(self, images: Tensor) -> Tensor:
-        # the head's fp32, whatever autocast does between
-        dtype = self.head.weight.dtype
-        with autocast(images.device, self.precision):
-            images = images.to(dtype)
-            images = images.contiguous(memory_format=torch.channels_last_3d)
-            return self.head(self.backbone(images)).to(dtype)
+    def forward(self, batch: dict) -> Tensor:
+        """batch: image (B, C, X, Y, Z) in 0..1 and columns (B, n), each where the model has it."""
+        log_hazard = 0
+        if hasattr(self, "backbone"):
+            images = batch["image"].float()
+            with autocast(images.device, self.precision):
+                features = self.backbone(images.contiguous(memory_format=torch.channels_last_3d))
+            # outside autocast: a log-hazard of 3 has steps of 1/64 in bf16, so that cases tie
+            log_hazard = self.head(features.float())[:, 0]
+        if hasattr(self, "clinical"):
+            log_hazard = log_hazard + self.clinical(batch["columns"])[:, 0]
+        return log_hazard
 
 
-def build_model(
-    args: Namespace,
-    precision: str,
-    outputs: int,
-    start: Weights | None,
-    ranks: Ranks,
-) -> RiskNet:
-    """The model with the same weights on every rank: random ones, or those to start from.
+def make_backbone(args: Namespace, shortcut: str) -> nn.Module:
+    """MONAI's ResNet without a head, with the normalisation and the shortcuts (A or B) that are wanted."""
+    from monai.networks import nets
 
-    Raises InputError for weights that do not fit, and for --norm batch on several CPU processes.
-    """
+    backbone = getattr(nets, args.resnet)(
+        spatial_dims=3,
+        n_input_channels=1 + bool(args.mask_column and args.mask_mode == "channel"),
+        feed_forward=False,
+        bias_downsample=False,
+        shortcut_type=shortcut,
+        widen_factor=args.base_channels / 64,
+        conv1_t_stride=args.stem_stride,
+    )
+    if args.deterministic:
+        backbone.maxpool = MaxPool3d()
+    for module in list(backbone.modules()):
+        for name, child in module.named_children():
+            # MONAI's own argument reaches the first layer only
+            if args.norm == "group" and isinstance(child, nn.BatchNorm3d):
+                setattr(module, name, GroupNorm(8, child.num_features))
+            if shortcut == "A" and name == "downsample":
+                setattr(module, name, PaddedShortcut(**child.keywords))
+    return backbone
+
+
+def build_model(args: Namespace, columns: int, precision: str, device: torch.device, weights: dict | None) -> RiskNet:
+    """The model with the same weights on every rank. weights: of a checkpoint. Raises InputError for others'."""
     torch.manual_seed(args.seed)
-    model = RiskNet(args, precision, outputs, shortcut_type(args.resnet, start))
-    if args.norm == "batch" and ranks.world_size > 1:
-        if ranks.device.type == "cpu":
+    found = weights or read_pretrained(args)
+    # MedicalNet's smaller nets have no weights in their shortcuts
+    type_a = found and args.resnet in ("resnet10", "resnet18", "resnet34")
+    shortcut = "A" if type_a and not any("downsample" in name for name in found) else "B"
+    model = RiskNet(args, columns, precision, shortcut)
+    if weights:
+        checkpoint.load_trained(model, weights)
+    elif found:
+        own = model.state_dict()
+        fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
+        lacking = [name for name in own if name.startswith("backbone.") and name not in fits]
+        if lacking:
+            reason = f"weights of another net ({lacking[0]} does not fit)"
+            raise InputError(f"{args.pretrained_path}: {reason}; check --resnet, --base_channels and --norm")
+        model.load_state_dict(fits, strict=False)
+        du.print_main(f"weights from {args.pretrained_path}; the head is {'kept' if 'head.weight' in fits else 'new'}")
+    if args.norm == "batch" and du.world()[1] > 1:
+        if device.type == "cpu":
             raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(ranks.device, memory_format=torch.channels_last_3d)
-    if start:
-        use_weights(model, start)
-    return model
+    return model.to(device, memory_format=torch.channels_last_3d)
+
+
+def read_pretrained(args: Namespace) -> dict[str, Tensor]:
+    """The weights of --pretrained_path by their names in RiskNet, {} without it. Raises InputError."""
+    path = args.pretrained_path
+    if not path:
+        return {}
+    try:
+        if path.endswith(".safetensors"):
+            from safetensors.torch import load_file
+
+            found = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = found.get("model", found.get("state_dict", found))
+    except Exception as error:
+        raise InputError(f"{path}: no readable file of weights ({type(error).__name__}); check it") from None
+    found = {name.removeprefix("module."): value for name, value in found.items()}
+    if not any(name.startswith("backbone.") for name in found):
+        if args.norm != "batch" or args.stem_stride != 2:
+            raise InputError(f"{path}: MedicalNet's weights belong to --norm batch --stem_stride 2; give both")
+        found = {f"backbone.{name}": value for name, value in found.items()}
+    return found
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def cox_loss(
-    log_hazard: Tensor,
-    time: Tensor,
-    event: Tensor,
-    ties: str = "efron",
-    extra: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Negative Cox partial log-likelihood per event: Efron (1977) or Breslow (1974) for tied event times.
+def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
+    """Negative Cox partial log-likelihood per event, of all n cases that are given; ties as Efron (1977) has them.
 
-    log_hazard (n,) on any device; time (n,) and event (n,) bool on the CPU, so that nothing waits for the GPU; extra:
-    (log_hazard (m,), time (m,)) of cases that count as being at risk only. Half precision is raised to fp32. Without
-    an event the result is 0, connected to the input.
+    log_hazard (n,) on any device; time (n,) and event (n,) on the CPU, so that nothing waits for the GPU. Without an
+    event the result is 0, connected to the input.
     """
-    if log_hazard.dtype != torch.float64:
-        log_hazard = log_hazard.float()
     device = log_hazard.device
-    rows = torch.nonzero(event)[:, 0]
+    rows = event.nonzero()[:, 0]
     if not len(rows):
         return (log_hazard * 0).sum()
-
-    # the hazard of all who are at risk at each event
-    at_risk = log_hazard
-    all_times = time
-    if extra is not None:
-        more, more_times = extra
-        at_risk = torch.cat([log_hazard, more.to(log_hazard)])
-        all_times = torch.cat([time, more_times])
-    event_times = time[rows]
-    outside = all_times < event_times[:, None]
-    outside = outside.to(device, non_blocking=True)
-    hazards = at_risk.expand(len(rows), -1)
-    total = hazards.masked_fill(outside, -torch.inf).logsumexp(1)
+    times = time[rows]
     own = log_hazard[rows.to(device, non_blocking=True)]
 
+    # log of the hazard of all who are at risk at each event
+    gone = (time < times[:, None]).to(device, non_blocking=True)
+    total = log_hazard.expand(len(rows), -1).masked_fill(gone, -torch.inf).logsumexp(1)
+
     # of d tied events the l-th (from 0) sees only 1 - l/d of their hazard
-    if ties == "efron":
-        tied = event_times == event_times[:, None]
-        places = tied.tril(-1).sum(1)
-        before = places.double() / tied.sum(1)
-        before = before.to(total.dtype).to(device, non_blocking=True)
-        untied = (~tied).to(device, non_blocking=True)
-        hazards = own.expand(len(rows), -1)
-        together = hazards.masked_fill(untied, -torch.inf).logsumexp(1)
-        total = total + torch.log1p(-before * (together - total).exp())
+    tied = times == times[:, None]
+    before = (tied.tril(-1).sum(1).double() / tied.sum(1)).to(total.dtype).to(device, non_blocking=True)
+    untied = (~tied).to(device, non_blocking=True)
+    together = own.expand(len(rows), -1).masked_fill(untied, -torch.inf).logsumexp(1)
+    total = total + torch.log1p(-before * (together - total).exp())
     return (total - own).sum() / len(rows)
 
 
-def step_loss(
-    outputs: Tensor,
-    rows: np.ndarray,
-    fold: Fold,
-    ties: str,
-    extra=None,
-) -> Tensor:
-    """Loss of (n, outputs) for these rows of the cohort: Cox, or with --task pretrain the features' squared error."""
-    if fold.features:
-        return feature_loss(outputs, fold.features.scores[rows])
-    time = torch.from_numpy(fold.cohort.time[rows])
-    event = torch.from_numpy(fold.cohort.event[rows])
-    return cox_loss(outputs[:, 0], time, event, ties, extra)
+def fit_cox(x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float = 1.0) -> Tensor:
+    """(n, k) numbers -> (k,) coefficients of a Cox model with penalty / 2 * |b|^2 on its log-likelihood, in float64."""
+    rows, outcome = torch.from_numpy(x), (torch.from_numpy(time), torch.from_numpy(event))
+    beta = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+    options = {"max_iter": 500, "tolerance_grad": 1e-10, "tolerance_change": 0}
+    optimizer = torch.optim.LBFGS([beta], line_search_fn="strong_wolfe", **options)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = cox_loss(rows @ beta, *outcome) + penalty / 2 * beta.square().sum() / event.sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return beta.detach()
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- the step ---------------------------------------------------------------------------------------------------------
 
 
-class Learner(NamedTuple):
-    """What the steps of a training change, and a checkpoint keeps. wrapped: the model, or DDP around it."""
+def cox_step(run: Run, step: Step, loader: DataLoader, args: Namespace) -> None:
+    """Gradients of one optimizer step, the same for any number of ranks and leaves.
 
-    model: RiskNet
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler
-    memory: CoxMemory
-    wrapped: nn.Module | None = None
-
-
-def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """The fused form of --optimizer over all parameters, those that are frozen at first included."""
-    parameters = list(model.parameters())
-    options = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, **options)
-    if args.optimizer == "adam":
-        return torch.optim.Adam(parameters, **options)
-
-    # fused SGD fails where some have a momentum and others, unfrozen later, none
-    optimizer = torch.optim.SGD(parameters, momentum=0.9, **options)
-    for parameter in parameters:
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
-
-
-def wrap_model(model: RiskNet, frozen: bool) -> nn.Module:
-    """The model for one stretch of epochs: the backbone frozen or not, in DDP where there are several processes."""
-    model.backbone.requires_grad_(not frozen)
-    if world()[1] == 1:
-        return model
-    return wrap_in_ddp(model, model.device)
-
-
-def train_step(
-    learner: Learner,
-    step: Step,
-    images: list[Tensor],
-    loss_of: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Gradients of one optimizer step, the same at any number of ranks and micro-batches; returns (loss, outputs).
-
-    The Cox loss has no parts that add up: each case's risk set is the whole batch. So the outputs of all ranks are put
-    together, every rank takes the loss of them all, and sends its own cases' part of the gradient back through its
-    model. Micro-batches are first passed forward without memory, then again one by one. A rank without a share passes
-    one case of no weight. images: of each micro-batch. loss_of: the loss of all cases' outputs.
+    The Cox loss has no parts that add up: each event's risk set is the whole step. So all ranks' log-hazards are put
+    together, every rank takes the loss of them all, and each leaf's part of the gradient goes back through the model.
+    Where a rank has several leaves, they are passed forward once without memory and then again (Gao et al. 2021).
     """
-    if len(images) == 1:
-        passed = [learner.wrapped(images[0])]
+    data, sampler, position = loader.dataset, loader.batch_sampler, run.position
+    rows = data.rows_of(sampler.order(position.samples + np.arange(step.samples)), position.epoch)
+    time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
+    step.batches = [du.to_device(batch, run.ranks.device) for batch in step.batches]
+    for batch in step.batches if args.augment and args.image == "volume" else []:
+        batch["image"] = augment(batch["image"], batch["index"].tolist(), args.seed, position.epoch)
+
+    # a choice that all ranks take alike, as DDP talks in its forward pass
+    once = step.samples <= run.leaf * run.ranks.world_size and len(set(run.shares)) == 1
+    if once:
+        passed = [run.wrapped(step.batches[0])]
     else:
         with torch.no_grad():
-            passed = [learner.model(batch) for batch in images]
+            passed = [run.model(batch) for batch in step.batches]
+    log_hazard = torch.zeros(step.samples, device=run.ranks.device)
+    for leaf, output in zip(step.numbers, passed, strict=False):
+        log_hazard[leaf * run.leaf :][: len(output)] = output.detach()
+    log_hazard = du.reduce_sum(log_hazard).requires_grad_()
+    loss = cox_loss(log_hazard, time, event)
+    (gradient,) = torch.autograd.grad(loss, log_hazard)
 
-    # the outputs of all ranks, and the loss of them all
-    share = slice(step.first, step.first + step.local)
-    local = torch.cat([output.detach() for output in passed])
-    outputs = local.new_zeros(step.samples, local.shape[1])
-    outputs[share] = local[: step.local]
-    outputs = reduce_sum(outputs).requires_grad_()
-    loss = loss_of(outputs)
-    loss.backward()
-
-    # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
-    finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-    # DDP averages over the ranks; these are parts of a sum, so undo the division
-    grad = learner.scaler.scale(outputs.grad * finite * world()[1])
-    grad = grad[share] if step.local else grad[:1] * 0
-
-    # this rank's part of the gradient, back through its model
-    for k, batch in enumerate(images, start=1):
-        is_last = k == len(images)
-        with sync_gradients(learner.wrapped, now=is_last):
-            output = passed[0] if len(images) == 1 else learner.wrapped(batch)
-            output.backward(grad[: len(output)])
-        grad = grad[len(output) :]
-    return loss.detach(), outputs.detach()
-
-
-def train_one_epoch(
-    learner: Learner,
-    fold: Fold,
-    loader: DataLoader,
-    training: TrainingRun,
-    args: Namespace,
-) -> None:
-    """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
-
-    Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unreadable volume of any.
-    """
-    model = learner.model
-    progress = training.progress
-    model.train()
-    if progress.epoch < args.freeze_epochs:
-        model.backbone.eval()
-    seed = args.seed if args.augment else None
-    load = partial(load_images, device=model.device, seed=seed, epoch=progress.epoch)
-    for step in optimizer_steps(loader, training, count=rows_of_step):
-        rows = np.array(step.totals, np.int64)
-        images = [load(batch) for batch in step.batches]
-        factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.scheduler)
-        lowest = args.eta_min if progress.step >= args.warmup_steps else 0.0
-        lr = lowest + (args.lr - lowest) * factor
-
-        # forward and backward: the risk set of each event is the global batch, with what --cox_memory keeps
-        extra = learner.memory.others(rows, fold.cohort.time)
-        loss_of = partial(step_loss, rows=rows, fold=fold, ties=args.ties, extra=extra)
-        with training.log.count_flops(step.samples):
-            loss, outputs = train_step(learner, step, images, loss_of)
-        learner.memory.add(rows, outputs[:, 0])
-
-        # update the weights; a non-finite gradient skips the step on all ranks together
-        grad_norm = clip_and_step(learner.optimizer, learner.scaler, args.grad_clip, lr)
-
-        # loss and events are the same on all ranks, so that rank 0 alone enters them into the sum
-        events = 0.0 if fold.features else float(fold.cohort.event[rows].sum())
-        losses = torch.stack([loss, torch.full_like(loss, events)])
-        if world()[0] > 0:
-            losses = torch.zeros_like(losses)
-        end_step(training, step, losses, grad_norm, lr)
+    events = torch.full_like(loss, float(event.sum()))
+    for leaf, batch in zip(step.numbers or [0], step.leaves(), strict=True):
+        output = passed[0] if once else run.wrapped(batch)
+        through = (output * gradient[leaf * run.leaf :][: len(output)]).sum()
+        # the step's own numbers, entered once
+        step.backward(loss * (leaf == 0), events * (leaf == 0), through=through)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def compute_outputs(model: RiskNet, cases: MultiGPUSurvivalDataset, workers: int) -> np.ndarray:
-    """(n, outputs) float64 of every case, in order and the same on all ranks.
-
-    Raises InputError on all ranks for an unreadable volume, RunError when an output is not finite.
-    """
+def predict(model: RiskNet, data: MultiGPUSurvivalDataset, run: Run, args: Namespace) -> np.ndarray:
+    """(n,) float64 log-hazards of all cases, in order and the same on all ranks. Raises RunError."""
     model.eval()
-    loader = create_distributed_dataloader(cases, EVAL_BATCH, train=False, num_workers=workers)
-    shape = (len(cases), model.head.out_features)
-    outputs = torch.zeros(shape, dtype=torch.float64)
-    error = ""
-    batches = zip(loader.batch_sampler, loader, strict=True)
-    for places, batch in with_bar(batches, "cases"):
-        error = error or first_error([batch])
-        images = batch["image"].to(model.device, non_blocking=True)
-        outputs[places] = model(images).double().cpu()
-
-    with agree_on_errors():
-        if error:
-            raise InputError(error)
-    outputs = reduce_sum(outputs).numpy()
-    check_finite(outputs)
-    return outputs
+    loader = du.create_distributed_dataloader(data, run.leaf, train=False, num_workers=args.num_workers)
+    rows, outputs = [], []
+    for batch in run.batches(loader):
+        rows += batch["index"].tolist()
+        outputs.append(model(batch))
+    log_hazard = torch.zeros(len(data.cohort), dtype=torch.float64)
+    if outputs:
+        log_hazard[rows] = torch.cat(outputs).double().cpu()
+    log_hazard = du.reduce_sum(log_hazard).numpy()[data.rows]
+    if not np.isfinite(log_hazard).all():
+        raise RunError("predictions are not finite; lower --lr")
+    return log_hazard
 
 
-def evaluate(
-    model: RiskNet,
-    fold: Fold,
-    args: Namespace,
-    final: bool = False,
-) -> Evaluation:
-    """Metrics and outputs of the validation fold, the same on all ranks.
-
-    final: also the training fold, whose baseline hazard gives survival probabilities, and the bootstrap interval.
-    """
-    # no fork beside SmartCache's thread
-    workers = args.num_workers if final or not args.use_smart_cache else 0
-    val = compute_outputs(model, fold.val_set, workers)
-    train = None
-    if final and fold.features is None:
-        train = compute_outputs(model, fold.train_set, workers)
-
+def evaluate(model: RiskNet, sets: dict, run: Run, args: Namespace) -> tuple[dict[str, float], np.ndarray]:
+    """(metrics, log-hazards) of the validation fold as a whole, the same on all ranks."""
+    val, train = sets["val"], sets["all"]
+    log_hazard = predict(model, val, run, args)
+    metrics = {}
     # rank 0 computes and tells the others, so that all take the same decisions
-    scores = None
-    if world()[0] == 0:
-        loss = step_loss(torch.from_numpy(val), fold.val, fold, args.ties)
-        scores = score_fold(fold, val, train, float(loss), args.eval_years)
-    metrics, baseline = broadcast_object(scores)
-    return Evaluation(metrics, val, train, baseline)
+    if run.ranks.is_main:
+        outcome = (torch.from_numpy(values[val.rows]) for values in (val.cohort.time, val.cohort.event))
+        loss = float(cox_loss(torch.from_numpy(log_hazard), *outcome))
+        metrics = {"val/loss": loss} | report.score(log_hazard, val, train, args.eval_years)
+    return du.broadcast_object(metrics), log_hazard
+
+
+def fit_rivals(val: MultiGPUSurvivalDataset, train: MultiGPUSurvivalDataset, image: bool) -> dict[str, tuple]:
+    """All ranks: {name: (log-hazards of val, baseline)} of Cox models that know less than the network."""
+    inputs = {"kaplan_meier": [np.zeros((len(data.rows), 1)) for data in (val, train)]}
+    if train.columns is not None:
+        inputs["clinical"] = [data.columns[data.rows].astype(float) for data in (val, train)]
+    if image:
+        rank, world_size = du.world()
+        tables = []
+        for data in (val, train):
+            rows = data.rows[rank::world_size].tolist()
+            own = {row: data.volumes.load(data.cohort.path[row], data.cohort.mask[row], numbers=True) for row in rows}
+            every = {row: value for part in du.gather_objects(own) for row, value in part.items()}
+            tables.append(np.array([every[row] for row in data.rows.tolist()]))
+        mean, sd = tables[1].mean(0), tables[1].std(0)
+        inputs["image_numbers"] = [(table - mean) / np.where(sd > 0, sd, 1) for table in tables]
+    if len(inputs) == 3:
+        pairs = zip(inputs["clinical"], inputs["image_numbers"], strict=True)
+        inputs["clinical_and_image_numbers"] = [np.hstack(pair) for pair in pairs]
+    found = {}
+    for name, (x_val, x_train) in inputs.items():
+        beta = fit_cox(x_train, *report.outcome(train)).numpy()
+        found[name] = x_val @ beta, report.fit_baseline(x_train @ beta, train)
+    return found
+
+
+def finish(
+    model: RiskNet, sets: dict, run: Run, args: Namespace, title: str, rivals: dict
+) -> tuple[dict[str, float], np.ndarray]:
+    """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; as evaluate()."""
+    metrics, log_hazard = evaluate(model, sets, run, args)
+    val, train = sets["val"], sets["all"]
+    known = predict(model, train, run, args)
+    rivals = rivals | fit_rivals(val, train, args.image == "volume")
+    with du.agree_on_errors():
+        if run.ranks.is_main:
+            try:
+                baseline = report.fit_baseline(known, train) | {"step": run.position.step}
+                models = {"network": (log_hazard, baseline)} | rivals
+                metrics |= report.print_table(title, models, val, train, args.eval_years)
+                tables = [
+                    report.predictions(data, risk, args.eval_years, baseline).assign(fold=name)
+                    for name, data, risk in (("val", val, log_hazard), ("train", train, known))
+                ]
+                pd.concat(tables).to_csv(run.folder / "predictions.csv", index=False)
+                run.figure("val_survival", report.draw(log_hazard, val, args.eval_years, baseline, metrics))
+                run.write_summary("baseline", baseline)
+            except OSError as error:
+                raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
+    return du.broadcast_object(metrics), log_hazard
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_contents(
-    learner: Learner,
-    fold: Fold,
-    batch: BatchSize,
-    this_run: dict,
-    args: Namespace,
-) -> dict:
-    """What a checkpoint holds beside position, log and random state."""
-    settings = {name: getattr(args, name) for name in FIXED}
-    return {
-        "format": FORMAT,
-        "model": trained_state(learner.model, everything=True),
-        "optimizer": learner.optimizer.state_dict(),
-        "scaler": learner.scaler.state_dict(),
-        "memory": learner.memory.state(),
-        "run": this_run,
-        "split": batch.record(),
-        "settings": settings | fold.flags,
-        "trained_cases": fold.cohort.cases_of(fold.train),
-    }
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Over all parameters, those that are frozen at first included."""
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "fused": True}
+    if args.optimizer != "sgd":
+        return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[args.optimizer](model.parameters(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, **options)
+    # fused SGD fails where some have a momentum and others, thawed later, none
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
-def fit(
-    fold: Fold, run_folder: Path, checkpoint: dict | None, setup: Setup, args: Namespace
-) -> tuple[int, FoldResult | None]:
-    """Train on one fold, validate each epoch, evaluate the best; (exit code, results, None after a stop signal)."""
-    begun = time.time()
-    ranks = setup.ranks
-    with agree_on_errors():
-        fold = prepare_fold(fold, args)
-        start = first_weights(checkpoint, args.pretrained_path)
-        model = build_model(args, setup.precision, fold.outputs, start, ranks)
-        del start
-    batch = choose_batch_size(cox_loss, model, checkpoint, args)
-    loader = make_loader(fold, batch, args)
-    sampler = loader.batch_sampler
-    planned_steps = args.epochs * sampler.steps_per_epoch()
-    last_step = min(args.max_steps or planned_steps, planned_steps)
-
-    # what is trained and what is logged; the scores of every epoch are drawn as curves
-    scaler = LossScaler(ranks.device, setup.precision)
-    memory = CoxMemory(args.cox_memory, ranks.device)
-    learner = Learner(model, make_optimizer(model, args), scaler, memory)
-    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
-    log.curves = CURVES[args.task]
-    this_run = describe_data(fold, sampler.effective_batch_size, args)
-
-    # where the run stands and ends, and what a checkpoint of it holds
-    training = TrainingRun(
-        run_folder=run_folder,
-        progress=Progress(),
-        last_step=last_step,
-        planned_steps=planned_steps,
-        effective_batch_size=sampler.effective_batch_size,
-        precision=setup.precision,
-        log=log,
-        contents=partial(checkpoint_contents, learner, fold, batch, this_run, args),
-        model=model,
-        **safety_flags(args),
-    )
-
-    # begin, or resume where the checkpoint stands
-    seed_ranks(args.seed)
-    if checkpoint:
-        resume(training.progress, checkpoint, this_run, run_folder)
-        memory.restore(checkpoint["memory"])
-        restore_training(checkpoint, learner.optimizer, scaler, args.weight_decay)
-    log.open(args, checkpoint)
-    prepare_checkpoint(model)
-    print_run(TITLE[args.task], fold, loader, model, batch, training, setup, args)
-    if args.compile:
-        model.compile()
-
-    # SmartCache's thread ends with the training; the evaluations after it read all cases
-    advice = partial(out_of_memory_at, batch, args, ranks)
-    with training, contextlib.closing(log), explain_out_of_memory(advice):
-        with contextlib.closing(loader.dataset):
-            code, last_score = train(learner, fold, loader, training, args)
-        if code:
-            return code, None
-        return 0, finish_fold(model, fold, training, last_score, begun, args)
+def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
+    """read_cohort as the flags want it."""
+    columns = {f"{kind}_column": getattr(args, f"{kind}_column") for kind in ("path", "time", "event", "id", "mask")}
+    with du.agree_on_errors():
+        return read_cohort(path, args.data_dir, args.time_unit, outcome, args.image == "volume", **columns)
 
 
-def train(
-    learner: Learner,
-    fold: Fold,
-    loader: DataLoader,
-    training: TrainingRun,
-    args: Namespace,
-) -> tuple[int, float | None]:
-    """All epochs, each with its validation; (exit code of a stop signal or 0, headline score of the last epoch)."""
-    progress = training.progress
-    headline = HEADLINE[args.task]
-    # the evaluations of a run with SmartCache have no loading processes: read the fold once, in parallel
+def make_sets(cohort: Cohort, columns: np.ndarray, rows: dict[str, np.ndarray], args: Namespace) -> dict:
+    """A data set of each of these rows, and all volumes read once; of "train" what the smart cache has of "all"."""
+    names = ("image_size", "hu_window", "spacing", "orientation", "mask_margin", "cache_dir")
+    mask_mode = args.mask_column and args.mask_mode
+    volumes = Volumes(mask_mode=mask_mode, **{name: getattr(args, name) for name in names})
+    options = {"columns": columns if columns.shape[1] else None, "volumes": volumes}
+    sets = {name: MultiGPUSurvivalDataset(cohort, rows=part, **options) for name, part in rows.items()}
+    for data in sets.values() if args.image == "volume" else []:
+        data.check(args.num_workers)
+    if "all" in sets:
+        smart = {name: getattr(args, name) for name in ("use_smart_cache", "cache_rate", "replace_rate", "seed")}
+        sets["train"] = MultiGPUSurvivalDataset(cohort, rows=rows["all"], **options, **smart)
+    return sets
+
+
+def trial_step(model: RiskNet, size: int, columns: int, args: Namespace, device: torch.device) -> None:
+    """Forward and backward pass of one leaf of made-up cases; the gradients stay in the model."""
+    channels = 1 + bool(args.mask_column and args.mask_mode == "channel")
+    image = torch.zeros(size, channels, *args.image_size, device=device)
+    log_hazard = model({"image": image, "columns": torch.zeros(size, columns, device=device)})
+    cox_loss(log_hazard, 1.0 + torch.arange(size), torch.ones(size, dtype=torch.bool)).backward()
+
+
+def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> tuple[int, tuple | None]:
+    """One fold from start to end; (exit code, (metrics, validation set, its log-hazards), None after a signal)."""
+    device = ranks.device
+    cross_validates = args.folds and args.val_fold
+    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    cohort = read_table(args.csv_path, args)
+    with du.agree_on_errors():
+        train, val = choose_fold(cohort, args.fold_column, args.train_fold, args.val_fold, args.folds or 0, args.seed)
+        columns = run.checkpoint["columns"] if run.checkpoint else fit_columns(cohort, args.clinical_columns, train)
+        encoded = encode_columns(cohort, columns)
+    sets = make_sets(cohort, encoded, {"all": train, "val": val}, args)
+    with du.agree_on_errors():
+        rivals = report.read_rival(args.rival_run, sets["val"])
+    with du.agree_on_errors():
+        weights = run.checkpoint and run.checkpoint["model"]
+        model = build_model(args, encoded.shape[1], precision, device, weights)
+    if args.eval_only:
+        seen = set(cohort.case[val]) & set(run.checkpoint["trained_cases"])
+        if seen:
+            raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
+        metrics, _ = finish(model, sets, run, args, "val", rivals)
+        run.write_summary("eval_val", metrics)
+        return 0, None
+    if encoded.shape[1] and not run.checkpoint:
+        # the columns begin where a Cox model of them alone ends
+        beta = fit_cox(encoded[train].astype(float), cohort.time[train], cohort.event[train])
+        model.clinical.weight.data.copy_(beta)
+
+    # the guide's batch is that of all GPUs
+    if not run.checkpoint and not args.effective_batch_size:
+        args.effective_batch_size = args.batch_size * args.gradient_accumulation_steps
+        args.batch_size = math.ceil(args.batch_size / ranks.world_size)
+    run.choose_batch(model, lambda size: trial_step(model, size, encoded.shape[1], args, device))
+    if args.norm == "batch" and (math.ceil(run.effective / run.leaf) % ranks.world_size or len(set(run.shares)) > 1):
+        raise InputError("--norm batch: its statistics need as many leaves on each GPU; use --norm group")
+    options = {"seed": args.seed, "num_workers": args.num_workers}
+    loader = du.create_distributed_dataloader(sets["train"], run.leaf, True, run.effective, run.shares, **options)
+
+    optimizer = make_optimizer(model, args)
+    steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
+    facts = {"training cases": len(train), "optimizer": args.optimizer}
     if args.use_smart_cache:
-        fold.val_set.read_ahead()
-    say_if_finished(training, "--epochs")
-    if progress.step == 0:
-        seed = args.seed if args.augment else None
-        training.log.figures(lambda: {"train_inputs": draw_inputs(fold.train_set, seed)}, 0)
+        facts["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
+    notes = notes | {
+        "events": f"{cohort.event[train].sum()} in training; {cohort.event[val].sum()} of {len(val)} in validation",
+        "model": f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
+    }
+    extra = {"columns": columns, "trained_cases": sorted(set(cohort.case[train].tolist()))}
+    run.begin(model, optimizer, precision, steps, ["loss", "events"], facts, notes, extra)
 
-    while True:
-        # the backbone is trained from --freeze_epochs on: another DDP, one at a time on these parameters
-        if learner.wrapped is None or progress.epoch == args.freeze_epochs:
-            learner = learner._replace(wrapped=None)
-            gc.collect()
-            wrapped = wrap_model(learner.model, progress.epoch < args.freeze_epochs)
-            learner = learner._replace(wrapped=wrapped)
-            training.log.forget_flops()
+    metrics = {}
+    with run:
+        while not run.is_over():
+            frozen = args.image == "volume" and run.position.epoch < args.freeze_epochs
+            if args.freeze_epochs and args.image == "volume":
+                model.backbone.requires_grad_(not frozen)
+                run.wrap()
+            model.train()
+            if frozen:
+                model.backbone.eval()
+            for step in run.steps(loader):
+                cox_step(run, step, loader, args)
+                factor = du.schedule(run.position.step, steps, args.warmup_steps, args.scheduler)
+                lowest = args.eta_min if run.position.step >= args.warmup_steps else 0.0
+                step.update(lowest + (args.learning_rate - lowest) * factor)
+            if run.stopped:
+                return run.save_and_stop(), None
+            metrics = evaluate(model, sets, run, args)[0]
+            run.keep(metrics, headline="val/c_index")
 
-        # a stop signal ends the run here, before the validation
-        train_one_epoch(learner, fold, loader, training, args)
-        if code := end_epoch(training):
-            return code, None
-
-        # best.pt is the checkpoint of the highest score, where it is undefined of the lowest loss
-        metrics = evaluate(learner.model, fold, args).metrics
-        training.log.write(progress.step, progress.epoch + 1, metrics)
-        print_epoch(progress.epoch, headline, metrics)
-        score = metrics[f"val/{headline}"]
-        value = -metrics["val/loss"] if score is None else score
-        epoch_complete = progress.samples >= loader.batch_sampler.used
-        keep_best(training, value, epoch_complete)
-        if not next_epoch(training):
-            return 0, score
-
-
-def finish_fold(
-    model: RiskNet,
-    fold: Fold,
-    training: TrainingRun,
-    last_score: float | None,
-    begun: float,
-    args: Namespace,
-) -> FoldResult:
-    """Score and export the weights of best.pt, in a cross-validation those of the last epoch; the end of the log.
-
-    last_score: headline score of the last epoch. begun: time.time() at the start.
-    """
-    run_folder = training.run_folder
-    last = None
-    if args.cross_validate:
-        last = evaluate(model, fold, args, final=True)
-        export_weights(trained_state(model, everything=True), run_folder / "model.safetensors")
-
-    # best.pt was chosen on the fold that is scored, so that a cross-validation may not be scored by it
-    checkpoint = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
-    load_trained(model, checkpoint["model"])
-    best = evaluate(model, fold, args, final=True)
-    if not args.cross_validate:
-        export_weights(checkpoint["model"], run_folder / "model.safetensors")
-
-    result = FoldResult(fold, training.progress.step, 0, last, best)
-    end_fold(result, training, checkpoint, f"val/{HEADLINE[args.task]}", last_score, begun, args.eval_years)
-    # a signal up to here ends a cross-validation before its next fold
-    return result._replace(signal=agree_on_signal(training.stop))
+        title = "val, last epoch"
+        if not cross_validates:
+            run.load_best(model)
+            title = "val, best.pt (chosen on this fold)"
+        results, log_hazard = finish(model, sets, run, args, title, rivals)
+        if metrics and not cross_validates:
+            results["val/c_index_last"] = metrics["val/c_index"]
+        run.finish(results)
+    return 0, (results, sets["val"], log_hazard)
 
 
-def use_checkpoint(
-    cohort: Cohort,
-    folds: list[Fold],
-    checkpoint: dict,
-    used: str,
-    setup: Setup,
-    args: Namespace,
-) -> None:
-    """--predict: log-hazards of new cases. --eval_only: all that a run ends with, metrics in eval_val.json."""
-    run_folder = Path(args.log_dir)
-    start = first_weights(checkpoint)
-    with agree_on_errors():
-        model = build_model(args, setup.precision, start.outputs, start, setup.ranks)
+def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
+    """--folds: all of them, --repeats times, each scored at its last epoch; what they give together."""
+    results = []
+    for repeat in range(args.repeats):
+        for fold in range(1, args.folds + 1):
+            folder = Path(args.output_dir, f"repeat_{repeat + 1}", f"fold_{fold}")
+            own = vars(args) | {"output_dir": str(folder), "val_fold": str(fold), "seed": args.seed + repeat}
+            own["rival_run"] = args.rival_run and str(Path(args.rival_run, *folder.parts[-2:]))
+            du.print_main(f"\n--- repeat {repeat + 1} of {args.repeats}, fold {fold} of {args.folds}")
+            code, result = train_fold(Namespace(**own), ranks, precision, notes)
+            if code:
+                return code
+            results.append((repeat, *result))
+    if ranks.is_main:
+        report.print_cross_validation(Path(args.output_dir), results)
+    return 0
+
+
+def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
+    """--predict: the mean log-hazard of all models in the folder (the folds of a cross-validation), or of one."""
+    folders = [] if args.resume_from else sorted(Path(args.output_dir).glob("repeat_*/fold_*"))
+    risks = []
+    for folder in folders or [Path(args.output_dir)]:
+        own = Namespace(
+            **vars(args) | {"output_dir": str(folder), "resume_from": "auto" if folders else args.resume_from}
+        )
+        run = Run(FORMAT, own, ranks, ADVICE, MODEL_FLAGS)
+        cohort = read_table(args.predict, own, outcome=False)
+        with du.agree_on_errors():
+            encoded = encode_columns(cohort, run.checkpoint["columns"])
+            model = build_model(own, encoded.shape[1], precision, ranks.device, run.checkpoint["model"])
+        data = make_sets(cohort, encoded, {"new": np.arange(len(cohort))}, own)["new"]
+        risks.append((predict(model, data, run, own), report.read_baseline(folder, run.position.step)))
+    if ranks.is_main:
+        report.predict(Path(args.output_dir), data, risks, args)
+
+
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train one fold or all of them, or --eval_only, or --predict; returns the exit code."""
+    precision, reason = choose_precision(args.mixed_precision, ranks.device)
+    if precision == "bf16" and ranks.device.type == "cpu":
+        raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
+    remark = set_numerics(ranks.device, precision, args.deterministic)
+    notes = {"precision": f"{precision} ({reason}) {remark}".strip()}
     if args.predict:
-        cases = make_dataset(cohort, np.arange(len(cohort)), args)
-        outputs = compute_outputs(model, cases, args.num_workers)
-        path = run_folder / f"predictions_{Path(args.predict).stem}.csv"
-        with agree_on_errors():
-            if setup.ranks.is_main:
-                write_new_predictions(cohort, outputs[:, 0], used, path, args.eval_years)
-        return
-
-    # the cases of the validation fold, none of which was trained on
-    with agree_on_errors():
-        fold = prepare_fold(folds[0], args)
-    check_evaluated(fold, start.outputs, checkpoint["trained_cases"], used)
-    result = evaluate(model, fold, args, final=True)
-    if setup.ranks.is_main:
-        write_evaluation(fold, result, checkpoint, used, run_folder, args.eval_years)
-
-
-def run(args: Namespace, ranks: Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun = time.time()
-    run_folder = Path(args.log_dir)
-    setup = choose_setup(args, ranks)
-    checkpoint, used, lock = open_checkpoint(args, run_folder, FORMAT)
-    if checkpoint:
-        adopt_settings(args, checkpoint, used)
-    check_settings(args)
-
-    cohort, folds = read_cases(args, setup.cores)
-    if args.predict or args.eval_only:
-        use_checkpoint(cohort, folds, checkpoint, used, setup, args)
+        predict_table(args, ranks, precision)
         return 0
-    if args.cross_validate:
-        code = cross_validate(fit, folds, run_folder, FORMAT, setup, args)
-    else:
-        code, _ = fit(folds[0], run_folder, checkpoint, setup, args)
-    print_main(f"{time.time() - begun:.0f} seconds in all")
-    del lock
-    return code
+    if args.folds and not args.val_fold and not args.eval_only:
+        return cross_validate(args, ranks, precision, notes)
+    return train_fold(args, ranks, precision, notes)[0]
 
 
 def main(args: Namespace) -> int:
-    if args.rehearse:
-        rehearse(build_model, make_optimizer, cox_loss, args)
-    launch_workers(args.world_size or torch.cuda.device_count() or 1)
-    # NCCL has no host tensors: gloo stays beside it
-    backend = "gloo" if args.backend == "gloo" else None
-    joined = setup_distributed(backend, timeout=args.dist_timeout)
-    with joined as ranks, explain_out_of_memory(partial(out_of_memory_at, None, args, ranks)):
-        return run(args, ranks)
+    du.launch_workers(args.world_size or torch.cuda.device_count() or 1)
+    with du.setup_distributed(args.dist_timeout) as ranks:
+        return run_task(args, ranks)
 
 
 if __name__ == "__main__":

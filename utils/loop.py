@@ -10,6 +10,7 @@ ranks before it, the update of the weights, and the checkpoints after it. Three 
 
 import contextlib
 import faulthandler
+import gc
 import json
 import math
 import sys
@@ -67,12 +68,12 @@ class Run:
         self.stop = du.StopSignal()
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
-        # step and epoch of the last checkpoint
-        self.saved = None
+        # step and epoch of the last checkpoint, and when it was written
+        self.saved, self.saved_at = None, time.monotonic()
         # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
         self.stream = None
         self.read = 0
-        self.profiler = None
+        self.profiler = self.exact = None
         self.armed = -math.inf
         self.trains = not (args.eval_only or getattr(args, "predict", None))
         resume_from = args.resume_from
@@ -210,8 +211,18 @@ class Run:
         # compiled in place, so that the names of the weights stay
         if args.compile:
             model.compile()
-        self.exact = du.ExactSum(model) if args.deterministic else None
-        self.wrapped = model if args.deterministic else du.wrap_in_ddp(model, self.ranks.device)
+        return self.wrap()
+
+    def wrap(self) -> nn.Module:
+        """All ranks: the model in DDP, or exact sums of its gradients; again where other weights are to be trained."""
+        if self.exact:
+            self.exact.close()
+        # of two DDP around one model both would exchange its gradients
+        self.wrapped = self.exact = None
+        gc.collect()
+        if self.args.deterministic:
+            self.exact = du.ExactSum(self.model)
+        self.wrapped = self.model if self.exact else du.wrap_in_ddp(self.model, self.ranks.device)
         return self.wrapped
 
     # --- the steps ----------------------------------------------------------------------------------------------------
@@ -331,7 +342,7 @@ class Run:
                 "scaler": self.scaler.state_dict(),
             }
             self.writer.save(contents | self.extra, best)
-            self.saved = position
+            self.saved, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
         """All ranks, after a signal: save; returns the exit code."""
@@ -343,7 +354,8 @@ class Run:
     def keep(self, metrics: dict[str, float], headline: str = "", lower: bool = False) -> None:
         """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
 
-        metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error.
+        metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error. Without
+        --save_every what is neither the best nor the end is saved once a minute.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -364,7 +376,9 @@ class Run:
                 position.best, position.best_metrics = value, metrics
         if self.epoch_over:
             position.epoch, position.samples, self.stream = position.epoch + 1, 0, None
-        self.save(best)
+        kept = best or self.is_over() or self.args.save_every
+        if kept or not du.broadcast_object(time.monotonic() - self.saved_at < 60):
+            self.save(best)
 
         # what --max_steps alone brings is logged after the checkpoint: the run that is resumed has no such line
         if not at_end and self.is_over():
@@ -472,16 +486,17 @@ class Step:
             with run.wrapped.no_sync() if quiet else contextlib.nullcontext():
                 yield du.to_device(batch, run.ranks.device)
 
-    def backward(self, *losses: Tensor) -> None:
+    def backward(self, *losses: Tensor, through: Tensor | None = None) -> None:
         """Backward pass of the first of these losses, a leaf's part of a sum over the step; the others are logged.
 
-        A non-finite loss gives non-finite gradients, which reach every rank: all skip the step together.
+        through: what is differentiated instead, where the loss has no parts that add up. A non-finite loss gives
+        non-finite gradients, which reach every rank: all skip the step together.
         """
         weight = float(len(self.numbers) > 0)
         finite = torch.where(losses[0].detach().isfinite(), weight, torch.nan)
         # DDP averages over the ranks; these are parts of a sum, so undo the division
         ranks = 1 if self.run.exact else du.world()[1]
-        self.run.scaler.scale(losses[0] * finite * ranks).backward()
+        self.run.scaler.scale((losses[0] if through is None else through) * finite * ranks).backward()
         self.losses = self.losses + du.on_grid(torch.stack([loss.detach() for loss in losses]) * weight)
 
     def update(self, lr: float) -> None:

@@ -121,6 +121,12 @@ class TrainBatchSampler:
         begin, end = (leaves * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
         return samples, range(begin, end)
 
+    def order(self, positions: np.ndarray) -> np.ndarray:
+        """The samples at some positions of the epoch; int64 in and out."""
+        if self.groups:
+            return self.groups.order(positions, self.seed, self.epoch)
+        return permute(positions, self.num_samples, self.seed, self.epoch)
+
     def __len__(self) -> int:
         firsts = range(self.start, self.num_samples, self.effective_batch_size)
         return sum(max(1, len(self.share(first)[1])) for first in firsts)
@@ -133,11 +139,7 @@ class TrainBatchSampler:
             for leaf in leaves or [0]:
                 begin = first + leaf * self.leaf_size
                 positions = np.arange(begin, min(begin + self.leaf_size, first + samples))
-                if self.groups:
-                    order = self.groups.order(positions, self.seed, epoch)
-                else:
-                    order = permute(positions, self.num_samples, self.seed, epoch)
-                batch = [Index(index) for index in order.tolist()]
+                batch = [Index(index) for index in self.order(positions).tolist()]
                 for index in batch:
                     index.epoch = epoch
                 yield batch

@@ -1,148 +1,453 @@
-"""The survival cohort of guide 2 as a data set: its table (CSV or xlsx) and its CT volumes (NIfTI).
+"""A survival cohort: its table, its folds, its clinical columns, and its CT volumes (NIfTI or DICOM) as a data set.
 
-MultiGPUSurvivalDataset can be used in any training loop:
-
-    from old.distributed_utils import create_distributed_dataloader
-    from tasks.survival.data import MultiGPUSurvivalDataset
-
-    dataset = MultiGPUSurvivalDataset(csv_path, use_smart_cache=True)
-    loader = create_distributed_dataloader(dataset, batch_size=8)
-    for epoch in range(epochs):
-        loader.batch_sampler.set_position(epoch)  # new order; with SmartCache: new cases come into the cache
-        for batch in loader: ...
-    dataset.shutdown()
+dataset = MultiGPUSurvivalDataset("data/dataset.csv", use_smart_cache=True)
+loader = create_distributed_dataloader(dataset, batch_size=8)
+for epoch in range(epochs):
+    loader.batch_sampler.set_position(epoch)  # a new order, and with SmartCache other cases
+    for batch in loader: ...                  # image (B, 1, X, Y, Z) float16 in 0..1, time in years, event, error
 """
 
+import hashlib
+import math
+import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
+import torch.nn.functional as F
+from scipy.ndimage import label
+from torch import Tensor
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
-from old.cli_utils import InputError
-from old.distributed_utils import limit_workers, world
-from old.sampler_utils import TrainBatchSampler
-from tasks.survival.cohort import Cohort, first_line, read_cohort
-from tasks.survival.samplers import EventBalancedSampler, PartitionSampler
-from tasks.survival.smart_cache import SmartCache
-from tasks.survival.volumes import Volumes
+import distributed_utils as du
+from utils import tables
+from utils.cli import InputError
 
-# what each part takes of the data set's options
-VOLUME_OPTIONS = ("image_size", "window", "spacing", "orientation", "cache_dir")
-SMART_CACHE_OPTIONS = ("cache_rate", "replace_rate", "seed")
+YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
+# what each column may be called, in any case of letters
+COLUMNS = {
+    "path": ("NIFTI Path", "nifti_path", "image_path", "path"),
+    "time": ("time", "survival_time"),
+    "event": ("event",),
+    "id": ("case_num", "patient_id", "case_id", "case", "subject_id", "patient", "mrn"),
+}
+# labels of a fold column that are neither trained nor validated on, and cells that tell nothing
+HELD_OUT = ("test", "holdout", "hold-out", "")
+BLANK = ("", "na", "nan", "n/a", "null", "none")
+
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
-def take_options(options: dict, names: tuple[str, ...]) -> dict:
-    """Those of these names, which are removed."""
-    return {name: options.pop(name) for name in names if name in options}
+@dataclass
+class Cohort:
+    """The rows of a table: where each stands (`file:row`), whose it is, its volume and mask ("": none), its outcome.
+
+    time: years, NaN where unknown. table: the text of all columns, by name in small letters.
+    """
+
+    source: list[str]
+    case: np.ndarray
+    path: list[str]
+    mask: list[str]
+    time: np.ndarray
+    event: np.ndarray
+    table: pd.DataFrame
+
+    def __len__(self) -> int:
+        return len(self.source)
 
 
-class MultiGPUSurvivalDataset(Dataset):
-    """Cases of one fold: image (1, X, Y, Z) float16, index (row of the cohort), time (years), event, error.
+def read_cohort(
+    csv_path: str | Path,
+    data_dir: str | None = None,
+    time_unit: str = "days",
+    outcome: bool = True,
+    image: bool = True,
+    mask_column: str | None = None,
+    **given: str | None,
+) -> Cohort:
+    """All rows of a table, checked. Raises InputError for the first that is wrong.
 
-    With use_smart_cache each rank owns a part of the fold and keeps some of it in memory, see SmartCache.
+    Paths start at data_dir, by default the table's folder; absolute ones may lead anywhere. outcome False: rows may
+    lack time and event. image False: no volume is needed. given: path_column="scan" and so on, for other names.
+    """
+    rows = tables.read_table(Path(csv_path))
+
+    def find(kind: str, needed: bool) -> str | None:
+        name = given.get(f"{kind}_column")
+        if name or needed:
+            return tables.find_column(rows, *([name] if name else COLUMNS[kind]))
+        return next((name.lower() for name in COLUMNS[kind] if name.lower() in rows[0][1]), None)
+
+    names = {"path": find("path", image), "id": find("id", False), "mask": None}
+    names |= {kind: find(kind, outcome) for kind in ("time", "event")}
+    if mask_column:
+        names["mask"] = tables.find_column(rows, mask_column)
+    root = os.path.abspath(data_dir or Path(csv_path).parent)
+
+    def cell(kind: str, row: dict) -> str:
+        text = row[names[kind]] if names[kind] else ""
+        return "" if text.lower() in BLANK else text
+
+    found = []
+    for source, row in rows:
+        path, mask = (_resolve(cell(kind, row), root, source) for kind in ("path", "mask"))
+        if image and not path:
+            raise InputError(f"{source}: no path in column {names['path']!r}; fill it in or remove the row")
+        time, event = cell("time", row), cell("event", row)
+        years = _number(time) * YEARS[time_unit]
+        unknown = not outcome and not (time and event)
+        if not unknown and (not 0 <= years <= 120 or _number(event) not in (0, 1)):
+            reason = f"time {time!r} {time_unit}, event {event!r}: must be 0 to 120 years, and 1 or 0 (censored)"
+            raise InputError(f"{source}: {reason}; correct or remove the row, or see --time_unit")
+        found.append((source, cell("id", row) or path or source, path, mask, math.nan if unknown else years, event))
+    sources, case, paths, masks, times, events = map(list, zip(*found, strict=True))
+    event = np.array([text not in ("", "0") and _number(text) == 1 for text in events])
+    table = pd.DataFrame([row for _, row in rows])
+    return Cohort(sources, np.array(case), paths, masks, np.array(times), event, table)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _resolve(name: str, root: str, source: str) -> str:
+    """The full path of a cell, "" for a blank one. Raises InputError for a relative one that leaves the data."""
+    path = os.path.normpath(os.path.join(root, name.replace("\\", "/"))) if name else ""
+    if name and not os.path.isabs(name) and os.path.commonpath([root, path]) != root:
+        raise InputError(f"{source}: {name} lies outside {root}; give the folder that holds it with --data_dir")
+    return path
+
+
+def choose_fold(
+    cohort: Cohort, fold_column: str, train: str, val: str | None, count: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(rows to train on, rows to validate on): by a column's labels, or one of `count` folds that are made here.
+
+    Made folds keep a case whole and deal the events out evenly. Where no row has the label `train`, all train that are
+    neither validated nor held out. Raises InputError for folds that nothing can be learned on, or that share a case.
+    """
+    place = cohort.source[0].rpartition(":")[0]
+    if count:
+        names, case = np.unique(cohort.case, return_inverse=True)
+        event = np.bincount(case, weights=cohort.event) > 0
+        order = np.random.default_rng(seed % 2**63).permutation(len(names))
+        order = order[np.argsort(~event[order], kind="stable")]
+        number = np.empty(len(names), int)
+        number[order] = np.arange(len(names)) % count + 1
+        labels, is_train = number[case].astype(str), np.zeros(len(cohort), bool)
+        val = val or "1"
+    else:
+        rows = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
+        column = tables.find_column(rows, fold_column)
+        # spreadsheets write 1 as 1.0
+        labels, val = cohort.table[column].str.removesuffix(".0").to_numpy(), val or "val"
+        is_train = labels == train
+    is_val = labels == val
+    if not is_train.any():
+        is_train = ~is_val & ~np.isin([label.lower() for label in labels], HELD_OUT)
+    for name, side in (("training", is_train), ("validation", is_val)):
+        time = cohort.time[side]
+        if not (time[cohort.event[side]] < time.max(initial=0)).any():
+            reason = f"{side.sum()} rows in the {name} fold, and no event before the last of them"
+            raise InputError(f"{place}: {reason}; check --fold_column, --train_fold and --val_fold")
+    for kind, keys in (("case", cohort.case), ("volume", np.array(cohort.path))):
+        both = set(keys[is_train]) & set(keys[is_val]) - {""}
+        if both:
+            where = cohort.source[np.flatnonzero(keys == min(both))[0]]
+            raise InputError(f"{where}: {kind} {min(both)} is in the training and the validation fold; keep it in one")
+    return np.flatnonzero(is_train), np.flatnonzero(is_val)
+
+
+# --- clinical columns -------------------------------------------------------------------------------------------------
+
+
+def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict]:
+    """How each clinical column becomes numbers, by these (training) rows alone. Raises InputError.
+
+    A column of numbers is standardised; any other gets one number for each of its levels.
+    """
+    columns = []
+    for name in names:
+        everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
+        column = tables.find_column(everything, name)
+        cells = cohort.table[column].iloc[rows]
+        known = cells[~cells.str.lower().isin(BLANK)]
+        values = pd.to_numeric(known, errors="coerce")
+        if known.empty:
+            raise InputError(f"--clinical_columns {name}: blank in all training rows; leave it out")
+        if np.isfinite(values).all():
+            columns.append({"name": column, "mean": float(values.mean()), "sd": float(values.std(ddof=0)) or 1.0})
+        else:
+            columns.append({"name": column, "levels": sorted(set(known))})
+    return columns
+
+
+def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
+    """(rows, numbers) float32 of fit_columns' columns; each column's last number says that a cell is blank.
+
+    Numbers are standardised, 0 where blank. A level is 1 in its own place; one that training did not have is 1 in the
+    place before the last. Raises InputError for a text among numbers.
+    """
+    parts = [np.zeros((len(cohort), 0))]
+    for column in columns:
+        if column["name"] not in cohort.table:
+            raise InputError(f"{cohort.source[0].rpartition(':')[0]}: no column {column['name']!r}; the model needs it")
+        cells = cohort.table[column["name"]]
+        blank = cells.str.lower().isin(BLANK).to_numpy()
+        if "mean" in column:
+            values = pd.to_numeric(cells, errors="coerce").to_numpy(float)
+            wrong = np.flatnonzero(~blank & ~np.isfinite(values))
+            if len(wrong):
+                reason = f"{column['name']} {cells.iloc[wrong[0]]!r} is no number, as it is in training"
+                raise InputError(f"{cohort.source[wrong[0]]}: {reason}; correct it or leave it blank")
+            parts.append(np.where(blank, 0, (values - column["mean"]) / column["sd"])[:, None])
+        else:
+            levels = cells.to_numpy()[:, None] == np.array(column["levels"])
+            parts += [levels, (~levels.any(1) & ~blank)[:, None]]
+        parts.append(blank[:, None])
+    return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+# --- the volumes ------------------------------------------------------------------------------------------------------
+
+
+class Volumes:
+    """Reads volumes by MONAI: (C, X, Y, Z) float16, HU windowed to 0..1; what was read is kept on disk at that size.
+
+    Axes as in the file, or turned to `orientation` ("RAS"); resampled to `spacing` (mm) where given. mask_mode: "crop"
+    cuts out the box around the mask with mask_margin mm on all sides, "channel" adds the mask as a second channel. A
+    mask that is empty crops nothing.
     """
 
     def __init__(
         self,
-        csv_path: str | Cohort,
+        image_size=(256, 256, 64),
+        hu_window=(-1000, 1000),
+        spacing=None,
+        orientation: str | None = None,
+        mask_mode: str | None = None,
+        mask_margin: float = 10,
+        cache_dir: str | None = None,
+    ):
+        self.image_size, self.hu_window, self.spacing, self.orientation = image_size, hu_window, spacing, orientation
+        self.mask_mode, self.mask_margin = mask_mode, mask_margin
+        self.settings = f"{[*image_size]}{[*hu_window]}{spacing}{orientation}{mask_mode}{mask_margin}"
+        self.cache_dir = Path(cache_dir) if cache_dir else None
+
+    def load(self, path: str, mask: str = "", numbers: bool = False) -> Tensor:
+        """The volume of a NIfTI file, or a DICOM series' folder; or its numbers, see read().
+
+        Raises ValueError, OSError and what MONAI raises.
+        """
+        kept = None
+        if self.cache_dir:
+            # another one for another size, time of change or setting
+            facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in (path, mask) if file]
+            key = hashlib.sha256(f"{facts}{self.settings}".encode()).hexdigest()
+            kept = [self.cache_dir / f"{key}.{kind}.npy" for kind in ("numbers", "volume")]
+            if kept[1].exists():
+                return torch.from_numpy(np.load(kept[not numbers]))
+        both = self.read(path, mask)[::-1]
+        for file, values in zip(kept or [], both, strict=False):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(f".{du.world()[0]}.{os.getpid()}.npy")
+            np.save(temporary, values.numpy())
+            temporary.replace(file)
+        return both[not numbers]
+
+    def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
+        """(volume, numbers): log of the mm3 above 130 HU, log of how many parts they have, mean HU, log of the mask."""
+        volume = self._open(path, "bilinear")
+        if not volume.isfinite().all() or volume.min() == volume.max():
+            raise ValueError("holds values that are not finite, or one value everywhere")
+        hu, voxel = volume.as_tensor(), volume.pixdim.numpy()
+        inside = torch.zeros_like(hu)
+        if mask:
+            inside = (self._open(mask, "nearest").as_tensor() > 0.5).float()
+            if inside.shape != hu.shape:
+                raise ValueError(f"its mask has {tuple(inside.shape[1:])} voxels, not {tuple(hu.shape[1:])}")
+        if self.mask_mode == "crop" and inside.any():
+            places = inside[0].nonzero().numpy()
+            margin = np.ceil(self.mask_margin / voxel).astype(int)
+            first, last = np.maximum(places.min(0) - margin, 0), places.max(0) + margin + 1
+            box = (slice(None), *(slice(*ends) for ends in zip(first, last, strict=True)))
+            hu, inside = hu[box], inside[box]
+
+        calcium = hu[0].numpy() > 130
+        parts = label(calcium, np.ones((3, 3, 3)))[1]
+        sizes = np.log1p([calcium.sum() * voxel.prod(), parts, float(inside.sum()) * voxel.prod()])
+        numbers = torch.tensor([sizes[0], sizes[1], float(hu.mean()), sizes[2]])
+        low, high = self.hu_window
+        channels = [((hu - low) / (high - low)).clip(0, 1), inside]
+        channels = channels[: 1 + (self.mask_mode == "channel")]
+        return torch.cat([resize(channel, self.image_size) for channel in channels]).to(torch.float16), numbers
+
+    def _open(self, path: str, mode: str) -> Tensor:
+        """(1, X, Y, Z) float32, with its affine, turned and resampled."""
+        from monai.data import MetaTensor, NibabelReader, PydicomReader
+        from monai.transforms import Orientation, Spacing
+
+        is_dicom = os.path.isdir(path) or path.lower().endswith(".dcm")
+        # not by LoadImage, which asks for other readers' libraries aloud each time
+        reader = PydicomReader() if is_dicom else NibabelReader()
+        values, facts = reader.get_data(reader.read(path))
+        if values.ndim == 4 and values.shape[3] == 1:
+            values = values[..., 0]
+        if values.ndim != 3:
+            raise ValueError(f"has shape {values.shape}, not one volume")
+        volume = MetaTensor(torch.from_numpy(values.astype(np.float32))[None], affine=torch.as_tensor(facts["affine"]))
+        if self.orientation:
+            volume = Orientation(axcodes=self.orientation, labels=None)(volume)
+        if self.spacing:
+            volume = Spacing(pixdim=self.spacing, mode=mode, padding_mode="border")(volume)
+        return volume
+
+
+def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
+    """(1, X, Y, Z) -> (1, *size): means of what falls together along an axis that shrinks, linear where one grows."""
+    smaller = [min(old, new) for old, new in zip(volume.shape[1:], size, strict=True)]
+    volume = F.interpolate(volume[None], smaller, mode="area")
+    if smaller != [*size]:
+        volume = F.interpolate(volume, [*size], mode="trilinear", align_corners=False)
+    return volume[0]
+
+
+def augment(images: Tensor, indices: list[int], seed: int, epoch: int) -> Tensor:
+    """(B, C, X, Y, Z), each flipped along each axis and turned by quarters (where X equals Y), on its device.
+
+    A function of (seed, epoch, case), so that neither the number of GPUs nor a resume changes it.
+    """
+    changed = []
+    for image, index in zip(images, indices, strict=True):
+        noise = np.random.default_rng([seed % 2**63, epoch, int(index)])
+        flips, turns = noise.integers(0, 2, 3), int(noise.integers(0, 4))
+        image = image.flip([axis + 1 for axis in range(3) if flips[axis]])
+        changed.append(torch.rot90(image, turns, (1, 2)) if image.shape[1] == image.shape[2] else image)
+    return torch.stack(changed)
+
+
+# --- the data set -----------------------------------------------------------------------------------------------------
+
+
+class MultiGPUSurvivalDataset(Dataset):
+    """Cases of one fold: index (row of the cohort), error, time (years), event, image, and columns where given.
+
+    With use_smart_cache an epoch goes through a part of the cases, cache_rate of them, which lie in a memory that all
+    processes of a machine share; after each epoch those that came first, replace_rate of the part, give way to others.
+    Which cases an epoch has is a function of (seed, epoch), so neither the number of GPUs nor a resume changes it.
+    MONAI's SmartCacheDataset, after which it is made, keeps a copy in each process and forgets its place.
+    """
+
+    def __init__(
+        self,
+        csv_path: str | Path | Cohort,
         fold: str = "train",
         fold_column: str = "Fold_1",
         rows: np.ndarray | None = None,
+        columns: np.ndarray | None = None,
+        volumes: Volumes | None = None,
         use_smart_cache: bool = False,
-        num_workers: int = 2,
-        event_balanced: bool = False,
-        raise_errors: bool = True,
+        cache_rate: float = 0.5,
+        replace_rate: float = 0.5,
+        seed: int = 0,
         **options,
     ):
-        """csv_path: the table, or a Cohort that was read, of which `rows` are taken. Raises InputError.
+        """csv_path: the table, or what read_cohort gave. rows: which of it; left out, those with the label `fold`.
 
-        num_workers: threads that fill the smart cache. event_balanced: see EventBalancedSampler. raise_errors False
-        puts an unreadable volume into the item as `error`, for a loop that ends all ranks together. options:
-        image_size, window, spacing, orientation and cache_dir as in Volumes; cache_rate, replace_rate and seed as in
-        SmartCache; all others as in read_cohort.
+        columns: of all rows, see encode_columns. options: of read_cohort. All ranks make one together.
         """
-        volume_options = take_options(options, VOLUME_OPTIONS)
-        smart_cache_options = take_options(options, SMART_CACHE_OPTIONS)
         self.cohort = csv_path if isinstance(csv_path, Cohort) else read_cohort(csv_path, **options)
-        self.rows = self._rows_with(fold, fold_column) if rows is None else rows
-        self.volumes = Volumes(**volume_options)
-        self.event_balanced = event_balanced
-        self.raise_errors = raise_errors
-        self.threads = max(1, limit_workers(num_workers))
-        self.smart_cache = None
+        if rows is None:
+            rows = np.flatnonzero(self.cohort.table[fold_column.lower()] == fold)
+        self.rows, self.columns, self.volumes = np.asarray(rows), columns, volumes or Volumes()
+        self.cached = self.replaced = len(self.rows)
+        self.memory = None
         if use_smart_cache:
-            self.smart_cache = SmartCache(self.rows, self.load, threads=self.threads, **smart_cache_options)
-
-    def _rows_with(self, label: str, fold_column: str) -> np.ndarray:
-        """The rows with this label. Raises InputError."""
-        cohort = self.cohort
-        column = cohort.find_fold_column(fold_column)
-        if column is None:
-            raise InputError(f"{cohort.source}: no fold column {fold_column!r}; pass fold_column or rows")
-        rows = np.flatnonzero(np.array(cohort.folds[column]) == label)
-        if not len(rows):
-            raise InputError(f"{cohort.source}: no rows with {label!r} in {fold_column}; pass another fold")
-        return rows
-
-    @property
-    def changes(self) -> bool:
-        """Whether items change from epoch to epoch, so that loading processes must not outlive one."""
-        return self.smart_cache is not None
-
-    def shutdown(self) -> None:
-        """Stop the thread that reads replacements for the smart cache."""
-        if self.smart_cache:
-            self.smart_cache.shutdown()
-
-    close = shutdown
-
-    def load(self, row: int) -> dict:
-        """One case.
-
-        An unreadable volume is told in `error`: MONAI's thread would die of it, and its queue wait for ever.
-        """
-        cohort = self.cohort
-        path = cohort.path[row]
-        error = ""
-        try:
-            image = self.volumes.get(path)
-        except Exception as reason:
-            # MONAI wraps what happened in the names of its transforms
-            while reason.__cause__ is not None:
-                reason = reason.__cause__
-            image = torch.zeros(self.volumes.shape, dtype=torch.float16)
-            advice = "replace it or remove the row"
-            error = f"{cohort.where(row)}: {path} cannot be used ({first_line(reason, 150, path)}); {advice}"
-
-        item = {"image": image, "index": row, "error": error}
-        if len(cohort.time):
-            item |= {"time": float(cohort.time[row]), "event": bool(cohort.event[row])}
-        return item
-
-    def read_ahead(self) -> None:
-        """Bring this rank's share of the cases into the disk cache, by threads."""
-        rank, world_size = world()
-        if self.volumes.cache.folder:
-            with ThreadPoolExecutor(self.threads) as pool:
-                list(pool.map(self.load, self.rows[rank::world_size].tolist()))
+            self.cached = max(1, int(cache_rate * len(self.rows)))
+            self.replaced = min(math.ceil(replace_rate * self.cached), len(self.rows) - self.cached)
+            self.rows = self.rows[np.random.default_rng(seed % 2**63).permutation(len(self.rows))]
+            shape = self.cached, 1 + (self.volumes.mask_mode == "channel"), *self.volumes.image_size
+            shared = du.share_bytes(8 * self.cached + 2 * math.prod(shape))
+            if shared is None:
+                du.print_main("warning: no room for the smart cache; volumes are read anew")
+            else:
+                # of each place: 1 + the number of the case that lies there, and its volume
+                known, volumes = np.split(shared, [8 * self.cached])
+                self.memory = known.view(np.int64), volumes.view(np.float16).reshape(shape)
 
     def __len__(self) -> int:
-        """Cases of an epoch of this rank with SmartCache, of all ranks without."""
-        return self.smart_cache.cached if self.smart_cache else len(self.rows)
+        """Cases of an epoch."""
+        return self.cached
 
-    def __getitem__(self, i: int) -> dict:
-        item = self.smart_cache[i] if self.smart_cache else self.load(int(self.rows[i]))
-        if item["error"] and self.raise_errors:
-            raise InputError(item["error"])
-        return item
+    def numbers(self, indices, epoch: int) -> np.ndarray:
+        """Which case since the beginning each index of an epoch is; modulo the cases, its place in `rows`."""
+        moved = epoch * self.replaced if self.cached < len(self.rows) else 0
+        return np.asarray(indices) + moved
 
-    def train_sampler(self, batch_size: int, seed: int, accumulation: int, drop_last: bool) -> TrainBatchSampler:
-        """What create_distributed_dataloader deals this data set out with."""
-        rank, world_size = world()
-        if self.smart_cache:
-            return PartitionSampler(self.smart_cache, batch_size, rank, world_size, seed, accumulation, drop_last)
-        if self.event_balanced:
-            events = self.cohort.event[self.rows]
-            return EventBalancedSampler(events, batch_size, rank, world_size, seed, accumulation, drop_last)
-        return TrainBatchSampler(len(self), batch_size, rank, world_size, seed, accumulation, drop_last)
+    def rows_of(self, indices, epoch: int) -> np.ndarray:
+        """The rows of the cohort that indices of an epoch stand for."""
+        return self.rows[self.numbers(indices, epoch) % len(self.rows)]
+
+    def __getitem__(self, index: int) -> dict:
+        number = int(self.numbers(index, getattr(index, "epoch", 0)))
+        row = int(self.rows[number % len(self.rows)])
+        cohort, error = self.cohort, ""
+        item = {"index": row, "time": float(cohort.time[row]), "event": bool(cohort.event[row])}
+        if self.columns is not None:
+            item["columns"] = self.columns[row]
+        if cohort.path[row]:
+            try:
+                item["image"] = self._volume(row, number)
+            except Exception as reason:
+                # NaN, so that no loop takes it for an image by mistake
+                shape = 1 + (self.volumes.mask_mode == "channel"), *self.volumes.image_size
+                item["image"] = torch.full(shape, math.nan, dtype=torch.float16)
+                error = fault_of(cohort, row, reason)
+        return item | {"error": error}
+
+    def _volume(self, row: int, number: int) -> Tensor:
+        if not self.memory:
+            return self.volumes.load(self.cohort.path[row], self.cohort.mask[row])
+        known, volumes = self.memory
+        place = number % self.cached
+        if known[place] != number + 1:
+            volumes[place] = self.volumes.load(self.cohort.path[row], self.cohort.mask[row]).numpy()
+            known[place] = number + 1
+        return torch.from_numpy(volumes[place].copy())
+
+    def check(self, threads: int) -> None:
+        """All ranks: read every volume once, by threads, into what is kept on disk. Raises InputError for bad ones."""
+        rank, world_size = du.world()
+        cohort = self.cohort
+
+        def fault(row: int) -> str:
+            try:
+                self.volumes.load(cohort.path[row], cohort.mask[row], numbers=True)
+            except Exception as reason:
+                return fault_of(cohort, row, reason)
+            return ""
+
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            own = self.rows[rank::world_size].tolist()
+            looked = tqdm(pool.map(fault, own), "reading volumes", len(own), delay=3, mininterval=2, disable=rank > 0)
+            faults = [text for text in looked if text]
+        faults = [text for part in du.gather_objects(faults) for text in part]
+        if faults:
+            raise InputError(faults[0] + (f" ({len(faults)} such rows)" if len(faults) > 1 else ""))
+
+
+def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:
+    """The line that tells of an unusable volume."""
+    # MONAI wraps what happened in the names of its transforms
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+    return f"{cohort.source[row]}: {cohort.path[row]} cannot be used ({reason}); replace it or remove the row"

@@ -1,307 +1,296 @@
-"""What a survival run tells: rows of the banner, warnings, tables of metrics, predictions and baseline hazards."""
+"""What a survival run tells: scores with intervals, the rivals' beside them, predictions.csv, and one figure."""
 
-import csv
-import io
 import json
-import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from torch import nn
-from torch.utils.data import DataLoader
+import pandas as pd
+import torch
+from numpy import ndarray
+from torch import Tensor
 
-from old.cli_utils import InputError, counted
-from old.distributed_utils import print_main, world
-from old.hardware_utils import available_ram_gb
-from old.logging_utils import print_table, save_figure, write_result
-from old.loop_utils import TrainingRun, finish_run, say_where
-from old.manifest_utils import file_sha256, write_atomically
-from tasks.survival.cohort import Cohort
 from tasks.survival.data import MultiGPUSurvivalDataset
-from tasks.survival.figures import draw_results
-from tasks.survival.folds import Fold
-from tasks.survival.metrics import Evaluation, survival_at
+from utils.cli import InputError
 
-# after a checkpoint's name: its score is optimistic
-CHOSEN = "(chosen on this fold)"
-
-# --- the banner -------------------------------------------------------------------------------------------------------
+RESAMPLES = 1000
 
 
-def describe_cases(fold: Fold) -> dict[str, str]:
-    """Rows of the banner: whom is learned of."""
-    cohort = fold.cohort
-    train = fold.train_outcome
-    training = f"{len(fold.train)} training ({int(train.event.sum())} events)"
-    validation = f"{len(fold.val)} validation ({int(fold.val_outcome.event.sum())} events)"
-    left_out = len(cohort) - len(fold.train) - len(fold.val)
-    patients = "no column for them (--id_column): each row counts as one"
-    if cohort.id_name:
-        patients = f"{len(set(cohort.case))} by column {cohort.id_name!r}"
+def outcome(data: MultiGPUSurvivalDataset) -> tuple[ndarray, ndarray]:
+    """(times in years, events) of a data set's cases."""
+    return data.cohort.time[data.rows], data.cohort.event[data.rows]
+
+
+# --- survival curves --------------------------------------------------------------------------------------------------
+
+
+def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> ndarray:
+    """P(T > t) at the times `at`; with censoring that of the censoring time, events going first where both tie."""
+    times, place = np.unique(time, return_inverse=True)
+    events, counts = np.bincount(place, weights=event), np.bincount(place)
+    at_risk = counts[::-1].cumsum()[::-1]
+    share = (counts - events) / np.maximum(at_risk - events, 1) if censoring else events / at_risk
+    return np.concatenate([[1.0], np.cumprod(1 - share)])[np.searchsorted(times, at, side="right")]
+
+
+def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
+    """The cumulative baseline hazard of the training fold by Breslow (1974), as logarithms, which never overflow.
+
+    centre: the mean log-hazard, which is 0 for an ensemble. until: the end of the follow-up.
+    """
+    time, event = outcome(data)
+    times, events = np.unique(time[event], return_counts=True)
+    # the hazard of all who are at risk at each time, summed from the last case on
+    order = np.argsort(-time, kind="stable")
+    total = np.concatenate([[-np.inf], np.logaddexp.accumulate(log_hazard[order])])
+    at_risk = total[np.searchsorted(-time[order], -times, side="right")]
+    cumulative = np.logaddexp.accumulate(np.log(events) - at_risk)
     return {
-        "cases": f"{training}, {validation}, {fold.name}, {left_out} rows left out",
-        "patients": patients,
-        "follow-up": f"{train.time.min():.2f} to {train.time.max():.2f} years in the training fold",
+        "time": times.tolist(),
+        "log_hazard": cumulative.tolist(),
+        "until": float(time.max()),
+        "centre": float(log_hazard.mean()),
     }
 
 
-def describe_model(fold: Fold, model: nn.Module, name: str, image_size: list[int], ties: str) -> dict[str, str]:
-    """Rows of the banner: what learns, and what."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    loss = f"Cox, {ties} ties"
-    if fold.features:
-        loss = f"mean square of {fold.outputs} features: {', '.join(fold.features.names)}"
-    size = " x ".join(map(str, image_size))
-    return {"model": f"{name}, {parameters:,} parameters, input {size}", "loss": loss}
+def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
+    """(n, len(at)): S(t|x) = exp(-H0(t) exp(log_hazard)); NaN beyond the follow-up."""
+    steps = np.concatenate([[-np.inf], baseline["log_hazard"]])
+    hazard = steps[np.searchsorted(baseline["time"], at, side="right")] + log_hazard[:, None]
+    with np.errstate(over="ignore"):
+        return np.where(np.asarray(at) <= baseline["until"], np.exp(-np.exp(hazard)), np.nan)
 
 
-def describe_cache(data: MultiGPUSurvivalDataset, cases: int) -> str:
-    """A row of the banner: what share is cached, what that takes, and after how many epochs all was seen."""
-    gib = data.volumes.bytes() / 2**30
-    folder = data.volumes.cache.folder
-    smart = data.smart_cache
-    if smart:
-        share = f"{smart.cached} of {len(smart.rows)} cases of each rank ({smart.cached / len(smart.rows):.0%})"
-        memory = f"{smart.cached * gib:.2f} GB of memory a rank"
-        epochs = smart.epochs_until_all_seen()
-        return f"SmartCache: {share}, {memory}, {smart.replaced} replaced an epoch, all seen after {epochs} epochs"
-    if folder is None:
-        return "none: each volume is read anew in each epoch"
-    return f"100% on disk in {folder}, {cases * gib:.2f} GB, no memory; filled in the first epoch, which sees all"
+# --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def print_warnings(fold: Fold, loader: DataLoader, years: list[float]) -> None:
-    """Rank 0: what will probably go wrong, or was not meant so. loader: of the training. years: the horizons."""
-    data = loader.dataset
-    steps = loader.batch_sampler.steps_per_epoch()
-    if data.smart_cache:
-        needed = data.smart_cache.cached * data.volumes.bytes() / 2**30
-        available = available_ram_gb()
-        if needed > available:
-            reason = f"the smart cache takes {needed:.1f} GB for each process, {available:.1f} GB are available"
-            print_main(f"warning: {reason}; lower --cache_rate")
-
-    train = fold.train_outcome
-    if years[0] >= min(train.time.max(), fold.val_outcome.time.max()):
-        print_main("warning: all --eval_years lie beyond the follow-up; is --time_unit right?")
-
-    events = int(train.event.sum())
-    if data.event_balanced and events < steps:
-        least = math.ceil(len(fold.train) / events)
-        print_main(f"{events} events for {steps} steps: some have none; all have from --batch_size {least} on")
+def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray) -> ndarray:
+    """Harrell's C of 1000 resamples of the cases, the same resamples at each call; NaN without a comparable pair."""
+    counts = np.random.default_rng(0).multinomial(len(time), np.full(len(time), 1 / len(time)), RESAMPLES)
+    counts = counts.astype(np.float32)
+    first = np.flatnonzero(event)
+    comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
+    in_order = (log_hazard[first, None] > log_hazard) + 0.5 * (log_hazard[first, None] == log_hazard)
+    # how often each pair is in a resample
+    pairs, right = (
+        (counts[:, first] * (counts @ table.astype(np.float32).T)).sum(1, dtype=float)
+        for table in (comes_first, comes_first * in_order)
+    )
+    return np.divide(right, pairs, out=np.full(RESAMPLES, np.nan), where=pairs > 0)
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+def concordance(log_hazard: ndarray, time: ndarray, event: ndarray) -> float:
+    """Harrell's C of all pairs of which one is known to come first."""
+    right, pairs = concordant_pairs(log_hazard, time, event)
+    return right / pairs
 
 
-def or_undefined(value: float | None) -> float | str:
-    """A metric as a table shows it."""
-    return "undefined" if value is None else value
+def concordant_pairs(log_hazard: ndarray, time: ndarray, event: ndarray) -> tuple[float, int]:
+    """(pairs in the right order, pairs of which one is known to come first); equal log-hazards count half."""
+    comes_first = event[:, None] & ((time[:, None] < time) | ((time[:, None] == time) & ~event))
+    right = (log_hazard[:, None] > log_hazard) + 0.5 * (log_hazard[:, None] == log_hazard)
+    return float((comes_first * right).sum()), int(comes_first.sum())
 
 
-def print_epoch(epoch: int, headline: str, metrics: dict[str, float | None]) -> None:
-    """Rank 0: one line after the validation of an epoch (from 0)."""
-    value = metrics[f"val/{headline}"]
-    told = "undefined" if value is None else f"{value:.4f}"
-    print_main(f"epoch {epoch + 1}: val {headline} {told}, loss {metrics['val/loss']:.4f}")
+def interval(values: ndarray) -> tuple[float, float]:
+    """2.5 and 97.5 % of the resamples that are defined."""
+    low, high = np.nanquantile(values, [0.025, 0.975])
+    return float(low), float(high)
 
 
-def print_metrics(title: str, metrics: dict[str, float | None], years: list[float]) -> None:
-    """Two tables: the scores of the whole fold, and those of each horizon."""
-    fold_rows = {}
-    for name, value in metrics.items():
-        if name.count("/") == 1 and name != "val/best_step":
-            fold_rows[name.removeprefix("val/")] = {"value": or_undefined(value)}
-    print_table(title, fold_rows)
-    if "val/c_index" not in metrics:
-        return
-
-    horizons = {}
-    names = [name for name in ("auc", "brier", "brier_km") if f"val/{name}/{years[0]:g}y" in metrics]
-    for year in years:
-        horizons[f"{year:g} years"] = {name: or_undefined(metrics[f"val/{name}/{year:g}y"]) for name in names}
-    print_table(f"{title}: horizons", horizons)
-
-
-def write_json(path: Path, facts: dict) -> None:
-    """Rank 0: metrics as a file."""
-    write_result(path, (json.dumps(facts, indent=2) + "\n").encode())
-
-
-# --- predictions ------------------------------------------------------------------------------------------------------
-
-
-class PredictedCases(NamedTuple):
-    """Rows of the cohort under one name in the table of predictions. baseline: None where S(t) stays blank."""
-
-    fold: str
-    rows: np.ndarray
-    log_hazard: np.ndarray
-    baseline: dict | None
-
-
-def predictions_table(cohort: Cohort, parts: list[PredictedCases], years: list[float]) -> bytes:
-    """CSV: case, fold, time and event where known, log_hazard, S(t) at each horizon (blank beyond the follow-up)."""
-    text = io.StringIO(newline="")
-    table = csv.writer(text, lineterminator="\n")
-    horizons = [f"S({year:g}y)" for year in years]
-    table.writerow(["case", "fold", "time_years", "event", "log_hazard", *horizons])
-    for part in parts:
-        survival = np.zeros((len(part.rows), len(years)))
-        until = -math.inf
-        if part.baseline:
-            survival = survival_at(part.baseline, part.log_hazard, years)
-            until = part.baseline["until"]
-
-        # new cases have no outcome yet
-        for i, log_hazard, chances in zip(part.rows, part.log_hazard, survival, strict=True):
-            outcome = ["", ""]
-            if len(cohort.time):
-                outcome = [f"{cohort.time[i]:.6f}", int(cohort.event[i])]
-            cells = [f"{chance:.6f}" if year <= until else "" for year, chance in zip(years, chances, strict=True)]
-            table.writerow([cohort.case[i], part.fold, *outcome, f"{log_hazard:.9g}", *cells])
-    return text.getvalue().encode()
-
-
-def read_baselines(path: Path) -> dict:
-    """{sha256 of a checkpoint: its baseline hazard}; empty without a readable file."""
-    try:
-        kept = json.loads(path.read_text())
-    except (OSError, ValueError):
-        kept = None
-    return kept if isinstance(kept, dict) else {}
-
-
-def add_baseline(path: Path, baseline: dict) -> None:
-    """Rank 0: keep a checkpoint's baseline hazard for --predict: baseline.json beside it, under its sha256."""
-    file = path.parent / "baseline.json"
-    kept = read_baselines(file) | {file_sha256(path): baseline}
-    write_result(file, (json.dumps(kept) + "\n").encode())
-
-
-def write_results(
-    fold: Fold, result: Evaluation, trained_on: str, checkpoint: Path, run_folder: Path, years: list[float]
-) -> None:
-    """Rank 0: predictions.csv of both sides of the fold, and the baseline hazard of the checkpoint.
-
-    trained_on: digest of the cases that the checkpoint was trained on.
-    """
-    cohort = fold.cohort
-    if trained_on == cohort.digest(fold.train):
-        add_baseline(checkpoint, result.baseline)
-    else:
-        doubt = "some may be among those evaluated"
-        print(f"warning: {checkpoint} was trained on other cases than {cohort.source} has; {doubt}")
-    val = PredictedCases("val", fold.val, result.log_hazard, result.baseline)
-    train = PredictedCases("train", fold.train, result.train[:, 0], result.baseline)
-    write_result(run_folder / "predictions.csv", predictions_table(cohort, [val, train], years))
-
-
-def write_new_predictions(
-    cohort: Cohort, log_hazard: np.ndarray, checkpoint: str, path: Path, years: list[float]
-) -> None:
-    """Rank 0: the table of --predict; S(t) where the run's baseline hazard belongs to this checkpoint.
-
-    Raises InputError where it cannot be written.
-    """
-    baseline = read_baselines(Path(checkpoint).parent / "baseline.json").get(file_sha256(Path(checkpoint)))
-    if baseline is None:
-        print(f"no baseline hazard of {checkpoint}: S(t) stays blank; --eval_only with this checkpoint writes one")
-    cases = PredictedCases("new", np.arange(len(cohort)), log_hazard, baseline)
-    table = predictions_table(cohort, [cases], years)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write(table))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another --log_dir") from None
-    print(f"{counted(len(cohort), 'case')}: {path}", flush=True)
-
-
-# --- the end of a fold ------------------------------------------------------------------------------------------------
-
-
-class FoldResult(NamedTuple):
-    """What is left of a fold that was trained: what its best.pt reaches and, in a cross-validation, its last weights.
-
-    signal: exit code of a stop signal that came too late for the fold to heed it, else 0.
-    """
-
-    fold: Fold
-    steps: int
-    signal: int
-    last: Evaluation | None
-    best: Evaluation
-
-    @property
-    def c_index(self) -> float | None:
-        """Of the last weights."""
-        return self.last.metrics["val/c_index"]
-
-    @property
-    def c_index_best(self) -> float | None:
-        """Of best.pt."""
-        return self.best.metrics["val/c_index"]
-
-
-def end_fold(
-    result: FoldResult,
-    training: TrainingRun,
-    checkpoint: dict,
-    headline: str,
-    last_score: float | None,
-    begun: float,
+def score(
+    log_hazard: ndarray,
+    val: MultiGPUSurvivalDataset,
+    train: MultiGPUSurvivalDataset,
     years: list[float],
-) -> None:
-    """All ranks: the end of the log, the summary, tables, predictions and figures of a fold that was trained.
+    baseline: dict | None = None,
+    name: str = "val",
+) -> dict[str, float]:
+    """The whole fold at once, in float64: C (Harrell, Uno), AUC and, with a baseline, Brier scores; by torchsurv.
 
-    A cross-validation is scored by the weights of the last epoch, another run by best.pt. checkpoint: what best.pt
-    holds. headline: the score's name. last_score: of the last epoch. begun: time.time() at the start.
+    The weights against censoring are the training fold's. What is undefined, as beyond the follow-up, is left out.
     """
-    fold = result.fold
-    run_folder = training.run_folder
-    if result.last:
-        scored = result.last
-        used = run_folder / "last.pt"
-        title = "val, last epoch"
-        metrics = scored.metrics | {f"{headline}_best": result.best.metrics[headline]}
-    else:
-        scored = result.best
-        used = run_folder / "best.pt"
-        title = f"val, best.pt {CHOSEN}"
-        metrics = scored.metrics | {f"{headline}_last": last_score}
+    from torchsurv.metrics.auc import Auc
+    from torchsurv.metrics.brier_score import BrierScore
+    from torchsurv.metrics.cindex import ConcordanceIndex
 
-    # the log and the summary
-    epoch = training.progress.epoch + 1
-    training.log.write(result.steps, epoch, metrics | {"best_step": checkpoint["step"]})
-    finish_run(training, begun, {})
-    is_main = world()[0] == 0
-    if is_main:
-        print_metrics(title, metrics, years)
+    (time, event), known = outcome(val), outcome(train)
+    end = min(time.max(), known[0].max())
 
-    # a pre-trained model has no log-hazards
-    if is_main and not fold.features:
-        if result.last:
-            add_baseline(run_folder / "best.pt", result.best.baseline)
-        write_results(fold, scored, checkpoint["run"]["training_data"], used, run_folder, years)
-        training.log.figures(lambda: draw_results(fold, scored, years), result.steps)
-    say_where(run_folder)
+    def weight(at) -> Tensor:
+        left = kaplan_meier(*known, np.asarray(at), censoring=True)
+        return torch.from_numpy(np.divide(1.0, left, out=np.zeros_like(left), where=left > 0))
+
+    cases = torch.from_numpy(log_hazard), torch.from_numpy(event), torch.from_numpy(time)
+    uno = torch.where(cases[2] < end, weight(time), 0.0)
+    metrics = {"c_index": float(ConcordanceIndex()(*cases))}
+    metrics["c_index_uno"] = float(ConcordanceIndex()(*cases, weight=uno))
+
+    # horizons within the follow-up, each with cases and controls
+    years = [year for year in years if year < end and (event & (time <= year)).any()]
+    if years:
+        at = torch.tensor(years, dtype=torch.float64)
+        values = Auc()(*cases, new_time=at, weight=weight(time), weight_new_time=weight(at)).reshape(-1).tolist()
+        metrics |= {"auc": sum(values) / len(values)}
+        metrics |= {f"auc/{year:g}y": value for year, value in zip(years, values, strict=True)}
+    if years and baseline:
+        at = np.union1d(np.linspace(time.min(), years[-1], 100), years)
+        curves = torch.from_numpy(survival(baseline, log_hazard, at))
+        brier = BrierScore()
+        values = brier(curves, *cases[1:], torch.from_numpy(at), weight(time), weight(at)).numpy()
+        metrics["ibs"] = float(brier.integral())
+        metrics |= {f"brier/{year:g}y": float(values[at == year][0]) for year in years}
+    return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
-def write_evaluation(
-    fold: Fold, result: Evaluation, checkpoint: dict, used: str, run_folder: Path, years: list[float]
-) -> None:
-    """Rank 0, --eval_only: eval_val.json, and what else a run ends with. used: the checkpoint's file."""
-    used = Path(used)
-    # of the fold that best.pt was chosen on, the score is optimistic
-    same_fold = fold.flags.items() <= checkpoint["settings"].items()
-    chosen = f" {CHOSEN}" if same_fold and used.name == "best.pt" else ""
-    print_metrics(f"val, {used.name}{chosen}", result.metrics, years)
-    write_json(run_folder / "eval_val.json", result.metrics | {"step": checkpoint["step"]})
+# --- tables ---------------------------------------------------------------------------------------------------------
 
-    # a pre-trained model has no log-hazards
-    if not fold.features:
-        write_results(fold, result, checkpoint["run"]["training_data"], used, run_folder, years)
-        for name, figure in draw_results(fold, result, years).items():
-            save_figure(run_folder / "figures" / f"{name}.png", figure)
-    print(f"{counted(len(fold.val), 'case')}; written: {run_folder}/eval_val.json, {run_folder}/figures", flush=True)
+
+def print_table(
+    title: str,
+    models: dict[str, tuple],
+    val: MultiGPUSurvivalDataset,
+    train: MultiGPUSurvivalDataset,
+    years: list[float],
+) -> dict[str, float]:
+    """Rank 0: print the scores of the network, which is the first of `models`, and of its rivals; returns all by name.
+
+    models: {name: (log-hazards, baseline)}. The last columns are the network's C above that of each rival, in resamples
+    of the same cases, and the two-sided p value of no difference.
+    """
+    truth = val.cohort.table.get("true_log_hazard")
+    if truth is not None:
+        # of made-up data: what the outcomes were drawn with
+        models = models | {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
+    metrics, rows, own = {}, {}, None
+    for model, (risk, baseline) in models.items():
+        resampled = resampled_c(risk, *outcome(val))
+        scores = score(risk, val, train, years, baseline, "of")
+        scores["of/c_index_low"], scores["of/c_index_high"] = interval(resampled)
+        row = {"C": "{of/c_index:.3f} ({of/c_index_low:.3f} to {of/c_index_high:.3f})".format(**scores)}
+        columns = (("Uno's C", "of/c_index_uno"), ("AUC", "of/auc"), ("IBS", "of/ibs"))
+        row |= {label: f"{scores[key]:.3f}" for label, key in columns if key in scores}
+        if own is None:
+            own, prefix = resampled, "val"
+        else:
+            above, prefix = own - resampled, f"val/rival/{model}"
+            low, high = interval(above)
+            p = min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES)
+            row |= {"network above": f"{np.nanmean(above):+.3f} ({low:+.3f} to {high:+.3f})", "p": f"{p:.3f}"}
+            scores |= {"of/above_low": low, "of/above_high": high, "of/p": float(p)}
+        metrics |= {key.replace("of", prefix, 1): value for key, value in scores.items()}
+        rows[model.replace("_", " ")] = row
+    print(f"\n{title}: {len(val.rows)} cases, {outcome(val)[1].sum()} events")
+    print(pd.DataFrame(rows).T.fillna("").to_string())
+    horizons = {f"{y:g} years": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
+    print(pd.DataFrame(horizons, ["AUC", "Brier"]).T.dropna().round(3).to_string(), flush=True)
+    return metrics
+
+
+def print_cross_validation(folder: Path, results: list[tuple]) -> None:
+    """Rank 0: mean and spread of the folds' scores, and C over the pairs within folds; summary.json and all cases."""
+    table = pd.DataFrame([metrics for _, metrics, _, _ in results])
+    summary = table.mean().to_dict() | {f"{name}_sd": value for name, value in table.std().items()}
+    pairs = np.zeros(2)
+    cases = []
+    for repeat, _, val, log_hazard in results:
+        pairs += concordant_pairs(log_hazard, *outcome(val))
+        cases.append(pd.DataFrame({"repeat": repeat + 1, "case": val.cohort.case[val.rows], "log_hazard": log_hazard}))
+    summary["val/c_index_pooled"] = pairs[0] / pairs[1]
+    pd.concat(cases).to_csv(folder / "cross_validation.csv", index=False)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    shown = [name for name in table if name.endswith("c_index")]
+    print(f"\n{len(results)} folds, last epochs; C of all pairs within folds {summary['val/c_index_pooled']:.3f}")
+    print(table[shown].agg(["mean", "std", "min", "max"]).T.round(3).to_string(), flush=True)
+
+
+# --- files and figure -------------------------------------------------------------------------------------------------
+
+
+def predictions(
+    data: MultiGPUSurvivalDataset, log_hazard: ndarray, years: list[float], baseline: dict | None
+) -> pd.DataFrame:
+    """A row a case: case, outcome, log-hazard, S(t) at each horizon."""
+    time, event = outcome(data)
+    known = np.isfinite(time)
+    frame = {"case": data.cohort.case[data.rows], "time_years": time, "event": np.where(known, event, np.nan)}
+    frame["log_hazard"] = log_hazard
+    if baseline:
+        frame |= {f"S({year:g}y)": survival(baseline, log_hazard, [year])[:, 0] for year in years}
+    return pd.DataFrame(frame)
+
+
+def read_rival(folder: str | None, val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
+    """{"other_run": (log-hazards, baseline)} of another run on this validation fold, {} for None. Raises InputError."""
+    if not folder:
+        return {}
+    path = Path(folder, "predictions.csv")
+    try:
+        table = pd.read_csv(path, dtype={"case": str})
+        baseline = json.loads(Path(folder, "baseline.json").read_text(encoding="utf-8"))
+        table = table[table["fold"] == "val"]
+        cases, log_hazard = table["case"].tolist(), table["log_hazard"].to_numpy(float)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{path}: not a finished run's predictions ({error}); check --rival_run") from None
+    if cases != val.cohort.case[val.rows].tolist():
+        raise InputError(f"{path}: has other validation cases than this run; give both the same fold")
+    return {"other_run": (log_hazard, baseline)}
+
+
+def read_baseline(folder: Path, step: int) -> dict | None:
+    """baseline.json of the checkpoint of this step, None without it."""
+    path = folder / "baseline.json"
+    baseline = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return baseline if baseline.get("step") == step else None
+
+
+def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], args) -> None:
+    """Rank 0: predictions_<table>.csv; where rows have outcomes, C with its interval and the calibration."""
+    # each model's own constant says nothing
+    log_hazard = np.mean([risk - (baseline["centre"] if baseline else 0) for risk, baseline in risks], axis=0)
+    frame = predictions(data, log_hazard, args.eval_years, None)
+    curves = [survival(baseline, risk, args.eval_years) for risk, baseline in risks if baseline]
+    for k, year in enumerate(args.eval_years if curves else []):
+        frame[f"S({year:g}y)"] = np.mean([curve[:, k] for curve in curves], axis=0)
+    path = folder / f"predictions_{Path(args.predict).stem}.csv"
+    frame.to_csv(path, index=False)
+    print(f"{len(frame)} cases, {len(risks)} models: {path}")
+    known = frame[frame["time_years"].notna()]
+    time, event = known["time_years"].to_numpy(), known["event"].to_numpy() == 1
+    resampled = resampled_c(known["log_hazard"].to_numpy(), time, event) if event.any() else np.full(1, np.nan)
+    if np.isfinite(resampled).any():
+        low, high = interval(resampled)
+        print(
+            f"{len(known)} with outcomes, {event.sum()} events: C {np.nanmean(resampled):.3f} ({low:.3f} to {high:.3f})"
+        )
+        rows = {
+            f"{year:g} years": {
+                "predicted risk": 1 - known[f"S({year:g}y)"].mean(),
+                "observed": 1 - kaplan_meier(time, event, year),
+            }
+            for year in args.eval_years
+            if curves and year <= time.max()
+        }
+        print(pd.DataFrame(rows).T.round(3).to_string() if rows else "", flush=True)
+
+
+def draw(log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], baseline: dict, metrics: dict):
+    """Kaplan-Meier curves of the thirds by predicted risk, and calibration and AUC at each horizon, as a figure."""
+    from matplotlib.figure import Figure
+
+    time, event = outcome(val)
+    years = [year for year in years if year < time.max()]
+    figure = Figure(figsize=(3.2 * (1 + len(years)), 3.4), layout="constrained")
+    first, *others = np.atleast_1d(figure.subplots(1, 1 + len(years)))
+    grid = np.linspace(0, time.max(), 300)
+    for rows, name in zip(np.array_split(np.argsort(log_hazard), 3), ("low", "middle", "high"), strict=True):
+        first.step(grid, kaplan_meier(time[rows], event[rows], grid), where="post", label=f"{name} risk ({len(rows)})")
+    first.set(title="thirds by predicted risk", xlabel="years", ylabel="without event", ylim=(0, 1.02))
+    first.legend(fontsize=7)
+    for axes, year in zip(others, years, strict=True):
+        risk = 1 - survival(baseline, log_hazard, [year])[:, 0]
+        fifths = np.array_split(np.argsort(risk), 5)
+        axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+        axes.plot([risk[f].mean() for f in fifths], [1 - kaplan_meier(time[f], event[f], year) for f in fifths], "o-")
+        auc = metrics.get(f"val/auc/{year:g}y", np.nan)
+        axes.set(title=f"{year:g} y: AUC {auc:.3f}", xlabel="predicted risk", ylabel="observed")
+    return figure
