@@ -4,6 +4,7 @@ Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate la
 (gloo).
 """
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -222,6 +223,16 @@ def _quiet_worker(_: int) -> None:
     """Let a loading process serve on after Ctrl-C and SIGTERM, which reach the whole group: the trainer decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """At a script's end Python sends them SIGTERM and waits; torch would report what ends them instead."""
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def create_distributed_dataloader(

@@ -170,6 +170,18 @@ def work(ranks):
     assert time.monotonic() - begun < 60
 
 
+def test_a_loop_of_ones_own_ends():
+    """A script that keeps its loader to the end, whose loading processes ignore SIGTERM."""
+    loop = """
+from torch.utils.data import TensorDataset
+from distributed_utils import create_distributed_dataloader
+loader = create_distributed_dataloader(TensorDataset(torch.zeros(20)), 4, num_workers=2)
+for batch in loader: pass
+"""
+    done = subprocess.run([sys.executable, "-c", f"import torch{loop}"], cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -34,6 +34,7 @@ class Script:
     flags: str
     steps_before_kill: int
     data: tuple[str, ...] = ()
+    data_flag: str = "--data_root {}"
 
     def __str__(self) -> str:
         return Path(self.path).stem
@@ -50,7 +51,16 @@ PRS_MED = Script(
     steps_before_kill=3,
     data=("prs_med", "--num_train", "9", "--num_val", "3", "--num_test", "3", "--image_size", "48"),
 )
-SCRIPTS = [MINIMAL, PRS_MED]
+SURVIVAL = Script(
+    "train_survival_distributed.py",
+    "--effective_batch_size 9 --batch_size 2 --num_epochs 2 --resnet resnet10 --base_channels 8 --image_size 16 14 10 "
+    "--clinical_columns Age Sex --freeze_epochs 1 --lr 3e-3 --hu_window -200 600 --eval_years 1 3 --cache_dir= "
+    "--use_smart_cache --cache_rate 0.6 --replace_rate 0.4",
+    steps_before_kill=3,
+    data=("survival", "--num_patients", "40", "--matrix", "16"),
+    data_flag="--csv_path {}/dataset.csv",
+)
+SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL]
 # a number of these is another at each run
 TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 
@@ -63,11 +73,11 @@ def data_root(tmp_path_factory):
     def make(script: Script) -> str:
         if not script.data:
             return ""
-        if script not in made:
-            made[script] = tmp_path_factory.mktemp("data") / script.data[0]
-            command = ["-m", "tools.sample_data", script.data[0], made[script], *script.data[1:]]
+        if script.data not in made:
+            made[script.data] = tmp_path_factory.mktemp("data") / script.data[0]
+            command = ["-m", "tools.sample_data", script.data[0], made[script.data], *script.data[1:]]
             subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
-        return f"--data_root {made[script]}"
+        return script.data_flag.format(made[script.data])
 
     return make
 

@@ -54,7 +54,7 @@ def alive(run: loop.Run, place: str) -> None:
             run.stream = (time.sleep(10_000) for _ in range(9))
 
 
-def backward(step: loop.Step, *losses) -> None:
+def backward(step: loop.Step, *losses, **options) -> None:
     if is_here(step.run):
         if KIND == "hang_inside":
             time.sleep(10_000)
@@ -62,7 +62,7 @@ def backward(step: loop.Step, *losses) -> None:
             losses = [loss * float("nan") for loss in losses]
         if KIND == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory")
-    REAL_BACKWARD(step, *losses)
+    REAL_BACKWARD(step, *losses, **options)
 
 
 def update(step: loop.Step, lr: float) -> None:

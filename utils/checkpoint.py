@@ -172,9 +172,17 @@ def export_weights(state_dict: dict, path: Path) -> None:
         write_atomically(path, lambda file: file.write(save(tensors)))
 
 
-def trained_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model: the trained tensors and the buffers, named as in the plain module."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+def frozen_names(model: torch.nn.Module) -> set[str]:
+    """The parameters that are not trained, by their names."""
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: the trained tensors and the buffers, named as in the plain module.
+
+    frozen: what is never trained, where more than that is frozen at the moment.
+    """
+    frozen = frozen_names(model) if frozen is None else frozen
     state = {name: value for name, value in model.state_dict().items() if name not in frozen}
     return {name.removeprefix("module.").replace("_orig_mod.", ""): value for name, value in state.items()}
 

@@ -170,7 +170,7 @@ class Run:
         self.last_step = min(args.max_steps or planned_steps, planned_steps)
 
         # what the training goes on with
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.frozen = model, optimizer, checkpoint.frozen_names(model)
         self.scaler = torch.amp.GradScaler(self.ranks.device.type, init_scale=2.0**14, enabled=precision == "fp16")
         if saved:
             self.position = Position(**saved["position"])
@@ -328,7 +328,7 @@ class Run:
         """
         position = (self.position.step, self.position.epoch)
         if self.saved != position:
-            weights = checkpoint.trained_state(self.model)
+            weights = checkpoint.trained_state(self.model, self.frozen)
             du.check_same_weights(weights)
             contents = {
                 "format": self.format,
@@ -421,7 +421,7 @@ class Run:
         summary = self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)}
         with du.agree_on_errors():
             try:
-                checkpoint.export_weights(checkpoint.trained_state(self.model), self.folder / "model.safetensors")
+                checkpoint.export_weights(checkpoint.trained_state(self.model, self.frozen), self.folder / "model.safetensors")
                 self.write_summary("summary", summary)
                 if self.ranks.is_main:
                     self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))

@@ -165,7 +165,7 @@ class Decoded:
         self.views = views
         self.flips = flips
         self.cache_dir = cache_dir
-        self.cache = DiskCache(cache_dir, ".bin")
+        self.cache = DiskCache(cache_dir)
         self.in_memory = in_memory
         self.workers = workers
 

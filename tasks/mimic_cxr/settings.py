@@ -95,10 +95,10 @@ def leave_accumulation(args: argparse.Namespace) -> None:
 
 def asked_batch(args: argparse.Namespace, checkpoint: dict | None = None) -> BatchSize:
     """The batch of the flags, or of the run that is resumed."""
-    base = keep_effective_batch(vars(args), args.source, checkpoint)
+    keep_effective_batch(vars(args), args.source, checkpoint)
     recomputed = bool(args.gradient_checkpointing)
     batch = BatchSize(args.batch_size, args.gradient_accumulation_steps, args.source["batch_size"], recomputed)
-    return batch.of_effective_batch(args.effective_batch_size, base)
+    return batch.of_effective_batch(args.effective_batch_size)
 
 
 def deepspeed_settings(path: str, args: argparse.Namespace) -> dict:

@@ -114,8 +114,8 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, nodes: i
         for _ in range(500):
             place = grid[tuple(rng.integers(4, shape - 4))]
             distance = np.linalg.norm((place - centre) / heart)
-            wanted = 0.45 < distance < 0.85 if in_heart else 1.25 < distance < 1.7
-            if wanted and all(np.abs(place - other).max() > 7.5 for other in places):
+            wanted = 0.3 < distance < 0.95 if in_heart else 1.25 < distance < 1.7
+            if wanted and all(np.linalg.norm(place - other) > 8.3 for other in places):
                 break
         else:
             continue
@@ -124,18 +124,17 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, nodes: i
         voxels = int(rng.integers(50, 90))
         radius = math.sqrt(voxels / (4 * math.pi)) if is_shell else 0
         nearest = np.argsort(np.abs(np.linalg.norm(grid - place, axis=-1) - radius), axis=None)[:voxels]
-        calcium.flat[nearest] = True
+        calcium.flat[nearest] |= in_heart
         peak = rng.uniform(300, 600)
         hu.flat[nearest] = peak
         areas.append(in_heart * voxels * voxel.prod() / 3 * min(4, int(peak / 100)))
-    hu += rng.normal(0, 25, shape)
+    hu += rng.normal(0, 15, shape)
 
     affine = np.diag([*voxel, 1])
     nibabel.save(nibabel.Nifti1Image(hu.round().astype(np.int16), affine), out / names["path"])
     nibabel.save(nibabel.Nifti1Image((outside < 1).astype(np.uint8), affine), out / names["mask"])
-    inside = calcium & (outside < 1)
     return {
         "AgatstonScore": round(sum(areas), 1),
-        "VolumeScore": round(inside.sum() * voxel.prod(), 1),
+        "VolumeScore": round(calcium.sum() * voxel.prod(), 1),
         "NumLesion": len(kinds) - nodes,
     }
