@@ -255,13 +255,12 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], arg
     frame.to_csv(path, index=False)
     print(f"{len(frame)} cases, {len(risks)} models: {path}")
     known = frame[frame["time_years"].notna()]
-    time, event = known["time_years"].to_numpy(), known["event"].to_numpy() == 1
-    resampled = resampled_c(known["log_hazard"].to_numpy(), time, event) if event.any() else np.full(1, np.nan)
-    if np.isfinite(resampled).any():
-        low, high = interval(resampled)
-        print(
-            f"{len(known)} with outcomes, {event.sum()} events: C {np.nanmean(resampled):.3f} ({low:.3f} to {high:.3f})"
-        )
+    log_hazard, time = known["log_hazard"].to_numpy(), known["time_years"].to_numpy()
+    event = known["event"].to_numpy() == 1
+    if concordant_pairs(log_hazard, time, event)[1]:
+        low, high = interval(resampled_c(log_hazard, time, event))
+        c_index = f"{concordance(log_hazard, time, event):.3f} ({low:.3f} to {high:.3f})"
+        print(f"{len(known)} with outcomes, {event.sum()} events: C {c_index}")
         rows = {
             f"{year:g} years": {
                 "predicted risk": 1 - known[f"S({year:g}y)"].mean(),
