@@ -73,7 +73,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
     add = parser.add_argument_group("learning rate").add_argument
-    add("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="sgd with momentum 0.9")
     add("--weight_decay", type=number(0), default=1e-5, help="weight decay")
     add("--scheduler", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
     add("--eta_min", type=number(0), default=1e-7, help="learning rate at the end of the cosine")
@@ -122,8 +121,16 @@ from torch.utils.data import DataLoader
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, set_numerics
 from tasks.survival import report
-from tasks.survival.data import Cohort, MultiGPUSurvivalDataset, Volumes, augment, choose_fold
-from tasks.survival.data import encode_columns, fit_columns, read_cohort
+from tasks.survival.data import (
+    Cohort,
+    MultiGPUSurvivalDataset,
+    Volumes,
+    augment,
+    choose_fold,
+    encode_columns,
+    fit_columns,
+    read_cohort,
+)
 from utils import checkpoint
 from utils.loop import Run, Step
 
@@ -144,13 +151,9 @@ class MaxPool3d(nn.Module):
     """The maximum of 3 voxels at every second place, axis by axis: CUDA's own pooling has no deterministic gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, [1] * 6, value=-torch.inf)
         for axis in (2, 3, 4):
-            count = (x.shape[axis] + 1) // 2
-            pad = [0] * 6
-            pad[8 - 2 * axis] = pad[9 - 2 * axis] = 1
-            padded = F.pad(x, pad, value=-torch.inf)
-            first, second, third = (padded.narrow(axis, k, 2 * count - 1).unfold(axis, 1, 2)[..., 0] for k in range(3))
-            x = torch.maximum(torch.maximum(first, second), third)
+            x = x.unfold(axis, 3, 2).amax(-1)
         return x
 
 
@@ -390,20 +393,13 @@ def evaluate(model: RiskNet, sets: dict, run: Run, args: Namespace) -> tuple[dic
 
 
 def fit_rivals(val: MultiGPUSurvivalDataset, train: MultiGPUSurvivalDataset, image: bool) -> dict[str, tuple]:
-    """All ranks: {name: (log-hazards of val, baseline)} of Cox models that know less than the network."""
+    """{name: (log-hazards of val, baseline)} of Cox models that know less than the network."""
     inputs = {"kaplan_meier": [np.zeros((len(data.rows), 1)) for data in (val, train)]}
     if train.columns is not None:
         inputs["clinical"] = [data.columns[data.rows].astype(float) for data in (val, train)]
     if image:
-        rank, world_size = du.world()
-        tables = []
-        for data in (val, train):
-            rows = data.rows[rank::world_size].tolist()
-            own = {row: data.volumes.load(data.cohort.path[row], data.cohort.mask[row], numbers=True) for row in rows}
-            every = {row: value for part in du.gather_objects(own) for row, value in part.items()}
-            tables.append(np.array([every[row] for row in data.rows.tolist()]))
-        mean, sd = tables[1].mean(0), tables[1].std(0)
-        inputs["image_numbers"] = [(table - mean) / np.where(sd > 0, sd, 1) for table in tables]
+        mean, sd = train.image_numbers.mean(0), train.image_numbers.std(0)
+        inputs["image_numbers"] = [(data.image_numbers - mean) / np.where(sd > 0, sd, 1) for data in (val, train)]
     if len(inputs) == 3:
         pairs = zip(inputs["clinical"], inputs["image_numbers"], strict=True)
         inputs["clinical_and_image_numbers"] = [np.hstack(pair) for pair in pairs]
@@ -421,9 +417,9 @@ def finish(
     metrics, log_hazard = evaluate(model, sets, run, args)
     val, train = sets["val"], sets["all"]
     known = predict(model, train, run, args)
-    rivals = rivals | fit_rivals(val, train, args.image == "volume")
     with du.agree_on_errors():
         if run.ranks.is_main:
+            rivals = rivals | fit_rivals(val, train, args.image == "volume")
             try:
                 baseline = report.fit_baseline(known, train) | {"step": run.position.step}
                 models = {"network": (log_hazard, baseline)} | rivals
@@ -444,15 +440,8 @@ def finish(
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Over all parameters, those that are frozen at first included."""
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "fused": True}
-    if args.optimizer != "sgd":
-        return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[args.optimizer](model.parameters(), **options)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, **options)
-    # fused SGD fails where some have a momentum and others, thawed later, none
-    for parameter in model.parameters():
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+    """AdamW over all parameters, those that are frozen at first included."""
+    return torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
 def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
@@ -526,7 +515,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
 
     optimizer = make_optimizer(model, args)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    facts = {"training cases": len(train), "optimizer": args.optimizer}
+    facts = {"training cases": len(train)}
     if args.use_smart_cache:
         facts["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
     notes = notes | {

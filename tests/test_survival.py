@@ -291,7 +291,7 @@ def test_medicalnet_weights(tmp_path, shortcut):
 def made(tmp_path_factory) -> Path:
     """Sample data of 40 patients."""
     folder = tmp_path_factory.mktemp("data") / "survival"
-    sample_data.write_sample_data(folder, 40, event_rate=0.5, matrix=16, risk=2.0, nodes=0, seed=0)
+    sample_data.write_sample_data(folder, 40, event_rate=0.5, matrix=16, seed=0)
     return folder
 
 

@@ -21,7 +21,7 @@ from utils.cli import InputError
 def made(tmp_path_factory) -> Path:
     """Sample data of 24 patients."""
     folder = tmp_path_factory.mktemp("data") / "survival"
-    sample_data.write_sample_data(folder, 24, event_rate=0.5, matrix=16, risk=2.0, nodes=0, seed=0)
+    sample_data.write_sample_data(folder, 24, event_rate=0.5, matrix=16, seed=0)
     return folder
 
 
@@ -310,6 +310,17 @@ def test_the_disk_cache_is_read_once_and_notices_changes(tmp_path, monkeypatch):
     assert len(opened) == 2
 
 
+def test_empty_masks_are_counted(read, table, made, tmp_path, capsys):
+    empty = nibabel.load(made / table["heart_mask"][4])
+    table["heart_mask"] = [str(made / name) for name in table["heart_mask"]]
+    table.loc[4, "heart_mask"] = save_volume(tmp_path / "e.nii.gz", np.zeros(empty.shape, np.uint8), empty.affine)
+    table.loc[5, "heart_mask"] = ""
+    cohort = read(table, mask_column="heart_mask")
+    volumes = Volumes(image_size=(8, 8, 8), mask_mode="crop")
+    MultiGPUSurvivalDataset(cohort, rows=np.arange(24), volumes=volumes).check(threads=2)
+    assert "1 of 24 masks are empty; nothing is cropped there" in capsys.readouterr().out
+
+
 def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path):
     scans = tmp_path / "scans"
     scans.mkdir()
@@ -395,7 +406,7 @@ def test_the_guides_own_loop(made):
 
 def test_sample_data_hides_the_risk_in_the_shape_of_the_lesions(tmp_path, capsys):
     """Number, volume and Agatston score tell little, the true risk much, and the CT holds what the table says."""
-    sample_data.write_sample_data(tmp_path / "set", 60, event_rate=0.4, matrix=32, risk=2.0, nodes=0, seed=0)
+    sample_data.write_sample_data(tmp_path / "set", 60, event_rate=0.4, matrix=32, seed=0)
     line = capsys.readouterr().out
     found = re.findall(r"([a-zA-Z][a-zA-Z ]+) (0\.\d+)", line.partition("patients of")[2])
     scores = {name: float(value) for name, value in found}
@@ -412,4 +423,4 @@ def test_sample_data_hides_the_risk_in_the_shape_of_the_lesions(tmp_path, capsys
     assert max(scores.values()) < 0.7
     assert len(scores) == 3
     with pytest.raises(InputError, match="holds a data set already"):
-        sample_data.write_sample_data(tmp_path / "set", 60, event_rate=0.4, matrix=32, risk=2.0, nodes=0, seed=0)
+        sample_data.write_sample_data(tmp_path / "set", 60, event_rate=0.4, matrix=32, seed=0)

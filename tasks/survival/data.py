@@ -424,24 +424,34 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def check(self, threads: int) -> None:
-        """All ranks: read every volume once, by threads, into what is kept on disk. Raises InputError for bad ones."""
+        """All ranks: read every volume once, by threads, into what is kept on disk; image_numbers has their numbers.
+
+        Raises InputError for unusable ones.
+        """
         rank, world_size = du.world()
         cohort = self.cohort
 
-        def fault(row: int) -> str:
+        def look(row: int) -> tuple[str, list[float]]:
             try:
-                self.volumes.load(cohort.path[row], cohort.mask[row], numbers=True)
+                return "", self.volumes.load(cohort.path[row], cohort.mask[row], numbers=True).tolist()
             except Exception as reason:
-                return fault_of(cohort, row, reason)
-            return ""
+                return fault_of(cohort, row, reason), []
 
         with ThreadPoolExecutor(max(1, threads)) as pool:
             own = self.rows[rank::world_size].tolist()
-            looked = tqdm(pool.map(fault, own), "reading volumes", len(own), delay=3, mininterval=2, disable=rank > 0)
-            faults = [text for text in looked if text]
-        faults = [text for part in du.gather_objects(faults) for text in part]
+            own = list(tqdm(pool.map(look, own), "reading volumes", len(own), delay=3, mininterval=2, disable=rank > 0))
+        found = [None] * len(self.rows)
+        for first, part in enumerate(du.gather_objects(own)):
+            found[first::world_size] = part
+        faults = [fault for fault, _ in found if fault]
         if faults:
             raise InputError(faults[0] + (f" ({len(faults)} such rows)" if len(faults) > 1 else ""))
+        self.image_numbers = np.array([numbers for _, numbers in found])
+        empty = sum(
+            bool(cohort.mask[row]) and not numbers[3] for row, (_, numbers) in zip(self.rows, found, strict=True)
+        )
+        if empty:
+            du.print_main(f"{empty} of {len(found)} masks are empty; nothing is cropped there")
 
 
 def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:

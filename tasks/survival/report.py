@@ -273,23 +273,25 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], arg
 
 
 def draw(log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], baseline: dict, metrics: dict):
-    """Kaplan-Meier curves of the thirds by predicted risk, and calibration and AUC at each horizon, as a figure."""
+    """Kaplan-Meier curves of the thirds by predicted risk; calibration in fifths and AUC at each horizon."""
     from matplotlib.figure import Figure
 
     time, event = outcome(val)
-    years = [year for year in years if year < time.max()]
-    figure = Figure(figsize=(3.2 * (1 + len(years)), 3.4), layout="constrained")
-    first, *others = np.atleast_1d(figure.subplots(1, 1 + len(years)))
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     grid = np.linspace(0, time.max(), 300)
     for rows, name in zip(np.array_split(np.argsort(log_hazard), 3), ("low", "middle", "high"), strict=True):
-        first.step(grid, kaplan_meier(time[rows], event[rows], grid), where="post", label=f"{name} risk ({len(rows)})")
-    first.set(title="thirds by predicted risk", xlabel="years", ylabel="without event", ylim=(0, 1.02))
-    first.legend(fontsize=7)
-    for axes, year in zip(others, years, strict=True):
-        risk = 1 - survival(baseline, log_hazard, [year])[:, 0]
-        fifths = np.array_split(np.argsort(risk), 5)
-        axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-        axes.plot([risk[f].mean() for f in fifths], [1 - kaplan_meier(time[f], event[f], year) for f in fifths], "o-")
-        auc = metrics.get(f"val/auc/{year:g}y", np.nan)
-        axes.set(title=f"{year:g} y: AUC {auc:.3f}", xlabel="predicted risk", ylabel="observed")
+        left.step(grid, kaplan_meier(time[rows], event[rows], grid), where="post", label=f"{name} risk ({len(rows)})")
+    left.set(title="thirds by predicted risk", xlabel="years", ylabel="without event", ylim=(0, 1.02))
+    right.axline((0, 0), slope=1, color="grey", linewidth=0.8)
+    for year in years:
+        auc = metrics.get(f"val/auc/{year:g}y")
+        if auc is not None:
+            risk = 1 - survival(baseline, log_hazard, [year])[:, 0]
+            fifths = np.array_split(np.argsort(risk), 5)
+            observed = [1 - kaplan_meier(time[rows], event[rows], year) for rows in fifths]
+            right.plot([risk[rows].mean() for rows in fifths], observed, "o-", label=f"{year:g} years, AUC {auc:.3f}")
+    right.set(title="risk in fifths", xlabel="predicted", ylabel="observed")
+    for axes in (left, right):
+        axes.legend(fontsize=8)
     return figure

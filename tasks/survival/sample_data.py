@@ -24,8 +24,8 @@ FOLDS = 5
 # days of the real cohort: first event, last follow-up; and the earliest end of follow-up here
 FIRST_DAY, LAST_DAY, FIRST_CENSORED = 34, 2447, 300
 WEIBULL_SHAPE = 1.3
-# of the variance of the log-hazard; the rest are shells
-AGE_SHARE = 0.3
+# standard deviation of the log-hazard, and how much of its variance is age; the rest are shells
+SPREAD, AGE_SHARE = 2.0, 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num_patients", type=whole(20), default=900, help="patients, one CT and one row each")
     add("--event_rate", type=number(0.05, 0.8), default=0.4, help="share with an event (real cohort: 0.123)")
     add("--matrix", type=whole(12), default=32, help="voxels along the first axis")
-    add("--risk", type=number(0), default=2.0, help="standard deviation of the log-hazard")
-    add("--nodes", type=whole(0), default=0, help="calcified nodes of both kinds outside the heart, which mean nothing")
     add("--seed", type=int, default=0, help="the same seed writes the same patients")
 
 
-def write_sample_data(
-    out: Path, num_patients: int, event_rate: float, matrix: int, risk: float, nodes: int, seed: int
-) -> None:
+def write_sample_data(out: Path, num_patients: int, event_rate: float, matrix: int, seed: int) -> None:
     """Write CTs, masks and the table, and print C of what drives the risk. Raises InputError for a folder in use."""
     if (out / "dataset.csv").exists():
         raise InputError(f"{out}: holds a data set already; choose another folder or delete it")
@@ -53,7 +49,7 @@ def write_sample_data(
     shells = rng.binomial(lesions, rng.uniform(0, 1, num_patients))
     age = rng.normal(62, 9, num_patients).round()
     parts = [(values - values.mean()) / max(values.std(), 1e-9) for values in (age, shells)]
-    log_hazard = (risk * (math.sqrt(AGE_SHARE) * parts[0] + math.sqrt(1 - AGE_SHARE) * parts[1])).round(6)
+    log_hazard = (SPREAD * (math.sqrt(AGE_SHARE) * parts[0] + math.sqrt(1 - AGE_SHARE) * parts[1])).round(6)
     day, event = draw_follow_up(rng, log_hazard, event_rate)
     fold = np.zeros(num_patients, int)
     for patients in (np.flatnonzero(event), np.flatnonzero(~event)):
@@ -63,7 +59,7 @@ def write_sample_data(
     for i in range(num_patients):
         names = {kind: f"{folder}/case_{i + 1:05d}.nii.gz" for kind, folder in (("path", "scans"), ("mask", "masks"))}
         kinds = rng.permutation(np.arange(lesions[i]) < shells[i])
-        measured = write_ct(out, names, rng, kinds, nodes, matrix)
+        measured = write_ct(out, names, rng, kinds, matrix)
         row = {"case_num": i + 1, "NIFTI Path": names["path"], "heart_mask": names["mask"]}
         row |= {"time": day[i], "event": int(event[i])}
         row |= {f"Fold_{k + 1}": "val" if fold[i] == k else "train" for k in range(FOLDS)}
@@ -93,7 +89,7 @@ def draw_follow_up(rng: Generator, log_hazard: np.ndarray, event_rate: float) ->
     return np.clip(np.ceil(np.minimum(days, censored)), FIRST_DAY, LAST_DAY).astype(int), days <= censored
 
 
-def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, nodes: int, matrix: int) -> dict:
+def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, matrix: int) -> dict:
     """Write a CT and its heart's mask; kinds: whether each lesion is a shell. Returns what a reader would measure."""
     import nibabel
 
@@ -108,14 +104,11 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, nodes: i
 
     calcium = np.zeros(shape, bool)
     areas, places = [], []
-    kinds = [*kinds, *(rng.random(nodes) < 0.5)]
-    for order, is_shell in enumerate(kinds):
-        in_heart = order < len(kinds) - nodes
+    for is_shell in kinds:
         for _ in range(500):
             place = grid[tuple(rng.integers(4, shape - 4))]
-            distance = np.linalg.norm((place - centre) / heart)
-            wanted = 0.3 < distance < 0.95 if in_heart else 1.25 < distance < 1.7
-            if wanted and all(np.linalg.norm(place - other) > 8.3 for other in places):
+            inside = 0.3 < np.linalg.norm((place - centre) / heart) < 0.95
+            if inside and all(np.linalg.norm(place - other) > 8.3 for other in places):
                 break
         else:
             continue
@@ -124,10 +117,10 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, nodes: i
         voxels = int(rng.integers(50, 90))
         radius = math.sqrt(voxels / (4 * math.pi)) if is_shell else 0
         nearest = np.argsort(np.abs(np.linalg.norm(grid - place, axis=-1) - radius), axis=None)[:voxels]
-        calcium.flat[nearest] |= in_heart
+        calcium.flat[nearest] = True
         peak = rng.uniform(300, 600)
         hu.flat[nearest] = peak
-        areas.append(in_heart * voxels * voxel.prod() / 3 * min(4, int(peak / 100)))
+        areas.append(voxels * voxel.prod() / 3 * min(4, int(peak / 100)))
     hu += rng.normal(0, 15, shape)
 
     affine = np.diag([*voxel, 1])
@@ -136,5 +129,5 @@ def write_ct(out: Path, names: dict, rng: Generator, kinds: np.ndarray, nodes: i
     return {
         "AgatstonScore": round(sum(areas), 1),
         "VolumeScore": round(calcium.sum() * voxel.prod(), 1),
-        "NumLesion": len(kinds) - nodes,
+        "NumLesion": len(areas),
     }
