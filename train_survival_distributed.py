@@ -31,7 +31,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
 
     add = parser.add_argument_group("data").add_argument
-    add("--csv_path", metavar="FILE", help="table of cases")
+    add("--csv_path", metavar="FILE", default="data/dataset.csv", help="table of cases")
     add("--data_dir", metavar="DIR", help="folder that relative paths start from; default: the table's own")
     add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
     for kind in ("path", "time", "event", "id"):
@@ -93,13 +93,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         add(flag, action="store_true", help="accepted; on by itself on a GPU")
     add("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
     args = parser.parse(argv)
-    if not args.csv_path and not args.predict:
-        parser.error("--csv_path: name the table of cases")
     if (args.init == "pretrained") != bool(args.pretrained_path):
         parser.error("--init pretrained and --pretrained_path go together")
     if args.folds and not args.val_fold and args.resume_from not in (None, "auto"):
         parser.error("--folds: each has checkpoints of its own; --resume_from auto takes them")
-    if args.image == "none" and not args.clinical_columns and args.csv_path:
+    if args.image == "none" and not args.clinical_columns and not args.predict:
         parser.error("--image none: needs --clinical_columns")
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
         parser.error("--hu_window LOW < HIGH, --eta_min at most --lr, and --base_channels a multiple of 8")
@@ -174,9 +172,10 @@ class RiskNet(nn.Module):
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str = "B"):
         super().__init__()
-        self.precision = precision
+        self.precision, self.columns = precision, columns
+        self.shape = 1 + bool(args.mask_column and args.mask_mode == "channel"), *args.image_size
         if args.image == "volume":
-            self.backbone = make_backbone(args, shortcut)
+            self.backbone = make_backbone(args, self.shape[0], shortcut)
             # near zero, so that all cases begin with about the same risk
             self.head = nn.Linear(self.backbone.in_planes, 1)
             nn.init.normal_(self.head.weight, std=0.01)
@@ -199,13 +198,13 @@ class RiskNet(nn.Module):
         return log_hazard
 
 
-def make_backbone(args: Namespace, shortcut: str) -> nn.Module:
+def make_backbone(args: Namespace, channels: int, shortcut: str) -> nn.Module:
     """MONAI's ResNet without a head, with the normalisation and the shortcuts (A or B) that are wanted."""
     from monai.networks import nets
 
     backbone = getattr(nets, args.resnet)(
         spatial_dims=3,
-        n_input_channels=1 + bool(args.mask_column and args.mask_mode == "channel"),
+        n_input_channels=channels,
         feed_forward=False,
         bias_downsample=False,
         shortcut_type=shortcut,
@@ -224,7 +223,9 @@ def make_backbone(args: Namespace, shortcut: str) -> nn.Module:
     return backbone
 
 
-def build_model(args: Namespace, columns: int, precision: str, device: torch.device, weights: dict | None) -> RiskNet:
+def build_model(
+    args: Namespace, precision: str, device: torch.device, columns: int = 0, weights: dict | None = None
+) -> RiskNet:
     """The model with the same weights on every rank. weights: of a checkpoint. Raises InputError for others'."""
     torch.manual_seed(args.seed)
     found = weights or read_pretrained(args)
@@ -332,9 +333,11 @@ def cox_step(run: Run, step: Step, loader: DataLoader, args: Namespace) -> None:
     data, sampler, position = loader.dataset, loader.batch_sampler, run.position
     rows = data.rows_of(sampler.order(position.samples + np.arange(step.samples)), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
+    # read before they are on the GPU, which would be waited for
+    cases = [batch["index"].tolist() for batch in step.batches]
     step.batches = [du.to_device(batch, run.ranks.device) for batch in step.batches]
-    for batch in step.batches if args.augment and args.image == "volume" else []:
-        batch["image"] = augment(batch["image"], batch["index"].tolist(), args.seed, position.epoch)
+    for batch, indices in zip(step.batches, cases, strict=True) if args.augment and args.image == "volume" else ():
+        batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
 
     # a choice that all ranks take alike, as DDP talks in its forward pass
     once = step.samples <= run.leaf * run.ranks.world_size and len(set(run.shares)) == 1
@@ -368,11 +371,11 @@ def predict(model: RiskNet, data: MultiGPUSurvivalDataset, run: Run, args: Names
     loader = du.create_distributed_dataloader(data, run.leaf, train=False, num_workers=args.num_workers)
     rows, outputs = [], []
     for batch in run.batches(loader):
-        rows += batch["index"].tolist()
+        rows.append(batch["index"])
         outputs.append(model(batch))
     log_hazard = torch.zeros(len(data.cohort), dtype=torch.float64)
     if outputs:
-        log_hazard[rows] = torch.cat(outputs).double().cpu()
+        log_hazard[torch.cat(rows).cpu()] = torch.cat(outputs).double().cpu()
     log_hazard = du.reduce_sum(log_hazard).numpy()[data.rows]
     if not np.isfinite(log_hazard).all():
         raise RunError("predictions are not finite; lower --lr")
@@ -446,6 +449,9 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 
 def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
     """read_cohort as the flags want it."""
+    if path == "data/dataset.csv" and not Path(path).exists():
+        some = "or make some up: python -m tools.sample_data survival data"
+        raise InputError(f"{path}: no such table; name yours with --csv_path, {some}")
     columns = {f"{kind}_column": getattr(args, f"{kind}_column") for kind in ("path", "time", "event", "id", "mask")}
     with du.agree_on_errors():
         return read_cohort(path, args.data_dir, args.time_unit, outcome, args.image == "volume", **columns)
@@ -466,11 +472,15 @@ def make_sets(cohort: Cohort, columns: np.ndarray, rows: dict[str, np.ndarray], 
     return sets
 
 
-def trial_step(model: RiskNet, size: int, columns: int, args: Namespace, device: torch.device) -> None:
-    """Forward and backward pass of one leaf of made-up cases; the gradients stay in the model."""
-    channels = 1 + bool(args.mask_column and args.mask_mode == "channel")
-    image = torch.zeros(size, channels, *args.image_size, device=device)
-    log_hazard = model({"image": image, "columns": torch.zeros(size, columns, device=device)})
+def largest_batch(model: RiskNet, size: int) -> dict:
+    """Made-up cases of one leaf."""
+    return {"image": torch.zeros(size, *model.shape, dtype=torch.float16), "columns": torch.zeros(size, model.columns)}
+
+
+def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
+    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    log_hazard = model(du.to_device(batch, next(model.parameters()).device))
+    size = len(log_hazard)
     cox_loss(log_hazard, 1.0 + torch.arange(size), torch.ones(size, dtype=torch.bool)).backward()
 
 
@@ -490,7 +500,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
         rivals = report.read_rival(args.rival_run, sets["val"])
     with du.agree_on_errors():
         weights = run.checkpoint and run.checkpoint["model"]
-        model = build_model(args, encoded.shape[1], precision, device, weights)
+        model = build_model(args, precision, device, encoded.shape[1], weights)
     if args.eval_only:
         seen = set(cohort.case[val]) & set(run.checkpoint["trained_cases"])
         if seen:
@@ -507,7 +517,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
     if not run.checkpoint and not args.effective_batch_size:
         args.effective_batch_size = args.batch_size * args.gradient_accumulation_steps
         args.batch_size = math.ceil(args.batch_size / ranks.world_size)
-    run.choose_batch(model, lambda size: trial_step(model, size, encoded.shape[1], args, device))
+    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size), args))
     if args.norm == "batch" and (math.ceil(run.effective / run.leaf) % ranks.world_size or len(set(run.shares)) > 1):
         raise InputError("--norm batch: its statistics need as many leaves on each GPU; use --norm group")
     options = {"seed": args.seed, "num_workers": args.num_workers}
@@ -586,7 +596,7 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
         cohort = read_table(args.predict, own, outcome=False)
         with du.agree_on_errors():
             encoded = encode_columns(cohort, run.checkpoint["columns"])
-            model = build_model(own, encoded.shape[1], precision, ranks.device, run.checkpoint["model"])
+            model = build_model(own, precision, ranks.device, encoded.shape[1], run.checkpoint["model"])
         data = make_sets(cohort, encoded, {"new": np.arange(len(cohort))}, own)["new"]
         risks.append((predict(model, data, run, own), report.read_baseline(folder, run.position.step)))
     if ranks.is_main:

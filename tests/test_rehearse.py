@@ -83,6 +83,17 @@ def test_prs_med_at_published_size(flags, peak_gib):
 
 
 @needs_compiler
+def test_survival_at_published_size():
+    """6 of 24 volumes on each of 4 GPUs; a ResNet-50 has 46 M parameters, at 16 bytes each with AdamW and DDP."""
+    step = last_object(rehearse("train_survival_distributed.py", "--batch_size", "6", "--world_size", "4"))
+    assert step["waits"] == {}
+    assert step["fits"]
+    assert step["state_gib"] == pytest.approx(46.2e6 * 16 / 2**30, rel=0.01)
+    # 32.47 have been seen
+    assert step["peak_gib"] == pytest.approx(32.5, rel=0.01)
+
+
+@needs_compiler
 def test_prs_med_tiny_in_fp32(tmp_path):
     tiny = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
     sizes = {

@@ -213,7 +213,7 @@ def test_censoring_weights_are_the_training_folds():
 
 def build(*words, weights=None):
     torch.manual_seed(0)
-    return script.build_model(parse("--csv_path", "x", *words), 0, "no", torch.device("cpu"), weights)
+    return script.build_model(parse("--csv_path", "x", *words), "no", torch.device("cpu"), 0, weights)
 
 
 def test_group_norm_is_everywhere_and_in_the_precision_of_its_input():
