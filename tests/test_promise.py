@@ -333,6 +333,20 @@ def test_pause_by_max_steps(run, tmp_path):
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
+def test_without_save_every_only_the_best_and_the_end_are_saved_in_the_first_minute(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, MINIMAL.path, "--output_dir", str(folder), *MINIMAL.flags.split(), "--eval_every_steps", "1"]
+    subprocess.run([*command, "--num_workers", "0", "--keep_last", "99"], cwd=ROOT, check=True)
+    best, kept = 0.0, set()
+    lines = [line for line in read_log(folder) if "val/accuracy" in line]
+    for line in lines:
+        if line["val/accuracy"] >= best or line is lines[-1]:
+            kept.add(line["step"])
+        best = max(best, line["val/accuracy"])
+    assert len(kept) < len(lines)
+    assert {int(path.stem[5:]) for path in folder.glob("step_*.pt")} == kept
+
+
 def test_loader_workers(run, tmp_path):
     """Workers live as long as the run; an evaluation in mid-epoch does not make them begin the epoch anew."""
     run(MINIMAL, tmp_path / "none", "--eval_every_steps 4")

@@ -336,8 +336,8 @@ def test_the_table_holds_the_rivals(trained, made, tmp_path, capsys):
 
 
 def test_columns_alone_begin_where_their_cox_model_ends(made, tmp_path):
-    """--image none needs no volume, and without a step it is the rival of the same columns."""
-    table = pd.read_csv(made / "dataset.csv").drop(columns=["NIFTI Path", "heart_mask"])
+    """--image none opens no volume, and without a step it is the rival of the same columns."""
+    table = pd.read_csv(made / "dataset.csv").assign(**{"NIFTI Path": "none.nii.gz"})
     table.to_csv(tmp_path / "d.csv", index=False)
     words = ["--csv_path", tmp_path / "d.csv", "--image", "none", "--clinical_columns", "Age", "Sex"]
     go(*words, "--output_dir", tmp_path / "run", "--lr", "1e-12", "--eta_min", "0", "--epochs", "1")

@@ -164,7 +164,8 @@ def add_common_arguments(
     add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
     add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
     add("--eval_every_steps", type=whole(0), default=0, help="evaluate every N steps, besides after each epoch")
-    add("--save_every", type=whole(0), default=500, help="save every N steps, besides after evaluations")
+    text = "save every N steps and after evaluations; left out, N is 500, and not more often than once a minute"
+    add("--save_every", type=whole(0), help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
 
     add = parser.add_argument_group("optimisation").add_argument

@@ -275,12 +275,17 @@ class Run:
                 self.profiler.stop()
                 self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
                 self.profiler = None
-            if self.args.save_every and position.step % self.args.save_every == 0 and not self._pauses():
+            every = 500 if self.args.save_every is None else self.args.save_every
+            if every and position.step % every == 0 and not self._pauses() and self._save_is_due():
                 self.save()
 
     def _pauses(self) -> bool:
         """Whether steps() ends here; the checkpoint then waits for the evaluation."""
         return self.is_over() or self.epoch_over or self.evaluation_due
+
+    def _save_is_due(self) -> bool:
+        """All ranks: whether --save_every wants one, or the last is a minute old by rank 0's clock."""
+        return self.args.save_every is not None or du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def batches(self, loader: DataLoader) -> Iterator:
         """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any."""
@@ -376,8 +381,7 @@ class Run:
                 position.best, position.best_metrics = value, metrics
         if self.epoch_over:
             position.epoch, position.samples, self.stream = position.epoch + 1, 0, None
-        kept = best or self.is_over() or self.args.save_every
-        if kept or not du.broadcast_object(time.monotonic() - self.saved_at < 60):
+        if best or self.is_over() or self._save_is_due():
             self.save(best)
 
         # what --max_steps alone brings is logged after the checkpoint: the run that is resumed has no such line
@@ -421,7 +425,9 @@ class Run:
         summary = self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)}
         with du.agree_on_errors():
             try:
-                checkpoint.export_weights(checkpoint.trained_state(self.model, self.frozen), self.folder / "model.safetensors")
+                checkpoint.export_weights(
+                    checkpoint.trained_state(self.model, self.frozen), self.folder / "model.safetensors"
+                )
                 self.write_summary("summary", summary)
                 if self.ranks.is_main:
                     self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))

@@ -83,7 +83,7 @@ def read_cohort(
             return tables.find_column(rows, *([name] if name else COLUMNS[kind]))
         return next((name.lower() for name in COLUMNS[kind] if name.lower() in rows[0][1]), None)
 
-    names = {"path": find("path", image), "id": find("id", False), "mask": None}
+    names = {"path": find("path", True) if image else None, "id": find("id", False), "mask": None}
     names |= {kind: find(kind, outcome) for kind in ("time", "event")}
     if mask_column:
         names["mask"] = tables.find_column(rows, mask_column)
