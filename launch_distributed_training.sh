@@ -2,7 +2,7 @@
 # Detect this machine, choose the engine, and train on all its GPUs. Flags that are not among these go to the script.
 #   ./launch_distributed_training.sh --config configs/default_config.yaml
 #   --num_gpus N    instead of all GPUs; without GPUs: N CPU processes     --dry_run  print the command, do not run it
-#   --elastic, --elastic=MIN:MAX  GPUs may come and go, see docs/elastic.md (DDP; not PRS-Med)
+#   --elastic, --elastic=MIN:MAX  GPUs may come and go, see docs/elastic.md (DDP; not PRS-Med and survival)
 #   --deepspeed | --torchrun  force DeepSpeed or DDP     --script FILE  default train_mimic_cxr.py     --debug  a try
 # Several nodes: the files in configs/slurm, srun, or NNODES, NODE_RANK, MASTER_ADDR set and this started on each.
 set -euo pipefail
@@ -80,10 +80,12 @@ check_threads
 if [[ ! -f $script ]]; then script=$here/${script#"$here/"}; fi
 if [[ ! -f $script ]]; then fail "no file $script; check --script"; fi
 
-# Only the first takes the flags of an engine; the other is started by utils/torchrun.py.
-mimic='' prs_med=''
-if [[ ${script##*/} == train_mimic_cxr.py ]]; then mimic=1; fi
-if [[ ${script##*/} == train_prs_med.py ]]; then prs_med=1; fi
+# Only the first takes the flags of an engine; those that have moved are started by utils/torchrun.py.
+mimic='' moved=''
+case ${script##*/} in
+  train_mimic_cxr.py) mimic=1 ;;
+  train_prs_med.py | train_survival_distributed.py) moved=1 ;;
+esac
 if [[ $deepspeed ]] && [[ -z $mimic || $torchrun ]]; then
   fail "--deepspeed: not with --torchrun or another script"
 fi
@@ -91,7 +93,7 @@ fi
 # ZeRO's optimizer state belongs to a number of ranks.
 if [[ $elastic ]]; then
   if [[ $deepspeed ]]; then fail "--elastic: not with --deepspeed; leave one out"; fi
-  if [[ $prs_med ]]; then fail "--elastic: not with train_prs_med.py; see ./run_multi_gpu_train.sh --help"; fi
+  if [[ $moved ]]; then fail "--elastic: not with ${script##*/}; see docs/elastic.md"; fi
   torchrun=1
 fi
 
@@ -170,7 +172,7 @@ if [[ $engine == python || $task_per_gpu ]]; then
 else
   # For DeepSpeed too: its own runner would orphan the workers.
   command=(torchrun)
-  if [[ $prs_med ]]; then command=(python "$here/utils/torchrun.py"); fi
+  if [[ $moved ]]; then command=(python "$here/utils/torchrun.py"); fi
   command+=(--nproc_per_node="$processes")
   if ((nodes > 1)); then
     # This node's number, and the first node's name and port, at which all meet.

@@ -34,7 +34,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpu_sizes import BATCH, LEAST_MFU, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data
+from gpu_sizes import BATCH, LEAST_MFU, MOVED, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data
 
 KEYS = ("part", "name", "value", "low", "high", "result", "reason")
 BEGIN = "<!-- benchmarks/gpu.py writes from here -->"
@@ -253,7 +253,7 @@ def command_of(setting: Setting, job: Job, report: Path, out: Path) -> list:
     """The command of a job, under torchrun for several processes."""
     command = [sys.executable]
     if job.processes > 1:
-        command += ["utils/torchrun.py"] if job.task == "prs_med" else ["old/launch_utils.py", "torchrun"]
+        command += ["utils/torchrun.py"] if job.task in MOVED else ["old/launch_utils.py", "torchrun"]
         command += ["--standalone", f"--nproc_per_node={job.processes}"]
     command += ["benchmarks/gpu_process.py", "--report", report, *job.observe]
 
@@ -456,8 +456,8 @@ def memory_lines(setting: Setting, task: str, run: Run) -> Lines:
         yield skipped("peak over predicted", "no GPU: resident memory is no counterpart")
         return
 
-    if task == "prs_med":
-        # Its log has no MFU.
+    if task in MOVED:
+        # Their logs have no MFU.
         steps_per_s = mean_rate(run.training()[1:]) / run.summary["effective_batch_size"]
         mfu = steps_per_s * predicted["tflop_per_step"] / product_tflops()
         yield measured("MFU of the rehearsed step", mfu, LEAST_MFU[task], reason="share of a measured matmul rate")
@@ -473,7 +473,7 @@ def rehearse(setting: Setting, task: str, run: Run) -> dict:
     out = setting.folder / "runs" / f"{task}_rehearsed"
     log = out.with_suffix(".log")
     command = [sys.executable, SCRIPTS[task], OUT_FLAG[task], out, "--rehearse"]
-    if task == "prs_med":
+    if task in MOVED:
         command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task]]
     command += flags_of(setting, task, setting.size)
     if setting.gpus:

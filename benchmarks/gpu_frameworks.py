@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from old.distributed_utils import Ranks, create_distributed_dataloader
-from tasks.survival.cohort import read_cohort
-from train_survival_distributed import build_model, cox_loss, make_dataset, make_optimizer, parse_args
+from distributed_utils import create_distributed_dataloader
+from train_survival_distributed import build_model, cox_loss, make_optimizer, make_sets, parse_args, read_table
 
 ON_GPU = torch.cuda.is_available()
 
@@ -82,7 +81,7 @@ class RiskLoss(nn.Module):
         self.event = event
 
     def forward(self, image: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        log_hazard = self.network(image)[:, 0]
+        log_hazard = self.network({"image": image})
         rows = index.cpu()
         loss = cox_loss(log_hazard, self.time_to_event[rows], self.event[rows])
         return {"loss": loss}
@@ -114,10 +113,10 @@ def make_case(steps: int, flags: list[str]) -> Case:
     """The model, optimizer and data of train_survival_distributed.py with these flags."""
     args = parse_args(flags)
     device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-    ranks = Ranks(0, 0, 1, device, "python")
-    cohort = read_cohort(args.csv_path)
-    network = build_model(args, args.mixed_precision, 1, None, ranks)
-    data = make_dataset(cohort, np.arange(len(cohort)), args, train=True)
+    cohort = read_table(args.csv_path, args)
+    network = build_model(args, args.mixed_precision, device)
+    no_columns = np.zeros((len(cohort), 0), np.float32)
+    data = make_sets(cohort, no_columns, {"train": np.arange(len(cohort))}, args)["train"]
 
     # The order of the cases is the script's.
     ordered = create_distributed_dataloader(data, args.batch_size).batch_sampler
@@ -247,14 +246,14 @@ def monai_trainer(case: Case, clock: Clock) -> None:
             self.network = case.model.network
 
         def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return self.network(image)
+            return self.network({"image": image})
 
     def prepare(batch: dict, device: torch.device, non_blocking: bool, **_) -> tuple:
         return batch["image"].to(device, non_blocking=True), batch["index"]
 
     def loss(outputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         time_to_event = case.model.time_to_event[index]
-        return cox_loss(outputs[:, 0], time_to_event, case.model.event[index])
+        return cox_loss(outputs, time_to_event, case.model.event[index])
 
     trainer = SupervisedTrainer(
         device=device,

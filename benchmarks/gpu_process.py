@@ -53,7 +53,7 @@ def share_first_gpu() -> None:
 
         return read_environment
 
-    # PRS-Med's, and that of the four other scripts
+    # that of the scripts that have moved, and of the three others
     for module in (distributed_utils, old_distributed_utils):
         module.read_environment = on_first_gpu(module.read_environment)
     dist.is_nccl_available = lambda: False
@@ -136,7 +136,7 @@ def watch_steps(waits: HostWaits, kill_at: int) -> None:
 
         return step
 
-    # PRS-Med's log, and that of the four other scripts
+    # the log of the scripts that have moved, and of the three others
     for log in (RunLog, OldRunLog):
         log.step = watched(log.step)
 

@@ -1,6 +1,6 @@
 """What --rehearse predicts for a step, against the bytes of real tensors that the same step makes on a CPU.
 
-    python benchmarks/rehearsal_check.py              # 9 settings of the four scripts on old/, 4 minutes on 2 cores
+    python benchmarks/rehearsal_check.py              # 6 settings of the three scripts on old/
 
 The prediction is the script's own command on fake CUDA tensors, in fp32. The count runs the same functions on real
 tensors of the CPU, and adds up what is alive. Exits with 1 when one is further than 10 % from the other, or when a
@@ -34,7 +34,6 @@ MIMIC_CXR = (
     "train_mimic_cxr.py --dropout 0 --no_auto_optimize --max_question_length 64"
     " --image_encoder {mimic_cxr}/convnext_tiny --text_encoder {mimic_cxr}/bert_tiny"
 )
-SURVIVAL = "train_survival_distributed.py"
 CASCADE = "train_accelerate.py --img_size 64 --encoder_dim 64"
 COMPRESSED_AD = "train.py"
 
@@ -50,22 +49,6 @@ class Setting(NamedTuple):
 SETTINGS = [
     Setting("MIMIC-CXR, small models, batch 8", MIMIC_CXR, "--image_size 64 --batch_size 8"),
     Setting("MIMIC-CXR, 128 pixels, batch 16", MIMIC_CXR, "--image_size 128 --batch_size 16"),
-    # larger volumes and models, and steps of two micro-batches
-    Setting(
-        "survival, resnet18, 64 x 64 x 32, 2 cases",
-        SURVIVAL,
-        "--resnet resnet18 --image_size 64 64 32 --batch_size 2",
-    ),
-    Setting(
-        "survival, resnet50, 96 x 96 x 32, 2 cases",
-        SURVIVAL,
-        "--resnet resnet50 --image_size 96 96 32 --batch_size 2",
-    ),
-    Setting(
-        "survival, resnet10 of 32 channels, 4 cases x 2",
-        SURVIVAL,
-        "--resnet resnet10 --base_channels 32 --image_size 64 64 32 --batch_size 4 --gradient_accumulation_steps 2",
-    ),
     # a stage of the cascade each, and both models of train.py
     Setting("cascade, 32^3, batch 2", CASCADE, "--stage 1 --batch_size 2"),
     Setting("cascade, 64^3, batch 1", CASCADE, "--stage 2 --batch_size 1"),

@@ -1,7 +1,7 @@
-"""What a script's training loop costs over a bare one, for the four on old/; loop_overhead.py has PRS-Med.
+"""What a script's training loop costs over a bare one, for the three on old/; loop_overhead.py has the new foundation.
 
-    python benchmarks/step_overhead.py                     # all four; on CPU about 8 minutes
-    python benchmarks/step_overhead.py --tasks survival    # one of them
+    python benchmarks/step_overhead.py                    # all three
+    python benchmarks/step_overhead.py --tasks cascade    # one of them
 
 Both loops have the same model, seed, data and optimizer. One process: samples/s of the script's train_one_epoch over
 those of a bare loop (they alternate in one run; the median of the ratios counts), and whether the weights after 20
@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from old.distributed_utils import Ranks, all_gather_with_grad, create_distributed_dataloader, gather_objects
-from old.distributed_utils import reduce_sum, setup_distributed, to_device, world
+from old.distributed_utils import Ranks, create_distributed_dataloader, reduce_sum, setup_distributed, to_device, world
 from old.logging_utils import RunLog
 from old.loop_utils import LossScaler, Progress, TrainingRun
 
@@ -52,7 +51,7 @@ class Loop(NamedTuple):
     samples: int
 
 
-# --- what the four have in common -------------------------------------------------------------------------------------
+# --- what the three have in common ------------------------------------------------------------------------------------
 
 
 def bare_loop(model: nn.Module, loader, one_step: Callable[[dict, int], None]) -> Loop:
@@ -166,7 +165,7 @@ def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Opt
     optimizer.zero_grad(set_to_none=True)
 
 
-# --- the four ---------------------------------------------------------------------------------------------------------
+# --- the three --------------------------------------------------------------------------------------------------------
 
 
 def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
@@ -216,50 +215,6 @@ def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
         batch = to_device(batch, ranks.device)
         losses = script.batch_loss(wrapped, batch, counts, args.chexpert_weight)
         backward_and_step(losses[0] * ranks.world_size, model, optimizer, args)
-
-    return bare_loop(model, loader, one_step)
-
-
-def survival(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
-    """train_survival_distributed.py on volumes from the disk cache."""
-    import numpy as np
-
-    import train_survival_distributed as script
-    from tasks.survival.cohort import read_cohort
-
-    files = {"csv_path": data / "dataset.csv", "cache_dir": data / "cache", "log_dir": run_folder}
-    flags = "--resnet resnet10 --base_channels 8 --image_size 48 40 24 --batch_size 8 --no-augment"
-    flags += " --scheduler constant --eta_min 0 --num_workers 0 --mixed_precision no"
-    args = script.parse_args(command_line(flags, files))
-
-    # all patients, whose volumes are in the cache
-    cohort = read_cohort(args.csv_path)
-    rows = np.arange(len(cohort))
-    volumes = script.make_dataset(cohort, rows, args, train=True)
-    read_all(volumes)
-    loader = create_distributed_dataloader(volumes, args.batch_size // ranks.world_size)
-    model = script.build_model(args, "no", 1, None, ranks)
-    optimizer = script.make_optimizer(model, args)
-    if kind == "script":
-        wrapped = script.wrap_model(model, frozen=False)
-        fold = script.Fold(cohort, "all", rows, rows, {})
-        memory = script.CoxMemory(0, ranks.device)
-        scaler = LossScaler(ranks.device, "no")
-        learner = script.Learner(model, optimizer, scaler, memory, wrapped)
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
-        train_epoch = partial(script.train_one_epoch, learner, fold, loader)
-        return script_loop(model, loader, training, train_epoch, args)
-
-    wrapped = wrap(model)
-    time_to_event = torch.from_numpy(cohort.time)
-    event = torch.from_numpy(cohort.event)
-
-    def one_step(batch: dict, epoch: int) -> None:
-        outputs = wrapped(batch["image"].to(ranks.device))
-        risks = all_gather_with_grad(outputs)[:, 0]
-        cases = torch.cat(gather_objects(batch["index"]))
-        loss = script.cox_loss(risks, time_to_event[cases], event[cases])
-        backward_and_step(loss, model, optimizer, args)
 
     return bare_loop(model, loader, one_step)
 
@@ -378,7 +333,6 @@ class Task(NamedTuple):
 
 TASKS = {
     "mimic_cxr": Task(mimic_cxr, "--num_train 24 --num_val 6 --num_test 6 --image_size 80"),
-    "survival": Task(survival, "--num_patients 40 --matrix 64"),
     "cascade": Task(cascade, "--num_patients 44 --matrix 32"),
     "compressed_ad": Task(compressed_ad, "--streams 20"),
 }

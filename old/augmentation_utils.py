@@ -45,10 +45,6 @@ class Change(NamedTuple):
     noise: float
     noise_seed: int
 
-    def in_place(self) -> "Change":
-        """The same change of intensity, and no other."""
-        return self._replace(shift_x=0.0, shift_y=0.0, scale=1.0, angle=0.0)
-
 
 # What training takes, in both guides.
 MILD = Strength()

@@ -43,19 +43,15 @@ def share_out(total: int, most: int, processes: int) -> tuple[int, int]:
 
 def keep_effective_batch(
     values: dict, source: dict[str, str], checkpoint: dict | None, size_flag: str = "batch_size"
-) -> int | None:
+) -> None:
     """Let a run that is resumed keep the effective batch that it was begun with.
 
-    values, source: of the flags by name, and where each comes from. Returns the batch that its learning rate is meant
-    for, see BatchSize.base; None for a new run. Raises InputError for an accumulation beside it.
+    values, source: of the flags by name, and where each comes from. Raises InputError for an accumulation beside it.
     """
     split = checkpoint.get("split") if checkpoint else None
-    if not split:
-        return None
-    begun = split.get("effective_batch_size")
+    begun = split.get("effective_batch_size") if split else None
     if begun is None:
-        # of the per-GPU flags: one process's part, as it was scaled with their number
-        return math.prod(split["asked"])
+        return
 
     # what is different now is refused with the checkpoint's other facts
     if source["gradient_accumulation_steps"] == "command line":
@@ -65,4 +61,3 @@ def keep_effective_batch(
         values["effective_batch_size"] = begun
     if source[size_flag] == "default":
         values[size_flag] = split["batch_size"]
-    return split["base"]

@@ -28,14 +28,13 @@ def checksum(data: bytes | memoryview) -> bytes:
 class DiskCache:
     """get(key, size) -> bytes or None; put(key, data). Without a folder it keeps nothing."""
 
-    def __init__(self, folder: str | Path | None, suffix: str):
+    def __init__(self, folder: str | Path | None):
         self.folder = Path(folder) if folder else None
-        self.suffix = suffix
         self.warned = False
 
     def path(self, key: str) -> Path:
         """Where the bytes of a key lie."""
-        return self.folder / (hashlib.sha256(key.encode()).hexdigest() + self.suffix)
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.bin"
 
     def get(self, key: str, size: int) -> bytes | None:
         """What was put there, if it is whole and of `size` bytes."""

@@ -671,16 +671,12 @@ def _check_log(run_folder: Path, manifest: Manifest, checkpoint: Checkpoint) -> 
     return size
 
 
-def begin_afresh(run_folder: Path, parts: tuple[Path, ...] = ()) -> str:
+def begin_afresh(run_folder: Path) -> str:
     """Rank 0: begin a new run where an old one was, and delete the old one's files; returns the new run's id.
 
-    parts: run folders inside this one (the folds of a cross-validation) whose runs end with it. One manifest names all
-    that goes before anything does: finish_deleting completes it after a kill.
+    The manifest names all that goes before anything does: finish_deleting completes it after a kill.
     """
-    obsolete = _files_of_run(run_folder)
-    for part in parts:
-        obsolete += [f"{part.name}/{name}" for name in (*_files_of_run(part), MANIFEST)]
-    present = [name for name in dict.fromkeys(obsolete) if (run_folder / name).is_file()]
+    present = [name for name in dict.fromkeys(_files_of_run(run_folder)) if (run_folder / name).is_file()]
     manifest = Manifest(secrets.token_hex(8), written=list(RESULT_FILES), obsolete=present)
     write_manifest(run_folder, manifest)
     finish_deleting(run_folder)

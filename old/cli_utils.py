@@ -528,29 +528,10 @@ def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run
         print(f"from {path}: {' '.join(taken)}", flush=True)
 
 
-def set_derived(args: argparse.Namespace, reason: str = "", **values) -> None:
-    """Replace flags by what follows from the machine.
-
-    args.yaml keeps what was asked for: another machine derives anew.
-    reason: where the values come from, for a banner; empty where args.source stays as it is.
-    """
-    before = vars(args).setdefault("asked", {})
-    for name, value in values.items():
-        before.setdefault(name, getattr(args, name))
-        setattr(args, name, value)
-        if reason:
-            args.source[name] = reason
-
-
-def asked(args: argparse.Namespace, name: str):
-    """The value of a flag before set_derived replaced it."""
-    return vars(args).get("asked", {}).get(name, getattr(args, name))
-
-
 def asked_values(args: argparse.Namespace) -> dict:
-    """{flag: value} of the merged arguments, as they were asked for."""
-    own = ("config", "local_rank", "source", "asked")
-    return {name: asked(args, name) for name in vars(args) if name not in own}
+    """{flag: value} of the merged arguments."""
+    own = ("config", "local_rank", "source")
+    return {name: value for name, value in vars(args).items() if name not in own}
 
 
 def save_args(path: Path, args: argparse.Namespace) -> None:

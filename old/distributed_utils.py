@@ -91,18 +91,17 @@ def _read_ranks(rank: str, local_rank: str, world_size: str) -> tuple[int, int, 
 
 
 @contextlib.contextmanager
-def setup_distributed(backend: str | None = None, timeout: float = 600) -> Iterator[Ranks]:
+def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
     """Join the process group and leave it whatever happens.
 
-    backend: default NCCL for GPU tensors with gloo for CPU tensors, or gloo alone without GPUs. timeout: seconds after
-    which a collective that a dead or stuck rank does not join ends the job. Keep everything that holds DDP in a
-    function called inside the `with` block: torch 2.13 aborts about one exit in eight when it is alive after the group
-    is gone. Raises InputError when a launcher started more processes on this machine than it has GPUs, and for what
-    startup_utils finds wrong with the machines: then no group is made.
+    timeout: seconds after which a collective that a dead or stuck rank does not join ends the job. Keep everything that
+    holds DDP in a function called inside the `with` block: torch 2.13 aborts about one exit in eight when it is alive
+    after the group is gone. Raises InputError when a launcher started more processes on this machine than it has GPUs,
+    and for what startup_utils finds wrong with the machines: then no group is made.
     """
     rank, local_rank, world_size, launcher = read_environment()
     ranks = Ranks(rank, local_rank, world_size, _own_device(local_rank, launcher), launcher)
-    backend = backend or _default_backend(ranks.device)
+    backend = _backend_for(ranks.device)
     watch = start_watch(rank, world_size, timeout, world_size > 1 and several_nodes(world_size))
     try:
         with doing("waiting for the other processes"):
@@ -138,7 +137,7 @@ def _own_device(local_rank: int, launcher: str) -> torch.device:
     return torch.device("cuda", 0 if launcher == "srun" and gpus == 1 else local_rank)
 
 
-def _default_backend(device: torch.device) -> str:
+def _backend_for(device: torch.device) -> str:
     """NCCL for GPU tensors with gloo for CPU tensors; gloo alone without GPUs and on Windows, which has no NCCL."""
     both = device.type == "cuda" and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if both else "gloo"
@@ -307,26 +306,18 @@ def create_distributed_dataloader(
     effective_batch_size: int | None = None,
     **options,
 ) -> DataLoader:
-    """A DataLoader (guide 2's name) over this rank's share: `batch_size` samples per GPU.
+    """A DataLoader over this rank's share: `batch_size` samples per GPU.
 
     Shuffled and dealt out when `train` (call `loader.batch_sampler.set_position(epoch)` before each epoch), in order
     and unpadded otherwise. Without drop_last the last step of an epoch is uneven: weight it as TrainBatchSampler.window
-    says. A data set with a `train_sampler` of its own (one of which each rank holds a part) is dealt out by that.
-    num_workers is lowered to the cores there are. effective_batch_size: samples of a step over all ranks, where it is
-    not batch_size x accumulation x ranks. Raises InputError for persistent workers beside one that `changes`
-    with the epoch: they would keep its first state.
+    says. num_workers is lowered to the cores there are. effective_batch_size: samples of a step over all ranks, where
+    it is not batch_size x accumulation x ranks.
     """
     rank, world_size = world()
-    if getattr(dataset, "changes", False) and not train:
-        raise InputError("train=False: this data set is each rank's own part; make one without the cache to evaluate")
-    if not train:
-        sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
-    elif hasattr(dataset, "train_sampler"):
-        if options.get("persistent_workers") and dataset.changes:
-            raise InputError("persistent_workers: would keep the first epoch's cache for ever; leave it out")
-        sampler = dataset.train_sampler(batch_size, seed, accumulation, drop_last)
-    else:
+    if train:
         sampler = TrainBatchSampler(len(dataset), batch_size, rank, world_size, seed, accumulation, drop_last)
+    else:
+        sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
     if effective_batch_size is not None:
         sampler.set_effective_batch(effective_batch_size)
 
@@ -385,36 +376,6 @@ def broadcast_object(value):
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-class _GatherWithGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, local: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        ctx.sizes = sizes
-        padded = local.new_zeros((max(sizes), *local.shape[1:]))
-        padded[: len(local)] = local
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad)
-        first = sum(ctx.sizes[: dist.get_rank()])
-        return grad[first : first + ctx.sizes[dist.get_rank()]], None
-
-
-def all_gather_with_grad(local: torch.Tensor) -> torch.Tensor:
-    """Rows of all ranks, (n_r, ...) -> (sum n_r, ...), in rank order; a rank may hold none.
-
-    Gradients flow back to the rank that gave a row and are summed over the ranks' losses: with DDP, which averages,
-    give each rank the loss of the whole batch and the result is the single-process gradient.
-    """
-    if not dist.is_initialized():
-        return local
-    sizes = tuple(gather_objects(len(local)))
-    return _GatherWithGrad.apply(local, sizes)
 
 
 @contextlib.contextmanager

@@ -66,8 +66,6 @@ def check_elastic(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
     if args.resume_from != "auto":
         # each restart would go back to it
         parser.error("--resume_from: with --elastic only auto, as it restarts from the newest checkpoint")
-    if getattr(args, "use_smart_cache", False):
-        parser.error("--use_smart_cache: its parts depend on the number of ranks; not with --elastic")
 
 
 def die_with(parent: int) -> None:

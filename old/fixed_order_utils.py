@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 # interpolate's mode for a tensor of so many axes.
@@ -82,89 +82,3 @@ def adaptive_avg_pool2d(x: Tensor, side: int) -> Tensor:
         size = (side, side)
         return by_axes(x, size, window_weights)
     return F.adaptive_avg_pool2d(x, side)
-
-
-class MaxPool3d(nn.MaxPool3d):
-    """nn.MaxPool3d whose gradient has a fixed order of summation; kernel, stride and padding are one number each."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if in_fixed_order(x):
-            return FixedMaxPool3d.apply(x, self.kernel_size, self.stride, self.padding)
-        return super().forward(x)
-
-
-def voxel_steps(volume: Tensor) -> list[int]:
-    """How far the next voxel along each axis lies behind, in a flattened volume of (B, C, X, Y, Z)."""
-    _, _, _, height, depth = volume.shape
-    return [height * depth, depth, 1]
-
-
-class FixedMaxPool3d(torch.autograd.Function):
-    """Max pooling that remembers which voxel of its window each output took.
-
-    The gradient is given back window place by window place, in the order of torch's CPU code: the same bits, also where
-    values are equal.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
-        """(B, C, X, Y, Z) -> (B, C, X', Y', Z')."""
-        max_pool = torch.ops.aten.max_pool3d_with_indices
-        out, taken = max_pool(x, kernel, stride, padding)
-        ctx.kernel = kernel
-        ctx.stride = stride
-        ctx.padding = padding
-        ctx.steps = voxel_steps(x)
-        ctx.input_shape = x.shape
-
-        # How far the voxel that was taken lies behind the window's first one, in the flattened volume.
-        taken = taken.int()
-        first = taken.new_zeros(1)
-        for axis in range(3):
-            count = out.shape[2 + axis]
-            step = ctx.steps[axis]
-            along = torch.arange(count, device=x.device)
-            along = along.int() * stride
-            along = along - padding
-            first = first.unsqueeze(-1)
-            first = first + along * step
-        first = first.squeeze(0)
-        ctx.save_for_backward(taken - first)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        """(B, C, X', Y', Z') -> (B, C, X, Y, Z), and nothing for the three numbers."""
-        (behind,) = ctx.saved_tensors
-        kernel = ctx.kernel
-        stride = ctx.stride
-        padding = ctx.padding
-        batch, channels, *sides = ctx.input_shape
-        padded_sides = [side + 2 * padding for side in sides]
-        padded = grad.new_zeros(batch, channels, *padded_sides)
-
-        # From the last place on: then each voxel adds up its outputs from the first one on.
-        for place in reversed(range(kernel**3)):
-            row, z = divmod(place, kernel)
-            x, y = divmod(row, kernel)
-
-            # The voxels at this place of all windows.
-            corner = [x, y, z]
-            every = [slice(None), slice(None)]
-            distance = 0
-            for axis in range(3):
-                start = corner[axis]
-                count = grad.shape[2 + axis]
-                last = start + stride * (count - 1)
-                voxels = slice(start, last + 1, stride)
-                every.append(voxels)
-                distance += start * ctx.steps[axis]
-
-            # A place in the padding may lie as far behind as a voxel: what it is given is cut off below.
-            taken_here = behind == distance
-            given = torch.where(taken_here, grad, 0)
-            padded[tuple(every)] += given
-
-        for axis, side in enumerate(sides, start=2):
-            padded = padded.narrow(axis, padding, side)
-        return padded, None, None, None

@@ -6,7 +6,7 @@ the same to a model in both.
 
 import struct
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -36,34 +36,6 @@ def turn_upright(image: Image.Image) -> bool:
         return False
 
 
-def open_upright(file: str | BinaryIO, window: Window | None = None) -> tuple[Image.Image, bool]:
-    """The image as 8-bit grey or RGB, upright, and whether it had to be turned for that. file: its path, or open.
-
-    16-bit and float images are scaled to their own range, DICOM to its window. window: takes the place of both.
-    Raises ValueError for an unknown format, and what Pillow and pydicom raise for a damaged file.
-    """
-    try:
-        with Image.open(file) as image:
-            image.load()
-            turned = turn_upright(image)
-            if image.mode in ("1", "L", "LA"):
-                return image.convert("L"), turned
-            if image.mode[:1] not in "IF":
-                return image.convert("RGB"), turned
-            values = np.asarray(image, np.float32)
-    except UnidentifiedImageError:
-        if not is_dicom(file):
-            raise unknown_format(file) from None
-        return dicom_image(file, window), False
-    return Image.fromarray(to_bytes(values, window)), turned
-
-
-def open_image(path: str) -> Image.Image:
-    """The image as 8-bit RGB, upright."""
-    image, _ = open_upright(path)
-    return image.convert("RGB")
-
-
 def open_gray(path: str, side: int) -> Image.Image:
     """The image as 8-bit grey, upright; a JPEG is decoded at the smallest scale of at least `side` pixels."""
     try:
@@ -77,7 +49,7 @@ def open_gray(path: str, side: int) -> Image.Image:
     except UnidentifiedImageError:
         if not is_dicom(path):
             raise unknown_format(path) from None
-        return dicom_image(path, None).convert("L")
+        return dicom_image(path).convert("L")
     return Image.fromarray(to_bytes(values, None))
 
 
@@ -103,32 +75,27 @@ def to_bytes(values: np.ndarray, window: Window | None) -> np.ndarray:
 # --- DICOM ------------------------------------------------------------------------------------------------------------
 
 
-def is_dicom(file: str | Path | BinaryIO) -> bool:
+def is_dicom(path: str | Path) -> bool:
     """Whether a file begins as DICOM does: 128 bytes of anything, then its name."""
-    if not isinstance(file, str | Path):
-        file.seek(0)
-        return file.read(132)[128:] == b"DICM"
     try:
-        with open(file, "rb") as opened:
+        with open(path, "rb") as opened:
             return opened.read(132)[128:] == b"DICM"
     except OSError:
         return False
 
 
-def unknown_format(file: str | Path | BinaryIO) -> ValueError:
+def unknown_format(path: str | Path) -> ValueError:
     """The error of a file that is neither DICOM nor of a format that Pillow knows; the caller names it."""
-    if isinstance(file, str | Path) and str(file).lower().endswith(DICOM_ENDINGS):
+    if str(path).lower().endswith(DICOM_ENDINGS):
         return ValueError("not a DICOM file, though it is named as one; export it again, as DICOM or PNG")
     return ValueError("of no known format, or cut short")
 
 
-def read_dicom(file: str | Path | BinaryIO):
+def read_dicom(path: str | Path):
     """A pydicom dataset with one image in it. Raises ValueError, and what pydicom raises."""
     from pydicom import dcmread
 
-    if not isinstance(file, str | Path):
-        file.seek(0)
-    dataset = dcmread(file)
+    dataset = dcmread(path)
     if "PixelData" not in dataset:
         raise ValueError("DICOM without an image")
     frames = int(dataset.get("NumberOfFrames") or 1)
@@ -137,14 +104,14 @@ def read_dicom(file: str | Path | BinaryIO):
     return dataset
 
 
-def dicom_image(file: str | Path | BinaryIO, window: Window | None) -> Image.Image:
-    """A DICOM image in 8 bits, grey or RGB: by this window, by its own, or by the range of its values.
+def dicom_image(path: str | Path) -> Image.Image:
+    """A DICOM image in 8 bits, grey or RGB: by its window, or by the range of its values.
 
     MONOCHROME1 is inverted, so that bone is bright.
     """
     from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut
 
-    dataset = read_dicom(file)
+    dataset = read_dicom(path)
     stored = dataset.pixel_array
     kind = dataset.get("PhotometricInterpretation", "MONOCHROME2")
     if kind == "PALETTE COLOR":
@@ -155,7 +122,7 @@ def dicom_image(file: str | Path | BinaryIO, window: Window | None) -> Image.Ima
 
     # grey: HU where it is CT, then the window
     values = apply_modality_lut(stored, dataset)
-    window = window or own_window(dataset)
+    window = own_window(dataset)
     if window is None and "VOILUTSequence" in dataset:
         values = apply_voi_lut(values.astype(stored.dtype), dataset)
     pixels = to_bytes(values, window)

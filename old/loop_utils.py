@@ -62,8 +62,8 @@ class TrainingRun:
 
     last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
     ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. eval_epochs,
-    eval_steps: how many there are between two evaluations, one of them being 0. batch_scale: see BatchSize.scale.
-    model: what the ranks must agree on, if anything, every check_every steps and before each checkpoint.
+    eval_steps: how many there are between two evaluations, one of them being 0. model: what the ranks must agree on, if
+    anything, every check_every steps and before each checkpoint.
     """
 
     run_folder: Path
@@ -79,7 +79,6 @@ class TrainingRun:
     max_bad_steps: int = 10
     eval_epochs: int = 1
     eval_steps: int = 0
-    batch_scale: float = 1.0
 
     # what watches over it
     model: nn.Module | None = None
@@ -186,14 +185,12 @@ class Step:
     """This rank's share of one optimizer step.
 
     samples: of all ranks. local: of this rank; 0 where the last step of an epoch has none for it, and one sample is
-    computed that counts nothing. first: place of this rank's first sample among those of the step. batches: the
-    micro-batches, as the loader gave them. totals: what `count` gave, summed over the ranks. digest: of the samples of
-    all ranks.
+    computed that counts nothing. batches: the micro-batches, as the loader gave them. totals: what `count` gave, summed
+    over the ranks. digest: of the samples of all ranks.
     """
 
     samples: int
     local: int
-    first: int
     batches: list[dict]
     totals: list[float] = field(default_factory=list)
     digest: str = ""
@@ -223,7 +220,6 @@ def optimizer_steps(
     stop = training.stop
     profile = training.profile
     phase = training.phase
-    rank, world_size = world()
 
     # the loader goes on where the run stands
     sampler = loader.batch_sampler
@@ -236,7 +232,7 @@ def optimizer_steps(
     while progress.step < training.last_step and progress.samples < sampler.used:
         profile.begin_step(progress.step + 1)
         samples, local = sampler.step_sizes(progress.samples)
-        step = Step(samples, local, first=samples * rank // world_size, batches=[])
+        step = Step(samples, local, batches=[])
 
         # fetch; the time this takes is the wait for data
         phase.fetch()
@@ -277,13 +273,13 @@ def most_passes(samples: int, batch_size: int) -> int:
     return math.ceil(local / batch_size)
 
 
-def pad_passes(step: Step, batch_size: int, needed: bool = True) -> list[float]:
-    """Let every rank make equally many passes of a step, where weights are gathered in each and it is needed.
+def pad_passes(step: Step, batch_size: int) -> list[float]:
+    """Let every rank make equally many passes of a step, where weights are gathered in each.
 
     Returns each pass's weight: that of the step, 0 for a spare one.
     """
     fetched = len(step.batches)
-    spare = most_passes(step.samples, batch_size) - fetched if needed else 0
+    spare = most_passes(step.samples, batch_size) - fetched
     step.batches += step.batches[-1:] * spare
     return [step.weight] * fetched + [0.0] * spare
 

@@ -26,10 +26,8 @@ MANIFEST = "manifest.sha256"
 # What a run writes into its folder beside checkpoints, logs and figures.
 RESULT_FILES = (
     "args.yaml", "starts.jsonl", "metrics.jsonl", "summary.json", "model.safetensors", "model_last.safetensors",
-    "eval_val.json", "eval_test.json", "eval_last.json", "eval_val_shuffled.json", "eval_test_shuffled.json",
-    "predictions.csv", "predictions_val.parquet", "predictions_test.parquet", "baseline.json", "test_cases.csv",
-    "eval_val_cases.csv", "eval_test_cases.csv", "eval_val_shuffled_cases.csv", "eval_test_shuffled_cases.csv",
-    "thresholds.json",
+    "eval_val.json", "eval_test.json", "eval_last.json", "thresholds.json",
+    "predictions.csv", "predictions_val.parquet", "predictions_test.parquet",
 )  # fmt: skip
 
 

@@ -42,8 +42,7 @@ class BatchSize(NamedTuple):
     ranks; None without one and on a CPU.
 
     total: --effective_batch_size, of which size and accumulation are those of the process with most; None where they
-    and the processes make it. most: samples of a micro-batch as the flag has them. base: the batch that the base
-    learning rate is meant for.
+    and the processes make it. most: samples of a micro-batch as the flag has them.
     """
 
     size: int
@@ -54,16 +53,12 @@ class BatchSize(NamedTuple):
     peak_gib: float | None = None
     total: int | None = None
     most: int | None = None
-    base: int | None = None
 
-    def of_effective_batch(self, total: int | None, base: int | None = None) -> "BatchSize":
-        """The batch of --effective_batch_size, `size` being the most for a micro-batch; itself where that is None.
-
-        base: of the run that is resumed.
-        """
+    def of_effective_batch(self, total: int | None) -> "BatchSize":
+        """The batch of --effective_batch_size, `size` being the most for a micro-batch; itself where that is None."""
         if total is None:
             return self
-        batch = self._replace(total=total, most=self.size, base=base or self.size)
+        batch = self._replace(total=total, most=self.size)
         return batch.planned_for(world()[1])
 
     def planned_for(self, processes: int) -> "BatchSize":
@@ -82,11 +77,6 @@ class BatchSize(NamedTuple):
     def share(self) -> int:
         """The most samples of an optimizer step that one process has."""
         return math.ceil(self.effective_batch_size / world()[1])
-
-    @property
-    def scale(self) -> float:
-        """What --lr_scaling goes by: how often a step has the base batch; the processes where flags are per GPU."""
-        return self.total / self.base if self.total else world()[1]
 
     @property
     def accumulation_flag(self) -> int | None:
@@ -118,7 +108,7 @@ class BatchSize(NamedTuple):
         asked = list(self.asked) if self.asked else used
         record = {"world_size": world()[1], "asked": asked, "used": used, "recomputed": bool(self.recomputed)}
         if self.total:
-            record |= {"effective_batch_size": self.total, "batch_size": self.most, "base": self.base}
+            record |= {"effective_batch_size": self.total, "batch_size": self.most}
         return record
 
 
@@ -134,11 +124,11 @@ def auto_batch_advice(auto_batch: bool | None, device: torch.device) -> str:
     return "" if fits_by_itself(auto_batch, device) else ", or --auto_batch, which tries by itself"
 
 
-def batch_flags(size: int, accumulation: int | None, flag: str = "--batch_size", processes: int = 1) -> str:
-    """How a user asks for a batch; processes: how many of them the flag counts together."""
+def batch_flags(size: int, accumulation: int | None, flag: str = "--batch_size") -> str:
+    """How a user asks for a batch."""
     if accumulation is None:
-        return f"{flag} {size * processes}"
-    return f"{flag} {size * processes} --gradient_accumulation_steps {accumulation}"
+        return f"{flag} {size}"
+    return f"{flag} {size} --gradient_accumulation_steps {accumulation}"
 
 
 def copies_held() -> int:

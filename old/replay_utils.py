@@ -23,18 +23,16 @@ from old.verify_utils import Logged, load, read_log, saved_steps
 
 
 class Script(NamedTuple):
-    """A training script: its file, its flag for the run folder, and the one for samples of a GPU (or of all)."""
+    """A training script: its file, its flag for the run folder, and the one for samples of a GPU."""
 
     file: str
     folder_flag: str
     batch_flag: str = "batch_size"
-    batch_of_all: bool = False
 
 
 # By what a checkpoint's format begins with.
 SCRIPTS = {
     "mimic_cxr": Script("train_mimic_cxr.py", "output_dir"),
-    "survival": Script("train_survival_distributed.py", "log_dir", batch_of_all=True),
     "cascade": Script("train_accelerate.py", "checkpoint_dir"),
     "compressed_ad": Script("train.py", "output_dir", "train_batch_size"),
 }
@@ -114,8 +112,6 @@ def plan_replay(
             facts = facts or load(path)
     script = script_of(run_folder, facts)
     parts = parts_of(run_folder, after, until)
-    if any(part.args.get("cross_validate") for part in parts):
-        raise InputError(f"{run_folder}: is of --cross_validate, which is repeated as a whole only; see --fold")
 
     # the batch is a property of the run
     effective_batch_size = facts.get("run", {}).get("effective_batch_size", 0)
@@ -299,8 +295,8 @@ def share_batch(plan: Replay, part: Part, world_size: int) -> dict:
 
     # the accumulation follows
     flags = {"effective_batch_size": total, "gradient_accumulation_steps": 1}
-    if not part.args.get("effective_batch_size") and not plan.script.batch_of_all:
-        # what a learning rate that grows with the processes was meant for
+    if not part.args.get("effective_batch_size"):
+        # one process's part of a step
         flags[plan.script.batch_flag] = total // part.processes
     return flags
 

@@ -117,15 +117,11 @@ class TrainBatchSampler:
         steps = max(1, PLACES_AT_ONCE // size)
         for begin in range(first, self.used, steps * size):
             end = min(begin + steps * size, self.used)
-            samples = self.samples_of_all(begin, end)
+            samples = self.order(np.arange(begin, end))
             for place in range(0, len(samples), size):
                 step = samples[place : place + size]
                 content = step.astype("<i8").tobytes()
                 yield hashlib.blake2b(content, digest_size=4).hexdigest()
-
-    def samples_of_all(self, begin: int, end: int) -> np.ndarray:
-        """The samples of all ranks from one place of the epoch to another; both are where a step begins or ends."""
-        return self.order(np.arange(begin, end))
 
     def _place(self, samples: int, rank: int) -> int:
         """Where a rank's share begins among the samples of a step."""

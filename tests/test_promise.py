@@ -335,7 +335,15 @@ def test_pause_by_max_steps(run, tmp_path):
 
 def test_without_save_every_only_the_best_and_the_end_are_saved_in_the_first_minute(tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, MINIMAL.path, "--output_dir", str(folder), *MINIMAL.flags.split(), "--eval_every_steps", "1"]
+    command = [
+        sys.executable,
+        MINIMAL.path,
+        "--output_dir",
+        str(folder),
+        *MINIMAL.flags.split(),
+        "--eval_every_steps",
+        "1",
+    ]
     subprocess.run([*command, "--num_workers", "0", "--keep_last", "99"], cwd=ROOT, check=True)
     best, kept = 0.0, set()
     lines = [line for line in read_log(folder) if "val/accuracy" in line]

@@ -42,7 +42,6 @@ LONGEST_FILES = (
     "test_contract",
     "test_mimic_cxr_engines",
     "test_fake_gpu",
-    "test_survival",
     "test_compressed_ad",
 )
 
@@ -76,12 +75,6 @@ def mimic_cxr_flags(zygote, tmp_path_factory) -> list[str]:
     flags += ["--image_encoder", f"{folder}/convnext_tiny", "--text_encoder", f"{folder}/bert_tiny"]
     flags += ["--image_size", "64", "--index_dir", f"{folder}/index"]
     return flags + ["--no_auto_optimize", "--num_workers", "0"]
-
-
-@pytest.fixture(scope="session")
-def survival_data(zygote, tmp_path_factory) -> Path:
-    """44 patients with a chest CT of 14 x 11 x 5 voxels or so, 17 with an event; 34 train in Fold_1, 10 validate."""
-    return make_sample_data(zygote, tmp_path_factory, "survival", "--num_patients 44 --matrix 14 --event_rate 0.4")
 
 
 @pytest.fixture(scope="session")

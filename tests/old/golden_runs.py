@@ -1,7 +1,7 @@
-"""Do two versions of this project compute the same, bit for bit? Tiny runs of the four scripts on old/, by both trees.
+"""Do two versions of this project compute the same, bit for bit? Tiny runs of the three scripts on old/, by both trees.
 
     git worktree add ../before <commit>
-    python tests/old/golden_runs.py ../before            # about 5 minutes on two cores
+    python tests/old/golden_runs.py ../before            # minutes on two cores
 
 Both trees run on the same data, by 1 and 2 processes, in fp32. Compared are metrics.jsonl and summary.json but for
 times, the files of the run folder, the keys of a checkpoint, the flags with their defaults, and one error line of each
@@ -19,24 +19,21 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ("mimic_cxr", "survival", "cascade", "compressed_ad")
+TASKS = ("mimic_cxr", "cascade", "compressed_ad")
 SCRIPTS = {
     "mimic_cxr": "train_mimic_cxr.py",
-    "survival": "train_survival_distributed.py",
     "cascade": "train_accelerate.py",
     "compressed_ad": "train.py",
 }
 # The flag of each script that names the run folder.
 RUN_FOLDER_FLAGS = {
     "mimic_cxr": "--output_dir",
-    "survival": "--log_dir",
     "cascade": "--checkpoint_dir",
     "compressed_ad": "--output_dir",
 }
 # Data sets as small as can be.
 SAMPLE_SIZES = {
     "mimic_cxr": "--num_train 24 --num_val 6 --num_test 6 --image_size 80",
-    "survival": "--num_patients 44 --matrix 14 --event_rate 0.4",
     "cascade": "--num_patients 13 --matrix 16",
     "compressed_ad": "--streams 2 --steps 100",
 }
@@ -48,7 +45,6 @@ STAGES = [
 # A wrong value of each script, for its error line.
 WRONG = {
     "mimic_cxr": "--image_size none",
-    "survival": "--ties first",
     "cascade": "--ddim_steps 7",
     "compressed_ad": "--tf_n_head 3",
 }
@@ -91,9 +87,6 @@ def task_flags(task: str, data: Path, processes: int) -> list[str]:
         "mimic_cxr": f"--mimic_cxr_path {folder}/mimic-cxr-jpg --mimic_qa_path {folder}/mimic-ext-cxr-qba "
         f"--image_encoder {folder}/convnext_tiny --text_encoder {folder}/bert_tiny --image_size 64 "
         f"--index_dir {folder}/index --no_auto_optimize --batch_size {16 // processes} --epochs 1 --max_samples 200",
-        # 2 epochs; the batch is that of all processes
-        "survival": f"--csv_path {folder}/dataset.csv --cache_dir {folder}/cache --resnet resnet10 --base_channels 8 "
-        "--image_size 16 16 8 --batch_size 8 --epochs 2",
         # 2 stages of 2 epochs
         "cascade": f"--dataset_path {folder} --cache_dir {data}/cache --img_size 32 --encoder_dim 16 "
         f"--batch_size {4 // processes} --num_timesteps 20 --ddim_steps 2 --num_epochs_per_stage 2",

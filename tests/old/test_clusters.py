@@ -110,7 +110,7 @@ def test_at_the_time_limit_the_run_saves_and_the_job_is_requeued(task, cluster):
 
 def test_an_elastic_run_outlives_a_node(cluster):
     """srun then ends neither the other nodes nor the job."""
-    assert cluster.start("survival", ["--elastic=1:8"], OWN_CODE="0").wait(timeout=30) == 0
+    assert cluster.start("mimic_cxr", ["--elastic=1:8"], OWN_CODE="0").wait(timeout=30) == 0
     (start,) = cluster.calls()
     assert start[1:5] == ["--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill"]
 

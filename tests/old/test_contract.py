@@ -1,4 +1,4 @@
-"""What the four scripts on old/ share, tested by one test over the four; tests/test_promise.py has those that moved."""
+"""What the three scripts on old/ share, tested by one test over all; tests/test_promise.py has those that moved."""
 
 import contextlib
 import json
@@ -22,27 +22,24 @@ from old import checkpoint_utils
 from old.cli_utils import InputError
 from old.manifest_utils import read_manifest, write_checkpoint, write_manifest
 
-TASKS = ("mimic_cxr", "survival", "cascade", "compressed_ad")
+TASKS = ("mimic_cxr", "cascade", "compressed_ad")
 SCRIPTS = {
     "mimic_cxr": ROOT / "train_mimic_cxr.py",
-    "survival": ROOT / "train_survival_distributed.py",
     "cascade": ROOT / "train_accelerate.py",
     "compressed_ad": ROOT / "train.py",
 }
 RUN_FOLDER_FLAGS = {
     "mimic_cxr": "--output_dir",
-    "survival": "--log_dir",
     "cascade": "--checkpoint_dir",
     "compressed_ad": "--output_dir",
 }
 
 # A run stops here: within an epoch, and within an interval of --log_every 3.
-STOP = {"mimic_cxr": 4, "survival": 4, "cascade": 5, "compressed_ad": 5}
+STOP = {"mimic_cxr": 4, "cascade": 5, "compressed_ad": 5}
 
-# For two processes: survival's batch size is that of all of them, and the cascade then has a third step in its epoch.
+# For two processes: the cascade then has a third step in its epoch.
 TWO_RANKS = {
     "mimic_cxr": [],
-    "survival": ["--batch_size", "8"],
     "cascade": ["--batch_size", "2"],
     "compressed_ad": [],
 }
@@ -53,27 +50,20 @@ TIMES = (*SPEED, "train/data_wait", "train/peak_memory_gb", "seconds", "train_se
 
 
 @pytest.fixture(scope="session")
-def data_folders(mimic_cxr_flags, survival_data, cascade_data) -> dict[str, Path]:
+def data_folders(mimic_cxr_flags, cascade_data) -> dict[str, Path]:
     """{task: the folder its small data set lies in} of the tasks that read images."""
     return {
         "mimic_cxr": Path(mimic_cxr_flags[1]).parent,
-        "survival": survival_data,
         "cascade": cascade_data,
     }
 
 
 @pytest.fixture(scope="session")
-def small_run(data_folders, mimic_cxr_flags, cascade_flags, compressed_ad_flags, tmp_path_factory):
+def small_run(mimic_cxr_flags, cascade_flags, compressed_ad_flags):
     """small_run(task, run_folder, more) -> script and flags of a run of 8 to 12 steps in 2 epochs."""
     mimic_cxr = [*mimic_cxr_flags, "--batch_size", "8", "--max_samples", "36", "--epochs", "2", "--warmup_steps", "2"]
-
-    survival = ["--csv_path", data_folders["survival"] / "dataset.csv", "--cache_dir", tmp_path_factory.mktemp("cache")]
-    survival += ["--resnet", "resnet10", "--base_channels", "8", "--image_size", "12", "12", "8"]
-    survival += ["--batch_size", "7", "--epochs", "2", "--eval_years", "1", "3"]
-
     flags = {
         "mimic_cxr": mimic_cxr,
-        "survival": survival,
         "cascade": [*cascade_flags(Path("out")), "--scheduler", "cosine"],
         "compressed_ad": compressed_ad_flags(Path("out")),
     }
@@ -224,7 +214,6 @@ def test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run(task, run_t
 # More steps, so that a run is still under way when it is told to leave; and what the job's file and the launcher add.
 MANY_STEPS = {
     "mimic_cxr": ["--epochs", "30"],
-    "survival": ["--epochs", "30", "--batch_size", "8"],
     "cascade": ["--num_epochs_per_stage", "30"],
     "compressed_ad": ["--train_timesteps", "100", "--eval_interval", "50"],
 }
@@ -314,7 +303,7 @@ STRIKES = {
 ONLY = {"index": "mimic_cxr", "sampling": "cascade"}
 # Before the training the system ends a process at once.
 AT_ONCE = ("lock", "index")
-QUICK = ["mimic_cxr both-ranks", "mimic_cxr one-rank", "survival save", "cascade evaluation", "compressed_ad a-step"]
+QUICK = ["mimic_cxr both-ranks", "mimic_cxr one-rank", "cascade save", "cascade evaluation", "compressed_ad a-step"]
 STOP_CASES = []
 for task in TASKS:
     for strike in STRIKES:
@@ -375,13 +364,6 @@ def flops_a_sample(run_folder: Path, ranks: int) -> float:
 def test_the_share_of_the_peak(task, small_run, run_script, finished, tmp_path):
     """In every training line; the FLOPs of a sample are what torch counts, for any processes and accumulation."""
     flags = ["--batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "1"]
-    counts = 4
-
-    # survival's batch size is that of all processes, and with accumulation it makes a forward pass more
-    if task == "survival":
-        flags = ["--batch_size", "8", "--max_steps", "1"]
-        counts = 2
-
     # the samples of its two runs must be the same, as histories differ in length
     if task == "compressed_ad":
         flags = ["--train_batch_size", "3", "--gradient_accumulation_steps", "2", "--max_steps", "1"]
@@ -389,7 +371,7 @@ def test_the_share_of_the_peak(task, small_run, run_script, finished, tmp_path):
     command = [ROOT / "tests/old/count_twice.py", *small_run(task, tmp_path / "run", flags)]
     done = ended_well(run_script(command, ranks=2))
     pairs = re.findall(r"counted (\d+), by torch (\d+)", done.stdout)
-    assert len(pairs) == counts
+    assert len(pairs) == 4
     assert all(counted == by_torch for counted, by_torch in pairs)
 
     # MIMIC's questions are padded to the longest of a micro-batch
@@ -585,7 +567,7 @@ def test_a_checkpoint_that_lacks_a_part(task, which, run_task, finished, tmp_pat
     checkpoint = load_checkpoint(finished(task) / "last.pt")
 
     # what checkpoints of earlier versions lack, and may lack
-    optional = {"precision", "extent", "trained_patients", "trained_cases", "run_id", "split"}
+    optional = {"precision", "extent", "trained_patients", "run_id", "split"}
     required = sorted(checkpoint.keys() - optional)
 
     for name in required if which == "all" else [which]:
@@ -705,7 +687,6 @@ def fill(folder: Path) -> None:
 # What makes an evaluation short.
 QUICK = {
     "mimic_cxr": [],
-    "survival": [],
     "cascade": ["--ddim_steps", "2"],
     "compressed_ad": ["--eval_episodes", "3", "--eval_seeds", "2"],
 }
@@ -753,13 +734,11 @@ def test_training_on_a_disk_that_takes_nothing(task, run_task, finished, disk):
 # What each script reads while it trains.
 IMAGES = {
     "mimic_cxr": "mimic-cxr-jpg/files/**/*.jpg",
-    "survival": "**/*.nii.gz",
     "cascade": "**/*.nii.gz",
 }
-# The flag that keeps a script from caching all of that, and survival's batch size, which is that of all processes.
+# The flag that keeps a script from caching all of that.
 UNCACHED = {
     "mimic_cxr": ["--cache_gb", "0"],
-    "survival": ["--cache", "none", "--batch_size", "8"],
     "cascade": [],
 }
 
@@ -795,7 +774,6 @@ def test_the_run_folder_is_removed_while_training(task, small_run, run_script, t
 
 HEADLINES = {
     "mimic_cxr": "test/vqa_accuracy",
-    "survival": "val/c_index",
     "cascade": "test/psnr",
     "compressed_ad": "test/return_last",
 }
@@ -836,8 +814,8 @@ def test_help_and_other_names(task, run_script, run_task, tmp_path):
     for name in ("--resume_from", "--config"):
         assert f"{name}: must not be empty" in one_error_line(run_task(task, run_folder, [name, ""]))
 
-    error = one_error_line(run_task(task, run_folder, ["--config", "config/survival_demo.yml"]))
-    assert error.endswith("there is configs/survival_demo.yaml")
+    error = one_error_line(run_task(task, run_folder, ["--config", "config/compressed_ad_demo.yml"]))
+    assert error.endswith("there is configs/compressed_ad_demo.yaml")
 
 
 def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(run_task, tmp_path):
@@ -867,7 +845,6 @@ def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(run_task, tmp
 # Memory for so many samples a step, and for so many with recomputation (see little_memory.py): the batch that fits.
 LITTLE = {
     "mimic_cxr": ("0+2", "2 per GPU (fitted: 8 did not fit into memory) x 4 accumulation (fitted)"),
-    "survival": ("3+3", "1 in all (fitted: 7 per process did not fit into memory)"),
     "cascade": ("0+4", "2 per GPU x 2 accumulation"),
     "compressed_ad": ("4+4", "3 per GPU x 4 accumulation"),
 }
@@ -949,7 +926,6 @@ def test_all_ranks_fit_to_the_one_with_the_least_memory(run_little, finished, tm
 # Of a run of 20 steps that logs each: its flags, and five limits as in LITTLE.
 FIVE_LIMITS = {
     "mimic_cxr": (["--epochs", "9"], "4 2 1 0+8 0+2"),
-    "survival": (["--epochs", "9", "--batch_size", "16"], "12 8 4 2 1"),
     "cascade": (["--num_epochs_per_stage", "9"], "4 2 0+8 0+4 0+2"),
     "compressed_ad": (["--train_timesteps", "24", "--train_batch_size", "16"], "12 8 4 2 1"),
 }

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from torch import nn
 from torch.nn import functional as F
 
 from old import fixed_order_utils
@@ -123,28 +122,6 @@ def run_both_ways(operation, x: torch.Tensor) -> Result:
     gradient = random_tensor(output.shape, seed=0)
     output.backward(gradient.to(output.dtype))
     return Result(output.detach(), leaf.grad)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 3, 8, 9, 5), (1, 2, 2, 2, 2), (1, 1, 7, 1, 3)])
-def test_max_pooling_is_torchs_to_the_bit(shape, dtype, layout, as_on_a_gpu):
-    """With few different values, so that most windows hold the largest more than once."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randint(-2, 3, shape, generator=generator)
-    x = x.to(dtype)
-    x = x.contiguous(memory_format=layout)
-
-    expected = run_both_ways(nn.MaxPool3d(kernel_size=3, stride=2, padding=1), x)
-    own = run_both_ways(fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1), x)
-    assert torch.equal(own.output, expected.output)
-    assert torch.equal(own.gradient, expected.gradient)
-
-
-def test_gradients_by_finite_differences(as_on_a_gpu):
-    x = random_tensor((1, 2, 5, 4, 4), seed=2).double().requires_grad_()
-    pool = fixed_order_utils.MaxPool3d(kernel_size=3, stride=2, padding=1)
-    assert torch.autograd.gradcheck(pool, x)
 
 
 @pytest.mark.parametrize(("before", "after"), [(64, 16), (40, 16), (5, 3), (16, 16)])

@@ -1,4 +1,4 @@
-"""The figure of a run's curves, which all five scripts draw at their end."""
+"""The figure of a run's curves, which the scripts on old/ draw at their end."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What flops_utils.py counts and measures; test_contract.py has it in the five scripts."""
+"""What flops_utils.py counts and measures; test_contract.py has it in the scripts."""
 
 import weakref
 from argparse import Namespace

@@ -237,11 +237,8 @@ def test_the_words_of_the_hardware_detection_are_shown_as_they_are(stubs):
 
 # --- where the scripts read them --------------------------------------------------------------------------------------
 
-SCRIPTS = ["train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train"]
-FLAGS = {
-    "train_mimic_cxr": ["--mimic_cxr_path", ".", "--mimic_qa_path", "."],
-    "train_survival_distributed": ["--csv_path", "nowhere"],
-}
+SCRIPTS = ["train_mimic_cxr", "train_accelerate", "train"]
+FLAGS = {"train_mimic_cxr": ["--mimic_cxr_path", ".", "--mimic_qa_path", "."]}
 RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
 TASKS = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
 

@@ -18,6 +18,8 @@ from old.hardware_utils import imagine_hardware, settings_on, shell_assignments,
 
 LAUNCHER = "launch_distributed_training.sh"
 ALONE = "--standalone"
+# on the new foundation
+MOVED = ("train_prs_med.py", "train_survival_distributed.py")
 
 
 # A stub that records how it was called; `python` also answers what a launcher asks of the hardware detection.
@@ -60,7 +62,7 @@ class Machine:
         self.gpus = gpus
         self.deepspeed = deepspeed
 
-        # the launcher and two scripts
+        # the launcher and four scripts
         self.repo = folder / "repo"
         self.repo.mkdir()
         for name in (LAUNCHER, "launch_functions.sh"):
@@ -68,8 +70,8 @@ class Machine:
         self.launcher = str(self.repo / LAUNCHER)
         self.mimic = str(self.repo / "train_mimic_cxr.py")
         self.other = str(self.repo / "train_survival.py")
-        self.prs_med = str(self.repo / "train_prs_med.py")
-        for script in (self.mimic, self.other, self.prs_med):
+        self.prs_med, self.survival = (str(self.repo / script) for script in MOVED)
+        for script in (self.mimic, self.other, self.prs_med, self.survival):
             Path(script).touch()
 
         # the commands that it can start or ask
@@ -176,11 +178,12 @@ def test_flags(tmp_path, words, facts, expected):
     assert launched.argv == [scripts.get(word, word) for word in expected]
 
 
-def test_prs_med_is_started_by_its_own_torchrun(tmp_path):
+@pytest.mark.parametrize("script", MOVED)
+def test_scripts_that_moved_are_started_by_utils_torchrun(tmp_path, script):
     machine = Machine(tmp_path, 4)
-    launched = machine.run("--script train_prs_med.py --data_root d", plain=True)
+    launched = machine.run(f"--script {script} --seed 3", plain=True)
     start = ["python", str(machine.repo / "utils/torchrun.py"), "--nproc_per_node=4", ALONE]
-    assert launched.argv == [*start, machine.prs_med, "--data_root", "d"]
+    assert launched.argv == [*start, str(machine.repo / script), "--seed", "3"]
     assert "Engine:   torchrun x 4 by python " in launched.done.stdout
 
 
@@ -204,7 +207,8 @@ def test_cpu_processes(tmp_path):
         ("--deepspeed", {}, "--deepspeed: it is not installed"),
         ("--script nowhere.py", {}, "nowhere.py; check --script"),
         ("--script", {}, "--script needs a value"),
-        ("--script train_prs_med.py --elastic", {}, "--elastic: not with train_prs_med.py; see "),
+        (f"--script {MOVED[0]} --elastic", {}, "--elastic: not with train_prs_med.py; see "),
+        (f"--script {MOVED[1]} --elastic", {}, "--elastic: not with train_survival_distributed.py; see "),
         # a flag of a script that was not asked for
         ("--csv_path a.csv", {}, "--csv_path belongs to another script; add --script train_survival_distributed.py"),
         ("--epochs 3 --data_root=data", {}, "--data_root belongs to another script; add --script train_prs_med.py"),

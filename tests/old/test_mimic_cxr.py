@@ -795,7 +795,7 @@ def test_losses_of_a_split_are_those_of_training(mimic_cxr_flags, sample_release
     count = len(data)
     batch = data.collate([data[i] for i in range(count)])
     with torch.no_grad():
-        counts = script.count_targets(Step(count, count, 0, [batch]))
+        counts = script.count_targets(Step(count, count, [batch]))
         expected = script.batch_loss(model.eval(), batch, counts, args.chexpert_weight)
     for name, value in zip(("loss", "loss_vqa", "loss_chexpert"), expected.tolist(), strict=True):
         assert metrics[f"val/{name}"] == pytest.approx(value, rel=1e-5), name

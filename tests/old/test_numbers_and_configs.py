@@ -1,15 +1,14 @@
-"""Numbers and config files that are out of all proportion, in each of the four scripts on old/."""
+"""Numbers and config files that are out of all proportion, in each of the three scripts on old/."""
 
 import json
 
 import pytest
 from conftest import ROOT
-from test_survival import TINY
 
 from old.distributed_utils import create_distributed_dataloader
 from old.hardware_utils import usable_cores
 
-SCRIPTS = ("train_mimic_cxr", "train_survival_distributed", "train_accelerate", "train")
+SCRIPTS = ("train_mimic_cxr", "train_accelerate", "train")
 
 
 def nested(opening: str, closing: str) -> str:
@@ -80,11 +79,6 @@ def small_run(request, tmp_path):
         if script == "train_mimic_cxr":
             flags = [*fixture("mimic_cxr_flags"), "--output_dir", run_folder]
             return [*flags, "--max_samples", 16, "--batch_size", 4]
-
-        if script == "train_survival_distributed":
-            table = fixture("survival_data") / "dataset.csv"
-            data = ["--csv_path", table, "--cache_dir", tmp_path / "cache"]
-            return [*data, *TINY, "--log_dir", run_folder]
         task = "cascade" if script == "train_accelerate" else "compressed_ad"
         return fixture(f"{task}_flags")(run_folder)
 
@@ -108,9 +102,7 @@ def one_step(small_run, zygote, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    "script", [*(pytest.param(name, marks=pytest.mark.soak) for name in SCRIPTS[:2]), *SCRIPTS[2:]]
-)
+@pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], marks=pytest.mark.soak), *SCRIPTS[1:]])
 def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
     """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""
     cores = usable_cores()
@@ -119,7 +111,7 @@ def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
     assert f"so {cores} are started per process" in output
     assert len(losses) == 1
 
-    if script in ("train_survival_distributed", "train"):
+    if script == "train":
         output, without_workers = one_step(script, seed=2**64 - 1, num_workers=0)
         assert "--num_workers" not in output
         assert without_workers == losses

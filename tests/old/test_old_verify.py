@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image, ImageOps
 
-# the fixtures of the four small runs come with the helpers
+# the fixtures of the three small runs come with the helpers
 from test_contract import (  # noqa: F401
     SCRIPTS,
     TASKS,
@@ -36,13 +36,11 @@ from test_contract import (  # noqa: F401
 VERIFY = ROOT / "tests/old/verify_in_fork.py"
 DATA_FLAGS = {
     "mimic_cxr": ("--mimic_cxr_path", "mimic-cxr-jpg"),
-    "survival": ("--csv_path", "dataset.csv"),
     "cascade": ("--dataset_path", ""),
     "compressed_ad": ("--data", ""),
 }
 FILES = {
     "mimic_cxr": "mimic-cxr-jpg/files/*/*/*/*.jpg",
-    "survival": "scans/*.nii.gz",
     "cascade": "patient_*/*.nii.gz",
     "compressed_ad": "datasets/*.hdf5",
 }

@@ -1,14 +1,11 @@
 """A clean run has nothing on its error stream, and no library speaks between its lines."""
 
-import csv
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_survival import TINY
 
 
 def test_sample_data_says_one_line(tmp_path):
@@ -19,16 +16,6 @@ def test_sample_data_says_one_line(tmp_path):
     assert done.stderr == ""
     assert done.stdout.startswith(f"{tmp_path}/set: ")
     assert done.stdout.count("\n") == 1
-
-
-def odd_names(survival_data: Path, tmp_path: Path) -> list:
-    """Flags of a table whose patients have names that matplotlib's font lacks, or takes for a formula."""
-    with open(survival_data / "dataset.csv", newline="") as file:
-        header, *rows = csv.reader(file)
-    odd_rows = [[f"\u60a3\u8005 $_{patient}$ {{", *values] for patient, *values in rows]
-    with open(tmp_path / "odd.csv", "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *odd_rows])
-    return ["--csv_path", tmp_path / "odd.csv", "--data_dir", survival_data, "--cache_dir", tmp_path / "cache", *TINY]
 
 
 # what a script does, its exit code, and its words on the error stream
@@ -78,16 +65,10 @@ def test_another_broken_pipe_is_a_fault():
     assert done.stderr.endswith("BrokenPipeError: of a worker\n")
 
 
-@pytest.mark.parametrize("script", ["train_survival_distributed", "train_accelerate", "train"])
+@pytest.mark.parametrize("script", ["train_accelerate", "train"])
 def test_a_clean_run_of_two_processes_has_no_warning(request, zygote, tmp_path, script):
-    run_folder = tmp_path / "run"
-    if script == "train_survival_distributed":
-        flags = [*odd_names(request.getfixturevalue("survival_data"), tmp_path), "--log_dir", run_folder]
-    elif script == "train_accelerate":
-        flags = request.getfixturevalue("cascade_flags")(run_folder)
-    else:
-        flags = request.getfixturevalue("compressed_ad_flags")(run_folder)
-
+    task = "cascade" if script == "train_accelerate" else "compressed_ad"
+    flags = request.getfixturevalue(f"{task}_flags")(tmp_path / "run")
     done = zygote(ROOT / f"{script}.py", *flags, "--max_steps", 2, ranks=2)
     assert done.code == 0, done.stderr[-2000:]
     assert done.stderr == ""

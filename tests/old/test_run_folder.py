@@ -1,6 +1,6 @@
 """Run folders in odd states: nothing is deleted or cut that should not be, and no start is mistaken for a resume.
 
-A toy run goes through what the five scripts share (lock, load, log, save); test_contract.py repeats some by the real
+A toy run goes through what the scripts on old/ share (lock, load, log, save); test_contract.py repeats some by the real
 scripts.
 """
 
@@ -44,7 +44,7 @@ TOY_ARGS = Namespace(
 
 
 def toy_run(run_folder: Path, last: int, resume_from: str | None = None, overwrite: bool = False) -> int:
-    """Train a number up to step `last` in a run folder, as the five scripts do; returns the step it began at."""
+    """Train a number up to step `last` in a run folder, as the scripts on old/ do; returns the step it began at."""
     args = Namespace(**vars(TOY_ARGS), overwrite=overwrite)
     lock = lock_run_folder(run_folder, bool(resume_from) or overwrite, wait=0, overwrite=overwrite)
     checkpoint = load_checkpoint(resume_from, run_folder, "toy", resume=True)
@@ -765,28 +765,3 @@ def test_a_value_that_is_not_finite_is_never_the_best(tmp_path):
     resume(resumed, {"run": {}, "state": saved}, {}, tmp_path)
     assert resumed.step == 1
     assert resumed.best is None
-
-
-def test_folds_are_overwritten_all_or_none(runs, tmp_path):
-    """A kill while --overwrite deletes the folds of a cross-validation: the next start finishes that first."""
-    folder = tmp_path / "folds"
-    for name in ("fold_1", "fold_2"):
-        shutil.copytree(runs / "run", folder / name)
-    (folder / "args.yaml").write_text(ARGS)
-    real_unlink = Path.unlink
-    calls = []
-
-    def unlink(self, missing_ok=False):
-        calls.append(self)
-        if len(calls) == 5:
-            raise Killed
-        real_unlink(self, missing_ok=missing_ok)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "unlink", unlink)
-        with pytest.raises(Killed):
-            checkpoint_utils.begin_afresh(folder, (folder / "fold_1", folder / "fold_2"))
-
-    checkpoint_utils.finish_deleting(folder)
-    assert toy_run(folder / "fold_1", 2, "auto") == 0
-    assert toy_run(folder / "fold_2", 2, "auto") == 0

@@ -37,10 +37,9 @@ MADV_COLLAPSE = 25
 HEAVY_MODULES = """
 torch.utils.tensorboard accelerate h5py peft
 contourpy matplotlib.figure
-monai.metrics monai.networks.schedulers monai.data monai.networks.nets monai.transforms
+monai.metrics monai.networks.schedulers monai.data
 deepspeed deepspeed.runtime.zero.muon.muon_optimizer
-pyarrow.parquet nibabel openpyxl
-torchsurv.metrics.auc torchsurv.metrics.brier_score torchsurv.metrics.cindex
+pyarrow.parquet nibabel
 torchmetrics.functional.classification
 transformers transformers.conversion_mapping transformers.image_processing_base
 """
