@@ -84,7 +84,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--rival_run", metavar="DIR", help="another run on the same fold: a row of the table, with the paired test")
     add("--predict", metavar="FILE", help="no training: the risk of each row of a table; scored where it has outcomes")
 
-    add_common_arguments(parser, output_dir="runs/survival", num_epochs=50, learning_rate=1e-4, batch_size=24)
+    defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
+    add_common_arguments(parser, **defaults, batch_of_all=True)
     # the guide's other names and its own meaning
     add = parser.add_argument_group("as the guide has it").add_argument
     add("--output", dest="output_dir", help="the same as --log_dir")

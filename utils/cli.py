@@ -151,9 +151,17 @@ def read_config(path: str) -> dict:
 
 
 def add_common_arguments(
-    parser: argparse.ArgumentParser, output_dir: str, num_epochs: int, learning_rate: float, batch_size: int
+    parser: argparse.ArgumentParser,
+    output_dir: str,
+    num_epochs: int,
+    learning_rate: float,
+    batch_size: int,
+    batch_of_all: bool = False,
 ) -> None:
-    """The flags that mean the same in every script, with the guide's defaults; each guide's names are synonyms."""
+    """The flags that mean the same in every script, with the guide's defaults; each guide's names are synonyms.
+
+    batch_of_all: --batch_size is that of all GPUs, as guide 2 has it.
+    """
     add = parser.add_argument_group("run").add_argument
     text = "run folder: checkpoints, log, figures, summary"
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
@@ -169,14 +177,18 @@ def add_common_arguments(
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
 
     add = parser.add_argument_group("optimisation").add_argument
-    text = "samples PER GPU and forward pass; fixed for the run"
+    text, product = "samples PER GPU and forward pass; fixed for the run", "batch size x accumulation x GPUs"
+    if batch_of_all:
+        text = "samples over ALL GPUs and forward pass; with --effective_batch_size PER GPU"
+        product = "batch size x accumulation"
     add("--batch_size", type=whole(1), default=batch_size, help=text)
     text = "forward passes PER GPU summed into one step"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
-    text = "samples of a step over ALL GPUs, however many; default: batch size x accumulation x GPUs at the first start"
+    text = f"samples of a step over ALL GPUs, however many; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
-    text = "base rate, before --lr_scaling"
-    add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
+    add(
+        "--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help="highest, before any scaling"
+    )
     add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
     add("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
 
