@@ -13,6 +13,7 @@ Data: a table with a path, a time, an event (1) or censoring (0) and a fold for 
 No data yet? `make demo TASK=survival` makes some up.
 """
 
+import hashlib
 import math
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
@@ -96,8 +97,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     args = parser.parse(argv)
     if (args.init == "pretrained") != bool(args.pretrained_path):
         parser.error("--init pretrained and --pretrained_path go together")
-    if args.folds and not args.val_fold and args.resume_from not in (None, "auto"):
-        parser.error("--folds: each has checkpoints of its own; --resume_from auto takes them")
+    every_fold = args.folds and not args.val_fold
+    if every_fold and (args.eval_only or args.resume_from not in (None, "auto")):
+        parser.error("--folds: each has checkpoints of its own, which --resume_from auto takes; or name a --val_fold")
+    if args.repeats > 1 and not every_fold:
+        parser.error("--repeats: of all --folds, without --val_fold")
+    if args.image == "none" and (args.use_smart_cache or args.pretrained_path or args.mask_column):
+        parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
     if args.image == "none" and not args.clinical_columns and not args.predict:
         parser.error("--image none: needs --clinical_columns")
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
@@ -245,10 +251,8 @@ def build_model(
             raise InputError(f"{args.pretrained_path}: {reason}; check --resnet, --base_channels and --norm")
         model.load_state_dict(fits, strict=False)
         du.print_main(f"weights from {args.pretrained_path}; the head is {'kept' if 'head.weight' in fits else 'new'}")
-    if args.norm == "batch" and du.world()[1] > 1:
-        if device.type == "cpu":
-            raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.norm == "batch" and du.world()[1] > 1 and device.type == "cpu":
+        raise InputError("--norm batch: statistics over several processes need GPUs; use --norm group")
     return model.to(device, memory_format=torch.channels_last_3d)
 
 
@@ -415,26 +419,32 @@ def fit_rivals(val: MultiGPUSurvivalDataset, train: MultiGPUSurvivalDataset, ima
 
 
 def finish(
-    model: RiskNet, sets: dict, run: Run, args: Namespace, title: str, rivals: dict
+    model: RiskNet, sets: dict, run: Run, args: Namespace, title: str, rivals: dict, step: int
 ) -> tuple[dict[str, float], np.ndarray]:
-    """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; as evaluate()."""
+    """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; as evaluate().
+
+    step: that the weights are of. The baseline hazard belongs to them, so --eval_only takes the one that is there.
+    """
     metrics, log_hazard = evaluate(model, sets, run, args)
     val, train = sets["val"], sets["all"]
     known = predict(model, train, run, args)
+    name = "" if run.trains else "eval_"
     with du.agree_on_errors():
         if run.ranks.is_main:
             rivals = rivals | fit_rivals(val, train, args.image == "volume")
+            baseline = None if run.trains else report.read_baseline(run.folder, step)
+            baseline = baseline or report.fit_baseline(known, train) | {"step": step}
+            models = {"network": (log_hazard, baseline)} | rivals
+            metrics |= report.print_table(title, models, val, train, args.eval_years)
+            tables = [
+                report.predictions(data, risk, args.eval_years, baseline).assign(fold=part)
+                for part, data, risk in (("val", val, log_hazard), ("train", train, known))
+            ]
             try:
-                baseline = report.fit_baseline(known, train) | {"step": run.position.step}
-                models = {"network": (log_hazard, baseline)} | rivals
-                metrics |= report.print_table(title, models, val, train, args.eval_years)
-                tables = [
-                    report.predictions(data, risk, args.eval_years, baseline).assign(fold=name)
-                    for name, data, risk in (("val", val, log_hazard), ("train", train, known))
-                ]
-                pd.concat(tables).to_csv(run.folder / "predictions.csv", index=False)
-                run.figure("val_survival", report.draw(log_hazard, val, args.eval_years, baseline, metrics))
-                run.write_summary("baseline", baseline)
+                pd.concat(tables).to_csv(run.folder / f"{name}predictions.csv", index=False)
+                run.figure(f"{name}val_survival", report.draw(log_hazard, val, args.eval_years, baseline, metrics))
+                if run.trains:
+                    run.write_summary("baseline", baseline)
             except OSError as error:
                 raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
     return du.broadcast_object(metrics), log_hazard
@@ -506,7 +516,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
         seen = set(cohort.case[val]) & set(run.checkpoint["trained_cases"])
         if seen:
             raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
-        metrics, _ = finish(model, sets, run, args, "val", rivals)
+        metrics, _ = finish(model, sets, run, args, "val", rivals, run.position.step)
         run.write_summary("eval_val", metrics)
         return 0, None
     if encoded.shape[1] and not run.checkpoint:
@@ -519,14 +529,19 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
         args.effective_batch_size = args.batch_size * args.gradient_accumulation_steps
         args.batch_size = math.ceil(args.batch_size / ranks.world_size)
     run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size), args))
-    if args.norm == "batch" and (math.ceil(run.effective / run.leaf) % ranks.world_size or len(set(run.shares)) > 1):
-        raise InputError("--norm batch: its statistics need as many leaves on each GPU; use --norm group")
+    if args.norm == "batch" and (run.effective > run.leaf * ranks.world_size or len(set(run.shares)) > 1):
+        raise InputError("--norm batch: a step must be one pass of each GPU; lower --batch_size, or --norm group")
+    if args.norm == "batch" and ranks.world_size > 1:
+        # not before, as the ranks try batches by themselves
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(sets["train"], run.leaf, True, run.effective, run.shares, **options)
 
     optimizer = make_optimizer(model, args)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    facts = {"training cases": len(train)}
+    outcomes = [cohort.case[train].tolist(), cohort.time[train].tolist(), cohort.event[train].tolist()]
+    digest = hashlib.sha256(repr(outcomes).encode()).hexdigest()[:8]
+    facts = {"training cases": f"{len(train)}, digest {digest}"}
     if args.use_smart_cache:
         facts["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
     notes = notes | {
@@ -556,19 +571,22 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
             metrics = evaluate(model, sets, run, args)[0]
             run.keep(metrics, headline="val/c_index")
 
-        title = "val, last epoch"
-        if not cross_validates:
-            run.load_best(model)
-            title = "val, best.pt (chosen on this fold)"
-        results, log_hazard = finish(model, sets, run, args, title, rivals)
+        title, step = "val, last step", run.position.step
+        if not cross_validates and run.position.best is not None:
+            title, step = "val, best.pt (chosen on this fold)", run.load_best(model)
+        results, log_hazard = finish(model, sets, run, args, title, rivals, step)
         if metrics and not cross_validates:
             results["val/c_index_last"] = metrics["val/c_index"]
         run.finish(results)
-    return 0, (results, sets["val"], log_hazard)
+        # a signal since the last step: a single run is done, of a cross-validation no further fold begins
+        code = int(du.reduce_max([run.stop.code])[0]) if cross_validates else 0
+    return code, (results, sets["val"], log_hazard)
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
     """--folds: all of them, --repeats times, each scored at its last epoch; what they give together."""
+    if Path(args.output_dir, "run_id").exists():
+        raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     results = []
     for repeat in range(args.repeats):
         for fold in range(1, args.folds + 1):
@@ -581,14 +599,14 @@ def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict
                 return code
             results.append((repeat, *result))
     if ranks.is_main:
-        report.print_cross_validation(Path(args.output_dir), results)
+        report.print_cross_validation(Path(args.output_dir), results, args)
     return 0
 
 
 def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
     """--predict: the mean log-hazard of all models in the folder (the folds of a cross-validation), or of one."""
-    folders = [] if args.resume_from else sorted(Path(args.output_dir).glob("repeat_*/fold_*"))
-    risks = []
+    folders = [] if args.resume_from else report.folds_of(Path(args.output_dir))
+    risks, trained = [], set()
     for folder in folders or [Path(args.output_dir)]:
         own = Namespace(
             **vars(args) | {"output_dir": str(folder), "resume_from": "auto" if folders else args.resume_from}
@@ -600,8 +618,9 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
             model = build_model(own, precision, ranks.device, encoded.shape[1], run.checkpoint["model"])
         data = make_sets(cohort, encoded, {"new": np.arange(len(cohort))}, own)["new"]
         risks.append((predict(model, data, run, own), report.read_baseline(folder, run.position.step)))
+        trained |= set(run.checkpoint["trained_cases"])
     if ranks.is_main:
-        report.predict(Path(args.output_dir), data, risks, args)
+        report.predict(Path(args.output_dir), data, risks, args, trained)
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
@@ -614,7 +633,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if args.predict:
         predict_table(args, ranks, precision)
         return 0
-    if args.folds and not args.val_fold and not args.eval_only:
+    if args.folds and not args.val_fold:
         return cross_validate(args, ranks, precision, notes)
     return train_fold(args, ranks, precision, notes)[0]
 

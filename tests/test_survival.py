@@ -153,7 +153,11 @@ def test_resampling_is_that_of_drawing_cases():
     cases = make_cases(3, 60, 8.0, ties=True)
     counts = np.random.default_rng(0).multinomial(60, np.full(60, 1 / 60), report.RESAMPLES)
     expected = [report.concordance(*(np.repeat(values, count) for values in cases)) for count in counts]
-    assert np.allclose(report.resampled_c(*cases), expected, atol=1e-6)
+    assert np.allclose(report.resampled_c(*cases, np.arange(60)), expected, atol=1e-6)
+    # three rows of each patient tell no more than one
+    thrice = [np.repeat(values, 3) for values in (*cases, np.arange(60))]
+    one, three = (np.ptp(report.interval(report.resampled_c(*rows))) for rows in ([*cases, np.arange(60)], thrice))
+    assert three == pytest.approx(one, rel=0.05)
 
 
 def test_the_paired_test_and_the_intervals_are_calibrated(capsys):
@@ -386,6 +390,39 @@ def test_eval_only_scores_a_fold_and_refuses_trained_cases(trained, made, capsys
         go("--csv_path", made / "dataset.csv", "--eval_only", "--output_dir", trained, "--fold_column", "Fold_2")
 
 
+def test_the_baseline_is_of_the_weights_that_are_used(trained, made, tmp_path, capsys):
+    """best.pt of an earlier step has its S(t); other weights of the run have none, and that is said."""
+    best = torch.load(trained / "best.pt", weights_only=True)["step"]
+    folder = tmp_path / "run"
+    words = ["--csv_path", made / "dataset.csv", "--output_dir", folder, "--keep_last", "9", "--save_every", "1"]
+    go(*words, "--lr", "0.5", "--epochs", "4")
+    best = torch.load(folder / "best.pt", weights_only=True)["step"]
+    last = torch.load(max(folder.glob("step_*.pt")), weights_only=True)["step"]
+    assert best < last
+    go("--predict", made / "dataset.csv", "--output_dir", folder)
+    written, own = pd.read_csv(folder / "predictions_dataset.csv"), pd.read_csv(folder / "predictions.csv")
+    together = written.merge(own, on="case")
+    assert np.allclose(together["S(3y)_x"], together["S(3y)_y"])
+    shown = capsys.readouterr().out
+    trained_on = (own["fold"] == "train").sum()
+    assert f"warning: {trained_on} of these cases have names that were trained on" in shown
+    go("--predict", made / "dataset.csv", "--output_dir", folder, "--resume_from", "auto")
+    assert "no S(t)" in capsys.readouterr().out
+    # results of the run stay as they are
+    before = (folder / "baseline.json").read_bytes(), (folder / "predictions.csv").read_bytes()
+    go(*words[:4], "--eval_only")
+    assert before == ((folder / "baseline.json").read_bytes(), (folder / "predictions.csv").read_bytes())
+    assert (folder / "eval_predictions.csv").exists()
+
+
+def test_a_run_does_not_go_on_with_other_cases(trained, made):
+    words = ["--csv_path", made / "dataset.csv", "--clinical_columns", "Age", "Sex", "--output_dir", trained]
+    with pytest.raises(InputError, match="a run with training cases 32, digest .* give the same again"):
+        go(*words, "--resume_from", "auto", "--fold_column", "Fold_2")
+    with pytest.raises(InputError, match="holds a single run; choose another folder for --folds"):
+        go(*words, "--folds", "2")
+
+
 def test_cross_validation(made, tmp_path, capsys):
     """2 folds twice, each at its last epoch, no case scored by a model that saw it; an ensemble answers --predict."""
     words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "cv", "--image", "none"]
@@ -475,6 +512,8 @@ def test_bad_volumes_end_all_ranks_with_one_line(made, tmp_path):
         ("--image none", "--image none: needs --clinical_columns"),
         ("--folds 3 --resume_from x.pt", "--folds: each has checkpoints of its own"),
         ("--use_smart_cash", "--use_smart_cache"),
+        ("--repeats 3", "--repeats: of all --folds"),
+        ("--image none --clinical_columns age --use_smart_cache", "--image none: goes without --use_smart_cache"),
     ],
 )
 def test_bad_flags(words, message, capsys):

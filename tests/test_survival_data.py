@@ -117,6 +117,13 @@ def test_made_folds_are_disjoint_cover_all_and_spread_the_events(read, table):
     assert sorted(seen) == list(range(24))
 
 
+def test_made_folds_leave_out_what_a_column_holds_out(read, table):
+    table["Fold_1"] = ["test"] * 6 + ["train"] * 18
+    seen = [choose_fold(read(table), "Fold_1", "train", fold, 3, 0) for fold in "123"]
+    assert sorted(row for _, val in seen for row in val) == list(range(6, 24))
+    assert all(min(train) >= 6 for train, _ in seen)
+
+
 def test_labels_of_a_fold_column(read, table):
     train, val = choose_fold(read(table), "Fold_2", "train", None, 0, 0)
     assert val.tolist() == np.flatnonzero(table["Fold_2"] == "val").tolist()
@@ -166,6 +173,9 @@ def test_columns_by_hand(read, table):
         encode_columns(read(table), columns)
     with pytest.raises(InputError, match="no column 'stage'; the model needs it"):
         encode_columns(read(table.iloc[:5].drop(columns="stage")), columns)
+    with pytest.raises(InputError, match=r"dataset.csv:7: age 'x' is no number, as most are; correct it"):
+        fit_columns(read(table), ["age"], np.arange(6))
+    assert fit_columns(read(table.assign(age="0.1")), ["age"], np.arange(6))[0]["sd"] == 1
     with pytest.raises(InputError, match="--clinical_columns age: blank in all training rows"):
         fit_columns(cohort, ["age"], np.array([2]))
 
@@ -278,6 +288,8 @@ def test_a_mask_crops_with_its_margin_or_becomes_a_channel(tmp_path):
     volumes = Volumes(image_size=(20, 20, 20), mask_mode="crop")
     assert torch.equal(volumes.load(path, empty), channel[:1])
     assert torch.equal(volumes.load(path), channel[:1])
+    with pytest.raises(ValueError, match="its mask lies elsewhere"):
+        volumes.load(path, save_volume(tmp_path / "f.nii.gz", mask, np.diag([-1.0, 2, 1, 1])))
     with pytest.raises(ValueError, match=r"its mask has \(20, 20, 10\) voxels"):
         volumes.load(path, save_volume(tmp_path / "m.nii.gz", mask[..., :10], affine))
 
@@ -310,6 +322,14 @@ def test_the_disk_cache_is_read_once_and_notices_changes(tmp_path, monkeypatch):
     assert len(opened) == 2
 
 
+def test_a_cache_that_cannot_be_written_is_no_error_of_the_volume(tmp_path):
+    path = save_volume(tmp_path / "a.nii.gz", np.random.default_rng(0).integers(0, 9, (8, 8, 8)).astype(np.int16))
+    (tmp_path / "file").write_text("")
+    volumes = Volumes(image_size=(8, 8, 8), cache_dir=str(tmp_path / "file/cache"))
+    with pytest.warns(UserWarning, match=r"file/cache: cannot be written \(Not a directory\)"):
+        assert volumes.load(path).shape == (1, 8, 8, 8)
+
+
 def test_empty_masks_are_counted(read, table, made, tmp_path, capsys):
     empty = nibabel.load(made / table["heart_mask"][4])
     table["heart_mask"] = [str(made / name) for name in table["heart_mask"]]
@@ -318,7 +338,7 @@ def test_empty_masks_are_counted(read, table, made, tmp_path, capsys):
     cohort = read(table, mask_column="heart_mask")
     volumes = Volumes(image_size=(8, 8, 8), mask_mode="crop")
     MultiGPUSurvivalDataset(cohort, rows=np.arange(24), volumes=volumes).check(threads=2)
-    assert "1 of 24 masks are empty; nothing is cropped there" in capsys.readouterr().out
+    assert "2 of 24 cases have no mask, or an empty one, and are taken whole" in capsys.readouterr().out
 
 
 def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path):

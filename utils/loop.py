@@ -390,8 +390,8 @@ class Run:
         if metrics and not planned:
             self.log.write(position.step, epoch, metrics)
 
-    def load_best(self, model: nn.Module) -> None:
-        """All ranks: put the weights of best.pt into the plain model; none where nothing was evaluated.
+    def load_best(self, model: nn.Module) -> int:
+        """All ranks: put the weights of best.pt into the plain model; returns their step. None were kept: no change.
 
         With --eval_only or --predict: those of the checkpoint that was named.
         """
@@ -399,9 +399,10 @@ class Run:
         if self.trains:
             self.writer.wait()
             if self.position.best is None:
-                return
+                return self.position.step
             best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
         checkpoint.load_trained(model, best["model"])
+        return best["step"]
 
     def figure(self, name: str, figure) -> None:
         """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""

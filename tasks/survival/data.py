@@ -7,9 +7,11 @@ for epoch in range(epochs):
     for batch in loader: ...                  # image (B, 1, X, Y, Z) float16 in 0..1, time in years, event, error
 """
 
+import contextlib
 import hashlib
 import math
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,13 +138,16 @@ def choose_fold(
     """
     place = cohort.source[0].rpartition(":")[0]
     if count:
+        marks = cohort.table.get(fold_column.lower())
+        held = np.zeros(len(cohort), bool) if marks is None else marks.str.lower().isin(HELD_OUT[:-1]).to_numpy()
         names, case = np.unique(cohort.case, return_inverse=True)
-        event = np.bincount(case, weights=cohort.event) > 0
+        event = np.bincount(case, weights=cohort.event & ~held) > 0
         order = np.random.default_rng(seed % 2**63).permutation(len(names))
         order = order[np.argsort(~event[order], kind="stable")]
         number = np.empty(len(names), int)
         number[order] = np.arange(len(names)) % count + 1
-        labels, is_train = number[case].astype(str), np.zeros(len(cohort), bool)
+        # what a fold column holds out belongs to no fold
+        labels, is_train = np.where(held, HELD_OUT[0], number[case].astype(str)), np.zeros(len(cohort), bool)
         val = val or "1"
     else:
         rows = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
@@ -183,8 +188,13 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
         values = pd.to_numeric(known, errors="coerce")
         if known.empty:
             raise InputError(f"--clinical_columns {name}: blank in all training rows; leave it out")
-        if np.isfinite(values).all():
-            columns.append({"name": column, "mean": float(values.mean()), "sd": float(values.std(ddof=0)) or 1.0})
+        wrong = known[~np.isfinite(values)]
+        if 0 < len(wrong) < len(known) / 2:
+            reason = f"{column} {wrong.iloc[0]!r} is no number, as most are"
+            raise InputError(f"{cohort.source[wrong.index[0]]}: {reason}; correct it or leave it blank")
+        if wrong.empty:
+            mean, sd = float(values.mean()), float(values.std(ddof=0))
+            columns.append({"name": column, "mean": mean, "sd": sd if sd > 1e-9 * (1 + abs(mean)) else 1.0})
         else:
             columns.append({"name": column, "levels": sorted(set(known))})
     return columns
@@ -211,7 +221,13 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
             parts.append(np.where(blank, 0, (values - column["mean"]) / column["sd"])[:, None])
         else:
             levels = cells.to_numpy()[:, None] == np.array(column["levels"])
-            parts += [levels, (~levels.any(1) & ~blank)[:, None]]
+            unknown = ~levels.any(1) & ~blank
+            if unknown.any():
+                known = ", ".join(column["levels"][:9])
+                du.print_main(
+                    f"{column['name']}: {unknown.sum()} of {len(cohort)} rows have no level of training's: {known}"
+                )
+            parts += [levels, unknown[:, None]]
         parts.append(blank[:, None])
     return np.concatenate(parts, axis=1).astype(np.float32)
 
@@ -257,10 +273,18 @@ class Volumes:
                 return torch.from_numpy(np.load(kept[not numbers]))
         both = self.read(path, mask)[::-1]
         for file, values in zip(kept or [], both, strict=False):
-            file.parent.mkdir(parents=True, exist_ok=True)
             temporary = file.with_suffix(f".{du.world()[0]}.{os.getpid()}.npy")
-            np.save(temporary, values.numpy())
-            temporary.replace(file)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                np.save(temporary, values.numpy())
+                temporary.replace(file)
+            except OSError as error:
+                warnings.warn(
+                    f"{self.cache_dir}: cannot be written ({error.strerror}); volumes are read anew", stacklevel=1
+                )
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+                break
         return both[not numbers]
 
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
@@ -271,9 +295,12 @@ class Volumes:
         hu, voxel = volume.as_tensor(), volume.pixdim.numpy()
         inside = torch.zeros_like(hu)
         if mask:
-            inside = (self._open(mask, "nearest").as_tensor() > 0.5).float()
+            found = self._open(mask, "nearest")
+            inside = (found.as_tensor() > 0.5).float()
             if inside.shape != hu.shape:
                 raise ValueError(f"its mask has {tuple(inside.shape[1:])} voxels, not {tuple(hu.shape[1:])}")
+            if not torch.allclose(found.affine, volume.affine, atol=0.1):
+                raise ValueError("its mask lies elsewhere: another origin or direction of axes")
         if self.mask_mode == "crop" and inside.any():
             places = inside[0].nonzero().numpy()
             margin = np.ceil(self.mask_margin / voxel).astype(int)
@@ -447,11 +474,10 @@ class MultiGPUSurvivalDataset(Dataset):
         if faults:
             raise InputError(faults[0] + (f" ({len(faults)} such rows)" if len(faults) > 1 else ""))
         self.image_numbers = np.array([numbers for _, numbers in found])
-        empty = sum(
-            bool(cohort.mask[row]) and not numbers[3] for row, (_, numbers) in zip(self.rows, found, strict=True)
-        )
-        if empty:
-            du.print_main(f"{empty} of {len(found)} masks are empty; nothing is cropped there")
+        empty = sum(not numbers[3] for _, numbers in found)
+        if self.volumes.mask_mode and empty:
+            effect = "are taken whole" if self.volumes.mask_mode == "crop" else "have zeros for it"
+            du.print_main(f"{empty} of {len(found)} cases have no mask, or an empty one, and {effect}")
 
 
 def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:

@@ -63,10 +63,11 @@ def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray) -> ndarray:
-    """Harrell's C of 1000 resamples of the cases, the same resamples at each call; NaN without a comparable pair."""
-    counts = np.random.default_rng(0).multinomial(len(time), np.full(len(time), 1 / len(time)), RESAMPLES)
-    counts = counts.astype(np.float32)
+def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, case: ndarray) -> ndarray:
+    """Harrell's C of 1000 resamples of the patients, the same resamples at each call; NaN without a comparable pair."""
+    names, place = np.unique(case, return_inverse=True)
+    counts = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), RESAMPLES)
+    counts = counts[:, place].astype(np.float32)
     first = np.flatnonzero(event)
     comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
     in_order = (log_hazard[first, None] > log_hazard) + 0.5 * (log_hazard[first, None] == log_hazard)
@@ -163,7 +164,7 @@ def print_table(
         models = models | {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
     metrics, rows, own = {}, {}, None
     for model, (risk, baseline) in models.items():
-        resampled = resampled_c(risk, *outcome(val))
+        resampled = resampled_c(risk, *outcome(val), val.cohort.case[val.rows])
         scores = score(risk, val, train, years, baseline, "of")
         scores["of/c_index_low"], scores["of/c_index_high"] = interval(resampled)
         row = {"C": "{of/c_index:.3f} ({of/c_index_low:.3f} to {of/c_index_high:.3f})".format(**scores)}
@@ -173,9 +174,10 @@ def print_table(
             own, prefix = resampled, "val"
         else:
             above, prefix = own - resampled, f"val/rival/{model}"
+            above = above[np.isfinite(above)]
             low, high = interval(above)
             p = min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES)
-            row |= {"network above": f"{np.nanmean(above):+.3f} ({low:+.3f} to {high:+.3f})", "p": f"{p:.3f}"}
+            row |= {"network above": f"{above.mean():+.3f} ({low:+.3f} to {high:+.3f})", "p": f"{p:.3f}"}
             scores |= {"of/above_low": low, "of/above_high": high, "of/p": float(p)}
         metrics |= {key.replace("of", prefix, 1): value for key, value in scores.items()}
         rows[model.replace("_", " ")] = row
@@ -186,16 +188,26 @@ def print_table(
     return metrics
 
 
-def print_cross_validation(folder: Path, results: list[tuple]) -> None:
+def folds_of(folder: Path) -> list[Path]:
+    """The run folders of a finished cross-validation, none of anything else."""
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    repeats, folds = (range(1, 1 + summary.get(name, 0)) for name in ("repeats", "folds"))
+    return [folder / f"repeat_{repeat}" / f"fold_{fold}" for repeat in repeats for fold in folds]
+
+
+def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
     """Rank 0: mean and spread of the folds' scores, and C over the pairs within folds; summary.json and all cases."""
     table = pd.DataFrame([metrics for _, metrics, _, _ in results])
+    # a mean of interval's ends or of p values says nothing
+    table = table[[name for name in table if not name.endswith(("_low", "_high", "/p"))]]
     summary = table.mean().to_dict() | {f"{name}_sd": value for name, value in table.std().items()}
     pairs = np.zeros(2)
     cases = []
     for repeat, _, val, log_hazard in results:
         pairs += concordant_pairs(log_hazard, *outcome(val))
         cases.append(pd.DataFrame({"repeat": repeat + 1, "case": val.cohort.case[val.rows], "log_hazard": log_hazard}))
-    summary["val/c_index_pooled"] = pairs[0] / pairs[1]
+    summary |= {"val/c_index_pooled": pairs[0] / pairs[1], "folds": args.folds, "repeats": args.repeats}
     pd.concat(cases).to_csv(folder / "cross_validation.csv", index=False)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     shown = [name for name in table if name.endswith("c_index")]
@@ -243,8 +255,11 @@ def read_baseline(folder: Path, step: int) -> dict | None:
     return baseline if baseline.get("step") == step else None
 
 
-def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], args) -> None:
-    """Rank 0: predictions_<table>.csv; where rows have outcomes, C with its interval and the calibration."""
+def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], args, trained: set[str]) -> None:
+    """Rank 0: predictions_<table>.csv; where rows have outcomes, C with its interval and the calibration.
+
+    trained: the cases that a model was trained on.
+    """
     # each model's own constant says nothing
     log_hazard = np.mean([risk - (baseline["centre"] if baseline else 0) for risk, baseline in risks], axis=0)
     frame = predictions(data, log_hazard, args.eval_years, None)
@@ -254,11 +269,15 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], arg
     path = folder / f"predictions_{Path(args.predict).stem}.csv"
     frame.to_csv(path, index=False)
     print(f"{len(frame)} cases, {len(risks)} models: {path}")
+    if seen := frame["case"].isin(trained).sum():
+        print(f"warning: {seen} of these cases have names that were trained on; their risks look better than they are")
+    if not curves:
+        print("no S(t): the baseline hazard is known of the weights alone that a run ended with")
     known = frame[frame["time_years"].notna()]
     log_hazard, time = known["log_hazard"].to_numpy(), known["time_years"].to_numpy()
     event = known["event"].to_numpy() == 1
     if concordant_pairs(log_hazard, time, event)[1]:
-        low, high = interval(resampled_c(log_hazard, time, event))
+        low, high = interval(resampled_c(log_hazard, time, event, known["case"].to_numpy()))
         c_index = f"{concordance(log_hazard, time, event):.3f} ({low:.3f} to {high:.3f})"
         print(f"{len(known)} with outcomes, {event.sum()} events: C {c_index}")
         rows = {
