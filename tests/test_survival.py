@@ -454,6 +454,21 @@ def test_cross_validation(made, tmp_path, capsys):
     assert json.loads((tmp_path / "cv/summary.json").read_text()) == summary
 
 
+def test_a_signal_after_the_last_step_of_a_fold_ends_the_cross_validation(made, tmp_path, monkeypatch):
+    finish = script.finish
+
+    def interrupted(model, sets, run, *words):
+        run.stop.code = 143
+        return finish(model, sets, run, *words)
+
+    monkeypatch.setattr(script, "finish", interrupted)
+    words = ["--csv_path", made / "dataset.csv", "--image", "none", "--clinical_columns", "Age", "--epochs", "1"]
+    go(*words, "--folds", "2", "--output_dir", tmp_path / "cv", code=143)
+    assert (tmp_path / "cv/repeat_1/fold_1/summary.json").exists()
+    assert not (tmp_path / "cv/repeat_1/fold_2").exists()
+    go(*words, "--output_dir", tmp_path / "run")
+
+
 def test_a_mask_helps_where_the_signal_lies_in_it(tmp_path):
     """The HU of one box of seven is the risk. Cropping to it beats the whole volume by the paired interval."""
     noise = np.random.default_rng(0)
