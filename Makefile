@@ -82,7 +82,7 @@ test: setup-dev
 
 # what most mistakes turn red, in seconds; the rest of the suite runs the scripts in every other way
 QUICK := promise.py::test_pause_by_max_steps promise.py::test_bad_flag checkpoint.py cli.py images_and_tables.py sampler.py stats.py \
-    prs_med_data.py pages.py
+    prs_med_data.py survival_data.py pages.py
 QUICK_OLD := contract.py::test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run contract.py::test_gradients_are_clipped \
     launchers.py::test_launcher_command launchers.py::test_launcher_refuses mimic_cxr_sample_data.py \
     cascade_projector.py cascade_sampling.py compressed_ad_model.py \

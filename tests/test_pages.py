@@ -188,3 +188,10 @@ def test_both_pages_show_the_demos_table():
     titles = [line[:20].strip() for line in tables[0][0].splitlines()]
     assert titles[:2] == ["test", "network"]
     assert titles[5:] == ["blank image", "shuffled image", *(name.replace("_", " ") for name in rivals.NAMES)]
+
+
+def test_survivals_page_shows_its_demos_table():
+    page = read(ROOT / "tasks/survival/README.md")
+    rows = re.findall(r"^([a-z][a-z ]+?)  +0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", page, re.MULTILINE)
+    rivals = ["other run", "kaplan meier", "clinical", "image numbers", "clinical and image numbers"]
+    assert rows == ["network", *rivals, "true risk"]
