@@ -180,8 +180,8 @@ def test_the_paired_test_and_the_intervals_are_calibrated(capsys):
             index(torch.from_numpy(risk), torch.from_numpy(event), torch.from_numpy(time))
         theirs += float(indices[0].compare(indices[1])) < 0.025
     assert better <= 14
-    # torchsurv's own test, whose p is of one side
-    assert abs(better - theirs) <= 6
+    # torchsurv's own test, whose p is of one side, is the more cautious one
+    assert theirs <= better
     assert 184 <= covered <= 196
 
 
