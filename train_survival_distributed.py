@@ -73,7 +73,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--pretrained_path", metavar="FILE", help="model.safetensors of a run here, or MedicalNet's .pth")
     add("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
-    add = parser.add_argument_group("learning rate").add_argument
+    add = parser.add_argument_group("optimizer and schedule").add_argument
     add("--weight_decay", type=number(0), default=1e-5, help="weight decay")
     add("--scheduler", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
     add("--eta_min", type=number(0), default=1e-7, help="learning rate at the end of the cosine")
@@ -285,6 +285,7 @@ def read_pretrained(args: Namespace) -> dict[str, Tensor]:
 def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     """Negative Cox partial log-likelihood per event, of all n cases that are given; ties as Efron (1977) has them.
 
+    As torchsurv's, but without a wait for the GPU, and on logarithms, so that no hazard overflows.
     log_hazard (n,) on any device; time (n,) and event (n,) on the CPU, so that nothing waits for the GPU. Without an
     event the result is 0, connected to the input.
     """
@@ -571,9 +572,9 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
             metrics = evaluate(model, sets, run, args)[0]
             run.keep(metrics, headline="val/c_index")
 
-        title, step = "val, last step", run.position.step
-        if not cross_validates and run.position.best is not None:
-            title, step = "val, best.pt (chosen on this fold)", run.load_best(model)
+        step = run.position.step if cross_validates else run.load_best(model)
+        is_best = not cross_validates and run.position.best is not None
+        title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
         results, log_hazard = finish(model, sets, run, args, title, rivals, step)
         if metrics and not cross_validates:
             results["val/c_index_last"] = metrics["val/c_index"]
@@ -585,7 +586,8 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
 
 def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
     """--folds: all of them, --repeats times, each scored at its last epoch; what they give together."""
-    if Path(args.output_dir, "run_id").exists():
+    # rank 0 looks, as another may see an older state of a shared folder
+    if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
         raise InputError(f"{args.output_dir}: holds a single run; choose another folder for --folds")
     results = []
     for repeat in range(args.repeats):
@@ -605,7 +607,7 @@ def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict
 
 def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
     """--predict: the mean log-hazard of all models in the folder (the folds of a cross-validation), or of one."""
-    folders = [] if args.resume_from else report.folds_of(Path(args.output_dir))
+    folders = [] if args.resume_from else du.broadcast_object(report.folds_of(Path(args.output_dir)))
     risks, trained = [], set()
     for folder in folders or [Path(args.output_dir)]:
         own = Namespace(

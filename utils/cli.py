@@ -186,9 +186,8 @@ def add_common_arguments(
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
     text = f"samples of a step over ALL GPUs, however many; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
-    add(
-        "--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help="highest, before any scaling"
-    )
+    text = "at its highest, before any scaling"
+    add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
     add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
     add("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
 

@@ -391,8 +391,9 @@ class Run:
             self.log.write(position.step, epoch, metrics)
 
     def load_best(self, model: nn.Module) -> int:
-        """All ranks: put the weights of best.pt into the plain model; returns their step. None were kept: no change.
+        """All ranks: put the weights of best.pt into the plain model; returns the step they are of.
 
+        A run without an evaluation has no best.pt and keeps its last weights.
         With --eval_only or --predict: those of the checkpoint that was named.
         """
         best = self.checkpoint

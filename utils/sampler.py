@@ -132,7 +132,6 @@ class TrainBatchSampler:
         return sum(max(1, len(self.share(first)[1])) for first in firsts)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = self.epoch
         for first in range(self.start, self.num_samples, self.effective_batch_size):
             samples, leaves = self.share(first)
             # DDP needs a pass of each rank: one without a leaf computes the step's first, which counts nothing
@@ -141,7 +140,7 @@ class TrainBatchSampler:
                 positions = np.arange(begin, min(begin + self.leaf_size, first + samples))
                 batch = [Index(index) for index in self.order(positions).tolist()]
                 for index in batch:
-                    index.epoch = epoch
+                    index.epoch = self.epoch
                 yield batch
 
 

@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,7 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 # --- the volumes ------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Volumes:
     """Reads volumes by MONAI: (C, X, Y, Z) float16, HU windowed to 0..1; what was read is kept on disk at that size.
 
@@ -243,20 +245,13 @@ class Volumes:
     mask that is empty crops nothing.
     """
 
-    def __init__(
-        self,
-        image_size=(256, 256, 64),
-        hu_window=(-1000, 1000),
-        spacing=None,
-        orientation: str | None = None,
-        mask_mode: str | None = None,
-        mask_margin: float = 10,
-        cache_dir: str | None = None,
-    ):
-        self.image_size, self.hu_window, self.spacing, self.orientation = image_size, hu_window, spacing, orientation
-        self.mask_mode, self.mask_margin = mask_mode, mask_margin
-        self.settings = f"{[*image_size]}{[*hu_window]}{spacing}{orientation}{mask_mode}{mask_margin}"
-        self.cache_dir = Path(cache_dir) if cache_dir else None
+    image_size: Sequence[int] = (256, 256, 64)
+    hu_window: Sequence[float] = (-1000, 1000)
+    spacing: Sequence[float] | None = None
+    orientation: str | None = None
+    mask_mode: str | None = None
+    mask_margin: float = 10
+    cache_dir: str | None = None
 
     def load(self, path: str, mask: str = "", numbers: bool = False) -> Tensor:
         """The volume of a NIfTI file, or a DICOM series' folder; or its numbers, see read().
@@ -267,8 +262,8 @@ class Volumes:
         if self.cache_dir:
             # another one for another size, time of change or setting
             facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in (path, mask) if file]
-            key = hashlib.sha256(f"{facts}{self.settings}".encode()).hexdigest()
-            kept = [self.cache_dir / f"{key}.{kind}.npy" for kind in ("numbers", "volume")]
+            key = hashlib.sha256(f"{facts}{self}".encode()).hexdigest()
+            kept = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
             if kept[1].exists():
                 return torch.from_numpy(np.load(kept[not numbers]))
         both = self.read(path, mask)[::-1]

@@ -24,7 +24,10 @@ def outcome(data: MultiGPUSurvivalDataset) -> tuple[ndarray, ndarray]:
 
 
 def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> ndarray:
-    """P(T > t) at the times `at`; with censoring that of the censoring time, events going first where both tie."""
+    """P(T > t) at the times `at`; with censoring that of the censoring time, events going first where both tie.
+
+    torchsurv's refuses a group without an event, such as the third of the patients with the lowest risk.
+    """
     times, place = np.unique(time, return_inverse=True)
     events, counts = np.bincount(place, weights=event), np.bincount(place)
     at_risk = counts[::-1].cumsum()[::-1]
@@ -183,7 +186,7 @@ def print_table(
         rows[model.replace("_", " ")] = row
     print(f"\n{title}: {len(val.rows)} cases, {outcome(val)[1].sum()} events")
     print(pd.DataFrame(rows).T.fillna("").to_string())
-    horizons = {f"{y:g} years": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
+    horizons = {f"{y:g} y": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
     print(pd.DataFrame(horizons, ["AUC", "Brier"]).T.dropna().round(3).to_string(), flush=True)
     return metrics
 
@@ -281,7 +284,7 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], arg
         c_index = f"{concordance(log_hazard, time, event):.3f} ({low:.3f} to {high:.3f})"
         print(f"{len(known)} with outcomes, {event.sum()} events: C {c_index}")
         rows = {
-            f"{year:g} years": {
+            f"{year:g} y": {
                 "predicted risk": 1 - known[f"S({year:g}y)"].mean(),
                 "observed": 1 - kaplan_meier(time, event, year),
             }
@@ -309,7 +312,7 @@ def draw(log_hazard: ndarray, val: MultiGPUSurvivalDataset, years: list[float], 
             risk = 1 - survival(baseline, log_hazard, [year])[:, 0]
             fifths = np.array_split(np.argsort(risk), 5)
             observed = [1 - kaplan_meier(time[rows], event[rows], year) for rows in fifths]
-            right.plot([risk[rows].mean() for rows in fifths], observed, "o-", label=f"{year:g} years, AUC {auc:.3f}")
+            right.plot([risk[rows].mean() for rows in fifths], observed, "o-", label=f"{year:g} y, AUC {auc:.3f}")
     right.set(title="risk in fifths", xlabel="predicted", ylabel="observed")
     for axes in (left, right):
         axes.legend(fontsize=8)
