@@ -1,50 +1,46 @@
-"""MIMIC-CXR questions + CheXpert: a chest X-ray and a question in, an answer and 14 labels out (guide 1).
+"""Guide 1, MIMIC-CXR: a chest X-ray and a question in, an answer and 14 CheXpert labels out.
 
-    ./launch_distributed_training.sh --config configs/default_config.yaml          # every GPU, settings found by itself
-    python train_mimic_cxr.py --config configs/default_config.yaml                 # one GPU, or CPU
+    python -m tools.prepare_data mimic_cxr mimic-cxr-jpg mimic-ext-cxr-qba data/mimic      # once, by all cores
+    ./launch_distributed_training.sh --config configs/default_config.yaml                  # all GPUs
+    python train_mimic_cxr.py --config configs/default_config.yaml                         # one GPU, or CPU
     deepspeed --num_gpus=4 train_mimic_cxr.py --config configs/default_config.yaml --use_deepspeed
     torchrun --nproc_per_node=4 train_mimic_cxr.py --config configs/default_config.yaml --use_ddp
-    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=<node0_ip> --master_port=29500 \\
-        train_mimic_cxr.py --config configs/default_config.yaml               # node 0 of 2; --node_rank=1 on node 1
-    python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --resume_from runs/mimic_cxr/best.pt
-    python train_mimic_cxr.py --table xrays.csv               # X-rays of your own, with questions and answers
+    python train_mimic_cxr.py --config configs/default_config.yaml --eval_only --save_predictions
     python train_mimic_cxr.py --predict xray.png --question "Is there a pleural effusion?"
 
-Data: MIMIC-CXR-JPG 2.1.0 (--mimic_cxr_path) and MIMIC-Ext-CXR-QBA 1.0.0 (--mimic_qa_path) as they are downloaded. The
-report-derived scene graph is never an input: the answers come from the same report.
+The report-derived scene graph of the original is never an input: the answers come from the same report.
+No data yet? `make demo TASK=mimic_cxr` makes some up; `tools.prepare_data mimic_cxr xrays.csv OUT` reads your own.
 """
 
 import os
-import time
-from argparse import BooleanOptionalAction, Namespace
-from contextlib import closing
-from functools import partial
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from old.cli_utils import InputError, Parser, add_common_arguments, number, run_main, whole
-from old.question_utils import add_question_flags, split_interval
-from tasks.mimic_cxr.flags import add_engine_flags, add_output_flags, add_table_flags, is_given, read_arguments
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "mimic_cxr/1"
-LOSSES = ["loss", "loss_vqa", "loss_chexpert", "grad_norm", "skipped"]
+FORMAT = "mimic_cxr/2"
+# what a model is made of
+MODEL_FLAGS = ("image_encoder", "text_encoder", "fusion_layers", "image_size", "max_question_length")
+# each head's weight in the loss and its hidden width
+HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
+HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
+# what an uncertain CheXpert label (-1) is in training; None: it does not count
+UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
+# what neither a flag, a file nor the hardware says
+DEFAULTS = {"batch_size": 16, "gradient_accumulation_steps": 1, "num_workers": 4, "prefetch_factor": 2}
+DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimizer": True}
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, sections=("training", "deepspeed"))
+
     add = parser.add_argument_group("data").add_argument
-    grades = ("A++", "A+", "A", "B", "C", "D", "all")
-    views = ("frontal", "PA", "AP", "lateral")
-    uncertain = ("ignore", "positive", "negative", "soft")
-    add("--mimic_cxr_path", default="data/mimic-cxr-jpg", help="MIMIC-CXR-JPG: folder with files/ and three .csv.gz")
-    add("--mimic_qa_path", default="data/mimic-ext-cxr-qba", help="MIMIC-Ext-CXR-QBA: folder with metadata/ and qa/")
-    add("--index_dir", default="runs/index", help="index of questions (3 GB), shared by all runs and all nodes")
-    add("--quality_grade", choices=grades, default="B", help="questions of this grade or better; all: unrated ones too")
-    add("--view", choices=views, default="frontal", help="image of a study; frontal: PA, else AP")
-    add("--chexpert_uncertain", choices=uncertain, default="ignore", help="label -1 in training; soft: 0.5")
+    add("--data_path", metavar="DIR", default="data/mimic", help="what tools.prepare_data mimic_cxr wrote")
+    add("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
+    add("--questions_per_image", type=whole(1), default=8, help="train on up to N questions about an image in a row")
     add("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
-    add("--max_missing", type=whole(0), default=0, help="image files that may be missing; more are an error")
-    add("--image_size", type=whole(32), default=224, help="side of the square input, pixels; lower it on OOM")
-    add("--cache_gb", type=number(0), default=16.0, help="GiB of DISK for decoded images, for all ranks; 0: none")
+    add("--augmentation", action="store_true", help="small random moves and changes of contrast")
+    add("--image_size", type=whole(32), help="side of the images; default: as prepared")
 
     add = parser.add_argument_group("model").add_argument
     add("--image_encoder", default="facebook/convnext-base-224", help="Hugging Face folder or hub name")
@@ -52,541 +48,797 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--fusion_layers", type=whole(1), default=2, help="layers in which the question attends to the image")
     add("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
     add("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
-    add("--freeze_image", action="store_true", help="do not train the image encoder (saves memory)")
-    add("--freeze_text", action="store_true", help="do not train the text encoder (saves memory)")
-    recomputation = "recompute activations: less memory, a third slower; left out: when needed"
-    add("--gradient_checkpointing", action=BooleanOptionalAction, help=recomputation)
+    add("--freeze_image", action="store_true", help="do not train the image encoder")
+    add("--freeze_text", action="store_true", help="do not train the text encoder")
+    text = "recompute activations: less memory, a third slower; default: where the GPU is small"
+    add("--gradient_checkpointing", action=BooleanOptionalAction, help=text)
     add("--pretrained_weights", metavar="FILE", help="another run's model.safetensors to start from")
 
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch_size", type=whole(1), default=16, help="questions PER GPU and forward pass; lower it on OOM")
-    add("--epochs", type=whole(1), default=20, help="passes over the training questions")
-    add("--learning_rate", type=number(0, above=True), default=1e-4, help="peak; not scaled with the GPUs")
+    add = parser.add_argument_group("loss and learning rate").add_argument
+    add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
     add("--lr_schedule", choices=("constant", "cosine"), default="cosine", help="after warm-up; cosine ends at 0")
     add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
-    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
-    add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
+    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay, of matrices alone")
 
-    add_table_flags(parser)
-    add_engine_flags(parser)
-    add_output_flags(parser)
-    add_question_flags(parser)
-    add_common_arguments(parser, {"learning_rate": "lr"})
-    return read_arguments(parser, argv)
+    add = parser.add_argument_group("engine").add_argument
+    text = "batch, accumulation, workers and checkpointing from the hardware, where no flag and no file says"
+    add("--auto_optimize", action="store_true", default=True, help=text)
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="the defaults instead")
+    add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default for 2 processes and more")
+    add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
+    add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON; default: configs/deepspeed_config.json")
+    add("--prefetch_factor", type=whole(1), help="batches that each worker prepares; default: by the RAM")
+
+    add = parser.add_argument_group("evaluation and prediction").add_argument
+    add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
+    add("--eval_samples", type=whole(0), default=20_000, help="questions of a validation, evenly spaced; 0: all")
+    add("--save_predictions", action="store_true", help="write predictions_<split>.parquet, a row a question")
+    add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: answers; a CSV has image and question")
+    add("--question", help="with --predict: the question about each image")
+    add("--head", choices=HEAD_WEIGHT, help="which head answers; default: as the question begins")
+
+    # the guide's YAML beside our flags; num_workers is per process, and its workers are those of a node
+    parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
+    parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
+    for flag in ("--fp16", "--pin_memory", "--enabled"):
+        parser.add_argument(flag, action=BooleanOptionalAction, help=SUPPRESS)
+    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help=SUPPRESS)
+
+    add_common_arguments(parser, output_dir="runs/mimic_cxr", num_epochs=20, learning_rate=1e-4, batch_size=16)
+    parser.set_defaults(batch_size=None, gradient_accumulation_steps=None, num_workers=None)
+    args = parser.parse(argv)
+    if args.use_deepspeed and args.use_ddp:
+        parser.error("--use_deepspeed and --use_ddp exclude each other")
+    if args.predict and not args.question and not args.predict.lower().endswith(".csv"):
+        parser.error("--predict: needs --question, or a CSV with the columns image and question")
+    return args
 
 
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
 
+
+import math
+import platform
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.data import DataLoader, Dataset
 
-# processes, the loop, and what becomes of it on disk
-from old import deepspeed_utils
-from old.augmentation_utils import change_images, draw_changes
-from old.checkpoint_utils import load_checkpoint, load_trained, lock_run_folder, prepare_checkpoint, restore_rng
-from old.distributed_utils import Ranks, agree_on_errors, launch_workers, print_main
-from old.distributed_utils import schedule, setup_distributed, to_device, world
-from old.image_order_utils import order_facts
-from old.logging_utils import RunLog, with_bar
-from old.loop_utils import Step, TrainingRun, ValidatedProgress, end_epoch, end_step, explain_out_of_memory, finish_run
-from old.loop_utils import keep_best, most_passes, next_epoch, optimizer_steps, pad_passes, print_start, resume
-from old.loop_utils import safety_flags, say_if_finished, say_where, seed_ranks
-from old.memory_utils import BatchSize
+import distributed_utils as du
+from hardware_utils import GIB, autocast, choose_precision, out_of_memory, set_numerics
+from tasks.mimic_cxr import report, zero
+from tasks.mimic_cxr.answers import CHEXPERT, HEADS
+from tasks.mimic_cxr.prepare import SPLITS, Prepared, decode, open_prepared
+from utils import checkpoint, hardware_utils, stats, tables
+from utils.loop import Run
+from utils.sampler import EvalBatchSampler, ImageGroups
 
-# questions and answers
-from tasks.mimic_cxr.answers import HEADS, use_categories
-from tasks.mimic_cxr.blind import limit_questions
-from tasks.mimic_cxr.data import QuestionData, check_split, largest_batch, make_loader, note_trained_labels, open_sets
-from tasks.mimic_cxr.evaluation import Evaluation, evaluate_only, judge, judge_further, keep_predictions
-from tasks.mimic_cxr.evaluation import keep_validation, log_evaluation, log_validation, name_split, thresholds_of
-from tasks.mimic_cxr.heads import describe_training
-from tasks.mimic_cxr.metrics import Predictions, batch_predictions, gather_predictions
-from tasks.mimic_cxr.prediction import predict
-from tasks.mimic_cxr.report import draw_inputs, print_index, print_metrics
+ADVICE = "give --gradient_checkpointing, a smaller --image_size or --deepspeed_config configs/deepspeed_zero3.json"
+# the largest random changes of an image: shift (of its side) in x and y, angle (radians), and logarithms of factors:
+# zoom, brightness and gamma
+STRENGTH = (0.04, 0.04, 0.1, 0.08, 0.15, 0.2)
 
-# the model, its engine and its settings
-from tasks.mimic_cxr.checkpoints import export_run, open_checkpoint
-from tasks.mimic_cxr.encoders import load_encoders, load_pretrained
-from tasks.mimic_cxr.engines import DeepSpeedEngine, Engine, TorchEngine, fill_batch, prepare_deepspeed
-from tasks.mimic_cxr.model import ChestModel, freeze_unused, recompute_activations
-from tasks.mimic_cxr.settings import Setup, asked_batch, choose_batch_size, choose_setup, describe_run
-from tasks.mimic_cxr.settings import open_questions, out_of_memory_advice, rehearse_model
-
-HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
+# --- model ------------------------------------------------------------------------------------------------------------
 
 
-def build_model(args: Namespace, precision: str, device: torch.device) -> tuple[ChestModel, object]:
-    """(model, tokenizer): both encoders loaded, frozen where asked, checkpointing set. Raises InputError."""
-    encoders = load_encoders(args.image_encoder, args.text_encoder, args.dropout)
-    longest = encoders.longest_question
-    if args.max_question_length > longest:
-        reason = f"{args.text_encoder} takes {longest}"
-        raise InputError(f"--max_question_length {args.max_question_length}: {reason}; lower it")
+def make_head(dim: int, hidden: int, classes: int, dropout: float) -> nn.Module:
+    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, classes))
+
+
+class FusionLayer(nn.Module):
+    """The question's tokens attend to the image's (cross-attention, then a feed-forward part), pre-norm."""
+
+    def __init__(self, dim: int, dropout: float):
+        super().__init__()
+        self.norm, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        # 12 heads for 768
+        self.attention = nn.MultiheadAttention(dim, max(1, dim // 64), dropout=dropout, batch_first=True)
+        self.mlp = make_head(dim, 4 * dim, dim, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, text: Tensor, image: Tensor) -> Tensor:
+        """(B, T, dim), (B, P, dim) -> (B, T, dim)."""
+        attended, _ = self.attention(self.norm(text), image, image, need_weights=False)
+        text = text + self.dropout(attended)
+        return text + self.dropout(self.mlp(self.norm_mlp(text)))
+
+
+class ChestModel(nn.Module):
+    """Image encoder, text encoder, fusion, and a head for each kind of answer; CheXpert from the image alone."""
+
+    def __init__(
+        self, image: nn.Module, text: nn.Module, tokenizer, statistics: tuple, args: Namespace, precision: str
+    ):
+        """statistics: mean and standard deviation of each channel, as the image encoder wants its pixels."""
+        super().__init__()
+        self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
+        self.longest = args.max_question_length
+        dim, config = text.config.hidden_size, image.config
+        width = config.hidden_sizes[-1] if getattr(config, "hidden_sizes", None) else config.hidden_size
+        self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
+        self.fusion = nn.ModuleList(FusionLayer(dim, args.dropout) for _ in range(args.fusion_layers))
+        self.norm = nn.LayerNorm(dim)
+        heads = {name: make_head(dim, HEAD_WIDTH[name], len(names), args.dropout) for name, names in HEADS.items()}
+        self.heads = nn.ModuleDict(heads)
+        self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
+        for name, values in zip(("mean", "std"), statistics, strict=True):
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
+    def image_features(self, image: Tensor) -> Tensor:
+        """(I, 1, S, S) grey values from 0 to 255 -> (I, P, width), the encoder's tokens or places of its last map."""
+        pixels = (image / 255 - self.mean) / self.std
+        if image.is_cuda:
+            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        own = getattr(self.image.config, "image_size", None)
+        # a vision transformer has a position for each patch of the size that it was made for
+        other_size = own not in (None, image.shape[-1], [image.shape[-1]] * 2)
+        options = {"interpolate_pos_encoding": True} if other_size and self.resizes else {}
+        features = self.image(pixel_values=pixels, **options).last_hidden_state
+        if features.dim() == 4:
+            features = features.flatten(2).transpose(1, 2)
+            # which Hugging Face's ConvNeXt applies to its pooled output alone
+            norm = getattr(self.image, "layernorm", None)
+            return features if norm is None else norm(features)
+        # DINOv3's ConvNeXt puts its pooled output before its places
+        return features[:, 1:] if "convnext" in self.image.config.model_type else features
+
+    @property
+    def resizes(self) -> bool:
+        return "interpolate_pos_encoding" in self.image.forward.__code__.co_varnames
+
+    def image_tokens(self, image: Tensor) -> Tensor:
+        """(I, 1, S, S) -> (I, P, dim), with sine positions where the encoder is a convolutional one."""
+        tokens = self.project(self.image_features(image))
+        if hasattr(self.image.config, "depths") and not hasattr(self.image.config, "window_size"):
+            positions = grid_positions(math.isqrt(tokens.shape[1]), tokens.shape[2], tokens.device)
+            tokens = tokens + positions.to(tokens.dtype)
+        return tokens
+
+    def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
+        """fp32 logits (B, classes) of each head, and (B, 14) of CheXpert; image_of: (B,), each question's image."""
+        with autocast(image.device, self.precision):
+            tokens = self.image_tokens(image)
+            labels = self.chexpert(tokens.mean(1)).index_select(0, image_of)
+            tokens = tokens.index_select(0, image_of)
+            if self.text.config.model_type in ("bert", "roberta"):
+                # ready-made: of a plain mask transformers asks the GPU at each pass whether anything is padded
+                mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)
+            text = self.text(input_ids=ids, attention_mask=mask).last_hidden_state
+            for layer in self.fusion:
+                text = layer(text, tokens)
+            pooled = self.norm(text[:, 0])
+            logits = [*(head(pooled) for head in self.heads.values()), labels]
+        return tuple(values.float() for values in logits)
+
+
+def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
+    """(side * side, dim) sine and cosine positions: convolution features do not say where they are."""
+    ruler = torch.linspace(-1, 1, side, device=device)
+    places = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
+    angles = places * (2.0 ** torch.arange(math.ceil(dim / 4), device=device) % 64 * math.pi / 2)
+    return torch.cat([angles.sin(), angles.cos()], 1).flatten(1)[:, :dim]
+
+
+def load_encoder(path: str, flag: str, **options) -> nn.Module:
+    """A Hugging Face encoder in fp32; options: values of its config, where that has them. Raises InputError."""
+    from transformers import AutoConfig, AutoModel, utils
+
+    utils.logging.set_verbosity_error()
+    utils.logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        for name in options.keys() & vars(config).keys():
+            setattr(config, name, options[name])
+        loaded = AutoModel.from_pretrained(
+            path, config=config, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+        )
+        encoder, info = loaded if isinstance(loaded, tuple) else (loaded, {"missing_keys": ()})
+        lacking = [name for name in info["missing_keys"] if "pooler" not in name]
+        if lacking:
+            raise ValueError(f"{len(lacking)} weights are not in the file, such as {min(lacking)}")
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0][:150]
+        raise InputError(f"{path}: cannot be loaded ({reason}); download it and give its folder as {flag}") from None
+    # of CLIP and SigLIP the half that sees
+    encoder = getattr(encoder, "vision_model", encoder) if flag == "--image_encoder" else encoder
+    needed = "num_channels" if flag == "--image_encoder" else "vocab_size"
+    if not hasattr(encoder.config, needed):
+        raise InputError(f"{path}: {encoder.config.model_type} is not an encoder for {flag}; give another")
+    return encoder
+
+
+def load_image_encoder(args: Namespace) -> nn.Module:
+    # a masked autoencoder would hide most of the image from itself
+    return load_encoder(args.image_encoder, "--image_encoder", mask_ratio=0.0)
+
+
+def build_model(args: Namespace, precision: str, device: torch.device) -> ChestModel:
+    """Load both encoders, freeze what is not trained. Raises InputError."""
+    from transformers import AutoTokenizer
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    image = load_image_encoder(args)
+    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout")
+    text = load_encoder(args.text_encoder, "--text_encoder", **dict.fromkeys(dropouts, args.dropout))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.text_encoder, trust_remote_code=False)
+    except Exception as error:
+        raise InputError(f"{args.text_encoder}: no tokenizer ({str(error)[:150]}); download it again") from None
+    longest = getattr(text.config, "max_position_embeddings", math.inf)
+    if len(tokenizer) > text.config.vocab_size or args.max_question_length > longest:
+        sizes = f"{len(tokenizer)} words for {text.config.vocab_size}, --max_question_length for {longest}"
+        raise InputError(f"{args.text_encoder}: tokenizer and encoder do not go together ({sizes})")
+    try:
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(args.image_encoder)
+    except (OSError, ValueError):
+        settings = {}
+    imagenet = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    if settings.get("do_normalize") is False:
+        imagenet = settings = {"image_mean": [0.0], "image_std": [1.0]}
+    statistics = tuple(settings.get(name) or values for name, values in imagenet.items())
 
     # the same new layers on every rank
-    if args.categories:
-        use_categories(args.categories)
     torch.manual_seed(args.seed)
-    model = ChestModel(encoders, precision, args.fusion_layers, args.dropout)
+    model = ChestModel(image, text, tokenizer, statistics, args, precision)
     model.image.requires_grad_(not args.freeze_image)
     model.text.requires_grad_(not args.freeze_text)
-    freeze_unused(model, args.image_size, args.image_encoder)
+    freeze_unused(model, args)
     if args.gradient_checkpointing:
-        recompute_activations(model, args.image_encoder, args.text_encoder)
-    return model.to(device), encoders.tokenizer
+        for encoder in (model.image, model.text):
+            layers = next(part for part in encoder.modules() if isinstance(part, nn.ModuleList))
+            for layer in layers:
+                layer.forward = recomputed(layer.forward)
+    return model.to(device)
+
+
+def load_pretrained(model: ChestModel, path: str) -> None:
+    """--pretrained_weights: the exported weights of a run, of any engine. Raises InputError."""
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(path)
+    except Exception as error:
+        raise InputError(f"{path}: not readable as safetensors ({error}); give a run's model.safetensors") from None
+    checkpoint.load_trained(model, weights, path)
+
+
+def recomputed(forward):
+    """`forward`, whose activations are computed again in the backward pass (ConvNeXt has no switch of its own)."""
+    return lambda *args, **kwargs: recompute(forward, *args, use_reentrant=False, **kwargs)
+
+
+def freeze_unused(model: ChestModel, args: Namespace) -> None:
+    """Freeze what no answer depends on, such as BERT's pooler: DDP would wait for its gradients for ever.
+
+    Raises InputError where the image encoder does not take images of this size.
+    """
+    precision, model.precision = model.precision, "no"
+    try:
+        logits = model(
+            *(largest_batch(model, 1, args.image_size)[name] for name in ("image", "ids", "mask", "image_of"))
+        )
+        sum(values.sum() for values in logits).backward()
+    except (RuntimeError, ValueError) as error:
+        if out_of_memory(error):
+            raise
+        reason = f"does not take images of {args.image_size} pixels ({str(error).splitlines()[0][:150]})"
+        raise InputError(f"{args.image_encoder}: {reason}; prepare others, or give another encoder") from None
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.grad is not None)
+        parameter.grad = None
+    model.precision = precision
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class Questions(Dataset):
+    """The questions of a split, at most `limit` of them, evenly spaced; 0: all. A sample is its number.
+
+    `batch` puts a batch together, out of mapped files: 31 million questions take no memory of a process. shown: which
+    study's image each study shows, -1 for a blank one; None: its own. places: of the questions in the prepared columns,
+    instead of the split's.
+    """
+
+    def __init__(
+        self,
+        data: Prepared,
+        split: str,
+        args: Namespace,
+        limit: int = 0,
+        shown: np.ndarray | None = None,
+        places: np.ndarray | None = None,
+    ):
+        self.data, self.split, self.shown, self.places = data, split, shown, places
+        self.uncertain = UNCERTAIN[args.chexpert_uncertain]
+        # the seed of what is drawn
+        self.augmented_by = args.seed if args.augmentation and split == "train" else None
+        number = SPLITS.index(split)
+        self.first, self.whole = data.bounds[number], data.bounds[number + 1] - data.bounds[number]
+        self.count = min(limit or self.whole, self.whole) if places is None else len(places)
+        self.tokenizer = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def rows(self, indices: list[int] | np.ndarray) -> np.ndarray:
+        """The places of these questions in the prepared columns; int64."""
+        indices = np.asarray(indices, np.int64)
+        if self.places is not None:
+            return self.places[indices]
+        return self.first + indices * self.whole // max(1, self.count)
+
+    def column(self, name: str) -> np.ndarray:
+        """A prepared column of all these questions; of a whole split it takes no memory."""
+        column = getattr(self.data, name)
+        if self.places is None and self.count == self.whole:
+            return column[self.first : self.first + self.whole]
+        return column[self.rows(np.arange(self.count))]
+
+    def batch(self, indices: list[int]) -> dict:
+        """A batch: image (I, 1, S, S) uint8, each once, and which of them a question is about: image_of (B,).
+
+        ids, mask (B, T): tokens. head, target (B,). label, known (B, 14): CheXpert's labels, and which of them count.
+        draws (I, 6): of the augmentation, from -1 to 1.
+        """
+        data, rows = self.data, self.rows(indices)
+        study = data.study[rows]
+        texts = data.texts.take(data.question[rows].tolist()).to_pylist()
+        batch = tokenize(*self.tokenizer, texts)
+        batch["index"] = torch.tensor([int(index) for index in indices])
+        for name, column in (("study", study), ("head", data.head[rows]), ("target", data.target[rows])):
+            batch[name] = torch.from_numpy(column.astype(np.int64))
+        label = torch.from_numpy(data.labels[study])
+        known = (label == 0) | (label == 1)
+        if self.uncertain is not None:
+            known |= label == -1
+            label = torch.where(label == -1, self.uncertain, label)
+        batch |= {"label": torch.where(known, label, 0.0), "known": known}
+
+        shown = study if self.shown is None else self.shown[study]
+        different, image_of = np.unique(shown, return_inverse=True)
+        batch |= {"image": self.images(different), "image_of": torch.from_numpy(image_of)}
+        if self.augmented_by is not None:
+            seeds = [[self.augmented_by % 2**63, indices[0].epoch, study] for study in different]
+            batch["draws"] = torch.tensor(np.stack([np.random.default_rng(s).uniform(-1, 1, 6) for s in seeds])).float()
+        return batch
+
+    def images(self, studies: np.ndarray) -> Tensor:
+        """(I, 1, S, S) uint8 of these studies, black for -1."""
+        found = self.data.images[studies]
+        found[studies < 0] = 0
+        return torch.from_numpy(found)[:, None]
+
+
+def tokenize(tokenizer, longest: int, texts: list[str]) -> dict[str, Tensor]:
+    """ids and mask (B, T) of the texts."""
+    tokens = tokenizer(
+        texts, padding=True, pad_to_multiple_of=8, truncation=True, max_length=longest, return_tensors="pt"
+    )
+    return {"ids": tokens["input_ids"], "mask": tokens["attention_mask"]}
+
+
+def augment(image: Tensor, draws: Tensor) -> Tensor:
+    """(I, 1, S, S) and (I, 6) from -1 to 1 -> float (I, 1, S, S): moved a little, with other contrast, in one go.
+
+    Nothing is mirrored, as questions name sides.
+    """
+    x, y, angle, zoom, gain, gamma = (draws * draws.new_tensor(STRENGTH)).unbind(1)
+    cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
+    turn = torch.stack([torch.stack([cos, -sin, 2 * x], 1), torch.stack([sin, cos, 2 * y], 1)], 1)
+    pixels = F.grid_sample(image / 255, F.affine_grid(turn, [*image.shape], align_corners=False), align_corners=False)
+    gain, gamma = (factor.exp().view(-1, 1, 1, 1) for factor in (gain, gamma))
+    return 255 * (gain * pixels.clamp_min(1e-6) ** gamma).clamp_max(1)
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def question_losses(
-    answers: list[Tensor],
-    chexpert: Tensor,
-    batch: dict,
-) -> tuple[Tensor, Tensor]:
-    """(cross-entropy (B,) of each question's own head, binary cross-entropy (B, 14) of each known CheXpert label)."""
+def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tuple[Tensor, Tensor]:
+    """(cross-entropy (B,) of each question's own head, binary cross-entropy (B, 14) of each known label)."""
     entropy = torch.zeros(len(chexpert), device=chexpert.device)
     for place, logits in enumerate(answers):
         asked = batch["head"] == place
-        target = torch.where(asked, batch["target"], 0)
-        losses = F.cross_entropy(logits, target, reduction="none")
-        entropy = entropy + asked * losses
+        entropy = entropy + asked * F.cross_entropy(logits, torch.where(asked, batch["target"], 0), reduction="none")
     bce = F.binary_cross_entropy_with_logits(chexpert, batch["label"], reduction="none")
     return entropy, bce * batch["known"]
 
 
-def count_targets(step: Step) -> list[float]:
-    """[questions of each head..., known CheXpert labels] of this rank's share of a step, on the host."""
-    heads = torch.cat([batch["head"] for batch in step.batches])
-    counts = torch.bincount(heads, minlength=len(HEADS)).tolist()
-    known = 0
-    for batch in step.batches:
-        known += int(batch["known"].sum())
-    return [*counts, known]
+def count_targets(batches: list[dict]) -> list[float]:
+    """[questions of each head..., known CheXpert labels] of this rank's leaves."""
+    heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
+    known = sum(int(batch["known"].sum()) for batch in batches)
+    return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
 
 
-def batch_loss(
-    model: nn.Module,
-    batch: dict,
-    counts: list[float],
-    chexpert_weight: float,
-) -> Tensor:
-    """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
+def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
+    """(loss, answers' part, CheXpert part): a leaf's share of the means over the global batch.
 
-    counts: as count_targets gives them, of all ranks. Each head's cross-entropy is a mean over ITS questions in the
-    global batch, weighted 1/.5/.5/.3; CheXpert's BCE one over the labels that are known. Shares of all ranks and
-    micro-batches add up.
+    counts: of count_targets, of all ranks. Each head's cross-entropy is a mean over ITS questions in the global batch.
     """
-    *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
+    image = augment(batch["image"], batch["draws"]) if "draws" in batch else batch["image"]
+    *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
     entropy, bce = question_losses(answers, chexpert, batch)
-    vqa = chexpert.new_zeros(())
-    for place, head in enumerate(HEADS):
-        asked = batch["head"] == place
-        weighted = HEAD_WEIGHT[head] * (entropy * asked).sum()
-        vqa = vqa + weighted / max(1.0, counts[place])
-    known = max(1.0, counts[-1])
-    labels = bce.sum() / known
-    loss = vqa + chexpert_weight * labels
-
-    # a non-finite loss must give non-finite gradients, which reach every rank: all skip the step together
-    finite = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-    return torch.stack([loss * finite, vqa, labels])
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.AdamW:
-    """A fused AdamW over what is trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-
-
-def make_engine(model: ChestModel, setup: Setup, batch: BatchSize, args: Namespace) -> Engine:
-    """The optimizer, and the engine around the model: torch's, or DeepSpeed's where there is a config for it."""
-    device = model.mean.device
-    if setup.config is None:
-        # not for DeepSpeed, which sends weights as flat bytes: they must be in order
-        if model.mean.is_cuda:
-            model.image.to(memory_format=torch.channels_last)
-        optimizer = make_optimizer(model, args)
-        return TorchEngine(model, optimizer, device, setup.precision, args.grad_clip)
-    config = fill_batch(setup.config, setup.config_path, batch, args.grad_clip, setup.precision)
-    optimizer = make_optimizer(model, args)
-    return DeepSpeedEngine(model, optimizer, config)
-
-
-def training_loader(data: QuestionData, batch: BatchSize, args: Namespace) -> DataLoader:
-    """This rank's share of the training questions; the last step of an epoch takes what is left."""
-    return make_loader(
-        data,
-        batch.size,
-        args.num_workers,
-        args.prefetch_factor,
-        seed=args.seed,
-        accumulation=batch.accumulation,
-        effective_batch_size=batch.total,
-        drop_last=False,
-        questions_per_image=args.questions_per_image,
-    )
-
-
-def train_one_epoch(
-    engine: Engine,
-    loader: DataLoader,
-    training: TrainingRun,
-    args: Namespace,
-) -> None:
-    """Train from the run's position to the end of the epoch, of the run, or to a stop signal.
-
-    Between log lines nothing is read back from the GPU. Raises InputError on all ranks for an unusable image of any.
-    """
-    engine.model.train()
-    _, world_size = world()
-    progress = training.progress
-    batch_size = loader.batch_sampler.batch_size
-    for step in optimizer_steps(loader, training, count=count_targets):
-        factor = schedule(progress.step, training.planned_steps, args.warmup_steps, args.lr_schedule)
-        lr = args.learning_rate * factor
-
-        # ZeRO exchanges in each pass, so every rank makes equally many: what is spare counts nothing
-        weights = pad_passes(step, batch_size)
-
-        # forward and backward: each micro-batch gives its share of the mean over the global batch
-        losses = torch.zeros(3, device=engine.device)
-        for (batch, last), weight in zip(step.micro_batches(), weights, strict=True):
-            batch = to_device(batch, engine.device)
-            if args.augmentation:
-                changes = draw_changes(args.seed, progress.epoch, batch["keys"])
-                batch["image"] = change_images(batch["image"], changes)
-            with training.log.count_flops(step.samples), engine.micro_batch(last):
-                parts = batch_loss(engine.model, batch, step.totals, args.chexpert_weight)
-                parts = parts * weight
-                # both engines average over the ranks; these are shares of a sum, so undo the division
-                engine.backward(parts[0] * world_size)
-            losses += parts.detach()
-
-        # update the weights; a non-finite gradient skips the step on all ranks together
-        grad_norm = engine.update(lr)
-        end_step(training, step, losses, grad_norm, lr)
+    weights = [weight / max(1.0, count) for weight, count in zip(HEAD_WEIGHT.values(), counts[:-1], strict=True)]
+    vqa = sum(weight * (entropy * (batch["head"] == place)).sum() for place, weight in enumerate(weights))
+    labels = bce.sum() / max(1.0, counts[-1])
+    return vqa + chexpert_weight * labels, vqa, labels
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def answer_questions(
-    model: nn.Module,
-    data: QuestionData,
-    batch_size: int,
-    args: Namespace,
-) -> Predictions:
-    """All ranks: answer every question of a split once; a row for each. Raises InputError on all ranks."""
+def answer_questions(model: ChestModel, data: Questions, run: Run, args: Namespace) -> dict[str, np.ndarray]:
+    """All ranks: {column: a value for each question}, in order, the same at any number of ranks.
+
+    given: the class that is answered. probability: (N, most classes) of its head's. bce: summed over known labels.
+    chexpert: (N, 14) probabilities.
+    """
     model.eval()
-    loader = make_loader(data, batch_size, args.num_workers, args.prefetch_factor, train=False)
-
-    # ZeRO-3 gathers weights in each pass, so every rank makes equally many
-    passes = most_passes(len(data), loader.batch_sampler.batch_size)
-    batches = iter(loader)
-    local = []
-    error = ""
-    for _ in with_bar(range(passes), data.split):
-        batch = next(batches, None)
-        has_share = batch is not None
-        if not has_share:
-            batch = data.collate([data[0]])
-        error = error or batch["error"]
-
-        batch = to_device(batch, model.mean.device)
+    tables, most = [], max(map(len, HEADS.values()))
+    for batch in run.batches(make_loader(data, model, run.leaf, args)):
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
-        if has_share:
-            entropy, bce = question_losses(answers, chexpert, batch)
-            local.append(batch_predictions(batch, answers, chexpert, entropy, bce))
-    with agree_on_errors():
-        if error:
-            raise InputError(error)
-    return gather_predictions(local)
+        entropy, bce = question_losses(answers, chexpert, batch)
+        padded = torch.stack([F.pad(x.softmax(1), (0, most - x.shape[1])) for x in answers], 1)
+        probability = padded.gather(1, batch["head"][:, None, None].expand(-1, 1, most))[:, 0]
+        columns = [batch["index"], probability.argmax(1), entropy, bce.sum(1), batch["known"].sum(1)]
+        columns = torch.stack([column.double() for column in columns], 1)
+        # one transfer a batch
+        tables.append(torch.cat([columns, probability, chexpert.sigmoid()], 1).cpu())
+    table = torch.cat(tables).numpy() if tables else np.zeros((0, 5 + most + len(CHEXPERT)))
+    table = np.concatenate(du.gather_objects(table))
+    table = table[table[:, 0] >= 0]
+    table = table[np.argsort(table[:, 0])]
+    if not np.isfinite(table).all():
+        raise RunError("predictions are not finite; lower --lr")
+    columns = {name: data.column(name) for name in ("study", "head", "target", "type", "question")}
+    columns |= {name: table[:, 1 + place] for place, name in enumerate(("given", "entropy", "bce", "known"))}
+    return columns | {"probability": table[:, 5 : 5 + most], "chexpert": table[:, 5 + most :]}
 
 
-def evaluate(
-    model: nn.Module,
-    data: QuestionData,
-    batch_size: int,
-    args: Namespace,
-) -> Evaluation:
-    """All ranks: answer every question of a split, and judge the answers. Raises InputError on all ranks."""
-    predictions = answer_questions(model, data, batch_size, args)
-    return judge(data, predictions, HEAD_WEIGHT, args.chexpert_weight)
+def score(rows: dict[str, np.ndarray], data: Prepared, args: Namespace) -> dict[str, float]:
+    """Rank 0: losses, accuracies and the macro AUROC of answered questions."""
+    return report.score(rows, data.labels, HEAD_WEIGHT, args.chexpert_weight)
 
 
-def test_split(
-    model: nn.Module,
-    sets: dict[str, QuestionData],
-    split: str,
-    thresholds: dict[str, float],
-    batch_size: int,
-    args: Namespace,
-) -> Evaluation:
-    """evaluate(), with decisions at these thresholds, and what is right without the image or the question."""
-    result = evaluate(model, sets[split], batch_size, args)
-    answer = None
-    if args.blind_scores:
-        answer = partial(answer_questions, model, batch_size=batch_size, args=args)
-    return judge_further(result, sets[split], sets["train"], thresholds, answer, args.seed)
+def evaluate(model: ChestModel, data: Questions, run: Run, args: Namespace) -> dict[str, float]:
+    """Loss, accuracy and AUROC of a split, the same on all ranks."""
+    rows = answer_questions(model, data, run, args)
+    metrics = {}
+    # rank 0 computes and tells the others, so that all take the same decisions
+    if run.ranks.is_main:
+        metrics = {f"{data.split}/{name}": value for name, value in score(rows, data.data, args).items()}
+        run.figure(f"{data.split}_answers", report.draw(rows, data.data))
+    return du.broadcast_object(metrics)
+
+
+@torch.no_grad()
+def frozen_features(model: ChestModel, data: Prepared, studies: np.ndarray, run: Run, args: Namespace) -> np.ndarray:
+    """All ranks: mean features (N, width) of these studies' images by the encoder as it was before the training."""
+    trained, model.image = model.image, load_image_encoder(args).to(model.device).eval()
+    try:
+        own = {}
+        for places in EvalBatchSampler(len(studies), max(run.leaf, 32), *du.world()):
+            image = torch.from_numpy(data.images[studies[places]])[:, None].to(model.device)
+            with autocast(model.device, model.precision):
+                features = model.image_features(image).mean(1).float().cpu().numpy()
+            own |= dict(zip(places, features, strict=True))
+    finally:
+        model.image = trained
+    features = {place: row for part in du.gather_objects(own) for place, row in part.items()}
+    return np.stack([features[place] for place in range(len(studies))])
+
+
+def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -> dict[str, float]:
+    """All ranks: the tables of a split with rivals and ablations, its figure and files; returns its metrics."""
+    data = sets[split].data
+    rows = answer_questions(model, sets[split], run, args)
+
+    # the same model without the image, or with another patient's, on some thousand questions
+    places = np.linspace(0, len(sets[split]) - 1, min(len(sets[split]), report.MOST_ABLATED)).astype(np.int64)
+    studies, patients = np.unique(rows["study"]), data.studies["patient"].to_numpy()
+    shown = {"blank_image": np.full(len(patients), -1)}
+    if others := stats.other_cases(patients[studies].tolist(), [""] * len(studies), args.seed):
+        shown["shuffled_image"] = np.arange(len(patients))
+        shown["shuffled_image"][studies] = studies[others]
+    ablations = {}
+    for name, other in shown.items():
+        some = Questions(data, split, args, shown=other, places=sets[split].rows(places))
+        ablations[name] = places, answer_questions(model, some, run, args)
+
+    # rivals are fitted to some training questions and their images
+    fitted = Questions(data, "train", args, report.MOST_FITTED)
+    images = [np.unique(part.column("study")) for part in (fitted, Questions(data, "val", args, report.MOST_FITTED))]
+    features = frozen_features(model, data, np.concatenate([*images, studies]), run, args)
+    metrics = {}
+    with du.agree_on_errors():
+        if run.ranks.is_main:
+            train = {name: fitted.column(name) for name in ("study", "head", "target", "type", "question")}
+            metrics = {f"{split}/{name}": value for name, value in score(rows, data, args).items()}
+            metrics |= report.print_tables(split, rows, data, train, [*images, studies], features, ablations)
+            try:
+                if args.save_predictions:
+                    report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
+                run.figure(f"{split if run.trains else f'eval_{split}'}_answers", report.draw(rows, data))
+            except OSError as error:
+                raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
+    return du.broadcast_object(metrics)
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+def head_for(question: str) -> str:
+    """Which head answers a question, as it begins; the model has one for each kind of answer."""
+    words = question.lower()
+    if "how severe" in words or "severity" in words:
+        return "severity"
+    if words.startswith(("where", "which region", "in which")):
+        return "region"
+    return "category" if words.startswith(("what", "describe", "which")) else "binary"
+
+
+@torch.no_grad()
+def predict(model: ChestModel, run: Run, args: Namespace) -> None:
+    """--predict: an answer with its probability and the findings for each question, and predictions.csv."""
+    asked = tables.list_questions(args.predict, args.question)
+    model.eval()
+    own = {}
+    for places in EvalBatchSampler(len(asked), run.leaf, *du.world()):
+        pixels, usable = [], []
+        for place in places:
+            try:
+                pixels.append(decode(asked[place][0], args.image_size))
+                usable.append(place)
+            except (OSError, ValueError) as error:
+                print(f"warning: {asked[place][0]}: cannot be read ({error}); left out", flush=True)
+        if not usable:
+            continue
+        batch = tokenize(model.tokenizer, model.longest, [asked[place][1] for place in usable])
+        batch = du.to_device(batch | {"image": torch.from_numpy(np.stack(pixels))[:, None]}, model.device)
+        image_of = torch.arange(len(usable), device=model.device)
+        *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], image_of)
+        for row, place in enumerate(usable):
+            head = args.head or head_for(asked[place][1])
+            probability = answers[list(HEADS).index(head)][row].softmax(0).cpu().numpy()
+            own[place] = (head, probability, chexpert[row].sigmoid().cpu().numpy())
+    found = {place: record for part in du.gather_objects(own) for place, record in part.items()}
+    if not found:
+        raise InputError(f"{args.predict}: no image can be read; check --predict")
+    if run.ranks.is_main:
+        report.write_answers(run.folder, asked, found, run.checkpoint["trained_labels"])
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def trial_step(model: ChestModel, size: int, args: Namespace) -> None:
-    """Forward and backward pass of a micro-batch of the longest questions; the gradients stay in the model."""
-    batch = largest_batch(size, args.image_size, args.max_question_length)
-    batch = to_device(batch, model.mean.device)
-    counts = [size] * (len(HEADS) + 1)
-    losses = batch_loss(model.train(), batch, counts, args.chexpert_weight)
-    losses[0].backward()
+def make_loader(data: Questions, model: ChestModel, batch_size: int, args: Namespace, **options) -> DataLoader:
+    """A loader of a data set; for evaluation unless `train` is among the options of create_distributed_dataloader."""
+    data.tokenizer = model.tokenizer, model.longest
+    if args.num_workers:
+        options["prefetch_factor"] = args.prefetch_factor
+    options = {"train": False, "seed": args.seed, "num_workers": args.num_workers} | options
+    return du.create_distributed_dataloader(data, batch_size, collate_fn=data.batch, **options)
 
 
-def checkpoint_contents(engine: Engine, batch: BatchSize, precision: str, this_run: dict, asked: dict) -> dict:
-    """All ranks: what a checkpoint holds beside position, log and random state; the same from every engine.
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Fused AdamW; norms and biases do not decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": args.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
 
-    this_run: what may not differ where the run is resumed. asked: see describe_training.
+
+def largest_batch(model: ChestModel, size: int, side: int | None = None) -> dict:
+    """A made-up batch of the longest questions, each about an image of its own."""
+    side = side or model.side
+    ids = torch.ones(size, model.longest, dtype=torch.long)
+    batch = {"ids": ids, "mask": torch.ones_like(ids), "head": torch.arange(size) % len(HEADS)}
+    batch |= {"target": torch.zeros(size, dtype=torch.long), "image_of": torch.arange(size)}
+    batch |= {"label": torch.zeros(size, len(CHEXPERT)), "known": torch.ones(size, len(CHEXPERT), dtype=torch.bool)}
+    return batch | {"image": torch.zeros(size, 1, side, side, dtype=torch.uint8)}
+
+
+def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
+    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    counts = [len(batch["ids"])] * (len(HEADS) + 1)
+    batch_loss(model.train(), du.to_device(batch, model.device), counts, args.chexpert_weight)[0].backward()
+
+
+def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
+    """--auto_optimize: what no flag and no file says, from the guide's table; returns {flag: value} of those.
+
+    memory (GiB) and compute capability are those of the smallest GPU, None without one. node: cores, RAM in GiB and
+    processes of a machine.
     """
-    return {
-        "format": FORMAT,
-        "model": deepspeed_utils.full_weights(engine.module),
-        "optimizer": deepspeed_utils.full_optimizer_state(engine.module, engine.optimizer),
-        "scaler": engine.scaler_state(),
-        "run": this_run,
-        "precision": precision,
-        "split": batch.record(),
-        "training": asked,
-    }
+    cores, ram, processes = node
+    table = hardware_utils.settings_for(
+        world_size, memory, compute, cores, ram, zero.is_installed(), args.batch_size, processes
+    )
+    values = dict(DEFAULTS)
+    if args.auto_optimize:
+        values |= {name: table[name] for name in values.keys() & table.keys()}
+        values |= {"batch_size": table["batch_size_per_gpu"], "zero_stage": table["zero_stage"] or 2}
+        values["num_workers"] = table["dataloader_num_workers"] // processes
+    if args.dataloader_num_workers is not None:
+        values["num_workers"] = args.dataloader_num_workers // processes
+    chosen = {name: value for name, value in values.items() if getattr(args, name, None) is None}
+    for name, value in chosen.items():
+        setattr(args, name, value)
+    return chosen
 
 
-def run(args: Namespace, ranks: Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun = time.time()
-    run_folder = Path(args.output_dir)
-    if args.predict:
-        return predict(build_model, FORMAT, args, ranks)
-    setup = choose_setup(args, ranks)
-    index = open_questions(args)
+def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
+    """All ranks: fill_settings for the weakest machine."""
+    memory = compute = None
+    if ranks.device.type == "cuda":
+        card = torch.cuda.get_device_properties(ranks.device)
+        memory, compute = card.total_memory / GIB, float(f"{card.major}.{card.minor}")
+    nodes, *facts = zip(
+        *du.gather_objects(
+            (platform.node(), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb())
+        ),
+        strict=True,
+    )
+    memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in facts)
+    return fill_settings(args, ranks.world_size, memory, compute, (cores, ram, max(map(nodes.count, nodes))))
 
-    # the split that is used must have questions
-    with agree_on_errors():
-        check_split(index, args.eval_split if args.eval_only else "train", args.mimic_cxr_path, args.mimic_qa_path)
-    if ranks.is_main:
-        print_index(index.facts)
 
-    # the run folder is ours from here on, where this is a training
-    lock = None
-    if not args.eval_only:
-        may_exist = bool(args.resume_from) or args.overwrite
-        lock = lock_run_folder(run_folder, may_exist, overwrite=args.overwrite)
-    checkpoint = open_checkpoint(run_folder, args.resume_from, args.eval_only, FORMAT)
-    with agree_on_errors():
-        model, tokenizer = build_model(args, setup.precision, ranks.device)
-        if checkpoint:
-            load_trained(model, checkpoint["model"])
+def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
+    """(whether DeepSpeed trains, why), as the guide's diagram has it. Raises InputError where it is not installed."""
+    if args.use_ddp or args.eval_only or args.predict:
+        return False, "--use_ddp" if args.use_ddp else "no training"
+    if args.use_deepspeed or args.deepspeed_config or args.enabled:
+        if not zero.is_installed():
+            raise InputError("--use_deepspeed: DeepSpeed is not installed; pip install deepspeed, or --use_ddp")
+        return True, "as asked"
+    if ranks.world_size == 1 or args.enabled is False or not args.auto_optimize:
+        return False, "one process" if ranks.world_size == 1 else "no DeepSpeed asked for"
+    return zero.is_installed(), "2 processes or more" if zero.is_installed() else "DeepSpeed is not installed"
+
+
+def read_engine(args: Namespace) -> dict:
+    """DeepSpeed's config: a file that is named as it stands, ours without what the hardware does not need."""
+    named = args.deepspeed_config
+    file = "deepspeed_zero3.json" if (args.stage or args.zero_stage) == 3 else "deepspeed_config.json"
+    config = zero.read_zero_config(named or str(Path(__file__).parent / "configs" / file))
+    if not named:
+        if args.stage:
+            config["zero_optimization"]["stage"] = args.stage
+        if not args.offload_optimizer:
+            config["zero_optimization"].pop("offload_optimizer", None)
+    if args.compile and config["zero_optimization"]["stage"] == 3:
+        raise InputError("--compile: does not go with ZeRO-3; leave it out, or use stage 1 or 2")
+    return config
+
+
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, validate, keep the best, test it; or --eval_only, or --predict. Returns the exit code."""
+    device = ranks.device
+    # a file that the user names may ask for recomputed activations and a precision
+    asked_for = args.gradient_checkpointing
+    from_hardware = settings_of_job(args, ranks)
+    config = {}
+    with du.agree_on_errors():
+        use_deepspeed, engine_reason = choose_engine(args, ranks)
+        if use_deepspeed:
+            config = read_engine(args)
+    if args.deepspeed_config and asked_for is None:
+        args.gradient_checkpointing = "activation_checkpointing" in config
+    wanted = args.mixed_precision
+    if wanted == "auto" and device.type == "cuda":
+        enabled = {name: config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
+        wanted = next((name for name, value in enabled.items() if value is True), wanted)
+        wanted = {True: "fp16", False: "no", None: wanted}[args.fp16]
+    precision, reason = choose_precision(wanted, device)
+    remark = set_numerics(device, precision, args.deterministic)
+
+    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    data = None
+    with du.agree_on_errors():
+        if not args.predict:
+            data = open_prepared(Path(args.data_path))
+            if args.image_size not in (None, data.facts["image_size"]):
+                made = f"{args.data_path} has images of {data.facts['image_size']}"
+                raise InputError(
+                    f"--image_size {args.image_size}: {made}; prepare others: tools.prepare_data mimic_cxr"
+                )
+            args.image_size = data.facts["image_size"]
+    run = (zero.ZeroRun if use_deepspeed else Run)(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    run.config = config
+    with du.agree_on_errors():
+        model = build_model(args, precision, device)
+        model.side = args.image_size
+        if run.checkpoint:
+            checkpoint.load_trained(model, run.checkpoint["model"])
         elif args.pretrained_weights:
             load_pretrained(model, args.pretrained_weights)
-
-        # the questions of each split
-        sets = open_sets(
-            index,
-            args.mimic_cxr_path,
-            tokenizer,
-            args.image_size,
-            args.cache_gb,
-            args.max_question_length,
-            args.chexpert_uncertain,
-            args.max_samples,
-        )
-        note_trained_labels(sets, checkpoint)
-        limit_questions(sets, args.eval_max_samples, args.seed)
-
-    # evaluate, or train
-    if args.eval_only:
-        test = partial(test_split, model, sets, args.eval_split, batch_size=args.batch_size, args=args)
-        data = sets[args.eval_split]
-        evaluate_only(test, data, run_folder, args.resume_from, checkpoint["step"], args.save_predictions)
+    if args.predict:
+        predict(model, run, args)
         return 0
-    if ranks.launcher == "python" and torch.cuda.device_count() > 1:
-        print_main(f"{torch.cuda.device_count()} GPUs are here and one is used: --world_size, or the launcher")
-    code = fit(model, sets, checkpoint, setup, args, ranks)
-    print_main(f"{time.time() - begun:.0f} seconds in all")
-    del lock
-    return code
+    limits = {"train": args.max_samples, "val": args.eval_samples, "test": args.max_samples}
+    sets = {name: Questions(data, name, args, limit) for name, limit in limits.items()}
+    needed = args.eval_split if args.eval_only else "train"
+    if not len(sets[needed]):
+        raise InputError(f"{args.data_path}: no questions of the {needed} split; prepare the data with some")
+    if args.eval_only:
+        run.write_summary(f"eval_{needed}", test(model, sets, needed, run, args))
+        return 0
 
+    # the step and its leaves
+    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size), args))
+    options = {"train": True, "effective_batch_size": run.effective, "shares": run.shares}
+    if args.questions_per_image > 1:
+        options["groups"] = ImageGroups(sets["train"].column("study"), args.questions_per_image)
+    loader = make_loader(sets["train"], model, run.leaf, args, **options)
+    if device.type == "cuda" and not use_deepspeed:
+        # DeepSpeed sends weights as flat bytes: they must be in order
+        model.image.to(memory_format=torch.channels_last)
+    optimizer = make_optimizer(model, args)
+    steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
+    facts = {
+        "training questions": len(sets["train"]),
+        "questions per image": args.questions_per_image,
+        "augmentation": args.augmentation,
+    }
+    zero_config = config.get("zero_optimization", {})
+    offloaded = ", optimizer on the CPU" if "offload_optimizer" in zero_config else ""
+    engine = f"DeepSpeed ZeRO-{zero_config.get('stage')}{offloaded}" if use_deepspeed else "torch"
+    notes = {
+        "engine": f"{engine} ({engine_reason})",
+        "from hardware": ", ".join(f"{name} {value}" for name, value in from_hardware.items()) or "nothing",
+        "learning rate": f"{args.learning_rate:g}, {args.lr_schedule}, not scaled with the GPUs",
+        "precision": f"{precision} ({reason}) {remark}".strip(),
+        "questions": ", ".join(f"{len(some):,} {name}" for name, some in sets.items()),
+    }
+    extra = {"trained_labels": report.trained_labels(data)}
+    wrapped = run.begin(model, optimizer, precision, steps, ["loss", "loss_vqa", "loss_chexpert"], facts, notes, extra)
 
-def facts_of_run(loader: DataLoader, args: Namespace) -> dict:
-    """What may not differ where a run is resumed."""
-    sampler = loader.batch_sampler
-    facts = {"training_questions": len(loader.dataset), "effective_batch_size": sampler.effective_batch_size}
-    facts |= order_facts(sampler, args.questions_per_image)
-    facts["augmentation"] = args.augmentation
-    if args.table:
-        facts["categories"] = "; ".join(args.categories)
-    return facts
+    with run:
+        while not run.is_over():
+            model.train()
+            for step in run.steps(loader, count=count_targets):
+                for batch in step.leaves():
+                    step.backward(*batch_loss(wrapped, batch, step.totals, args.chexpert_weight))
+                step.update(
+                    args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, args.lr_schedule)
+                )
+            if run.stopped:
+                return run.save_and_stop()
+            metrics = evaluate(model, sets["val"], run, args) if len(sets["val"]) else {}
+            run.keep(metrics, headline="val/vqa_accuracy")
 
-
-def fit(model: ChestModel, sets: dict, checkpoint: dict | None, setup: Setup, args: Namespace, ranks: Ranks) -> int:
-    """Train, validate each epoch, keep checkpoints, test the best; returns the exit code."""
-    begun = time.time()
-    run_folder = Path(args.output_dir)
-    batch = choose_batch_size(partial(trial_step, model, args=args), model, setup.config, checkpoint, args)
-    loader = training_loader(sets["train"], batch, args)
-    effective_batch_size = loader.batch_sampler.effective_batch_size
-    planned_steps = args.epochs * loader.batch_sampler.steps_per_epoch()
-    last_step = min(args.max_steps or planned_steps, planned_steps)
-
-    # what a checkpoint tells of the run and its questions
-    this_run = facts_of_run(loader, args)
-    with agree_on_errors():
-        asked = describe_training(sets["train"])
-
-    # begin, or go on where the checkpoint stands
-    progress = ValidatedProgress()
-    seed_ranks(args.seed)
-    if checkpoint:
-        resume(progress, checkpoint, this_run, run_folder)
-    if args.compile:
-        model.compile()
-    engine = make_engine(model, setup, batch, args)
-    if checkpoint:
-        engine.restore(checkpoint)
-        restore_rng(checkpoint["rng"])
-
-    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
-    log.open(args, checkpoint)
-
-    # where it stands and ends, and what is kept when
-    training = TrainingRun(
-        run_folder=run_folder,
-        progress=progress,
-        last_step=last_step,
-        planned_steps=planned_steps,
-        effective_batch_size=effective_batch_size,
-        precision=setup.precision,
-        log=log,
-        contents=partial(checkpoint_contents, engine, batch, setup.precision, this_run, asked),
-        model=model,
-        **safety_flags(args),
-    )
-    training.eval_epochs, training.eval_steps = split_interval(args.eval_every)
-
-    # train, and test what was best
-    prepare_checkpoint(model)
-    print_start("MIMIC-CXR", ranks, training, describe_run(model, sets, batch, setup, training, args))
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation_flag, args.auto_batch, ranks.device)
-    with training, closing(log), closing(engine), explain_out_of_memory(advice):
-        code, sizes = train(engine, loader, training, sets, args)
-        if code:
-            return code
-        best_step = test_best(model, sets, training, sizes, batch.size, args)
-        finish_run(training, begun, {"best_step": best_step} | (progress.best_metrics or {}))
-        export_run(run_folder, "best.pt" if len(sets["val"]) else "last.pt", FORMAT)
-        say_where(run_folder)
+        # the best weights, or the last where nothing was validated
+        run.load_best(model)
+        run.finish(test(model, sets, "test", run, args) if len(sets["test"]) else {})
     return 0
 
 
-def train(
-    engine: Engine,
-    loader: DataLoader,
-    training: TrainingRun,
-    sets: dict[str, QuestionData],
-    args: Namespace,
-) -> tuple[int, dict[str, int]]:
-    """All epochs, with the validations; (exit code of a stop signal or 0, group_sizes of the last validation)."""
-    progress = training.progress
-    sizes: dict[str, int] = {}
-    say_if_finished(training, "--epochs")
-    if progress.step == 0:
-        seed = args.seed if args.augmentation else None
-        training.log.figures(lambda: {"inputs": draw_inputs(sets["train"], seed)}, 0)
-
-    # a checkpoint that is resumed may be followed by an evaluation
-    evaluates_first = training.pauses()
-    while True:
-        if not evaluates_first:
-            train_one_epoch(engine, loader, training, args)
-        evaluates_first = False
-        if code := end_epoch(training):
-            return code, sizes
-
-        epoch_complete = progress.samples >= loader.batch_sampler.used
-        planned = training.plans_evaluation(epoch_complete)
-        ends = progress.step >= training.last_step
-        if len(sets["val"]) and (planned or ends):
-            batch_size = loader.batch_sampler.batch_size
-            result = evaluate(engine.module, sets["val"], batch_size, args)
-            sizes = result.sizes
-            log_validation(sets["val"], result, training)
-
-            # the best is that of the highest accuracy
-            if keep_best(training, result.metrics["val/vqa_accuracy"], planned):
-                keep_validation(sets["val"], result, training, args.save_predictions)
-        if (epoch_complete or ends) and not next_epoch(training):
-            return 0, sizes
-
-
-def test_best(
-    model: nn.Module,
-    sets: dict[str, QuestionData],
-    training: TrainingRun,
-    sizes: dict[str, int],
-    batch_size: int,
-    args: Namespace,
-) -> int:
-    """Load best.pt and print its metrics of the validation (of these sizes) and of the test; returns its step."""
-    best_step = training.progress.step
-    name = "the last weights (there are no validation questions)"
-    if len(sets["val"]):
-        best = load_checkpoint(str(training.run_folder / "best.pt"), training.run_folder, FORMAT)
-        deepspeed_utils.put_weights(model, best["model"])
-        best_step = best["step"]
-        name = "best.pt"
-    for data in (sets["val"], sets["test"]):
-        if not len(data):
-            continue
-        # best.pt was validated and logged when it was chosen, but not by an earlier version
-        metrics = training.progress.best_metrics if data.split == "val" else None
-        if metrics is None:
-            thresholds = thresholds_of(training.progress.best_metrics, bool(len(sets["val"])))
-            result = test_split(model, sets, data.split, thresholds, batch_size, args)
-            metrics = result.metrics
-            sizes = result.sizes
-            # the row stands at the last step, but its weights may be older
-            metrics["best_step"] = best_step
-            log_evaluation(data, result, training)
-            if args.save_predictions:
-                keep_predictions(training.run_folder, data, result, thresholds)
-        if world()[0] == 0:
-            print_metrics(name_split(data, name), metrics, sizes)
-    return best_step
-
-
 def main(args: Namespace) -> int:
-    if args.rehearse:
-        rehearse_model(build_model, make_engine, trial_step, args)
-    launch_workers(args.world_size or 1)
+    du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with setup_distributed(timeout=args.dist_timeout) as ranks:
-        if not args.eval_only and (args.use_deepspeed or is_given(args, "deepspeed_config")):
-            prepare_deepspeed(ranks)
-
-        # --auto_optimize sets the batch on the way
-        def advice() -> str:
-            asked = asked_batch(args)
-            return out_of_memory_advice(asked.size, asked.accumulation_flag, args.auto_batch, ranks.device)
-
-        with explain_out_of_memory(advice):
-            return run(args, ranks)
+    if not torch.cuda.device_count():
+        # DeepSpeed would search for a GPU and warn
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with du.setup_distributed(args.dist_timeout) as ranks:
+        return run_task(args, ranks)
 
 
 if __name__ == "__main__":

@@ -765,28 +765,11 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
-def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
-    """(image, question) of --predict: one image, all images of a folder, or a CSV's rows with paths from its folder."""
-    path = Path(predict)
-    if path.suffix.lower() == ".csv":
-        table = tables.read_table(path)
-        image = tables.find_column(table, "image")
-        for source, row in table:
-            if not (row.get("question") or question):
-                raise InputError(f"{source}: no question; complete the row or give --question")
-        return [(path.parent / row[image], row.get("question") or question) for _, row in table]
-    found = [path] if path.is_file() else sorted(path.rglob("*"))
-    found = [file for file in found if file == path or file.suffix.lower() in images.IMAGE_ENDINGS]
-    if not found:
-        raise InputError(f"{path}: no image there; check --predict")
-    return [(file, question) for file in found]
-
-
 @torch.no_grad()
 def predict(model: PRSMed, run: Run, args: Namespace) -> None:
     """--predict: masks and answers in <run folder>/predictions, or predictions_2 where that holds earlier ones."""
     asked, opened = [], {}
-    for file, question in list_questions(args.predict, args.question):
+    for file, question in tables.list_questions(args.predict, args.question):
         try:
             opened[file] = opened.get(file) or images.open_image(file)
             asked.append((file, question))

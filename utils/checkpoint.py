@@ -239,13 +239,13 @@ def find_named(path: Path) -> Path:
     return found
 
 
-def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], source: str = "--resume_from") -> None:
     """Put the weights of trained_state into an unwrapped model. Raises InputError where a name or shape differs."""
     state = model.state_dict()
     unlike = [name for name in weights if name not in state or state[name].shape != weights[name].shape]
     wrong = sorted(trained_state(model).keys() - weights.keys()) + unlike
     if wrong:
-        raise InputError(f"--resume_from: checkpoint of another model ({wrong[0]}); give the flags it was trained with")
+        raise InputError(f"{source}: checkpoint of another model ({wrong[0]}); give the flags it was trained with")
     model.load_state_dict(weights, strict=False)
 
 

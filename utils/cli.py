@@ -82,11 +82,13 @@ class Parser(argparse.ArgumentParser):
     Every flag needs a default: a script must start without any.
     """
 
-    def __init__(self, doc: str):
+    def __init__(self, doc: str, sections: tuple[str, ...] = ()):
+        """doc: a line, and examples. sections: keys of a --config file below which flags stand, as in a guide."""
         description, _, examples = doc.partition("\n")
         super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
         self.add_argument("--config", metavar="FILE", help="YAML or JSON that sets any flag; the command line wins")
         self.source = ""
+        self.sections = sections
 
     def error(self, message: str):
         unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
@@ -114,7 +116,11 @@ class Parser(argparse.ArgumentParser):
     def config_words(self, path: str) -> list[str]:
         """A config file as the words of a command line, so that both are checked alike."""
         words = []
-        for key, value in read_config(path).items():
+        values = read_config(path)
+        for section in self.sections:
+            inner = values.pop(section, None)
+            values |= inner if isinstance(inner, dict) else {}
+        for key, value in values.items():
             flag = f"--{key}"
             if key == "script":
                 # args.yaml of a run names its script beside the flags

@@ -21,14 +21,15 @@ def open_image(path: str | Path) -> Image.Image:
     return open_upright(path).convert("RGB")
 
 
-def open_upright(path: str | Path, window: Window | None = None) -> Image.Image:
+def open_upright(path: str | Path, window: Window | None = None, side: int | None = None) -> Image.Image:
     """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
 
     Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
-    Raises OSError or ValueError for a file that cannot be opened.
+    side: a JPEG may be decoded at a reduced scale at which both its edges have so many pixels, which is faster. Raises
+    OSError or ValueError for a file that cannot be opened.
     """
     try:
-        return _open_dicom(path, window) if is_dicom(path) else _open_picture(path, window)
+        return _open_dicom(path, window) if is_dicom(path) else _open_picture(path, window, side)
     except OSError:
         raise
     except Exception as error:
@@ -36,8 +37,10 @@ def open_upright(path: str | Path, window: Window | None = None) -> Image.Image:
         raise ValueError(str(error) or type(error).__name__) from None
 
 
-def _open_picture(path: str | Path, window: Window | None) -> Image.Image:
+def _open_picture(path: str | Path, window: Window | None, side: int | None) -> Image.Image:
     with Image.open(path) as image:
+        if side:
+            image.draft(None, (side, side))
         if image.format == "TIFF" and image.n_frames > 1:
             raise ValueError(f"a TIFF of {image.n_frames} pages; write each to its own file")
         # a damaged EXIF block says nothing about the orientation

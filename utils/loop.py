@@ -49,8 +49,12 @@ class Run:
 
     The order of calls: Run(), choose_batch(), begin(), then `with run:` steps(), keep() and finish(). After
     choose_batch() `effective` and `leaf` are the samples of a step over all ranks and those of one forward pass, and
-    `shares` says how the ranks divide a step's leaves.
+    `shares` says how the ranks divide a step's leaves. A subclass may bring another engine than torch's: see wrap() and
+    the methods under "the engine".
     """
+
+    # whether all ranks must make equally many passes in a step
+    equal_passes = False
 
     def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str, model_flags: tuple[str, ...] = ()):
         """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before begin().
@@ -166,6 +170,7 @@ class Run:
                 raise InputError(f"--resume_from: {before}, now {value}; give the same again")
         self.facts["leaf"] = self.leaf
         self.extra = extra or {}
+        self.precision = precision
         self.planned_steps = planned_steps
         self.last_step = min(args.max_steps or planned_steps, planned_steps)
 
@@ -175,9 +180,7 @@ class Run:
         if saved:
             self.position = Position(**saved["position"])
             checkpoint.load_trained(model, saved["model"])
-            checkpoint.restore_optimizer(optimizer, saved["optimizer"])
-            if self.scaler.is_enabled():
-                self.scaler.load_state_dict(saved["scaler"])
+            self.restore_optimizer(saved)
 
         best_counts = False
         with du.agree_on_errors():
@@ -213,6 +216,8 @@ class Run:
             model.compile()
         return self.wrap()
 
+    # --- the engine: torch's own --------------------------------------------------------------------------------------
+
     def wrap(self) -> nn.Module:
         """All ranks: the model in DDP, or exact sums of its gradients; again where other weights are to be trained."""
         if self.exact:
@@ -224,6 +229,61 @@ class Run:
             self.exact = du.ExactSum(self.model)
         self.wrapped = self.model if self.exact else du.wrap_in_ddp(self.model, self.ranks.device)
         return self.wrapped
+
+    def restore_optimizer(self, saved: dict) -> None:
+        """Put a checkpoint's moments and loss scale into the optimizer, before wrap()."""
+        checkpoint.restore_optimizer(self.optimizer, saved["optimizer"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(saved["scaler"])
+
+    @contextlib.contextmanager
+    def around_leaf(self, last: bool) -> Iterator[None]:
+        """Around the passes of a leaf; last: of this rank in the step, after which gradients are exchanged."""
+        if self.exact:
+            self.exact.shift = du.SHIFT * (self.scaler._scale.double() if self.scaler.is_enabled() else 1)
+            self.exact.begin_leaf(last)
+        quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
+        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
+            yield
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Add the gradients of this rank's part of a sum over the ranks."""
+        # DDP averages over the ranks, so undo the division
+        ranks = 1 if self.exact else du.world()[1]
+        self.scaler.scale(loss * ranks).backward()
+
+    def update_weights(self, lr: float) -> tuple[Tensor, Tensor]:
+        """Clip the gradients and update the weights; (gradient norm before clipping, 1 where the step was skipped)."""
+        optimizer = self.optimizer
+        if self.exact:
+            self.exact.finish()
+        self.scaler.unscale_(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        grad_norm = nn.utils.clip_grad_norm_(parameters, self.args.grad_clip or math.inf)
+        skipped = 1.0 - grad_norm.isfinite().float()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if self.scaler.is_enabled():
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            # what GradScaler hands to a fused optimizer, which then skips on the device
+            optimizer.grad_scale, optimizer.found_inf = None, skipped
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return grad_norm, skipped
+
+    def weights(self) -> dict[str, Tensor]:
+        """All ranks: what a checkpoint holds of the model, see checkpoint.trained_state."""
+        return checkpoint.trained_state(self.model, self.frozen)
+
+    def engine_state(self) -> dict:
+        """All ranks: what a checkpoint holds of the optimizer and the loss scale."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def put_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """All ranks: overwrite the weights of the plain model; the training does not go on from them."""
+        checkpoint.load_trained(model, weights)
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +329,8 @@ class Run:
                 self.profiler.start()
             self.epoch_over = self.read >= sampler.num_samples
 
-            yield Step(self, samples, numbers, batches, totals)
+            passes = sampler.most_leaves(position.samples) if self.equal_passes else len(batches)
+            yield Step(self, samples, numbers, batches, totals, passes)
 
             if self.profiler and position.step == last:
                 self.profiler.stop()
@@ -333,7 +394,7 @@ class Run:
         """
         position = (self.position.step, self.position.epoch)
         if self.saved != position:
-            weights = checkpoint.trained_state(self.model, self.frozen)
+            weights = self.weights()
             du.check_same_weights(weights)
             contents = {
                 "format": self.format,
@@ -343,10 +404,8 @@ class Run:
                 "position": asdict(self.position),
                 "log": self.log.state(),
                 "model": weights,
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
             }
-            self.writer.save(contents | self.extra, best)
+            self.writer.save(contents | self.engine_state() | self.extra, best)
             self.saved, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
@@ -402,7 +461,7 @@ class Run:
             if self.position.best is None:
                 return self.position.step
             best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
-        checkpoint.load_trained(model, best["model"])
+        self.put_weights(model, best["model"])
         return best["step"]
 
     def figure(self, name: str, figure) -> None:
@@ -425,11 +484,10 @@ class Run:
         facts = {"steps": self.position.step, "epochs": self.position.epoch, "world_size": self.ranks.world_size}
         facts |= self.facts | self.position.best_metrics | (tested or {})
         summary = self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)}
+        weights = self.weights()
         with du.agree_on_errors():
             try:
-                checkpoint.export_weights(
-                    checkpoint.trained_state(self.model, self.frozen), self.folder / "model.safetensors"
-                )
+                checkpoint.export_weights(weights, self.folder / "model.safetensors")
                 self.write_summary("summary", summary)
                 if self.ranks.is_main:
                     self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
@@ -471,7 +529,8 @@ class Step:
     """One optimizer step: what this rank computes of it.
 
     samples: of all ranks. numbers: of this rank's leaves in the step; none where it has no share, and the one batch it
-    computes all the same, as DDP needs, counts nothing. totals: what `count` gave, summed over the ranks.
+    computes all the same, as DDP needs, counts nothing. totals: what `count` gave, summed over the ranks. passes: that
+    this rank makes; those beyond its leaves repeat the last batch and count nothing.
     """
 
     run: Run
@@ -479,19 +538,19 @@ class Step:
     numbers: range
     batches: list
     totals: list[float]
+    passes: int
     losses: Tensor | int = 0
+    weight: float = 1.0
 
     def leaves(self) -> Iterator:
-        """The batch of each leaf on the device, with the leaf's own noise; DDP exchanges gradients after the last."""
+        """The batch of each leaf on the device, with the leaf's own noise; gradients are exchanged after the last."""
         run = self.run
-        for number, batch in zip(self.numbers or [0], self.batches, strict=True):
-            last = batch is self.batches[-1]
-            seed_noise(run.ranks.device, run.args.seed, run.position.step, number)
-            if run.exact:
-                run.exact.shift = du.SHIFT * (run.scaler._scale.double() if run.scaler.is_enabled() else 1)
-                run.exact.begin_leaf(last)
-            quiet = isinstance(run.wrapped, DistributedDataParallel) and not last
-            with run.wrapped.no_sync() if quiet else contextlib.nullcontext():
+        for number in range(self.passes):
+            self.weight = float(number < len(self.numbers))
+            batch = self.batches[min(number, len(self.batches) - 1)]
+            leaf = self.numbers[number] if self.weight else 0
+            seed_noise(run.ranks.device, run.args.seed, run.position.step, leaf)
+            with run.around_leaf(last=number == self.passes - 1):
                 yield du.to_device(batch, run.ranks.device)
 
     def backward(self, *losses: Tensor, through: Tensor | None = None) -> None:
@@ -500,36 +559,17 @@ class Step:
         through: what is differentiated instead, where the loss has no parts that add up. A non-finite loss gives
         non-finite gradients, which reach every rank: all skip the step together.
         """
-        weight = float(len(self.numbers) > 0)
-        finite = torch.where(losses[0].detach().isfinite(), weight, torch.nan)
-        # DDP averages over the ranks; these are parts of a sum, so undo the division
-        ranks = 1 if self.run.exact else du.world()[1]
-        self.run.scaler.scale((losses[0] if through is None else through) * finite * ranks).backward()
-        self.losses = self.losses + du.on_grid(torch.stack([loss.detach() for loss in losses]) * weight)
+        finite = torch.where(losses[0].detach().isfinite(), self.weight, torch.nan)
+        self.run.differentiate((losses[0] if through is None else through) * finite)
+        self.losses = self.losses + du.on_grid(torch.stack([loss.detach() for loss in losses]) * self.weight)
 
     def update(self, lr: float) -> None:
         """Clip the gradients, update the weights at this learning rate, count the step and log it.
 
         A non-finite gradient leaves the weights alone. Nothing is read back from the GPU but every log interval.
         """
-        run, args, optimizer = self.run, self.run.args, self.run.optimizer
-        if run.exact:
-            run.exact.finish()
-        run.scaler.unscale_(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        grad_norm = nn.utils.clip_grad_norm_(parameters, args.grad_clip or math.inf)
-        skipped = 1.0 - grad_norm.isfinite().float()
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if run.scaler.is_enabled():
-            run.scaler.step(optimizer)
-            run.scaler.update()
-        else:
-            # what GradScaler hands to a fused optimizer, which then skips on the device
-            optimizer.grad_scale, optimizer.found_inf = None, skipped
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+        run, args = self.run, self.run.args
+        grad_norm, skipped = run.update_weights(lr)
         position = run.position
         position.step += 1
         position.samples += self.samples

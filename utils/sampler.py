@@ -6,7 +6,7 @@ and ranks take whole leaves: how many ranks there are changes who computes a lea
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -52,28 +52,48 @@ class ImageGroups:
     """Questions of one image together: an order of an epoch in which a step encodes an image once for all of them.
 
     By (seed, epoch) an image's questions are shuffled and cut into groups of at most `size`, and then all groups are
-    shuffled. The order of the epoch is kept, 8 bytes for each question.
+    shuffled. In memory are 8 bytes for each group, and for each question where an image's are not side by side.
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
-        """image_of: integers (N,) from 0, which image each question is about."""
-        self.image_of, self.size = image_of, size
+        """image_of: integers (N,), which image each question is about."""
+        self.size, self.sorted = size, None
+        starts = self._starts(image_of)
+        if len(np.unique(image_of[starts])) < len(starts):
+            self.sorted = np.argsort(image_of, kind="stable")
+            starts = self._starts(image_of[self.sorted])
+        # of each image: its first question, how many there are, and the groups up to its last
+        self.first, self.questions = starts, np.diff(starts, append=len(image_of))
+        self.last_group = np.cumsum(-(-self.questions // size))
         self.epoch: tuple[int, int] | None = None
+
+    @staticmethod
+    def _starts(image_of: np.ndarray) -> np.ndarray:
+        return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
+
+    def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(image, questions of it in earlier groups, questions in this group) of each group."""
+        image = np.searchsorted(self.last_group, groups, "right")
+        before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
+        return image, before, np.minimum(self.questions[image] - before, self.size)
 
     def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """The questions at some places of the epoch; int64 in and out."""
+        count = self.last_group[-1]
         if self.epoch != (seed, epoch):
-            rng = np.random.default_rng([seed % 2**63, epoch])
-            questions = rng.permutation(len(self.image_of))
-            questions = questions[np.argsort(self.image_of[questions], kind="stable")]
-            # a group begins with an image, and after `size` questions of it
-            image = self.image_of[questions]
-            place = np.arange(len(image))
-            first = np.maximum.accumulate(np.where(np.diff(image, prepend=-1) != 0, place, 0))
-            group = np.cumsum((place - first) % self.size == 0) - 1
-            self.epoch_order = questions[np.argsort(rng.permutation(group[-1] + 1)[group], kind="stable")]
-            self.epoch = (seed, epoch)
-        return self.epoch_order[places]
+            # where each of the shuffled groups ends
+            parts = np.array_split(np.arange(count), count // 2**20 + 1)
+            sizes = [self._describe(permute(part, count, seed, epoch))[2] for part in parts]
+            self.ends, self.epoch = np.cumsum(np.concatenate(sizes)), (seed, epoch)
+        shuffled, group_of = np.unique(np.searchsorted(self.ends, places, "right"), return_inverse=True)
+        images, before, size = self._describe(permute(shuffled, count, seed, epoch))
+        within = places - (self.ends[shuffled] - size - before)[group_of]
+        questions = np.empty_like(places)
+        for image in np.unique(images):
+            of_image = images[group_of] == image
+            own = np.random.default_rng([seed % 2**63, epoch, image]).permutation(self.questions[image])
+            questions[of_image] = self.first[image] + own[within[of_image]]
+        return questions if self.sorted is None else self.sorted[questions]
 
 
 class TrainBatchSampler:
@@ -120,6 +140,12 @@ class TrainBatchSampler:
         leaves = math.ceil(samples / self.leaf_size)
         begin, end = (leaves * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
         return samples, range(begin, end)
+
+    def most_leaves(self, first: int) -> int:
+        """The leaves of the rank that has most of them in the step that begins after `first` samples."""
+        leaves = math.ceil(min(self.effective_batch_size, self.num_samples - first) / self.leaf_size)
+        ends = [leaves * end // self.ends[-1] for end in self.ends]
+        return max(end - begin for begin, end in pairwise(ends))
 
     def order(self, positions: np.ndarray) -> np.ndarray:
         """The samples at some positions of the epoch; int64 in and out."""

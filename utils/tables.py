@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from utils.cli import InputError
+from utils.images import IMAGE_ENDINGS
 
 # what tables call the splits
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
@@ -59,6 +60,23 @@ def find_column(rows: Rows, *names: str) -> str:
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     reason = f"no column {' or '.join(map(repr, names))}{hint}, there are {', '.join(columns)}"
     raise InputError(f"{source.rpartition(':')[0]}:1: {reason}; add or rename it")
+
+
+def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]:
+    """(image, question) of --predict: one image, all images of a folder, or a CSV's rows with paths from its folder."""
+    path = Path(predict)
+    if path.suffix.lower() == ".csv":
+        table = read_table(path)
+        image = find_column(table, "image")
+        for source, row in table:
+            if not (row.get("question") or question):
+                raise InputError(f"{source}: no question; complete the row or give --question")
+        return [(path.parent / row[image], row.get("question") or question) for _, row in table]
+    found = [path] if path.is_file() else sorted(path.rglob("*"))
+    found = [file for file in found if file == path or file.suffix.lower() in IMAGE_ENDINGS]
+    if not found:
+        raise InputError(f"{path}: no image there; check --predict")
+    return [(file, question) for file in found]
 
 
 # --- patients and splits ----------------------------------------------------------------------------------------------

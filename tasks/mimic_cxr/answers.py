@@ -1,104 +1,48 @@
 """From a question of MIMIC-Ext-CXR-QBA to the head that answers it, and to the class that is its target."""
 
-import functools
-
-# The labels of CheXpert, as the release spells them.
+# the labels of CheXpert, as the release spells them
 CHEXPERT = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Consolidation",
-    "Edema",
-    "Enlarged Cardiomediastinum",
-    "Fracture",
-    "Lung Lesion",
-    "Lung Opacity",
-    "No Finding",
-    "Pleural Effusion",
-    "Pleural Other",
-    "Pneumonia",
-    "Pneumothorax",
-    "Support Devices",
-)
-# Regions that there are on the left and on the right.
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Enlarged Cardiomediastinum", "Fracture", "Lung Lesion",
+    "Lung Opacity", "No Finding", "Pleural Effusion", "Pleural Other", "Pneumonia", "Pneumothorax", "Support Devices",
+)  # fmt: skip
+# regions that there are on the left and on the right, and those in the middle
 SIDED = (
-    "lung",
-    "upper lung zone",
-    "mid lung zone",
-    "lower lung zone",
-    "lung apex",
-    "lung base",
-    "hilum",
-    "costophrenic angle",
-    "hemidiaphragm",
-)
-REGIONS = (
-    "lungs",
-    *(f"{side} {name}" for name in SIDED for side in ("left", "right")),
-    # those in the middle
-    "mediastinum",
-    "upper mediastinum",
-    "heart",
-    "aorta",
-    "trachea",
-    "spine",
-    "abdomen",
-)
-# The classes of each answer head.
+    "lung", "upper lung zone", "mid lung zone", "lower lung zone", "lung apex", "lung base", "hilum",
+    "costophrenic angle", "hemidiaphragm",
+)  # fmt: skip
+MIDDLE = ("mediastinum", "upper mediastinum", "heart", "aorta", "trachea", "spine", "abdomen")
+# the classes of each answer head; no name is in two of them
 HEADS = {
     "binary": ("no", "yes"),
     "category": tuple(name.lower() for name in CHEXPERT),
-    "region": REGIONS,
+    "region": ("lungs", *(f"{side} {name}" for name in SIDED for side in ("left", "right")), *MIDDLE),
     "severity": ("none", "mild", "moderate", "severe"),
 }
-HEAD_NUMBER = {head: i for i, head in enumerate(HEADS)}
-CLASS_OF = {head: {name: i for i, name in enumerate(names)} for head, names in HEADS.items()}
+HEAD_NUMBER = {head: number for number, head in enumerate(HEADS)}
+CLASS_OF = {head: {name: number for number, name in enumerate(names)} for head, names in HEADS.items()}
 
-# A question type is named by a code (`D02_has_finding`), or by its name alone.
+# a question type is named by a code (`D02_has_finding`), or by its name alone
 HEAD_OF_CODE = {
     **dict.fromkeys(("B10", "B11", "B13", "C03", "C04", "C08", "D02", "D06"), "binary"),
     **dict.fromkeys(("C01", "C02", "D03", "D07"), "region"),
     "D04": "severity",
     **dict.fromkeys(("A", "B08", "B09", "B12", "C07", "D01", "D05"), "category"),
 }
-# The codes of the names.
 CODE_OF_NAME = {
     # of the whole image
-    "indication": "A",
-    "describe_subcat": "B08",
-    "describe_abnormal_subcat": "B09",
-    "describe_device": "B12",
+    "indication": "A", "describe_subcat": "B08", "describe_abnormal_subcat": "B09", "describe_device": "B12",
     "has_devices": "B13",
     # of a region
-    "describe_region": "C01",
-    "describe_abnormal_region": "C02",
-    "describe_region_device": "C07",
+    "describe_region": "C01", "describe_abnormal_region": "C02", "describe_region_device": "C07",
     "has_region_device": "C08",
     # of one finding or device
-    "describe_finding": "D01",
-    "has_finding": "D02",
-    "where_is_finding": "D03",
-    "how_severe_is_finding": "D04",
-    "has_device": "D06",
-    "where_is_device": "D07",
-}
+    "describe_finding": "D01", "has_finding": "D02", "where_is_finding": "D03", "how_severe_is_finding": "D04",
+    "has_device": "D06", "where_is_device": "D07",
+}  # fmt: skip
 
 
-def use_categories(names: list[str]) -> None:
-    """Give the category head the classes of a user's table instead of CheXpert's names, in this process.
-
-    It is called before the model is built, and wherever answers are named the classes are looked up in HEADS.
-    """
-    HEADS["category"] = tuple(names)
-    CLASS_OF["category"] = {name: i for i, name in enumerate(names)}
-
-
-@functools.cache
 def head_of(question_type: str) -> str | None:
-    """The answer head of a question type, None without one.
-
-    By its code (`D02_has_finding`), by its name alone (`has_finding`, as the release's own description has it), or by
-    `is_...`.
-    """
+    """The answer head of a question type, by its code, by its name alone or by `is_...`; None without one."""
     code, _, name = question_type.partition("_")
     if question_type.startswith("is_") or name.startswith("is_"):
         return "binary"
@@ -120,33 +64,21 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
         sign = mains[0].get("positiveness")
         if sign not in ("pos", "neg"):
             return None, f"positiveness {sign!r}"
-        asks_for_normal = "is_normal" in kind
-        return int((sign == "pos") != asks_for_normal), ""
+        return int((sign == "pos") != ("is_normal" in kind)), ""
 
     # negative answers come last, and the sort is stable
     unknown = ""
-    for main in sorted(mains, key=is_negative):
-        absent = is_negative(main)
-        for name in names_in(main, head):
+    for main in sorted(mains, key=lambda answer: answer.get("positiveness") == "neg"):
+        absent = main.get("positiveness") == "neg"
+        if head == "severity":
+            names = [value for name, value, *_ in main.get("modifiers") or () if name == "severity"]
+        else:
+            names = main.get("regions" if head == "region" else "obs_entities") or ()
+        for name in (str(name).strip().lower() for name in names):
             if name not in CLASS_OF[head]:
                 unknown = unknown or f"{head} {name!r} not in the vocabulary"
             elif absent and "where_is" in kind:
                 unknown = unknown or "the finding is absent"
             else:
-                found = "no finding" if absent and head == "category" else name
-                return CLASS_OF[head][found], ""
+                return CLASS_OF[head]["no finding" if absent and head == "category" else name], ""
     return None, unknown or f"no {head} given"
-
-
-def is_negative(answer: dict) -> bool:
-    """Whether an answer says that something is absent."""
-    return answer.get("positiveness") == "neg"
-
-
-def names_in(answer: dict, head: str) -> list[str]:
-    """What an answer names of the head's kind, in the spelling of the vocabulary."""
-    if head == "severity":
-        names = [value for kind, value, *_ in answer.get("modifiers") or () if kind == "severity"]
-    else:
-        names = answer.get("regions" if head == "region" else "obs_entities") or ()
-    return [str(name).strip().lower() for name in names]

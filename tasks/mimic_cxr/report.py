@@ -1,506 +1,399 @@
-"""Guide 1's results: the tables of an evaluation, the file of predictions, the figures, and two rows of the banner."""
+"""What a MIMIC-CXR run tells: scores with intervals by patient, rivals and ablations beside them, files, one figure."""
 
-import json
-import math
+import textwrap
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
-from torch import nn
+import torch.nn.functional as F
+from numpy import ndarray
 
-from old.augmentation_utils import change_images, draw_changes
-from old.cli_utils import InputError
-from old.figure_utils import wrap
-from old.hardware_utils import is_roomy, smaller_batch
-from old.logging_utils import print_table, save_figure, write_result
-from old.memory_utils import BatchSize, batch_flags
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
-from tasks.mimic_cxr.calibration import given_probability, reliability
-from tasks.mimic_cxr.data import QuestionData
-from tasks.mimic_cxr.metrics import Metrics, Predictions, judge_labels
-from tasks.mimic_cxr.releases import largest_first
+from tasks.mimic_cxr.prepare import Prepared
+from utils.stats import interval_of_mean
 
-# Characters of a line above an image, and of a question there.
-LINE = 48
-LONGEST_QUESTION = 600
-# The tables, the row of all in them, and their columns in order.
-TITLES = {
-    "vqa": "answers",
-    "chexpert": "CheXpert",
-    "decision": "yes or no",
-}
-OF_ALL = {"vqa": "all", "chexpert": "macro"}
-COLUMNS = ("threshold", "accuracy", "majority", "auroc", "ap", "f1", "ece", "balanced", "sensitivity", "specificity")
-# Ways to answer, as the metrics and the table name them.
-BLIND = {
-    "model": "the model",
-    "no_image": "without the image",
-    "other_image": "another patient's image",
-    "no_question": "without the question",
-    "commonest_answer": "commonest training answer",
-    "majority": "majority of its type",
-}
-# What a CheXpert label says.
-LABEL_WORDS = {"present": 1, "uncertain": -1, "absent": 0}
+# questions that are answered again without their image, and those that rivals are fitted to
+MOST_ABLATED, MOST_FITTED = 2000, 100_000
+# questions that have a classifier of their own in the rivals that see the image, and components that it knows
+MOST_CLASSIFIERS, COMPONENTS = 100, 64
+RESAMPLES = 1000
+AGES = [0, 40, 60, 80, 200]
+
+# {column: a value for each question}, see answer_questions in train_mimic_cxr.py
+Rows = dict[str, ndarray]
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
+    """(R, labels) areas under the ROC curves of (S, labels) scores, where study s counts counts[r, s] times.
+
+    truth: 1, 0, or anything else where it is not known. Equal scores count half. NaN where a class is missing.
+    """
+    areas = np.full((len(counts), scores.shape[1]), np.nan)
+    for label in range(scores.shape[1]):
+        sure = np.isin(truth[:, label], (0, 1))
+        if len(np.unique(truth[sure, label])) < 2:
+            continue
+        values, place = np.unique(scores[sure, label], return_inverse=True)
+        order = np.argsort(place, kind="stable")
+        starts = np.searchsorted(place[order], np.arange(len(values)))
+        weights, positive = counts[:, sure][:, order], truth[sure, label][order] == 1
+        with_it = np.add.reduceat(weights * positive, starts, axis=1)
+        without = np.add.reduceat(weights * ~positive, starts, axis=1)
+        below = np.cumsum(without, axis=1) - without / 2
+        pairs = with_it.sum(1) * without.sum(1)
+        area = (with_it * below).sum(1)
+        areas[:, label] = np.divide(area, pairs, out=np.full(len(counts), np.nan), where=pairs > 0)
+    return areas
+
+
+def resample(patients: ndarray) -> ndarray:
+    """(1 + 1000, studies): how often each study is in the data itself and in each resample of the patients."""
+    names, place = np.unique(patients, return_inverse=True)
+    counts = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), RESAMPLES)
+    return np.concatenate([np.ones((1, len(patients))), counts[:, place]])
+
+
+def macro(areas: ndarray) -> ndarray:
+    """(R,) means over the labels of (R, labels) areas that are defined."""
+    defined = np.isfinite(areas)
+    return np.divide(
+        np.where(defined, areas, 0).sum(1), defined.sum(1), where=defined.any(1), out=np.full(len(areas), np.nan)
+    )
+
+
+def calibration_error(probability: ndarray, right: ndarray) -> float:
+    """Expected calibration error in 15 bins of equal width."""
+    from torchmetrics.functional.classification import binary_calibration_error
+
+    return float(binary_calibration_error(torch.from_numpy(probability).float(), torch.from_numpy(right).long()))
+
+
+def score(rows: Rows, labels: ndarray, head_weight: dict[str, float], chexpert_weight: float) -> dict[str, float]:
+    """The training loss over a whole split, accuracy in all and of each head, and the macro AUROC of the labels."""
+    right = rows["given"] == rows["target"]
+    metrics, vqa = {"vqa_accuracy": right.mean()}, 0.0
+    for place, head in enumerate(HEADS):
+        asked = rows["head"] == place
+        if asked.any():
+            vqa += head_weight[head] * rows["entropy"][asked].mean()
+            metrics[f"vqa_accuracy/{head}"] = right[asked].mean()
+    bce = rows["bce"].sum() / max(1.0, rows["known"].sum())
+    losses = {"loss": vqa + chexpert_weight * bce, "loss_vqa": vqa, "loss_chexpert": bce}
+    studies, first = np.unique(rows["study"], return_index=True)
+    area = macro(aurocs(rows["chexpert"][first], labels[studies], np.ones((1, len(studies)))))[0]
+    metrics |= {} if np.isnan(area) else {"chexpert_auroc": area}
+    return {name: float(value) for name, value in (losses | metrics).items()}
+
+
+# --- rivals -----------------------------------------------------------------------------------------------------------
+
+
+def look_up(keys: ndarray, targets: ndarray, wanted: ndarray) -> ndarray:
+    """The most frequent target of each wanted key among pairs of keys and targets; -1 where there is no such key."""
+    pairs, counts = np.unique(keys.astype(np.int64) * 64 + targets, return_counts=True)
+    pairs = pairs[np.lexsort((counts, pairs // 64))]
+    last = np.flatnonzero(np.diff(pairs // 64, append=-1))
+    keys, best = pairs[last] // 64, pairs[last] % 64
+    place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[place] == wanted, best[place], -1)
+
+
+def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
+    """The most frequent training answer to a question's type, and to its very text where that is known."""
+    kinds = [part["type"].astype(np.int64) * 4 + part["head"] for part in (train, rows)]
+    texts = [part["question"].astype(np.int64) * 4 + part["head"] for part in (train, rows)]
+    majority = look_up(kinds[0], train["target"], kinds[1])
+    question = look_up(texts[0], train["target"], texts[1])
+    return {"majority": majority, "question_only": np.where(question < 0, majority, question)}
+
+
+def answers_from_labels(train: Rows, rows: Rows, labels: ndarray) -> ndarray:
+    """Answers that follow from one CheXpert label, the one that tells most of a question; rows know the predicted ones.
+
+    labels: (studies, 14), the true ones, of which the training is told.
+    """
+    texts = [part["question"].astype(np.int64) * 4 + part["head"] for part in (train, rows)]
+    names, text = np.unique(texts[0], return_inverse=True)
+    known, fallback = labels[train["study"]], look_up(texts[0], train["target"], texts[0])
+    best, answers = np.full(len(names), -1.0), answers_without_image(train, rows)["question_only"]
+    for label in range(len(CHEXPERT)):
+        sure = np.isin(known[:, label], (0, 1))
+        if not sure.any():
+            continue
+        keys = texts[0] * 2 + (known[:, label] == 1)
+        guess = np.where(sure, look_up(keys[sure], train["target"][sure], keys), fallback)
+        right = np.bincount(text, guess == train["target"])
+        guess = look_up(keys[sure], train["target"][sure], texts[1] * 2 + (rows["chexpert"][:, label] > 0.5))
+        better = np.isin(texts[1], names[right > best]) & (guess >= 0)
+        answers, best = np.where(better, guess, answers), np.maximum(best, right)
+    return answers
+
+
+def small_pixels(data: Prepared, studies: ndarray) -> ndarray:
+    """(N, 1024): the images at 32 x 32."""
+    parts = np.array_split(studies, len(studies) // 256 + 1)
+    pooled = [F.adaptive_avg_pool2d(torch.from_numpy(data.images[part]).float()[:, None], 32) for part in parts]
+    return torch.cat(pooled).flatten(1).numpy()
+
+
+def components(features: ndarray, fitted: int) -> torch.Tensor:
+    """(N, 64) principal components of (N, D) features, of unit variance in the first `fitted` rows; fp64."""
+    x = torch.from_numpy(features).double()
+    x = (x - x[:fitted].mean(0)) / x[:fitted].std(0).clamp_min(1e-6)
+    values, vectors = torch.linalg.eigh(x[:fitted].T @ x[:fitted] / fitted)
+    count = min(COMPONENTS, int((values > 1e-6).sum()))
+    return x @ vectors[:, -count:] / values[-count:].sqrt()
+
+
+def fit_logistic(x: torch.Tensor, y: torch.Tensor, known: torch.Tensor, penalty: float) -> torch.Tensor:
+    """(1 + D, columns) coefficients of logistic regressions with an L2 penalty, the constant first.
+
+    x: (N, D). y: (N, columns) of 0 and 1, which count where `known` says so.
+    """
+    beta = torch.zeros(x.shape[1] + 1, y.shape[1], dtype=x.dtype, requires_grad=True)
+    optimizer = torch.optim.LBFGS([beta], max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        bce = F.binary_cross_entropy_with_logits(x @ beta[1:] + beta[0], y, reduction="none")
+        loss = (bce * known).sum(0) / known.sum(0).clamp_min(1)
+        loss = loss.sum() + penalty / 2 * beta[1:].square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return beta.detach()
+
+
+def classical(features: ndarray, images: list[ndarray], data: Prepared, train: Rows, rows: Rows) -> tuple:
+    """(answers (N,), label scores (S, 14)) of logistic regressions on principal components of an image's features.
+
+    One for each label, and one for each of the most frequent questions. images: the studies that the features are of,
+    train, validation and test one after another; the validation chooses the penalty.
+    """
+    x = components(features, len(images[0]))
+    x_train, x_val, x_test = x.split([len(part) for part in images])
+    truth = torch.from_numpy(data.labels[images[0]]).double()
+    known = ((truth == 0) | (truth == 1)).double()
+    best, penalty, scores = -1.0, 0.01, None
+    for candidate in (0.001, 0.01, 0.1):
+        beta = fit_logistic(x_train, torch.where(known > 0, truth, 0.0), known, candidate)
+        val = (x_val @ beta[1:] + beta[0]).numpy()
+        area = macro(aurocs(val, data.labels[images[1]], np.ones((1, len(val)))))[0] if len(val) else np.nan
+        if scores is None or area > best:
+            best, penalty, scores = np.nan_to_num(area, nan=-1.0), candidate, (x_test @ beta[1:] + beta[0]).numpy()
+
+    answers = answers_without_image(train, rows)["question_only"]
+    texts, counts = np.unique(rows["question"], return_counts=True)
+    for text in texts[np.argsort(-counts, kind="stable")][:MOST_CLASSIFIERS]:
+        asked, fitted = rows["question"] == text, train["question"] == text
+        classes, target = np.unique(train["target"][fitted], return_inverse=True)
+        if len(classes) > 1:
+            own = x_train[np.searchsorted(images[0], train["study"][fitted])]
+            y = F.one_hot(torch.from_numpy(target)).double()
+            beta = fit_logistic(own, y, torch.ones_like(y), penalty)
+            found = x_test[np.searchsorted(images[2], rows["study"][asked])] @ beta[1:] + beta[0]
+            answers[asked] = classes[found.argmax(1).numpy()]
+    return answers, scores
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def print_index(facts: dict) -> None:
-    """What an index holds, by its index.json, and what was left out."""
-    left_out = largest_first(facts["left_out"], 25)
-    rows = {reason: {"questions": count} for reason, count in left_out.items()}
-    print_table("questions left out", rows)
-    for title in ("ratings", "studies"):
-        rows = {name: {"count": count} for name, count in facts[title].items()}
-        if rows:
-            print_table(title, rows)
+def print_tables(
+    split: str, rows: Rows, data: Prepared, train: Rows, images: list[ndarray], features: ndarray, ablations: dict
+) -> dict[str, float]:
+    """Rank 0: print what the network reaches, with intervals by patient, beside its rivals; returns all by name.
 
-    # a user's table, and what is odd about it
-    if "table" in facts:
-        print_table(facts["table"], facts["splits"])
-        print(f"split {facts['rule']}")
-        for note in facts["notes"]:
-            print(f"note: {note}", flush=True)
-
-
-def print_metrics(
-    title: str,
-    metrics: Metrics,
-    sizes: dict[str, int],
-) -> None:
-    """A table for each family of metrics: the loss and its parts, answers, labels, decisions, scores without looking.
-
-    sizes: how many questions or studies each row stands for. In brackets are 95 % intervals by patient.
+    train: the questions that rivals are fitted to. images: studies of those, of the validation's and of the
+    split's; features: of these by the encoder before the training. ablations: {name: (which rows, their Rows)}.
     """
-    losses: dict[str, dict] = {}
-    tables: dict[str, dict[str, dict]] = {family: {} for family in TITLES}
-    for name in metrics:
-        split, metric, *group = name.split("/", 2) if "/" in name else ("", "")
-        family, _, column = metric.partition("_")
-        if family == "loss":
-            losses[metric] = {"mean": cell_of(metrics, name)}
-        elif family in tables and column in COLUMNS:
-            row = group[0] if group else OF_ALL[family]
-            line = tables[family].setdefault(row, {"n": sizes[row.removesuffix(" tuned")]})
-            line[column] = cell_of(metrics, f"{split}/{metric}", f"/{group[0]}" if group else "")
+    metrics: dict[str, float] = {}
 
-    print_table(f"{title}: loss", losses)
-    for family, rows in tables.items():
-        if rows:
-            print_table(f"{title}: {TITLES[family]}", rows)
-    print_blind(f"{title}: what looking adds", metrics)
+    def enter(key: str, mean: float, low: float, high: float, sign: str = "") -> str:
+        """A number and its interval as metrics, and as a table has them."""
+        metrics.update({key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)})
+        if np.isnan(low):
+            return f"{mean:{sign}.3f}"
+        return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+
+    patients = data.studies["patient"].to_numpy()
+    case, right = patients[rows["study"]], (rows["given"] == rows["target"]).astype(float)
+    studies, first = np.unique(rows["study"], return_index=True)
+    counts = resample(patients[studies])
+    by_pixels = classical(small_pixels(data, np.concatenate(images)), images, data, train, rows)
+    by_encoder = classical(features, images, data, train, rows)
+
+    # answers
+    guesses = answers_without_image(train, rows) | {"label_lookup": answers_from_labels(train, rows, data.labels)}
+    guesses |= {"pixels": by_pixels[0], "encoder": by_encoder[0]}
+    others = {f"ablation/{name}": (places, own["given"] == own["target"]) for name, (places, own) in ablations.items()}
+    others |= {f"rival/{name}": (slice(None), guess == rows["target"]) for name, guess in guesses.items()}
+    accuracy = enter(f"{split}/vqa_accuracy", right.mean(), *interval_of_mean(right, case))
+    table = {"network": {"n": len(right), "accuracy": accuracy}}
+    for name, (places, hits) in others.items():
+        key, gain = f"{split}/{name}/vqa_accuracy", right[places] - hits
+        text = enter(key, hits.mean(), *interval_of_mean(hits.astype(float), case[places]))
+        above = enter(f"{key}_gain", gain.mean(), *interval_of_mean(gain, case[places], bounded=False), "+")
+        table[name.rpartition("/")[2].replace("_", " ")] = {"n": len(hits), "accuracy": text, "network above by": above}
+    show(f"{split}: answers ({len(np.unique(case))} patients)", table)
+
+    # labels, each study once
+    truth, probability = data.labels[studies], rows["chexpert"][first]
+    areas = aurocs(probability, truth, counts)
+    own = macro(areas)
+    table = {"network": {"AUROC": enter(f"{split}/chexpert_auroc", own[0], *limits(own))}}
+    for name, (_, scores) in (("pixels", by_pixels), ("encoder", by_encoder)):
+        key, theirs = f"{split}/rival/{name}/chexpert_auroc", macro(aurocs(scores, truth, counts))
+        text = enter(key, theirs[0], *limits(theirs))
+        gain = own - theirs
+        table[name] = {"AUROC": text, "network above by": enter(f"{key}_gain", gain[0], *limits(gain), "+")}
+    show(f"{split}: CheXpert, mean of the labels ({len(studies)} studies)", table)
+
+    table = {}
+    for place, label in enumerate(CHEXPERT):
+        if np.isfinite(areas[0, place]):
+            sure = np.isin(truth[:, place], (0, 1))
+            error = calibration_error(probability[sure, place], truth[sure, place])
+            metrics[f"{split}/chexpert_ece/{label}"] = error
+            text = enter(f"{split}/chexpert_auroc/{label}", areas[0, place], *limits(areas[:, place]))
+            table[label] = {
+                "n": sure.sum(),
+                "present": int(truth[sure, place].sum()),
+                "AUROC": text,
+                "ECE": f"{error:.3f}",
+            }
+    show(f"{split}: labels", table)
+
+    # by head, and by group of patients
+    confidence = rows["probability"].max(1)
+    metrics[f"{split}/vqa_ece"] = calibration_error(confidence, right)
+    groups = {head: rows["head"] == place for place, head in enumerate(HEADS)}
+    table = {}
+    of_rows = data.studies.iloc[rows["study"]]
+    of_group = {"view": of_rows["view"], "sex": of_rows["sex"]}
+    of_group["age"] = pd.cut(of_rows["age"], AGES, right=False).astype(str).replace("nan", None)
+    for name, values in of_group.items():
+        groups |= {f"{name} {value}": (values == value).to_numpy() for value in sorted(values.dropna().unique())}
+    for name, some in groups.items():
+        if some.any():
+            key = f"{split}/vqa_accuracy/{name}" if name in HEADS else f"{split}/group/{name}/vqa_accuracy"
+            table[name] = {
+                "n": some.sum(),
+                "accuracy": enter(key, right[some].mean(), *interval_of_mean(right[some], case[some])),
+                "ECE": f"{calibration_error(confidence[some], right[some]):.3f}",
+            }
+            if name not in HEADS:
+                inside = np.isin(studies, rows["study"][some])
+                area = macro(aurocs(probability[inside], truth[inside], counts[:, inside]))
+                key = f"{split}/group/{name}/chexpert_auroc"
+                table[name]["AUROC"] = "-" if np.isnan(area[0]) else enter(key, area[0], *limits(area))
+    show(f"{split}: answers by head and group (all: ECE {metrics[f'{split}/vqa_ece']:.3f})", table)
+    return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
-def cell_of(
-    metrics: Metrics,
-    name: str,
-    ending: str = "",
-    sign: str = "",
-) -> str:
-    """A metric with its 95 % interval where it has one; sign: `+` for one that tells a difference.
-
-    (-) stands behind a difference that has none: of one case, or the same in all.
-    """
-    value = metrics[f"{name}{ending}"]
-    if value is None:
-        return "undefined"
-    low = metrics.get(f"{name}_low{ending}")
-    high = metrics.get(f"{name}_high{ending}")
-    text = format(value, f"{sign}.4f")
-    if low is None:
-        return f"{text} (-)" if sign else text
-    return f"{text} ({low:{sign}.3f} to {high:{sign}.3f})"
+def limits(values: ndarray) -> tuple[float, float]:
+    """2.5 and 97.5 % of the resamples, the first value being that of the data; NaN where less than half are defined."""
+    defined = values[1:][np.isfinite(values[1:])]
+    return tuple(np.quantile(defined, [0.025, 0.975])) if len(defined) > RESAMPLES / 2 else (np.nan, np.nan)
 
 
-def print_blind(title: str, metrics: Metrics) -> None:
-    """The table of blind_metrics, where there are any: each way to answer, and how far the model is above it."""
-    rows = {}
-    for name in metrics:
-        # <split>/blind/<way to answer>/accuracy
-        *family, way, metric = ["", *name.split("/")]
-        if family[-1:] != ["blind"] or metric != "accuracy":
+def show(title: str, table: dict[str, dict]) -> None:
+    print(f"\n{title}\n{pd.DataFrame.from_dict(table, orient='index').to_string(na_rep='-')}", flush=True)
+
+
+# --- files and figure -------------------------------------------------------------------------------------------------
+
+
+def trained_labels(data: Prepared) -> list[str]:
+    """The CheXpert labels that are known in some training study; the others' probabilities mean nothing."""
+    known = np.isin(data.labels[(data.studies["split"] == "train").to_numpy()], (0, 1)).any(0)
+    return [label for label, there in zip(CHEXPERT, known, strict=True) if there]
+
+
+def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
+    """A row a question: what was asked, the truth, the answer, each class's probability, and the trained labels'."""
+    studies, names = data.studies.iloc[rows["study"]], list(HEADS)
+    heads = [names[head] for head in rows["head"]]
+    frame = pd.DataFrame({
+        "patient": studies["patient"].to_numpy(),
+        "image": studies["image"].to_numpy(),
+        "question": data.texts.take(rows["question"].tolist()).to_pylist(),
+        "type": [data.types[kind] for kind in rows["type"]],
+        "head": heads,
+        "truth": [HEADS[head][target] for head, target in zip(heads, rows["target"], strict=True)],
+        "answer": [HEADS[head][int(given)] for head, given in zip(heads, rows["given"], strict=True)],
+        "probability": [p[: len(HEADS[head])].tolist() for head, p in zip(heads, rows["probability"], strict=True)],
+    })  # fmt: skip
+    for label in trained_labels(data):
+        frame[label] = rows["chexpert"][:, CHEXPERT.index(label)].astype(np.float32)
+    frame.to_parquet(path)
+    print(f"written: {path}", flush=True)
+
+
+def write_answers(folder: Path, asked: list[tuple[Path, str]], found: dict[int, tuple], labels: list[str]) -> None:
+    """Rank 0, --predict: predictions.csv, and the first answers with the likeliest findings on the console."""
+    lines = []
+    for place, (file, question) in enumerate(asked):
+        if place not in found:
             continue
-        split = family[1]
-        line = {"n": metrics[f"{split}/blind/rows"], "patients": metrics[f"{split}/blind/cases"]}
-        line["accuracy"] = cell_of(metrics, name)
-        if way != "model":
-            line["model above"] = cell_of(metrics, f"{name}_gain", sign="+")
-        rows[BLIND[way]] = line
-    if rows:
-        print_table(title, rows)
+        head, probability, findings = found[place]
+        best = int(probability.argmax())
+        line = {"image": file, "question": question, "head": head, "answer": HEADS[head][best]}
+        line |= {"probability": round(float(probability[best]), 4)}
+        lines.append(line | {label: round(float(findings[CHEXPERT.index(label)]), 4) for label in labels})
+    for line in lines[:9]:
+        print(f"{line['image']}: {line['question']} {line['answer']} ({line['probability']:.2f}, head {line['head']})")
+        likely = sorted(labels, key=line.get, reverse=True)[:4]
+        print("    findings: " + ", ".join(f"{label} {line[label]:.2f}" for label in likely))
+    path = folder / "predictions.csv"
+    pd.DataFrame(lines).to_csv(path, index=False)
+    print(f"{len(lines)} of {len(asked)} questions answered: {path}", flush=True)
 
 
-def write_evaluation(
-    run_folder: Path,
-    metrics: Metrics,
-    data: QuestionData,
-    predictions: Predictions,
-) -> bool:
-    """--eval_only: eval_<split>.json and the figures; returns whether the disk took all."""
-    content = json.dumps(metrics, indent=2) + "\n"
-    written = [write_result(run_folder / f"eval_{data.split}.json", content.encode())]
-    for name, figure in draw_split(data, predictions).items():
-        written.append(save_figure(run_folder / "figures" / f"{name}.png", figure))
-    return all(written)
-
-
-def make_results_folder(run_folder: Path) -> None:
-    """--eval_only: where results go. Raises InputError where a file is in the way.
-
-    Of a full or read-only disk, each file that is not written says so.
-    """
-    try:
-        (run_folder / "figures").mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        reason = error.strerror
-        raise InputError(f"{run_folder}: cannot write here ({reason}); choose another --output_dir") from None
-    except OSError:
-        pass
-
-
-def write_predictions(
-    run_folder: Path,
-    data: QuestionData,
-    predictions: Predictions,
-    thresholds: dict[str, float],
-) -> bool:
-    """predictions_<split>.parquet: one row a question, with every probability; whether the disk took it.
-
-    Classes of another head than the question's have none, nor have labels that were never trained.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    heads = list(HEADS)
-    rows = [data.row(int(i)) for i in predictions["index"]]
-    table = {
-        "subject_id": [f"p{data.study_column('subject_id', row['study'])}" for row in rows],
-        "study_id": [f"s{data.study_column('study_id', row['study'])}" for row in rows],
-        "question_id": [row["id"] for row in rows],
-        "question_type": predictions["type"].tolist(),
-        "head": [heads[head] for head in predictions["head"]],
-        "question": [row["question"] for row in rows],
-        # what is said of it
-        "answer": class_names(predictions, "predicted"),
-        "p(answer)": given_probability(predictions),
-        "answer at threshold": answers_at_threshold(predictions, thresholds),
-        "truth": class_names(predictions, "target"),
-    }
-    for number, (head, names) in enumerate(HEADS.items()):
-        of_others = predictions["head"] != number
-        for place, name in enumerate(names):
-            table[f"p({head}: {name})"] = pa.array(predictions["p"][:, place], mask=of_others)
-    if "image" in data.index.studies.schema.names:
-        table = {"image": [data.study_column("image", row["study"]) for row in rows]} | table
-    for i, label in enumerate(CHEXPERT):
-        table[f"p({label})"] = pa.array(predictions["chexpert"][:, i], from_pandas=True)
-
-    # through memory, so that a full disk leaves no half of it
-    content = pa.BufferOutputStream()
-    pq.write_table(pa.table(table), content)
-    return write_result(run_folder / f"predictions_{data.split}.parquet", content.getvalue().to_pybytes())
-
-
-def answers_at_threshold(predictions: Predictions, thresholds: dict[str, float]) -> list[str | None]:
-    """The answers of yes or no at the threshold of the validation; None for others, and where there is none."""
-    if "binary" not in thresholds:
-        return [None] * len(predictions["head"])
-    said = predictions["p"][:, 1].astype(np.float64) >= thresholds["binary"]
-    binary = predictions["head"] == list(HEADS).index("binary")
-    return [HEADS["binary"][int(yes)] if asked else None for yes, asked in zip(said, binary, strict=True)]
-
-
-def class_names(predictions: Predictions, column: str) -> list[str]:
-    """The names of the classes in a column, each of its question's head."""
-    pairs = zip(predictions["head"], predictions[column], strict=True)
-    classes = list(HEADS.values())
-    return [classes[head][number] for head, number in pairs]
-
-
-# --- the banner -------------------------------------------------------------------------------------------------------
-
-
-def describe_trained(model: nn.Module) -> str:
-    """How many of a model's parameters are trained. In ZeRO-3, a process holds a part of each."""
-    total = trained = 0
-    for parameter in model.parameters():
-        size = getattr(parameter, "ds_numel", parameter.numel())
-        total += size
-        trained += size if parameter.requires_grad else 0
-    return f"{trained:,} of {total:,} parameters"
-
-
-def describe_memory(
-    gpu_gb: float,
-    used: dict,
-    batch: BatchSize,
-    own_file: bool,
-) -> str:
-    """The smallest GPU's memory in GiB, and what was set by it.
-
-    used: {flag: value} of those that the hardware decided. batch: as it was fitted. own_file: DeepSpeed trains, by a
-    file of ours.
-    """
-    settings = []
-    if batch.size == used.get("batch_size"):
-        settings.append(f"batch {batch.size}")
-    if batch.recomputed == used.get("gradient_checkpointing"):
-        settings.append("activations recomputed" if batch.recomputed else "activations kept")
-    if own_file and "offload_optimizer" in used:
-        settings.append(f"optimizer on the {'CPU' if used['offload_optimizer'] else 'GPU'}")
-    kind = "16 GB or more" if is_roomy(gpu_gb) else "below 16 GB"
-    return f"{gpu_gb:.1f} GiB on the smallest GPU, {kind}: {', '.join(settings) or 'nothing set by it'}"
-
-
-def print_rehearsal(
-    title: str,
-    step,
-    batch_size: int,
-    accumulation: int | None,
-    recomputed: bool,
-    memory_gb: float,
-) -> None:
-    """--rehearse: what a step takes, and the flags of a batch that fits into GPUs of this memory."""
-    from old.rehearsal_utils import report_rehearsal
-
-    def fitting_flags(samples: int) -> str:
-        size, micro_batches = smaller_batch(batch_size, accumulation, samples)
-        return batch_flags(size, micro_batches)
-
-    title += f", activations {'recomputed' if recomputed else 'kept'}"
-    otherwise = "a smaller --image_size" if recomputed else "--gradient_checkpointing"
-    note = "is not rehearsed: it takes less than this by DDP"
-    print(f"ZeRO, which shares the optimizer's state over the processes, {note}")
-    report_rehearsal(title, step, batch_size, memory_gb, fitting_flags, otherwise)
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def draw_images(
-    images: list[np.ndarray],
-    texts: list[str],
-    colors: list[str],
-):
-    """A matplotlib figure: images as the model sees them, each under its text, three in a row."""
+def draw(rows: Rows, data: Prepared):
+    """A matplotlib figure: questions that are answered wrong and right, the labels' ROC curves, and the calibration."""
     from matplotlib.figure import Figure
+    from torchmetrics.functional.classification import binary_roc
 
-    # inches: the images are squares, and the longest text has room above each
-    side = 3.8
-    gap = 0.15
-    most_lines = max((text.count("\n") + 1 for text in texts), default=1)
-    above = 0.2 + 0.17 * most_lines
-    rows = max(1, math.ceil(len(images) / 3))
-    width = 3 * (side + gap) + gap
-    height = rows * (side + above)
-    figure = Figure(figsize=(width, height))
-
-    # a dollar sign in a question is no formula
-    for k, (image, text, color) in enumerate(zip(images, texts, colors, strict=True)):
-        left = gap + k % 3 * (side + gap)
-        bottom = height - (k // 3 + 1) * (side + above)
-        axes = add_square(figure, left, bottom, side)
+    right = rows["given"] == rows["target"]
+    places = [
+        some[np.linspace(0, len(some) - 1, 4).astype(int)] for some in map(np.flatnonzero, (~right, right)) if len(some)
+    ]
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    grid = figure.subplots(2, 5)
+    for axes in grid.ravel():
         axes.axis("off")
-        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
-        axes.set_title(text, fontsize=9, color=color, parse_math=False)
-    return figure
-
-
-def add_square(figure, left: float, bottom: float, side: float):
-    """Axes of a matplotlib figure, as wide as they are high, inches."""
-    width, height = figure.get_size_inches()
-    return figure.add_axes([left / width, bottom / height, side / width, side / height])
-
-
-def evenly(count: int, wanted: int) -> list[int]:
-    """Up to `wanted` places of `count`, evenly spaced."""
-    places = np.linspace(0, count - 1, min(wanted, count))
-    return places.astype(int).tolist()
-
-
-def short_question(item: dict) -> str:
-    """A question in lines that go above its image."""
-    return wrap(item["question"][:LONGEST_QUESTION], LINE)
-
-
-def draw_inputs(data: QuestionData, seed: int | None = None):
-    """A matplotlib figure: nine training images, each with its question, the answer and the CheXpert labels.
-
-    seed: of the augmentation, whose first epoch is shown; None without one.
-    """
-    classes = list(HEADS.values())
-    images = []
-    texts = []
-    for i in evenly(len(data), 9):
-        item = data[i]
-        lines = [short_question(item), f"answer: {classes[item['head']][item['target']]}"]
-        for word, value in LABEL_WORDS.items():
-            names = labels_of(data, item["study"], value)
-            if names:
-                lines.append(wrap(f"{word}: {', '.join(names)}", LINE))
-        if item["error"]:
-            lines.append("NOT READABLE")
-
-        # as the first epoch has it
-        image = item["image"]
-        if seed is not None:
-            pixels = torch.from_numpy(image.copy())
-            changes = draw_changes(seed, 0, [item["study"]])
-            image = change_images(pixels[None, None], changes)[0, 0].numpy()
-        images.append(image)
-        texts.append("\n".join(lines))
-    return draw_images(images, texts, ["black"] * len(images))
-
-
-def labels_of(
-    data: QuestionData,
-    study: int,
-    value: int,
-) -> list[str]:
-    """The CheXpert labels that have this value in a study."""
-    return [name for name, column in zip(CHEXPERT, data.labels, strict=True) if column[study] == value]
-
-
-def draw_answers(data: QuestionData, predictions: Predictions):
-    """A matplotlib figure: nine images, each with its question, the answer given and the true one."""
-    given = class_names(predictions, "predicted")
-    truth = class_names(predictions, "target")
-    images = []
-    texts = []
-    colors = []
-    for k in evenly(len(given), 9):
-        item = data[int(predictions["index"][k])]
-        images.append(item["image"])
-        texts.append(f"{short_question(item)}\nsays: {given[k]}\ntrue: {truth[k]}")
-        colors.append("darkgreen" if given[k] == truth[k] else "firebrick")
-    return draw_images(images, texts, colors)
-
-
-def draw_split(data: QuestionData, predictions: Predictions) -> dict:
-    """The figures of an evaluation, {name: matplotlib figure}."""
-    return {
-        f"{data.split}_answers": draw_answers(data, predictions),
-        f"{data.split}_curves": draw_curves(data, predictions),
-        f"{data.split}_reliability": draw_reliability(data, predictions),
-    }
-
-
-def draw_reliability(data: QuestionData, predictions: Predictions):
-    """A matplotlib figure: how often what is given a probability is true, of the answers and of the labels."""
-    from matplotlib.figure import Figure
-
-    right = predictions["predicted"] == predictions["target"]
-    curves = {"all answers": reliability(given_probability(predictions), right)}
-    for number, head in enumerate(HEADS):
-        rows = predictions["head"] == number
-        if rows.any():
-            curves[head] = reliability(given_probability(predictions)[rows], right[rows])
-    figure = Figure(figsize=(12.4, 6.2))
-    draw_shares(add_square(figure, 0.9, 0.8, 4.8), "probability of the answer given", curves)
-
-    # all labels together: each has few studies
-    judged = judge_labels(predictions, data.index.studies)
-    scores = np.concatenate([label.scores.numpy() for label in judged.values()])
-    truth = np.concatenate([label.truth.numpy() for label in judged.values()])
-    curves = {"all labels": reliability(scores, truth)} if len(truth) else {}
-    draw_shares(add_square(figure, 7.0, 0.8, 4.8), "probability of a CheXpert label", curves)
-    return figure
-
-
-def draw_shares(axes, title: str, curves: dict) -> None:
-    """Shares against probabilities, {name: Bins}; the diagonal is what they should be, points grow with their rows."""
-    diagonal = [0, 1]
-    axes.plot(diagonal, diagonal, color="grey", linewidth=0.8, linestyle=":")
-    for i, (name, bins) in enumerate(curves.items()):
-        text = f"{name} (n {bins.count.sum():,})"
-        axes.plot(bins.probability, bins.share, color=f"C{i}", label=text, linewidth=2 if i == 0 else 1)
-        axes.scatter(bins.probability, bins.share, s=4 + 200 * bins.count / bins.count.sum(), color=f"C{i}")
-    axes.set_title(title)
-    axes.set_xlabel("probability, mean of a bin")
-    axes.set_ylabel("share that is true")
-    axes.set_aspect(1)
-    if curves:
-        axes.legend(loc="upper left", fontsize=9, frameon=False)
-
-
-def draw_curves(data: QuestionData, predictions: Predictions):
-    """A matplotlib figure: ROC curves of the CheXpert labels and the confusion matrix of each head."""
-    from matplotlib.figure import Figure
-
-    # left edge, bottom edge and side of each square, inches
-    places = {
-        "roc": (0.9, 11.6, 4.6),
-        "binary": (9.9, 11.6, 4.6),
-        "severity": (15.6, 11.6, 4.6),
-        "category": (2.3, 2.0, 8.0),
-        "region": (12.0, 2.0, 8.0),
-    }
-    figure = Figure(figsize=(20.3, 16.8))
-    for name, (left, bottom, side) in places.items():
-        axes = add_square(figure, left, bottom, side)
-        if name == "roc":
-            draw_roc(axes, data, predictions)
-        else:
-            draw_confusion(axes, predictions, name)
-    return figure
-
-
-def draw_roc(axes, data: QuestionData, predictions: Predictions) -> None:
-    """The ROC curve of each CheXpert label, each study once, with its area and number of studies beside."""
-    from torchmetrics.functional.classification import binary_auroc, binary_roc
-
-    labels = judge_labels(predictions, data.index.studies)
-    for i, (label, judged) in enumerate(labels.items()):
-        if not judged.has_both:
-            continue
-        false_rate, true_rate, _ = binary_roc(judged.scores, judged.truth)
-        area = float(binary_auroc(judged.scores, judged.truth))
-        text = f"{label}: {area:.3f} (n {len(judged.truth)})"
-        style = "-" if i < 10 else "--"
-        axes.plot(false_rate, true_rate, label=text, color=f"C{i % 10}", linestyle=style)
-
-    # what guessing would reach
-    diagonal = [0, 1]
-    axes.plot(diagonal, diagonal, color="grey", linewidth=0.8, linestyle=":")
-    axes.set_title("CheXpert ROC, area, studies")
-    axes.set_xlabel("false positive rate")
-    axes.set_ylabel("true positive rate")
-    axes.set_aspect(1)
-    if len(axes.lines) > 1:
-        axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(1.02, 1),
-            fontsize=9,
-            borderaxespad=0,
-            frameon=False,
+    for axes, place in zip(grid[:, :4].ravel(), np.concatenate(places), strict=False):
+        classes = HEADS[list(HEADS)[rows["head"][place]]]
+        given, target = int(rows["given"][place]), rows["target"][place]
+        question = textwrap.fill(data.texts[int(rows["question"][place])].as_py(), 34)
+        text = f"{question}\n{classes[given]} ({rows['probability'][place, given]:.2f})"
+        text += "" if given == target else f"; true: {classes[target]}"
+        axes.imshow(data.images[rows["study"][place]], cmap="gray")
+        axes.set_title(
+            text, fontsize=9, loc="left", color="darkgreen" if given == target else "darkred", parse_math=False
         )
-
-
-def draw_confusion(axes, predictions: Predictions, head: str) -> None:
-    """The confusion matrix of a head: colours are shares of a row, numbers are questions."""
-    names = HEADS[head]
-    rows = predictions["head"] == list(HEADS).index(head)
-    matrix = np.zeros((len(names), len(names)), np.int64)
-    target = predictions["target"][rows]
-    predicted = predictions["predicted"][rows]
-    np.add.at(matrix, (target, predicted), 1)
-    shares = matrix / matrix.sum(1, keepdims=True).clip(1)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-
-    # the number of questions in each square
-    size = 12 if len(names) < 8 else 8
-    if len(names) >= 20:
-        size = 6
-    for row, column in np.argwhere(matrix).tolist():
-        count = int(matrix[row, column])
-        color = "white" if shares[row, column] > 0.6 else "black"
-        text = str(count) if count < 10_000 else f"{count / 1000:.0f}k"
-        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
-
-    ticks = range(len(names))
-    rotation = 90 if len(names) > 8 else 0
-    axes.set_title(f"{head}: {rows.sum():,} questions (rows: truth)")
-    axes.set_xticks(ticks, names, rotation=rotation, fontsize=8)
-    axes.set_yticks(ticks, names, fontsize=8)
+    top, bottom = grid[:, 4]
+    for axes in (top, bottom):
+        axes.axis("on")
+        axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+        axes.set_box_aspect(1)
+    studies, first = np.unique(rows["study"], return_index=True)
+    for place, label in enumerate(CHEXPERT):
+        truth, scores = data.labels[studies, place], rows["chexpert"][first, place]
+        sure = np.isin(truth, (0, 1))
+        if len(np.unique(truth[sure])) == 2:
+            x, y, _ = binary_roc(torch.from_numpy(scores[sure]), torch.from_numpy(truth[sure]).long())
+            top.plot(x, y, label=label)
+    top.set(title="labels", xlabel="1 - specificity", ylabel="sensitivity")
+    top.legend(fontsize=6)
+    confidence = rows["probability"].max(1)
+    parts = [part for part in np.array_split(np.argsort(confidence), 10) if len(part)]
+    bottom.plot([confidence[part].mean() for part in parts], [right[part].mean() for part in parts], "o-")
+    bottom.set(title="answers, tenths by confidence", xlabel="probability of the answer", ylabel="share that is right")
+    return figure
