@@ -34,7 +34,8 @@ class Script:
     flags: str
     steps_before_kill: int
     data: tuple[str, ...] = ()
-    data_flag: str = "--data_root {}"
+    data_flag: str = "--data_root {0}"
+    prepare: str = ""
 
     def __str__(self) -> str:
         return Path(self.path).stem
@@ -58,9 +59,18 @@ SURVIVAL = Script(
     "--use_smart_cache --cache_rate 0.6 --replace_rate 0.4",
     steps_before_kill=3,
     data=("survival", "--num_patients", "40", "--matrix", "16"),
-    data_flag="--csv_path {}/dataset.csv",
+    data_flag="--csv_path {0}/dataset.csv",
 )
-SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL]
+MIMIC_CXR = Script(
+    "train_mimic_cxr.py",
+    "--effective_batch_size 23 --batch_size 4 --num_epochs 2 --dropout 0.1 --augmentation --use_ddp --lr 1e-3 "
+    "--warmup_steps 2 --max_samples 170",
+    steps_before_kill=5,
+    data=("mimic_cxr", "--num_train", "40", "--num_val", "6", "--num_test", "10"),
+    data_flag="--data_path {0}/prepared --image_encoder {0}/convnext_tiny --text_encoder {0}/bert_tiny",
+    prepare="{0}/mimic-cxr-jpg {0}/mimic-ext-cxr-qba {0}/prepared --image_size 32 --workers 1",
+)
+SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR]
 # a number of these is another at each run
 TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 
@@ -74,9 +84,13 @@ def data_root(tmp_path_factory):
         if not script.data:
             return ""
         if script.data not in made:
-            made[script.data] = tmp_path_factory.mktemp("data") / script.data[0]
-            command = ["-m", "tools.sample_data", script.data[0], made[script.data], *script.data[1:]]
-            subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True, capture_output=True)
+            folder = made[script.data] = tmp_path_factory.mktemp("data") / script.data[0]
+            commands = [["sample_data", script.data[0], str(folder), *script.data[1:]]]
+            if script.prepare:
+                commands.append(["prepare_data", script.data[0], *script.prepare.format(folder).split()])
+            for tool, *words in commands:
+                command = [sys.executable, "-m", f"tools.{tool}", *words]
+                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         return script.data_flag.format(made[script.data])
 
     return make
@@ -227,6 +241,81 @@ def test_bad_flag(script, run, tmp_path, processes):
         "error: argument --batch_size: must be a whole number of at least 1, not '0'; see --help"
     ]
     assert not (tmp_path / "run").exists()
+
+
+# --- DeepSpeed: the same to rounding ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(run, tmp_path_factory):
+    """MIMIC-CXR on one process by torch, without --deterministic: the log of all its steps."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(MIMIC_CXR, folder, exact=False)
+    return read_log(folder)
+
+
+@pytest.fixture
+def zero_flags(tmp_path):
+    """zero_flags(stage): flags of a run by DeepSpeed, with the optimizer on the CPU in stage 3."""
+
+    def make(stage: int) -> str:
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if stage == 3 else {})
+        path = tmp_path / f"zero{stage}.json"
+        path.write_text(json.dumps({"zero_optimization": zero}))
+        return f"--use_deepspeed --deepspeed_config {path}"
+
+    return make
+
+
+DEEPSPEED = replace(MIMIC_CXR, flags=MIMIC_CXR.flags.replace("--use_ddp ", ""))
+
+
+def assert_close(folder: Path, other: list[dict]) -> None:
+    """Every logged number is the same to 1e-6, or to 2e-6 of 1 where it is small."""
+    lines = read_log(folder)
+    assert [line.keys() for line in lines] == [line.keys() for line in other]
+    for one, two in zip(lines, other, strict=True):
+        for name in one:
+            assert one[name] == pytest.approx(two[name], rel=1e-6, abs=2e-6), (one["step"], name)
+
+
+@pytest.mark.parametrize(("stage", "processes"), [(1, 2), (2, 3), (3, 2)])
+def test_deepspeed_changes_nothing(run, plain, zero_flags, tmp_path, stage, processes):
+    """ZeRO at 2 and 3 processes, whose last leaves are spare passes, is torch on one."""
+    run(DEEPSPEED, tmp_path / "run", zero_flags(stage), processes, exact=False)
+    assert_close(tmp_path / "run", plain)
+    assert f"DeepSpeed ZeRO-{stage}" in (tmp_path / "run.txt").read_text()
+
+
+def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
+    """DDP on 2, killed; ZeRO-3 on 3; ZeRO-2 on 1; torch on 1: as if nothing had happened."""
+    folder = tmp_path / "run"
+    process = start(MIMIC_CXR, folder, "--save_every 1", 2, fault="slow", exact=False)
+    wait_for_steps(folder, 4)
+    kill_all(process)
+    resumed = replace(DEEPSPEED, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", DEEPSPEED.flags))
+    run(resumed, folder, f"{zero_flags(3)} --resume_from auto --max_steps 8", 3, exact=False)
+    run(resumed, folder, f"{zero_flags(2)} --resume_from auto --max_steps 11", exact=False)
+    run(resumed, folder, "--resume_from auto", exact=False)
+    assert_close(folder, plain)
+
+
+def test_deepspeed_killed_and_resumed_is_the_same_to_the_bit(start, run, zero_flags, tmp_path):
+    run(DEEPSPEED, tmp_path / "whole", zero_flags(2), 2, exact=False)
+    folder = tmp_path / "run"
+    process = start(DEEPSPEED, folder, f"{zero_flags(2)} --save_every 1", 2, fault="slow", exact=False)
+    wait_for_steps(folder, 6)
+    kill_all(process)
+    run(DEEPSPEED, folder, f"{zero_flags(2)} --resume_from auto", 2, exact=False)
+    assert_same(folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_skips_a_step_on_all_ranks(run, zero_flags, tmp_path, stage):
+    run(DEEPSPEED, tmp_path / "run", zero_flags(stage), 2, fault="nan@2@1", exact=False)
+    lines = [line for line in read_log(tmp_path / "run") if "train/loss" in line]
+    assert [line["step"] for line in lines if line["train/skipped"]] == [2]
+    assert lines[-1]["train/loss"] is not None
 
 
 # --- the foundation, by the smallest script ---------------------------------------------------------------------------

@@ -269,7 +269,7 @@ CORNERS = dict(zip(NAMES, [(2, 2), (2, 26), (26, 2), (26, 26), (14, 14)], strict
 def run(folder: Path, *flags: str, masks: str = "masks", split: str = "1,0,0") -> list[dict[str, str]]:
     """Prepare folder/scans and folder/<masks> into folder/out; the rows of its CSV."""
     paths = [str(folder / name) for name in ("scans", masks, "out")]
-    prepare(parse_args(["prs_med", *paths, "--split", split, *flags]))
+    prepare(parse_args(["prs_med", *paths, "--split", split, *flags])[1])
     with open(folder / "out/annotations/scans.csv", newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 

@@ -14,19 +14,27 @@ import argparse
 import importlib
 import os
 import sys
+from types import ModuleType
 
 from utils.cli import Parser, run_main
 
 TASKS = ("prs_med", "mimic_cxr")
 
-if __name__ == "__main__":
-    # transformers may import deepspeed, which would report that it looks for a GPU
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+def parse_args(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """(the task's module, its arguments)."""
     first = argparse.ArgumentParser(prog="python -m tools.prepare_data", description=__doc__.partition("\n")[0])
     first.add_argument("task", choices=TASKS)
-    task = first.parse_args(sys.argv[1:2]).task
+    task = first.parse_args(words[:1]).task
     module = importlib.import_module(f"tasks.{task}.prepare")
     parser = Parser(__doc__)
     parser.prog = f"python -m tools.prepare_data {task}"
     module.add_arguments(parser)
-    run_main(module.prepare, parser.parse(sys.argv[2:]))
+    return module, parser.parse(words[1:])
+
+
+if __name__ == "__main__":
+    # transformers may import deepspeed, which would report that it looks for a GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    MODULE, ARGS = parse_args(sys.argv[1:])
+    run_main(MODULE.prepare, ARGS)
