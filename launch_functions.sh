@@ -83,21 +83,15 @@ check_range() {
   [[ $2 =~ ^$number:$number$ ]] || fail "$1 must be MIN:MAX, such as 1:4, not '$2'"
 }
 
-# elastic_command MIN:MAX PROCESSES WORD...: sets `command` to what starts a torchrun agent for each of this machine's
-# processes (docs/elastic.md), for all of them where MIN:MAX is auto. NODES, NODE_RANK, ENDPOINT: of several machines.
+# elastic_command MIN:MAX PROCESSES: sets `command` to what starts a torchrun agent for each process (docs/elastic.md);
+# auto: from 1 to all of them.
 elastic_command() {
   local ranks=$1 processes=$2 torchrun python
-  shift 2
-  if [[ $ranks == auto ]]; then ranks=1:$((${NODES:-1} * processes)); fi
+  if [[ $ranks == auto ]]; then ranks=1:$processes; fi
   torchrun=$(command -v torchrun) || fail "no command torchrun; try: make setup"
   python=${torchrun%/*}/python
   if [[ ! -x $python ]]; then python=python; fi
   command=("$python" "${BASH_SOURCE[0]%/*}/old/elastic_utils.py" --agents="$processes" --ranks="$ranks")
-  if ((${NODES:-1} > 1)); then
-    command+=(--endpoint="$ENDPOINT")
-    if ((NODE_RANK == 0)); then command+=(--host); fi
-  fi
-  command+=("$@")
 }
 
 # print_command COMMAND WORD...: one line that a shell would read as this command.
@@ -124,17 +118,13 @@ become() {
 # Before the time limit (#SBATCH --signal=B:USR1@120) the run is told to save, and the job goes back into the queue by
 # itself; so it does after a failure, up to MAX_REQUEUES times (default 30).
 train_under_slurm() {
-  local word step code told=0 heard=-1 lost_node=(--kill-on-bad-exit=1)
+  local step code told=0 heard=-1
   check_variables 0 4294967295 SLURM_JOB_ID
   check_variables 0 999999 SLURM_RESTART_COUNT MAX_REQUEUES
   check_variables 1 99999 SLURM_NNODES SLURM_CPUS_PER_TASK
   [[ ${SLURM_JOB_ID:-} ]] || fail "this is not a SLURM job; start it by sbatch"
 
-  # An elastic run goes on without a node that it loses.
-  for word in "$@"; do
-    if [[ $word == --elastic || $word == --elastic=* ]]; then lost_node=(--kill-on-bad-exit=0 --no-kill); fi
-  done
-  local command=(srun --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 "${lost_node[@]}")
+  local command=(srun --ntasks="${SLURM_NNODES:-1}" --ntasks-per-node=1 --kill-on-bad-exit=1)
   # srun does not take the cores of a task from sbatch by itself.
   if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then command+=(--cpus-per-task="$SLURM_CPUS_PER_TASK"); fi
 

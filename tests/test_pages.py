@@ -29,7 +29,7 @@ GUIDE_TABLE = "As the guide writes it, and as it works here"
 # Their flags are not ours, and need not be checked.
 OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "tensorboard", "hf")
 OTHER_PROGRAMS += ("sbatch", "kubectl", "docker")
-OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--elastic", "--no-kill")
+OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal")
 # A path that begins so is a file of this repository; a user's own data lie elsewhere.
 OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "old/", "tools/", "utils/", "examples/")
 # What a run writes there, and the example of a sixth task.

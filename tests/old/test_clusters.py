@@ -10,9 +10,9 @@ import pytest
 import yaml
 from conftest import ROOT
 from slurm_stub import Cluster, warn
-from test_launch_distributed import Machine
 
 sys.path.insert(0, str(ROOT / "tests"))
+from test_launch_distributed import Machine
 from test_pages import SCRIPTS, TASKS, flags_in, known_flags, read
 
 MANIFEST = "configs/kubernetes/jobset.yaml"
@@ -106,13 +106,6 @@ def test_at_the_time_limit_the_run_saves_and_the_job_is_requeued(task, cluster):
     assert start[:5] == ["srun", *step]
     assert start[5] == "./launch_distributed_training.sh"
     assert start[-4:] == ["--resume_from", "auto", "--seed", "3"]
-
-
-def test_an_elastic_run_outlives_a_node(cluster):
-    """srun then ends neither the other nodes nor the job."""
-    assert cluster.start("mimic_cxr", ["--elastic=1:8"], OWN_CODE="0").wait(timeout=30) == 0
-    (start,) = cluster.calls()
-    assert start[1:5] == ["--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill"]
 
 
 # Environment, whether the time is up, and what is printed; a job that is requeued says so.
@@ -240,12 +233,13 @@ def test_the_launcher_takes_the_manifests_words(node, tmp_path):
     machine = Machine(tmp_path, 4)
     (container,) = node["template"]["spec"]["containers"]
     environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    launched = machine.run(shlex.join(container["args"]), nodes=2, plain=True, NODE_RANK="1", **environment)
-    assert launched.done.returncode == 0, launched.done.stderr
+    words = shlex.join(container["args"])
+    launched = machine.run(words, "--nodes 2 --no_deepspeed", NODE_RANK="1", **environment)
+    assert launched.code == 0, launched.err
 
-    meeting = ["--nnodes=2", "--node_rank=1", "--master_addr=training-node-0-0.training", "--master_port=29500"]
-    start = ["python", str(machine.repo / "utils/torchrun.py"), "--nproc_per_node=4"]
-    assert launched.argv == [*start, *meeting, machine.prs_med, *container["args"][1:]]
+    meeting = "--nnodes=2 --node_rank=1 --master_addr=training-node-0-0.training --master_port=29500"
+    start = machine.command(f"python TORCHRUN {meeting} --nproc_per_node=4 SCRIPT", "train_prs_med.py")
+    assert launched.argv == [*start, *container["args"][1:]]
 
 
 # --- the container ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""GPUs that come and go: agents that are killed and come back, ends that are final, and the launchers' command line."""
+"""GPUs that come and go: agents that are killed and come back, ends that are final, and the launcher's command line."""
 
 import contextlib
 import re
@@ -15,8 +15,6 @@ from conftest import ROOT
 # the fixtures of a small run of each script
 from test_contract import SAME_AT_ANY_SIZE, TASKS, ended_well, train_losses
 from test_contract import run_script, run_task, small_run  # noqa: F401
-from test_launch_distributed import Machine
-from test_launchers import NODE
 
 from old.elastic_utils import Agents
 
@@ -224,42 +222,7 @@ def test_flags_of_a_script(zygote, tmp_path, flags, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-# --- the launchers ----------------------------------------------------------------------------------------------------
-
-
-THERE = "--endpoint=10.0.0.1:29500"
-
-
-def test_command_of_launch_distributed_training(tmp_path):
-    """On one machine, on a node of two, and in an sbatch script, where srun lets the other nodes go on."""
-    machine = Machine(tmp_path, 4)
-    start = [str(machine.bin / "python"), str(machine.repo / "old/elastic_utils.py"), "--agents=4"]
-    script = [machine.mimic, "--epochs", "3", "--use_ddp"]
-    launched = machine.run("--elastic --epochs 3", plain=True)
-    assert launched.done.returncode == 0, launched.done.stderr
-    assert [str(machine.bin / "python"), *launched.argv[1:]] == [*start, "--ranks=1:4", *script]
-
-    launched = machine.run("--elastic=2:8 --epochs 3", plain=True, nodes=2, **NODE)
-    assert launched.argv[1:] == [*start[1:], "--ranks=2:8", THERE, *script]
-
-    (tmp_path / "asked").unlink()
-    launched = machine.run("--elastic", SLURM_JOB_ID="7", SLURM_NNODES="2")
-    srun = ["srun", "-n", "2", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--no-kill"]
-    assert launched.argv == [*srun, machine.launcher, "--elastic"]
-
-
-@pytest.mark.parametrize(
-    ("words", "variables", "message"),
-    [
-        ("--elastic --deepspeed", {}, "--elastic: not with --deepspeed"),
-        ("--elastic", {"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"}, "start one task a node"),
-    ],
-)
-def test_launch_distributed_training_refuses(tmp_path, words, variables, message):
-    launched = Machine(tmp_path, 4).run(words, **variables)
-    assert launched.done.returncode == 2
-    assert message in launched.done.stderr
-    assert launched.argv is None
+# --- the launcher -----------------------------------------------------------------------------------------------------
 
 
 def test_command_of_train_4gpu(tmp_path):
@@ -272,7 +235,7 @@ def test_command_of_train_4gpu(tmp_path):
 
 @pytest.mark.parametrize("value", ["", "4", "0:4", "1:x", "1:4:5", "1:$(touch x)"])
 def test_a_wrong_range(tmp_path, value):
-    command = [ROOT / "launch_distributed_training.sh", f"--elastic={value}"]
+    command = ["bash", ROOT / "train_4gpu.sh", f"--elastic={value}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: --elastic must be MIN:MAX, such as 1:4, not '{value}'\n"

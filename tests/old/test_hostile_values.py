@@ -62,7 +62,7 @@ class Stubs:
         for name in ("torchrun", "accelerate", "srun"):
             self.write(name, f'printf "%s\\n" "{name}" "$@" >"{self.started}"')
         record = f'printf "%s\\n" "$0" "$@" >"{self.started}"'
-        self.write("python", f'[ "$2" = old.hardware_utils ] && exec cat "{folder}/facts"\n{record}')
+        self.write("python", f'[ "$2" = utils.hardware_utils ] && exec cat "{folder}/facts"\n{record}')
         self.write("nvidia-smi", "echo 'GPU 0: A (UUID: GPU-0)'\necho 'GPU 1: A (UUID: GPU-1)'")
         self.write("nproc", "echo 8")
         self.write("scontrol", "echo node1")
@@ -200,7 +200,7 @@ def test_what_other_programs_print_is_not_executed(stubs):
             assert started, value
 
 
-USUAL = [("gpu_count", "2"), ("cpu_cores", "8"), ("processes_per_node", "2"), ("engine", "torchrun")]
+USUAL = [("gpu_count", "2"), ("cpu_cores", "8"), ("processes_per_node", "2")]
 
 
 @pytest.mark.parametrize(("name", "usual"), USUAL)

@@ -80,7 +80,7 @@ def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
 @pytest.mark.parametrize(
     ("launcher", "words", "name"),
     [
-        (DETECT, [], "torchrun"),
+        (DETECT, ["--script", "train.py"], "torchrun"),
         (CASCADE, ["--cpu", "--num_gpus", "2"], "accelerate"),
         (CASCADE, ["--cpu", "--method", "torchrun"], "torchrun"),
     ],
@@ -98,7 +98,7 @@ def test_launchers_start_the_python_beside_torchrun(tmp_path, launcher, words, n
     # a command of torch's own, and a python that says how it was started
     modules = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
     stubs.write(name, f"exit 9\nfrom {modules[name]} import main")
-    answer = f'[ "$2" = old.hardware_utils ] && exec cat "{tmp_path}/facts"'
+    answer = f'[ "$2" = utils.hardware_utils ] && exec cat "{tmp_path}/facts"'
     stubs.write("python", f'{answer}\nprintf "%s\\n" "$@" >"{stubs.started}"')
     assert started() == [str(LAUNCHER), *before]
 
