@@ -1,4 +1,4 @@
-"""Turn your own images into the data set of a training script; `python -m tools.prepare_data TASK --help` has its flags.
+"""Turn images into the data set of a training script; `python -m tools.prepare_data TASK --help` has its flags.
 
     python -m tools.prepare_data prs_med scans masks data/mine --structure lesion --small_models
     python -m tools.prepare_data prs_med scans masks data/mine --structure liver "left kidney" --table patients.csv
