@@ -99,6 +99,7 @@ if __name__ == "__main__":
     ARGS = parse_args()
 
 
+import inspect
 import math
 import platform
 
@@ -157,7 +158,10 @@ class ChestModel(nn.Module):
         """statistics: mean and standard deviation of each channel, as the image encoder wants its pixels."""
         super().__init__()
         self.image, self.text, self.tokenizer, self.precision = image, text, tokenizer, precision
-        self.longest = args.max_question_length
+        self.longest, self.side = args.max_question_length, args.image_size or 224
+        # the only size that the image encoder takes as it is, where there is one
+        takes_others = "interpolate_pos_encoding" in inspect.signature(image.forward).parameters
+        self.own_size = image.config.image_size if takes_others else self.side
         dim, config = text.config.hidden_size, image.config
         width = config.hidden_sizes[-1] if getattr(config, "hidden_sizes", None) else config.hidden_size
         self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
@@ -178,10 +182,8 @@ class ChestModel(nn.Module):
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
-        own = getattr(self.image.config, "image_size", None)
         # a vision transformer has a position for each patch of the size that it was made for
-        other_size = own not in (None, image.shape[-1], [image.shape[-1]] * 2)
-        options = {"interpolate_pos_encoding": True} if other_size and self.resizes else {}
+        options = {"interpolate_pos_encoding": True} if image.shape[-1] != self.own_size else {}
         features = self.image(pixel_values=pixels, **options).last_hidden_state
         if features.dim() == 4:
             features = features.flatten(2).transpose(1, 2)
@@ -190,10 +192,6 @@ class ChestModel(nn.Module):
             return features if norm is None else norm(features)
         # DINOv3's ConvNeXt puts its pooled output before its places
         return features[:, 1:] if "convnext" in self.image.config.model_type else features
-
-    @property
-    def resizes(self) -> bool:
-        return "interpolate_pos_encoding" in self.image.forward.__code__.co_varnames
 
     def image_tokens(self, image: Tensor) -> Tensor:
         """(I, 1, S, S) -> (I, P, dim), with sine positions where the encoder is a convolutional one."""
@@ -293,7 +291,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
     model = ChestModel(image, text, tokenizer, statistics, args, precision)
     model.image.requires_grad_(not args.freeze_image)
     model.text.requires_grad_(not args.freeze_text)
-    freeze_unused(model, args)
+    freeze_unused(model, args.image_encoder)
     if args.gradient_checkpointing:
         for encoder in (model.image, model.text):
             layers = next(part for part in encoder.modules() if isinstance(part, nn.ModuleList))
@@ -318,22 +316,21 @@ def recomputed(forward):
     return lambda *args, **kwargs: recompute(forward, *args, use_reentrant=False, **kwargs)
 
 
-def freeze_unused(model: ChestModel, args: Namespace) -> None:
+def freeze_unused(model: ChestModel, path: str) -> None:
     """Freeze what no answer depends on, such as BERT's pooler: DDP would wait for its gradients for ever.
 
     Raises InputError where the image encoder does not take images of this size.
     """
     precision, model.precision = model.precision, "no"
     try:
-        logits = model(
-            *(largest_batch(model, 1, args.image_size)[name] for name in ("image", "ids", "mask", "image_of"))
-        )
+        batch = largest_batch(model, 1)
+        logits = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
         sum(values.sum() for values in logits).backward()
     except (RuntimeError, ValueError) as error:
         if out_of_memory(error):
             raise
-        reason = f"does not take images of {args.image_size} pixels ({str(error).splitlines()[0][:150]})"
-        raise InputError(f"{args.image_encoder}: {reason}; prepare others, or give another encoder") from None
+        reason = f"does not take images of {model.side} pixels ({str(error).splitlines()[0][:150]})"
+        raise InputError(f"{path}: {reason}; prepare others, or give another encoder") from None
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)
         parameter.grad = None
@@ -646,14 +643,13 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True)
 
 
-def largest_batch(model: ChestModel, size: int, side: int | None = None) -> dict:
+def largest_batch(model: ChestModel, size: int) -> dict:
     """A made-up batch of the longest questions, each about an image of its own."""
-    side = side or model.side
     ids = torch.ones(size, model.longest, dtype=torch.long)
     batch = {"ids": ids, "mask": torch.ones_like(ids), "head": torch.arange(size) % len(HEADS)}
     batch |= {"target": torch.zeros(size, dtype=torch.long), "image_of": torch.arange(size)}
     batch |= {"label": torch.zeros(size, len(CHEXPERT)), "known": torch.ones(size, len(CHEXPERT), dtype=torch.bool)}
-    return batch | {"image": torch.zeros(size, 1, side, side, dtype=torch.uint8)}
+    return batch | {"image": torch.zeros(size, 1, model.side, model.side, dtype=torch.uint8)}
 
 
 def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
@@ -765,7 +761,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     run.config = config
     with du.agree_on_errors():
         model = build_model(args, precision, device)
-        model.side = args.image_size
         if run.checkpoint:
             checkpoint.load_trained(model, run.checkpoint["model"])
         elif args.pretrained_weights:

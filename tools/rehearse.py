@@ -9,7 +9,7 @@ their config.json alone, of published size unless the flags name others. Without
 
 A script is imported as a module and must have parse_args(words), build_model(args, precision, device),
 make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args), the forward and backward
-pass of one leaf.
+pass of one leaf; and, where settings follow from the hardware, fill_settings(args, world_size, memory, compute, node).
 """
 # ruff: noqa: E402
 
@@ -35,8 +35,13 @@ from utils.cli import InputError, Parser, RunError, number, report, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-# config.json and a tokenizer of the models that papers use, for flags that name none
+# config.json and a tokenizer of the models that papers use, for flags that name none or their name on the hub
 STAND_INS = {"vlm_path": "llava_med_v1.5_mistral_7b", "sam_path": "sam_vit_base"}
+ON_THE_HUB = {
+    "facebook/convnext-base-224": "convnext_base",
+    "facebook/dinov3-convnext-base-pretrain-lvd1689m": "dinov3_convnext_base",
+    "emilyalsentzer/Bio_ClinicalBERT": "bio_clinicalbert",
+}
 # what a GPU must have beside the tensors: a share for fragmentation, and bytes for NCCL, cuDNN and cuBLAS
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 1.5e9
 
@@ -256,9 +261,13 @@ def main(args: Namespace) -> None:
     sys.path.insert(0, str(path.parent))
     script = importlib.import_module(path.stem)
     settings = script.parse_args(WORDS)
-    for flag, folder in STAND_INS.items():
-        if getattr(settings, flag, "") is None:
+    for flag, value in vars(settings).items():
+        folder = STAND_INS.get(flag) if value is None else ON_THE_HUB.get(str(value))
+        if folder:
             setattr(settings, flag, str(ROOT / "configs" / "models" / folder))
+    if hasattr(script, "fill_settings"):
+        # what follows from the hardware: of a GPU of the newer kinds, on a machine that is large enough
+        script.fill_settings(settings, settings.world_size or 1, args.gpu_memory, 9.0, (64, 256.0, 8))
     device = pretend_a_gpu()
     precision, _ = choose_precision(settings.mixed_precision, device)
     set_numerics(device, precision, settings.deterministic)

@@ -1,9 +1,18 @@
-"""Write MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA for train_mimic_cxr.py, with made-up chest X-rays and questions.
+"""Write a small data set in the formats of MIMIC-CXR-JPG and MIMIC-Ext-CXR-QBA, and tiny encoders beside it.
 
-The folder gets mimic-cxr-jpg (files/p10/..., three tables), mimic-ext-cxr-qba (qa/ or qa.zip, metadata/, exports/) and
-two tiny checkpoints with random weights (`convnext_tiny`, `bert_tiny`). Every finding can be seen and its side matters.
-As in the real release: views and labels are missing here and there, a fifth of the questions has no grade, the grades
-stand in the parquet file alone, and some answers have no target.
+The chest X-rays are made up. In every place where a finding can be there is either it or a harmless look-alike of the
+same size and brightness, which differs by its form alone:
+
+- lung lesion: a ring, as of a cavity, in the upper, mid or lower zone; a solid blob of the same mass is harmless;
+- pneumothorax: the border of the dark apex is a smooth line; that of a skin fold is wavy;
+- pleural effusion: its upper border is a smooth meniscus; that of a scalloped diaphragm is wavy;
+- cardiomegaly: the wide heart has a smooth and sharp border; that of fat around the heart is wavy and less sharp;
+- support devices: a catheter above the lung is straight; a crease of the skin is wavy.
+
+Effusion, pneumothorax and heart have three sizes, the severity. Chests vary in width, place, brightness and contrast,
+and the waves begin anywhere, so that neither a pixel nor a mean tells. As in the releases, some views and labels are
+blank, some labels are uncertain, a fifth of the questions has no grade, and some answers have no target. The encoders
+have random weights.
 """
 
 import argparse
@@ -11,367 +20,279 @@ import csv
 import gzip
 import io
 import json
-import sys
-import zipfile
-from collections.abc import Iterator
+import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
-from old.cli_utils import InputError, whole
 from tasks.mimic_cxr.answers import CHEXPERT
-from tasks.mimic_cxr.sample_findings import Finding, chexpert_labels, draw_findings
-from tasks.mimic_cxr.sample_images import chest_image, lateral_image
-from tasks.mimic_cxr.sample_questions import SEVERITIES, WORDINGS, study_questions
+from utils.cli import InputError, whole
 
-# A fifth is unrated, as in the release.
-GRADE_SHARES = {"1_D": 0.02, "2_C": 0.04, "3_B": 0.32, "4_A": 0.22, "5_A+": 0.12, "6_A++": 0.08, None: 0.20}
-VIEW_MEANINGS = {"PA": "postero-anterior", "AP": "antero-posterior", "LATERAL": "lateral", "LL": "left lateral"}
-LATERAL_VIEWS = ("LATERAL", "LL")
-
-# The columns of the release's question table, by the fields of QuestionRow.
-QUESTION_COLUMNS = {
-    "patient_id": "patient_id",
-    "study_id": "study_id",
-    "question_id": "question_id",
-    "question_type": "question.question_type",
-    "question_strategy": "question.question_strategy",
-    "grade": "question.quality.rating",
-}
-
-# Members of a zip file have a date; with a fixed one the bytes are the same each time.
-ZIP_DATE = (2025, 7, 22, 0, 0, 0)
-
-
-class Case(NamedTuple):
-    """One study to be made."""
-
-    patient: int
-    split: str
-    study: int
-
-
-class ImageRow(NamedTuple):
-    """One line of the metadata table, whose columns have DICOM's names."""
-
-    dicom_id: str
-    subject_id: int
-    study_id: int
-    PerformedProcedureStepDescription: str
-    ViewPosition: str
-    Rows: int
-    Columns: int
-    StudyDate: int
-    StudyTime: str
-    ProcedureCodeSequence_CodeMeaning: str
-    ViewCodeSequence_CodeMeaning: str
-    PatientOrientationCodeSequence_CodeMeaning: str
-
-
-class QuestionRow(NamedTuple):
-    """One line of the question table."""
-
-    patient_id: str
-    study_id: str
-    question_id: str
-    question_type: str
-    question_strategy: str
-    grade: str | None
-
-
-class StudyRecord(NamedTuple):
-    """What is written about one study.
-
-    is_frontal: whether one of its images is known to be a frontal one. labels: 1, 0, -1 (uncertain) or "" each.
-    """
-
-    case: Case
-    images: list[ImageRow]
-    is_frontal: bool
-    labels: list
-    questions: list[dict]
-    rows: list[QuestionRow]
+SIDES = ("left", "right")
+SEVERITIES = ("mild", "moderate", "severe")
+ZONES = ("upper lung zone", "mid lung zone", "lower lung zone")
+IN_LUNG = ("pleural effusion", "pneumothorax", "lung lesion")
+GRADED = ("pleural effusion", "pneumothorax", "cardiomegaly")
+# what can be there: (entity, side), the heart has none
+PLACES = [(entity, side) for entity in (*IN_LUNG, "support devices") for side in SIDES] + [("cardiomegaly", "")]
+REGIONS = {"pleural effusion": "costophrenic angle", "pneumothorax": "lung apex", "support devices": "upper lung zone"}
+# None: not rated
+GRADES = ("1_D", "3_B", "4_A", "5_A+", None)
+VIEWS = {"PA": "postero-anterior", "AP": "antero-posterior"}
+# {(entity, side): its severity, or a lesion's zone, from 0 to 2}
+Findings = dict[tuple[str, str], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
-    add("--num_train", type=whole(1), default=700, help="training patients, 1 to 3 studies each")
-    add("--num_val", type=whole(0), default=60, help="validation patients")
-    add("--num_test", type=whole(0), default=90, help="test patients")
-    add("--image_size", type=whole(64), default=256, help="longer side of the pictures, pixels")
-    add("--seed", type=int, default=0, help="the same seed writes the same bytes")
-    add("--zip", dest="zipped", action="store_true", help="write qa.zip instead of the folder qa/; users read both")
+    add("--num_train", type=whole(1), default=2000, help="training patients, two studies each")
+    add("--num_val", type=whole(0), default=100, help="validation patients")
+    add("--num_test", type=whole(0), default=200, help="test patients")
+    add("--image_size", type=whole(32), default=64, help="side of the square images, pixels")
+    add("--seed", type=int, default=0, help="the same seed writes the same studies")
 
 
-def write_sample_data(
-    out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int, zipped: bool = False
-) -> None:
-    """Write both releases and the checkpoints. Raises InputError when the folder holds a data set."""
-    from tqdm import tqdm
-
-    jpg = out / "mimic-cxr-jpg"
-    qba = out / "mimic-ext-cxr-qba"
-    if jpg.exists() or qba.exists():
-        raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
-
-    # A study depends on the seed and its number alone.
-    splits = ["train"] * num_train + ["validate"] * num_val + ["test"] * num_test
-    cases = draw_cases(seed, splits)
-    studies = []
-    for number, case in enumerate(tqdm(cases, desc="studies", disable=not sys.stderr.isatty())):
-        rng = np.random.default_rng([seed, 2, number])
-        study = make_study(rng, jpg, case, number, image_size)
-        studies.append(study)
-
-    write_jpg_tables(jpg, studies)
-    write_qba(qba, studies, zipped)
-    write_checkpoints(out, studies, seed)
-
-    # Sum up: how many questions have which grade.
-    grades = [row.grade for study in studies for row in study.rows]
-    counts = [f"{short_grade(grade)} {grades.count(grade)}" for grade in GRADE_SHARES]
-    num_images = sum(len(study.images) for study in studies)
-    print(
-        f"{out}: {len(splits)} patients, {len(studies)} studies, {num_images} images, {len(grades)} questions "
-        f"({', '.join(counts)}), convnext_tiny, bert_tiny"
-    )
-
-
-def short_grade(grade: str | None) -> str:
-    """A grade without its number: "A+" for "5_A+"."""
-    return grade.split("_")[1] if grade else "unrated"
-
-
-def draw_cases(seed: int, splits: list[str]) -> list[Case]:
-    """Draw the studies of the patients, of whom each is in one split, sorted by patient."""
-    rng = np.random.default_rng([seed, 1])
-    count = len(splits)
-    patients = 10_000_000 + rng.choice(10_000_000, count, replace=False)
-    num_studies = rng.choice((1, 2, 3), count, p=(0.45, 0.35, 0.2))
-    study_ids = 50_000_000 + rng.choice(10_000_000, num_studies.sum(), replace=False)
-    study_ids = iter(study_ids.tolist())
-
-    cases = []
-    for i, split in enumerate(splits):
-        for _ in range(num_studies[i]):
-            case = Case(int(patients[i]), split, next(study_ids))
-            cases.append(case)
-    return sorted(cases)
-
-
-def make_study(rng: Generator, jpg: Path, case: Case, number: int, size: int) -> StudyRecord:
-    """Draw one study, and write its images; number is that of the study."""
-    findings = draw_findings(rng)
-    views = draw_views(rng)
-    folder = jpg / "files" / f"p{case.patient // 1_000_000}" / f"p{case.patient}" / f"s{case.study}"
-    folder.mkdir(parents=True)
-
-    images = []
-    boxes = {}
-    is_frontal = False
-    for view in views:
-        words = rng.integers(0, 2**32, 5)
-        dicom_id = "-".join(f"{word:08x}" for word in words)
-        if view in LATERAL_VIEWS:
-            pixels = lateral_image(rng, size)
-        else:
-            pixels, boxes[dicom_id] = chest_image(rng, size, findings)
-        image = Image.fromarray(pixels)
-        image.save(folder / f"{dicom_id}.jpg", quality=92)
-
-        # ViewPosition is missing at times, and what is left may tell or not.
-        blank = rng.random()
-        position = "" if blank < 0.07 else view
-        meaning = "" if blank < 0.02 else VIEW_MEANINGS[view]
-        is_frontal = is_frontal or (dicom_id in boxes and meaning != "")
-
-        rows, columns = pixels.shape
-        row = ImageRow(
-            dicom_id=dicom_id,
-            subject_id=case.patient,
-            study_id=case.study,
-            PerformedProcedureStepDescription="CHEST (PA AND LAT)" if "PA" in views else "CHEST (PORTABLE AP)",
-            ViewPosition=position,
-            Rows=rows,
-            Columns=columns,
-            StudyDate=21800101 + number % 28,
-            StudyTime="083015.531",
-            ProcedureCodeSequence_CodeMeaning="CHEST (PA AND LAT)",
-            ViewCodeSequence_CodeMeaning=meaning,
-            PatientOrientationCodeSequence_CodeMeaning="Erect",
-        )
-        images.append(row)
-
-    labels = draw_labels(rng, findings)
-    questions = study_questions(rng, findings, boxes)
-    rows = draw_grades(rng, case, questions)
-    return StudyRecord(case, images, is_frontal, labels, questions, rows)
-
-
-def draw_views(rng: Generator) -> list[str]:
-    """Draw which images a study has: mostly a frontal one, now and then two or none, and at times a lateral one."""
-    kind = rng.random()
-    if kind < 0.45:
-        views = ["PA"]
-    elif kind < 0.8:
-        views = ["AP"]
-    elif kind < 0.93:
-        views = ["PA", "AP"]
-    else:
-        views = []
-
-    if not views or rng.random() < 0.25:
-        is_usual = rng.random() < 0.7
-        views.append("LATERAL" if is_usual else "LL")
-    return views
-
-
-def draw_labels(rng: Generator, findings: list[Finding]) -> list:
-    """Draw which CheXpert labels a report tells: some are blank and some are uncertain."""
-    chances = rng.random(len(CHEXPERT))
-    truth = chexpert_labels(findings)
-    labels = []
-    for is_true, chance in zip(truth.values(), chances, strict=True):
-        blank_share = 0.02 if is_true else 0.15
-        if chance < blank_share:
-            labels.append("")
-        elif chance > 0.95:
-            labels.append(-1.0)
-        else:
-            labels.append(float(is_true))
-    return labels
-
-
-def draw_grades(rng: Generator, case: Case, questions: list[dict]) -> list[QuestionRow]:
-    """Draw the grade of each question, which stands in the question table alone."""
-    grades = list(GRADE_SHARES)
-    shares = list(GRADE_SHARES.values())
-    choices = rng.choice(len(grades), len(questions), p=shares)
-    rows = []
-    for question, choice in zip(questions, choices, strict=True):
-        row = QuestionRow(
-            patient_id=f"p{case.patient}",
-            study_id=f"s{case.study}",
-            question_id=question["question_id"],
-            question_type=question["question_type"],
-            question_strategy=question["question_strategy"],
-            grade=grades[choice],
-        )
-        rows.append(row)
-    return rows
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
-def write_jpg_tables(jpg: Path, studies: list[StudyRecord]) -> None:
-    """Write the three tables of MIMIC-CXR-JPG."""
-    metadata = [ImageRow._fields]
-    splits = [("dicom_id", "study_id", "subject_id", "split")]
-    labels = [("subject_id", "study_id", *CHEXPERT)]
-    for study in studies:
-        case = study.case
-        labels.append((case.patient, case.study, *study.labels))
-        for image in study.images:
-            metadata.append(image)
-            splits.append((image.dicom_id, case.study, case.patient, case.split))
-
-    write_gz(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", metadata)
-    write_gz(jpg / "mimic-cxr-2.0.0-split.csv.gz", splits)
-    write_gz(jpg / "mimic-cxr-2.0.0-chexpert.csv.gz", labels)
-
-
-def write_gz(path: Path, rows: list[tuple]) -> None:
-    """Write a .csv.gz whose bytes depend on the rows alone: it has no time and no file name inside."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerows(rows)
-    with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
-        file.write(text.getvalue().encode())
-
-
-def write_qba(qba: Path, studies: list[StudyRecord], zipped: bool) -> None:
-    """Write the questions, their table, and the two exports."""
-    rows = [row for study in studies for row in study.rows]
-    write_question_table(qba, rows)
-    write_questions(qba, studies, zipped)
-
-    info = {
-        "obs_entities": [name.lower() for name in CHEXPERT],
-        "severities": SEVERITIES,
-        "question_types": list(WORDINGS),
-    }
-    file = qba / "metadata" / "dataset_info.json"
-    file.write_text(json.dumps(info, indent=2))
-    write_export(qba / "exports" / "B_frontal", studies, "3_B")
-    write_export(qba / "exports" / "A_frontal", studies, "4_A")
-
-
-def write_export(folder: Path, studies: list[StudyRecord], lowest: str) -> None:
-    """Write the questions of this grade or better about studies with a frontal image."""
-    exported = []
-    for study in studies:
-        rows = [row for row in study.rows if row.grade and row.grade >= lowest]
-        if rows and study.is_frontal:
-            wanted = {row.question_id for row in rows}
-            questions = [question for question in study.questions if question["question_id"] in wanted]
-            exported.append(study._replace(questions=questions, rows=rows))
-
-    rows = [row for study in exported for row in study.rows]
-    write_question_table(folder, rows)
-    write_questions(folder, exported, zipped=True)
-
-
-def write_question_table(folder: Path, rows: list[QuestionRow]) -> None:
-    """Write metadata/question_metadata.parquet, in several groups of rows."""
+def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, image_size: int, seed: int) -> None:
+    """Write both releases and two encoders. Raises InputError where the folder holds a data set."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = {}
-    for field, name in QUESTION_COLUMNS.items():
-        values = [getattr(row, field) for row in rows]
-        columns[name] = pa.array(values, pa.string())
-    table = pa.table(columns)
+    jpg, qba = out / "mimic-cxr-jpg", out / "mimic-ext-cxr-qba"
+    if jpg.exists() or qba.exists():
+        raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
+    metadata = [("dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning")]
+    splits = [("dicom_id", "study_id", "subject_id", "split")]
+    labels = [("subject_id", "study_id", *CHEXPERT)]
+    ratings, texts = [], set()
+    counts = {"train": num_train, "validate": num_val, "test": num_test}
+    split_of_study = [split for split, count in counts.items() for _ in range(2 * count)]
+    for number, split in enumerate(split_of_study):
+        rng = np.random.default_rng([seed, number])
+        subject, study, dicom = 10_000_000 + number // 2, 50_000_000 + number, f"{number:08x}"
+        place = f"p{subject // 1_000_000}/p{subject}"
+        findings = draw_findings(rng)
+        folder = jpg / "files" / place / f"s{study}"
+        folder.mkdir(parents=True)
+        Image.fromarray(draw_image(rng, image_size, findings)).save(folder / f"{dicom}.jpg", quality=92)
+        view = "PA" if rng.random() < 0.6 else "AP"
+        metadata.append((dicom, subject, study, "" if rng.random() < 0.05 else view, VIEWS[view]))
+        splits.append((dicom, study, subject, split))
+        labels.append((subject, study, *draw_labels(rng, findings)))
 
-    folder = folder / "metadata"
-    folder.mkdir(parents=True, exist_ok=True)
-    group_size = len(rows) // 5 + 1
-    pq.write_table(table, folder / "question_metadata.parquet", row_group_size=group_size)
+        questions = ask(rng, findings)
+        file = qba / "qa" / place / f"s{study}.qa.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"patient_id": f"p{subject}", "study_id": f"s{study}", "questions": questions}))
+        for question in questions:
+            grade = GRADES[rng.integers(len(GRADES))]
+            ratings.append((f"p{subject}", f"s{study}", question["question_id"], question["question_type"], grade))
+            texts.add(question["question"])
+
+    for name, rows in (("metadata", metadata), ("split", splits), ("chexpert", labels)):
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        # no time inside, so that the same seed writes the same bytes
+        (jpg / f"mimic-cxr-2.0.0-{name}.csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+    names = ("patient_id", "study_id", "question_id", "question.question_type", "question.quality.rating")
+    columns = dict(zip(names, map(list, zip(*ratings, strict=True)), strict=True))
+    (qba / "metadata").mkdir()
+    pq.write_table(pa.table(columns), qba / "metadata" / "question_metadata.parquet", row_group_size=10_000)
+    write_encoders(out, texts, seed)
+    print(f"{out}: {len(splits) - 1} studies, {len(ratings)} questions, convnext_tiny, bert_tiny")
 
 
-def write_questions(folder: Path, studies: list[StudyRecord], zipped: bool) -> None:
-    """Write one file a study below qa/, or as the members of qa.zip."""
-    if zipped:
-        with zipfile.ZipFile(folder / "qa.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in question_files(studies):
-                member = zipfile.ZipInfo(name, ZIP_DATE)
-                archive.writestr(member, text, zipfile.ZIP_DEFLATED)
-    else:
-        for name, text in question_files(studies):
-            file = folder / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+# --- findings and images ----------------------------------------------------------------------------------------------
 
 
-def question_files(studies: list[StudyRecord]) -> Iterator[tuple[str, str]]:
-    """The name, as qa/p10/p10000032/s50414267.qa.json, and the text of each study's file."""
-    for study in studies:
-        patient_id = f"p{study.case.patient}"
-        study_id = f"s{study.case.study}"
-        name = f"qa/{patient_id[:3]}/{patient_id}/{study_id}.qa.json"
-        content = {"patient_id": patient_id, "study_id": study_id, "questions": study.questions}
-        yield name, json.dumps(content)
+def draw_findings(rng: Generator) -> Findings:
+    """Two studies in five are normal but for a device; in the others a lung has at most one finding."""
+    findings = {}
+    ill = rng.random() < 0.6
+    for side in SIDES:
+        if ill and rng.random() < 0.85:
+            findings[str(rng.choice(IN_LUNG)), side] = int(rng.integers(3))
+        if rng.random() < 0.22:
+            findings["support devices", side] = 0
+    if ill and rng.random() < 0.5:
+        findings["cardiomegaly", ""] = int(rng.integers(3))
+    return findings
 
 
-def write_checkpoints(out: Path, studies: list[StudyRecord], seed: int) -> None:
-    """Write the two tiny checkpoints; BERT's vocabulary is that of the questions."""
-    from tasks.mimic_cxr.sample_models import write_tiny_bert, write_tiny_convnext
+def soft(distance: np.ndarray) -> np.ndarray:
+    """From 0 outside to 1 inside, over about one unit."""
+    return 1 / (1 + np.exp(-np.clip(2 * distance, -30, 30)))
 
-    texts = [question["question"] for study in studies for question in study.questions]
-    write_tiny_convnext(out / "convnext_tiny", seed)
-    write_tiny_bert(out / "bert_tiny", texts, seed)
+
+def ridge(distance: np.ndarray) -> np.ndarray:
+    """1 on a line, 0 from about two units off."""
+    return np.exp(-(distance**2) / 2)
+
+
+def draw_image(rng: Generator, size: int, findings: Findings) -> np.ndarray:
+    """(size, size) uint8; the patient's left is at the image's right. Lengths are in 64ths of the side."""
+
+    def degree_of(entity: str, side: str) -> tuple[bool, int]:
+        """Whether it is there, and how large it or its look-alike is."""
+        drawn = int(rng.integers(3))
+        return (entity, side) in findings, findings.get((entity, side), drawn)
+
+    def wave(along: np.ndarray) -> np.ndarray:
+        """What a harmless border is off a smooth one."""
+        phase = rng.uniform(0, 2 * np.pi)
+        return 2.5 * np.cos(along / 2 + phase)
+
+    y, x = np.mgrid[:size, :size] * 64 / size
+    x = x - 32 - rng.uniform(-2.5, 2.5)
+    y = y - 35 - rng.uniform(-2.5, 2.5)
+    # half of the chest's width, and of the lungs' height
+    width, height = rng.uniform(20, 27.5), rng.uniform(22.5, 25.5)
+    coarse = Image.fromarray(rng.uniform(-1, 1, (6, 6)).astype(np.float32))
+    image = 0.62 + 0.06 * np.asarray(coarse.resize((size, size), Image.Resampling.BICUBIC))
+    image = image + 0.1 * soft(0.06 * width - abs(x))
+    v = y / height
+    for side in SIDES:
+        # from 0 at the spine to 1 at the chest's wall; in the lung also from -1 to 1
+        u = (x if side == "left" else -x) / width
+        across = (u - 0.61) / 0.37
+        lung = soft(0.37 * width * (1 - (abs(across) ** 3 + abs(v) ** 3) ** (1 / 3)))
+        ribs = np.cos(25 * v + 3 * across**2 + rng.uniform(0, 6))
+        image = image + lung * (0.03 * ribs - 0.3)
+
+        # borders that are smooth and bend a little, or wavy
+        bend = 2 * (across**2 - 1 / 3)
+        there, level = degree_of("pneumothorax", side)
+        below = height * (v + 0.76 - 0.13 * level - rng.uniform(-0.02, 0.02)) - (bend if there else wave(u * width))
+        image = image + lung * (rng.uniform(0.25, 0.35) * ridge(below) - rng.uniform(0.14, 0.2) * soft(-below))
+        there, level = degree_of("pleural effusion", side)
+        below = height * (v - 0.8 + 0.13 * level - rng.uniform(-0.02, 0.02)) + (bend if there else wave(u * width))
+        image = image + rng.uniform(0.3, 0.4) * lung * soft(below)
+
+        # a ring or a blob of the same mass
+        there, zone = degree_of("lung lesion", side)
+        right, down = rng.uniform(0.47, 0.75), 0.32 * (zone - 1) + rng.uniform(-0.06, 0.06)
+        distance = np.hypot((u - right) * width, (v - down) * height)
+        radius = rng.uniform(4.1, 4.7)
+        shape = ridge(distance - radius) if there else np.exp(-((distance / radius) ** 4) / 2)
+        image = image + rng.uniform(18, 26) * (size / 64) ** 2 * shape / shape.sum()
+
+        # a line above the lung
+        along = (u - rng.uniform(0.5, 0.65)) * width
+        shape = 0.1 * along if ("support devices", side) in findings else wave(along)
+        off = y + rng.uniform(1.08, 1.2) * height + shape
+        image = image + rng.uniform(0.2, 0.3) * soft(rng.uniform(0.3, 0.4) * width - abs(along)) * ridge(off)
+
+    there, level = degree_of("cardiomegaly", "")
+    share = 0.52 + 0.11 * level + rng.uniform(-0.02, 0.02)
+    right, down = (x / width - rng.uniform(-0.02, 0.1)) / share, (v - 0.3) / 0.32
+    inside = share * width * (1 - np.hypot(right, down)) + (0 if there else wave(8 * np.arctan2(down, right)))
+    image = image + rng.uniform(0.2, 0.28) * soft(inside / (1 if there else 3.5))
+
+    image = 0.45 + rng.uniform(-0.08, 0.08) + rng.uniform(0.75, 1) * (image - 0.5)
+    image = image + rng.normal(0, 0.02, image.shape)
+    return (255 * image.clip(0, 1)).astype(np.uint8)
+
+
+# --- labels and questions ---------------------------------------------------------------------------------------------
+
+
+def draw_labels(rng: Generator, findings: Findings) -> list:
+    """A study's 14 labels: 1, 0, -1 (uncertain) or blank; those that cannot be seen here are all blank."""
+    entities = {entity for entity, _ in findings}
+    truth = {entity: entity in entities for entity, _ in PLACES}
+    truth["no finding"] = not entities - {"support devices"}
+    row = []
+    for name in CHEXPERT:
+        chance = rng.random()
+        value = float(truth[name.lower()]) if name.lower() in truth else ""
+        row.append("" if chance < 0.1 else -1.0 if chance < 0.15 and value != "" else value)
+    return row
+
+
+def ask(rng: Generator, findings: Findings) -> list[dict]:
+    """A study's questions and their answers, as in a .qa.json."""
+    questions = []
+
+    def add(kind: str, text: str, place: tuple | None = None, **changed) -> None:
+        """`place`: of the finding that the answer tells of, if there is one."""
+        answer = {"answer_type": "main_answer", "text": "", "regions": [], "obs_entities": ["no finding"]}
+        answer |= {"positiveness": "neg", "modifiers": []}
+        if place in findings:
+            entity, side = place
+            region = ZONES[findings[place]] if entity == "lung lesion" else REGIONS.get(entity, "heart")
+            answer |= {"positiveness": "pos", "obs_entities": [entity], "regions": [f"{side} {region}".strip()]}
+            if entity in GRADED:
+                answer["modifiers"] = [["severity", SEVERITIES[findings[place]]]]
+        name = f"{kind}_{len(questions):03d}"
+        questions.append({"question_id": name, "question_type": kind, "question": text, "answers": [answer | changed]})
+
+    def words(entity: str, side: str) -> str:
+        return f"{entity} on the {side} side" if side else entity
+
+    present = list(findings)
+    for _ in range(5):
+        # about half of the answers are yes; of the others many are about the wrong side
+        entity, side = PLACES[rng.integers(len(PLACES))]
+        if present and rng.random() < 0.7:
+            entity, side = present[rng.integers(len(present))]
+            if side and rng.random() < 0.3:
+                side = SIDES[1 - SIDES.index(side)]
+        add("D02_has_finding", f"Is there {words(entity, side)}?", (entity, side))
+    for entity, side in PLACES:
+        there = (entity, side) in findings
+        if there and entity in IN_LUNG and sum(name == entity for name, _ in findings) == 1:
+            add("D03_where_is_finding", f"Where is the {entity}?", (entity, side))
+        if entity in GRADED and (there or rng.random() < 0.1):
+            severity = {} if there else {"modifiers": [["severity", "none"]]}
+            add("D04_how_severe_is_finding", f"How severe is the {words(entity, side)}?", (entity, side), **severity)
+    ill = [place for place in findings if place[0] != "support devices"]
+    for side in SIDES:
+        add(
+            "D01_describe_finding",
+            f"What is the finding in the {side} lung?",
+            next((p for p in ill if p[1] == side), None),
+        )
+    first = ill[0] if ill else None
+    add("B03_is_abnormal", "Is the study abnormal?", first)
+    add("B04_is_normal", "Is everything normal?", first)
+    # no target: neither yes nor no, and no severity
+    add("D04_how_severe_is_finding", "How severe is the scar?", positiveness="neutral")
+    return questions
+
+
+# --- encoders ---------------------------------------------------------------------------------------------------------
+
+
+def write_encoders(out: Path, texts: set[str], seed: int) -> None:
+    """Write convnext_tiny, for 64 x 64 pixels, and bert_tiny, whose vocabulary is that of the questions."""
+    import torch
+    import transformers as hf
+
+    hf.utils.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    # at the usual layer scale of 1e-6 the blocks do nothing for the first thousands of steps
+    sizes = {"patch_size": 4, "num_stages": 3, "depths": [1, 1, 2], "hidden_sizes": [24, 48, 96]}
+    convnext = hf.ConvNextModel(hf.ConvNextConfig(**sizes, image_size=64, layer_scale_init_value=1.0))
+    for weight in convnext.parameters():
+        if weight.dim() > 1:
+            # the usual 0.02 suits wide layers; narrow ones would pass on next to nothing
+            torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    convnext.save_pretrained(out / "convnext_tiny")
+    settings = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 64}, "crop_pct": 1.0}
+    # ImageNet's
+    settings |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    (out / "convnext_tiny" / "preprocessor_config.json").write_text(json.dumps(settings, indent=2))
+
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    words = sorted({word for text in texts for word in re.findall(r"[a-z0-9]+|[^a-z0-9 ]", text.lower())})
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), *words]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    tokenizer = hf.BertTokenizerFast(vocab=vocabulary, do_lower_case=True, model_max_length=128)
+    tokenizer.save_pretrained(out / "bert_tiny")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    torch.manual_seed(seed)
+    config = hf.BertConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=128, initializer_range=0.1)
+    hf.BertModel(config).save_pretrained(out / "bert_tiny")
