@@ -44,9 +44,9 @@ CODE_OF_NAME = {
 def head_of(question_type: str) -> str | None:
     """The answer head of a question type, by its code, by its name alone or by `is_...`; None without one."""
     code, _, name = question_type.partition("_")
-    if question_type.startswith("is_") or name.startswith("is_"):
-        return "binary"
-    return HEAD_OF_CODE.get(code) or HEAD_OF_CODE.get(CODE_OF_NAME.get(question_type))
+    if question_type in CODE_OF_NAME:
+        return HEAD_OF_CODE[CODE_OF_NAME[question_type]]
+    return "binary" if "is_" in (question_type[:3], name[:3]) else HEAD_OF_CODE.get(code)
 
 
 def target_of(question: dict, head: str) -> tuple[int | None, str]:
@@ -74,7 +74,7 @@ def target_of(question: dict, head: str) -> tuple[int | None, str]:
             names = [value for name, value, *_ in main.get("modifiers") or () if name == "severity"]
         else:
             names = main.get("regions" if head == "region" else "obs_entities") or ()
-        for name in (str(name).strip().lower() for name in names):
+        for name in (name.strip().lower() for name in names if isinstance(name, str)):
             if name not in CLASS_OF[head]:
                 unknown = unknown or f"{head} {name!r} not in the vocabulary"
             elif absent and "where_is" in kind:

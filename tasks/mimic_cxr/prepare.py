@@ -16,9 +16,11 @@ import os
 import re
 import shutil
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ from tqdm import tqdm
 
 from tasks.mimic_cxr.answers import CHEXPERT, CLASS_OF, HEAD_NUMBER, HEADS, head_of, target_of
 from utils import images, tables
-from utils.cli import InputError, whole
+from utils.cli import InputError, RunError, whole
 
 FORMAT = 1
 SPLITS = ("train", "val", "test")
@@ -61,10 +63,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split",
         type=tables.parse_shares,
         default="0.7,0.15,0.15",
-        help="shares of a table's patients, where it has none",
+        help="shares of patients, for a table without this column",
     )
-    add("--seed", type=int, default=0, help="decides, with a patient's name, the split")
+    add("--seed", type=int, default=0, help="decides, with a patient's name, that split")
     add("--workers", type=whole(1), default=os.cpu_count(), help="processes")
+
+
+def few_at_a_time(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
+    """pool.map, but a job is made when its turn comes: all of them at once would take gigabytes."""
+    waiting = deque()
+    for job in jobs:
+        waiting.append(pool.submit(function, job))
+        if len(waiting) == ahead:
+            yield waiting.popleft().result()
+    yield from (future.result() for future in waiting)
+
+
+def table_of(rows: list[tuple]) -> pa.Table:
+    """Rows of (study, head, target, type, question) as columns."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
+    return pa.table(arrays, SCHEMA)
 
 
 # --- the releases -----------------------------------------------------------------------------------------------------
@@ -74,36 +93,52 @@ def read_csv(path: Path, columns: list[str]) -> pd.DataFrame:
     """Some columns of a release's table, as text. Raises InputError."""
     try:
         return pd.read_csv(path, dtype=str, usecols=columns)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error}); download it again") from None
 
 
-def read_studies(jpg: Path, view: str, patients: str | None) -> pd.DataFrame:
-    """A row for each study with an image of this view: PA before AP, of several the first by name."""
+def read_studies(jpg: Path, view: str, patients: str | None) -> tuple[pd.DataFrame, Counter]:
+    """(a row for each study with an image of this view, by split and study; how many are left out and why).
+
+    PA comes before AP; of several images the first by name is taken.
+    """
     names = ["dicom_id", "subject_id", "study_id", "ViewPosition", "ViewCodeSequence_CodeMeaning"]
     table = read_csv(jpg / "mimic-cxr-2.0.0-metadata.csv.gz", names)
+    count, left_out = table["study_id"].nunique(), Counter()
     # a blank view is looked up in the code, and never guessed
     codes = table["ViewCodeSequence_CodeMeaning"].str.lower().map(VIEW_OF_CODE)
-    table["view"] = table["ViewPosition"].replace("", None).fillna(codes)
+    table["view"] = table["ViewPosition"].fillna(codes)
     table["rank"] = table["view"].map({name: rank for rank, name in enumerate(VIEWS[view])})
     table = table.dropna(subset="rank").sort_values(["study_id", "rank", "dicom_id"]).drop_duplicates("study_id")
+    left_out[f"studies without a {view} image"] = count - len(table)
 
-    splits = read_csv(jpg / "mimic-cxr-2.0.0-split.csv.gz", ["dicom_id", "split"])
-    labels = read_csv(jpg / "mimic-cxr-2.0.0-chexpert.csv.gz", ["study_id", *CHEXPERT]).drop_duplicates("study_id")
-    table = table.merge(splits, on="dicom_id").merge(labels, on="study_id", how="left")
-    table["split"] = table["split"].replace("validate", "val")
+    path = jpg / "mimic-cxr-2.0.0-split.csv.gz"
+    splits = read_csv(path, ["dicom_id", "split"]).set_index("dicom_id")["split"].replace("validate", "val")
+    table["split"] = table["dicom_id"].map(splits)
+    known = table["split"].isin(SPLITS)
+    left_out["studies without a split"] = int((~known).sum())
+    table = table[known].sort_values("split", key=lambda names: names.map(SPLITS.index), kind="stable")
+    in_two = tables.in_two_splits(table[["subject_id", "split", "subject_id"]].itertuples(index=False))
+    if in_two:
+        raise InputError(f"{path}: patient {in_two[0]!r} is in two splits; keep each patient in one")
+
     subject, study = table["subject_id"], table["study_id"]
     table["image"] = "files/p" + subject.str[:2] + "/p" + subject + "/s" + study + "/" + table["dicom_id"] + ".jpg"
-    table["patient"], table["sex"], table["age"] = subject, None, None
+    there = np.fromiter(((jpg / name).is_file() for name in table["image"]), bool, len(table))
+    left_out["studies without an image file"] = int((~there).sum())
+    if not there.any():
+        raise InputError(f"{jpg}: none of {len(there):,} {view} images is there; check the path of MIMIC-CXR-JPG")
+    labels = read_csv(jpg / "mimic-cxr-2.0.0-chexpert.csv.gz", ["study_id", *CHEXPERT]).drop_duplicates("study_id")
+    table = table[there].merge(labels, on="study_id", how="left").assign(sex=None, age=None)
     if patients:
-        known = read_csv(Path(patients), ["subject_id", "gender", "anchor_age"]).set_index("subject_id")
-        table["sex"], table["age"] = subject.map(known["gender"]), subject.map(known["anchor_age"])
-    return table
+        people = read_csv(Path(patients), ["subject_id", "gender", "anchor_age"]).set_index("subject_id")
+        table["sex"], table["age"] = (table["subject_id"].map(people[name]) for name in ("gender", "anchor_age"))
+    return table.assign(patient=table["subject_id"]), left_out
 
 
 def find_release(root: Path, grade: str) -> Path:
     """The folder with metadata/ and qa/ or qa.zip: root itself, or its export of this grade."""
-    for folder in (root, root / "exports" / f"{grade[0]}_frontal"):
+    for folder in (root, root / "exports" / f"{grade.rstrip('+')}_frontal"):
         if (folder / "qa").is_dir() or (folder / "qa.zip").is_file():
             return folder
     raise InputError(f"{root}: holds neither qa/ nor qa.zip; check the path of MIMIC-Ext-CXR-QBA")
@@ -113,7 +148,7 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
     """A function from a study to the ids of its questions of this grade or better: the parquet file alone has them."""
     path = release / "metadata" / "question_metadata.parquet"
     good = GRADES[GRADES.index(grade) :]
-    studies, ids = [], []
+    studies, ids = [np.empty(0, np.int64)], []
     try:
         file = pq.ParquetFile(path, read_dictionary=[RATING])
         for batch in file.iter_batches(columns=["study_id", "question_id", RATING]):
@@ -121,10 +156,11 @@ def read_grades(release: Path, grade: str) -> Callable[[str], list[str]]:
             kept = [rank for rank, name in enumerate(rating) if name and re.sub(r"^\d+_", "", name) in good]
             batch = batch.filter(pc.is_in(batch[RATING].indices, pa.array(kept, pa.int32())))
             studies.append(pc.cast(pc.utf8_slice_codeunits(batch["study_id"], 1), pa.int64()).to_numpy())
-            ids.append(batch["question_id"])
+            # all together may be more than the 2 GB of a string array
+            ids.append(pc.cast(batch["question_id"], pa.large_string()))
     except (OSError, KeyError, pa.ArrowException) as error:
         raise InputError(f"{path}: cannot be read ({error}); download it again, or --grade all") from None
-    study, names = np.concatenate(studies), pa.chunked_array(ids, pa.string())
+    study, names = np.concatenate(studies), pa.chunked_array(ids, pa.large_string())
     if (np.diff(study) < 0).any():
         order = np.argsort(study, kind="stable")
         study, names = study[order], names.take(pa.array(order))
@@ -159,40 +195,33 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
         except (FileNotFoundError, KeyError):
             left_out["studies without a question file"] += 1
             continue
-        except (OSError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise InputError(f"{release}: {name} cannot be read ({error}); download it again") from None
         try:
             for question in json.loads(text)["questions"]:
-                kind = question["question_type"]
+                kind, asked = question["question_type"], question["question"]
                 head = head_of(kind)
                 if good and question["question_id"] not in good[number]:
                     left_out["questions below the grade, or unrated"] += 1
                 elif head is None:
                     left_out[f"questions {kind}: a type without a head"] += 1
+                elif not isinstance(asked, str) or not asked.strip():
+                    left_out[f"questions {kind}: no text"] += 1
                 else:
                     target, reason = target_of(question, head)
                     if target is None:
                         left_out[f"questions {kind}: {reason}"] += 1
                     else:
-                        rows.append((first + number, HEAD_NUMBER[head], target, kind, question["question"]))
+                        rows.append((first + number, HEAD_NUMBER[head], target, kind, asked))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{release / name}: not a question file ({error!r}); download it again") from None
-    columns = zip(*rows, strict=True) if rows else [()] * len(SCHEMA)
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
-    return pa.table(arrays, SCHEMA), left_out
+    return table_of(rows), left_out
 
 
-def read_releases(args: argparse.Namespace, pool: ProcessPoolExecutor) -> tuple[pd.DataFrame, pa.Table, Counter]:
+def read_releases(args: argparse.Namespace, pool: Executor) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """(studies, questions, what is left out) of both releases. A partial download gives what is there."""
-    jpg, left_out = Path(args.source[0]), Counter()
     release = find_release(Path(args.source[1]), args.grade)
-    studies = read_studies(jpg, args.view, args.patients)
-    there = np.fromiter(((jpg / name).is_file() for name in studies["image"]), bool, len(studies))
-    left_out["studies without an image file"] = int((~there).sum())
-    studies = studies[there].sort_values("split", key=lambda name: name.map(SPLITS.index), kind="stable")
-    studies = studies.reset_index(drop=True)
-    if studies.empty:
-        raise InputError(f"{jpg}: none of its {len(there)} images is there; check the path of MIMIC-CXR-JPG")
+    studies, left_out = read_studies(Path(args.source[0]), args.view, args.patients)
     good = None if args.grade == "all" else read_grades(release, args.grade)
 
     def jobs() -> Iterator[tuple]:
@@ -202,7 +231,8 @@ def read_releases(args: argparse.Namespace, pool: ProcessPoolExecutor) -> tuple[
             yield release, first, part, good and [set(good(study)) for _, study in part]
 
     parts = []
-    for table, reasons in tqdm(pool.map(read_part, jobs()), "questions", -(-len(studies) // STUDIES)):
+    found = few_at_a_time(pool, read_part, jobs(), ahead=4 * args.workers)
+    for table, reasons in tqdm(found, "questions", -(-len(studies) // STUDIES)):
         parts.append(table)
         left_out += reasons
     return studies, pa.concat_tables(parts), left_out
@@ -212,21 +242,48 @@ def read_releases(args: argparse.Namespace, pool: ProcessPoolExecutor) -> tuple[
 
 
 def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
-    """CheXpert's labels in a row: the column `labels` names those that are present, or each has a column of its own."""
-    known = {}
+    """The CheXpert labels that a row tells: `labels` names those that are present, or each has a column of its own."""
     present = [name.strip().lower() for name in row.get("labels", "").split(";") if name.strip()]
+    # a healthy study is written either way
+    present = ["no finding" if name == "none" else name for name in present]
     for name in present:
-        if name not in CLASS_OF["category"] and name != "none":
-            raise InputError(f"{source}: label {name!r} is none of {', '.join(CHEXPERT)}")
-    for label in CHEXPERT:
-        cell = row.get(label.lower(), "")
-        if present:
-            known[label] = float(label.lower() in present)
-        elif cell:
-            if cell not in ("0", "1", "-1", "0.0", "1.0", "-1.0"):
-                raise InputError(f"{source}: {label} {cell!r} is none of 1, 0, -1 and blank")
-            known[label] = float(cell)
-    return known
+        if name not in CLASS_OF["category"]:
+            known = f"{', '.join(CHEXPERT)} and none"
+            raise InputError(f"{source}: label {name!r} is none of {known}; correct it, and put ; between labels")
+    if present:
+        return {label: float(label.lower() in present) for label in CHEXPERT}
+    cells = {label: row[label.lower()] for label in CHEXPERT if row.get(label.lower())}
+    for label, cell in cells.items():
+        if cell not in ("0", "1", "-1", "0.0", "1.0", "-1.0"):
+            raise InputError(f"{source}: {label} {cell!r} is none of 1, 0, -1 and blank; correct it")
+    return {label: float(cell) for label, cell in cells.items()}
+
+
+def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
+    """What a row tells about its study: image, patient, split, and if given view, sex, age and labels."""
+    image, split = row["image"], row.get("split", "")
+    if not (folder / image).is_file():
+        raise InputError(f"{source}: no such image ({folder / image}); paths start from the table's folder")
+    if split and split.lower() not in tables.SPLITS:
+        raise InputError(f"{source}: split {split!r} is none of train, val and test; correct it")
+    patient = row.get("patient") or image
+    split = tables.SPLITS[split.lower()] if split else tables.split_of(patient, args.seed, args.split)
+    given = {name: row[name] for name in ("view", "sex", "age") if row.get(name)}
+    return {"image": image, "patient": patient, "split": split} | given | labels_of(source, row)
+
+
+def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
+    """(head, target, type, text) of a row; the answer decides the head, as no answer is in two."""
+    answer, text = row.get("answer", "").lower(), row["question"]
+    head = row.get("head", "").lower() or next((name for name in HEADS if answer in CLASS_OF[name]), None)
+    if not text:
+        raise InputError(f"{source}: no question; complete the row or remove it")
+    if head and head not in HEADS:
+        raise InputError(f"{source}: head {head!r} is none of {', '.join(HEADS)}; correct it, or leave it blank")
+    if not head or answer not in CLASS_OF[head]:
+        known = ", ".join(HEADS[head]) if head else f"the answers of {', '.join(HEADS)}"
+        raise InputError(f"{source}: answer {answer!r} is none of {known}; correct it")
+    return HEAD_NUMBER[head], CLASS_OF[head][answer], row.get("type") or head, text
 
 
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
@@ -235,46 +292,27 @@ def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]
     Without questions, each label that is known becomes one. Raises InputError with the row.
     """
     path = Path(args.source[0])
-    rows = tables.read_table(path)
-    image, columns = tables.find_column(rows, "image"), rows[0][1]
-    studies, asked = {}, []
-    for source, row in rows:
-        name = row[image]
-        if not (path.parent / name).is_file():
-            raise InputError(f"{source}: no such image ({path.parent / name}); paths start from the table's folder")
-        patient = row.get("patient") or name
-        split = tables.SPLITS.get(row.get("split", "").lower()) or tables.split_of(patient, args.seed, args.split)
-        if row.get("split") and row["split"].lower() not in tables.SPLITS:
-            raise InputError(f"{source}: split {row['split']!r} is none of train, val and test")
-        study = studies.setdefault(name, {"image": name, "patient": patient, "split": split, "source": source})
-        if (study["patient"], study["split"]) != (patient, split):
-            raise InputError(f"{source}: this image has another patient or split in {study['source']}")
-        known = labels_of(source, row)
-        study |= known | {name: row[name] for name in ("view", "sex", "age") if row.get(name)}
-        if "question" not in columns:
-            asked += [
-                (name, "binary", value, f"is_{x}", f"Is there {x.lower()}?") for x, value in known.items() if value >= 0
-            ]
-            continue
-        answer, head = row.get("answer", "").lower(), row.get("head") or None
-        found = [one for one in ([head] if head else HEADS) if answer in CLASS_OF.get(one, ())]
-        if not found:
-            classes = ", ".join(HEADS[head]) if head in HEADS else f"the answers of {', '.join(HEADS)}"
-            raise InputError(f"{source}: answer {answer!r} is none of {classes}")
-        asked.append((name, found[0], CLASS_OF[found[0]][answer], row.get("type") or found[0], row["question"]))
+    table = tables.read_table(path)
+    tables.find_column(table, "image")
+    studies, questions, binary = {}, {}, HEAD_NUMBER["binary"]
+    for source, row in table:
+        told = study_of(source, row, path.parent, args)
+        study = studies.setdefault(row["image"], told | {"source": source})
+        for name, value in told.items():
+            if study.setdefault(name, value) != value:
+                other = f"{study[name]!r} in {study['source']}"
+                raise InputError(f"{source}: {name} {value!r} of this image is {other}; make them agree")
+        if "question" in row:
+            questions.setdefault(row["image"], []).append(question_of(source, row))
     tables.check_one_split((study["patient"], study["split"], study["source"]) for study in studies.values())
 
     frame = pd.DataFrame(sorted(studies.values(), key=lambda study: SPLITS.index(study["split"])))
-    number = {name: place for place, name in enumerate(frame["image"])}
-    asked.sort(key=lambda row: number[row[0]])
-    columns = [[number[name] for name, *_ in asked], [HEAD_NUMBER[head] for _, head, *_ in asked]]
-    columns += [[int(row[2]) for row in asked], [row[3] for row in asked], [row[4] for row in asked]]
-    arrays = [pa.array(values, field.type) for values, field in zip(columns, SCHEMA, strict=True)]
-    return (
-        frame.reindex(columns=list({"view": 0, "sex": 0, "age": 0} | dict.fromkeys(frame))),
-        pa.table(arrays, SCHEMA),
-        Counter(),
-    )
+    if not questions:
+        for name, study in studies.items():
+            known = [label for label in CHEXPERT if study.get(label) in (0, 1)]
+            questions[name] = [(binary, int(study[x]), f"is_{x}", f"Is there {x.lower()}?") for x in known]
+    rows = [(number, *question) for number, name in enumerate(frame["image"]) for question in questions[name]]
+    return frame, table_of(rows), Counter()
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -292,70 +330,85 @@ def decode_part(job: tuple) -> list[tuple[int, str]]:
     job: (file, side, number of the first study, paths).
     """
     file, side, first, paths = job
-    target = np.memmap(file, np.uint8, "r+", offset=first * side**2, shape=(len(paths), side, side))
-    problems = []
+    pixels, problems = np.zeros((len(paths), side, side), np.uint8), []
     for place, path in enumerate(paths):
         try:
-            target[place] = decode(path, side)
+            pixels[place] = decode(path, side)
         except (OSError, ValueError) as error:
             problems.append((first + place, f"{path}: not a readable image ({error})"))
+    # not mapped: a full disk is an error here, and would kill a process that writes into a mapped file
+    with open(file, "r+b") as target:
+        target.seek(first * side**2)
+        target.write(pixels)
     return problems
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Write OUT. Raises InputError for a folder that exists, an unusable source, and a patient in two splits."""
-    out = Path(args.out)
-    if out.exists():
-        raise InputError(f"{out}: exists already; choose another folder or delete it")
-    if len(args.source) > 2:
-        raise InputError("give CXR_JPG QA_RELEASE OUT, or TABLE OUT")
-    partial_out = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial_out, ignore_errors=True)
-    partial_out.mkdir(parents=True)
+def write(args: argparse.Namespace, folder: Path) -> None:
+    """Write the four files into a folder, and print what they hold. Raises InputError for an unusable source."""
     own = len(args.source) == 1
     # what a process makes is not garbage, and to look for some takes half of the time
     with ProcessPoolExecutor(args.workers, initializer=gc.disable) as pool:
         studies, rows, left_out = read_own(args) if own else read_releases(args, pool)
+        if not len(rows):
+            found = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common(3) if count)
+            reasons = found or "neither questions nor labels of 0 or 1"
+            raise InputError(f"{args.source[-1]}: no question is left ({reasons}); check {'it' if own else '--grade'}")
         root = Path(args.source[0]).parent if own else Path(args.source[0])
         paths = [str(root / name) for name in studies["image"]]
         side = args.image_size
-        file = partial_out / f"images_{side}.u8"
-        with open(file, "wb") as empty:
-            empty.truncate(len(paths) * side**2)
+        file = folder / f"images_{side}.u8"
+        file.touch()
         jobs = [(file, side, first, paths[first : first + IMAGES]) for first in range(0, len(paths), IMAGES)]
         problems = [problem for found in tqdm(pool.map(decode_part, jobs), "images", len(jobs)) for problem in found]
 
     # a study whose image is damaged has no questions
     if problems:
-        if own:
-            raise InputError(f"{problems[0][1]} ({len(problems)} such images); replace it")
+        damaged, reasons = zip(*problems, strict=True)
+        rows = rows.filter(pc.invert(pc.is_in(rows["study"], pa.array(damaged, pa.int32()))))
+        if own or not len(rows):
+            place = f"{studies['source'][damaged[0]]}: " if own else ""
+            raise InputError(f"{place}{reasons[0]} ({len(problems):,} such images); replace what is damaged")
         left_out["studies with a damaged image"] = len(problems)
-        print("\n".join(f"warning: {reason}" for _, reason in problems[:5]), flush=True)
-        damaged = pa.array([study for study, _ in problems], pa.int32())
-        rows = rows.filter(pc.invert(pc.is_in(rows["study"], damaged)))
-    in_two = studies.groupby("patient")["split"].nunique()
-    if (in_two > 1).any():
-        raise InputError(f"patient {in_two.idxmax()!r} is in two splits; keep each patient in one")
+        print("\n".join(f"warning: {reason}" for reason in reasons[:5]), flush=True)
     counts = dict(zip(SPLITS, np.diff(bounds_of(studies, rows["study"].to_numpy())).tolist(), strict=True))
-    if not len(rows):
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common(3))
-        raise InputError(f"{args.source[-1]}: no question is left ({reasons}); check the sources and --grade")
 
     studies = studies.reindex(columns=["image", "patient", "split", "view", "sex", "age", *CHEXPERT])
     studies[["age", *CHEXPERT]] = studies[["age", *CHEXPERT]].apply(pd.to_numeric, errors="coerce").astype("float32")
-    studies.to_parquet(partial_out / "studies.parquet")
+    studies.to_parquet(folder / "studies.parquet")
     rows = rows.unify_dictionaries().combine_chunks()
-    with pa.OSFile(str(partial_out / "questions.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+    with pa.OSFile(str(folder / "questions.arrow"), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(rows)
-    facts = {"format": FORMAT, "source": args.source, "grade": None if own else args.grade, "view": args.view}
+    facts = {"format": FORMAT, "source": args.source}
+    facts |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     facts |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
-    (partial_out / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial_out, out)
+    (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     for reason, count in left_out.most_common(20):
         if count:
             print(f"left out: {count:>9,} {reason}")
-    print(f"{out}: {len(studies):,} studies; questions: " + ", ".join(f"{n:,} {name}" for name, n in counts.items()))
+    questions = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    print(f"{args.out}: {len(studies):,} studies; questions: {questions}")
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Write OUT. Raises InputError for an OUT that exists and an unusable source, RunError where it cannot go on."""
+    if len(args.source) > 2 or (len(args.source) == 1 and Path(args.source[0]).is_dir()):
+        raise InputError("give CXR_JPG QA_RELEASE OUT, or TABLE OUT")
+    out = Path(args.out)
+    if os.path.lexists(out):
+        raise InputError(f"{out}: exists already; choose another folder or delete it")
+    partial_out = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial_out, ignore_errors=True)
+        partial_out.mkdir(parents=True)
+        write(args, partial_out)
+        os.replace(partial_out, out)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error}); check space and permissions") from None
+    except BrokenProcessPool:
+        raise RunError("a process was killed, often for want of memory; start again with fewer --workers") from None
+    finally:
+        shutil.rmtree(partial_out, ignore_errors=True)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -401,14 +454,14 @@ def open_prepared(folder: Path) -> Prepared:
         if facts["format"] != FORMAT:
             raise ValueError(f"written by another version of this program, format {facts['format']}")
         side = facts["image_size"]
-        images_file = np.memmap(folder / f"images_{side}.u8", np.uint8, "r").reshape(-1, side, side)
         studies = pd.read_parquet(folder / "studies.parquet")
+        images_file = np.memmap(folder / f"images_{side}.u8", np.uint8, "r").reshape(len(studies), side, side)
         rows = pa.ipc.open_file(pa.memory_map(str(folder / "questions.arrow"))).read_all()
     except FileNotFoundError:
         command = "python -m tools.prepare_data mimic_cxr CXR_JPG QA_RELEASE OUT"
         raise InputError(f"{folder}: no prepared data; make it once: {command}, or make demo TASK=mimic_cxr") from None
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise InputError(f"{folder}: damaged ({error}); prepare the data again") from None
+        raise InputError(f"{folder}: cannot be used ({error}); prepare the data again") from None
     columns = {name: rows[name].chunk(0) for name in SCHEMA.names}
     plain = {name: columns[name].to_numpy() for name in ("study", "head", "target")}
     coded = {name: columns[name].indices.to_numpy() for name in ("type", "question")}
