@@ -49,6 +49,11 @@ SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(),
 STUDIES, IMAGES = 256, 64
 
 
+def usable_cores() -> int:
+    """The cores that this process may use, which a job may have fewer of than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
@@ -66,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of patients, for a table without this column",
     )
     add("--seed", type=int, default=0, help="decides, with a patient's name, that split")
-    add("--workers", type=whole(1), default=os.cpu_count(), help="processes")
+    add("--workers", type=whole(1), default=usable_cores(), help="processes")
 
 
 def few_at_a_time(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
@@ -196,7 +201,8 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
             left_out["studies without a question file"] += 1
             continue
         except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise InputError(f"{release}: {name} cannot be read ({error}); download it again") from None
+            left_out[f"studies with a damaged question file: {name} ({error})"] += 1
+            continue
         try:
             for question in json.loads(text)["questions"]:
                 kind, asked = question["question_type"], question["question"]
@@ -214,7 +220,7 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
                     else:
                         rows.append((first + number, HEAD_NUMBER[head], target, kind, asked))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{release / name}: not a question file ({error!r}); download it again") from None
+            left_out[f"studies with a damaged question file: {name} ({error!r})"] += 1
     return table_of(rows), left_out
 
 
