@@ -340,7 +340,7 @@ def test_releases_that_cannot_be_used_are_named(tmp_path):
         run_releases(tmp_path, out="b")
     (tmp_path / "qba/qa.zip").write_bytes(b"PK")
     shutil.rmtree(tmp_path / "qba/qa")
-    with pytest.raises(InputError, match="s50000001.qa.json cannot be read"):
+    with pytest.raises(InputError, match=r"s50000001.qa.json \(File is not a zip file\)"):
         run_releases(tmp_path, "--grade all", out="b")
     (tmp_path / "jpg" / splits).write_bytes(gzip.compress(b"dicom_id,split\n" * 99)[:30] + b"\xff" * 30)
     with pytest.raises(InputError, match=f"{splits}: cannot be read"):
