@@ -39,12 +39,13 @@ demo-prs_med:
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./run_multi_gpu_train.sh data/demo/prs_med $$processes -- \
 	    --config configs/prs_med_demo.yaml --batch_size $$((32 / processes))
 
+demo-mimic_cxr: D := data/demo/mimic_cxr
 demo-mimic_cxr:
 	$(BIN)/python -m tools.sample_data mimic_cxr data/demo/mimic_cxr
+	$(BIN)/python -m tools.prepare_data mimic_cxr $(D)/mimic-cxr-jpg $(D)/mimic-ext-cxr-qba $(D)/prepared --image_size 64
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/mimic_cxr_demo.yaml $(ENGINE) \
-	    --num_gpus $$processes --batch_size $$((64 / processes)) \
-	    --gradient_accumulation_steps 1 --no-gradient_checkpointing --num_workers 0
+	    --num_gpus $$processes --batch_size $$((256 / processes))
 
 demo-survival: T := train_survival_distributed.py --config configs/survival_demo.yaml
 demo-survival: IMAGE := runs/demo/survival/image_alone

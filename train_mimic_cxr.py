@@ -19,8 +19,9 @@ from pathlib import Path
 from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
 FORMAT = "mimic_cxr/2"
-# what a model is made of
-MODEL_FLAGS = ("image_encoder", "text_encoder", "fusion_layers", "image_size", "max_question_length")
+# what a model is made of, and the guide's encoders, which a checkpoint names unless a flag says that they have moved
+MODEL_FLAGS = ("fusion_layers", "image_size", "max_question_length")
+ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
 # each head's weight in the loss and its hidden width
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
@@ -43,8 +44,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--image_size", type=whole(32), help="side of the images; default: as prepared")
 
     add = parser.add_argument_group("model").add_argument
-    add("--image_encoder", default="facebook/convnext-base-224", help="Hugging Face folder or hub name")
-    add("--text_encoder", default="emilyalsentzer/Bio_ClinicalBERT", help="Hugging Face folder or hub name")
+    for name, path in ENCODERS.items():
+        add(f"--{name}", default=path, help="Hugging Face folder or hub name")
     add("--fusion_layers", type=whole(1), default=2, help="layers in which the question attends to the image")
     add("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
     add("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
@@ -82,7 +83,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--dataloader_num_workers", type=whole(0), help=SUPPRESS)
     for flag in ("--fp16", "--pin_memory", "--enabled"):
         parser.add_argument(flag, action=BooleanOptionalAction, help=SUPPRESS)
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), help=SUPPRESS)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), help=SUPPRESS)
 
     add_common_arguments(parser, output_dir="runs/mimic_cxr", num_epochs=20, learning_rate=1e-4, batch_size=16)
     parser.set_defaults(batch_size=None, gradient_accumulation_steps=None, num_workers=None)
@@ -662,7 +663,7 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
     """--auto_optimize: what no flag and no file says, from the guide's table; returns {flag: value} of those.
 
     memory (GiB) and compute capability are those of the smallest GPU, None without one. node: cores, RAM in GiB and
-    processes of a machine.
+    processes that share them.
     """
     cores, ram, processes = node
     table = hardware_utils.settings_for(
@@ -687,14 +688,12 @@ def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
     if ranks.device.type == "cuda":
         card = torch.cuda.get_device_properties(ranks.device)
         memory, compute = card.total_memory / GIB, float(f"{card.major}.{card.minor}")
-    nodes, *facts = zip(
-        *du.gather_objects(
-            (platform.node(), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb())
-        ),
-        strict=True,
-    )
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    # srun may give each process cores of its own, torchrun gives all of a machine the same
+    own = (platform.node(), *cores), memory, compute, hardware_utils.usable_cores(), hardware_utils.available_ram_gb()
+    places, *facts = zip(*du.gather_objects(own), strict=True)
     memory, compute, cores, ram = (min((x for x in values if x is not None), default=None) for values in facts)
-    return fill_settings(args, ranks.world_size, memory, compute, (cores, ram, max(map(nodes.count, nodes))))
+    return fill_settings(args, ranks.world_size, memory, compute, (cores, ram, max(map(places.count, places))))
 
 
 def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
@@ -741,6 +740,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     wanted = args.mixed_precision
     if wanted == "auto" and device.type == "cuda":
         enabled = {name: config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
+        wanted = "no" if set(enabled.values()) == {False} else wanted
         wanted = next((name for name, value in enabled.items() if value is True), wanted)
         wanted = {True: "fp16", False: "no", None: wanted}[args.fp16]
     precision, reason = choose_precision(wanted, device)
@@ -759,6 +759,9 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             args.image_size = data.facts["image_size"]
     run = (zero.ZeroRun if use_deepspeed else Run)(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     run.config = config
+    for name, path in ENCODERS.items() if run.checkpoint else ():
+        if getattr(args, name) == path:
+            setattr(args, name, run.checkpoint["encoders"][name])
     with du.agree_on_errors():
         model = build_model(args, precision, device)
         if run.checkpoint:
@@ -803,7 +806,10 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "precision": f"{precision} ({reason}) {remark}".strip(),
         "questions": ", ".join(f"{len(some):,} {name}" for name, some in sets.items()),
     }
-    extra = {"trained_labels": report.trained_labels(data)}
+    extra = {
+        "trained_labels": report.trained_labels(data),
+        "encoders": {name: getattr(args, name) for name in ENCODERS},
+    }
     wrapped = run.begin(model, optimizer, precision, steps, ["loss", "loss_vqa", "loss_chexpert"], facts, notes, extra)
 
     with run:

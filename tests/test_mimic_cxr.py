@@ -315,6 +315,20 @@ def test_logistic_regression_is_scikit_learns():
     assert beta[:, 1].numpy() == pytest.approx(-beta[:, 0].numpy(), abs=1e-4)
 
 
+def test_sixty_numbers_of_an_image():
+    """The left half grey 0.5, the right half black: means, no deviation but at the edge, two levels, one edge."""
+    image = torch.zeros(1, 1, 32, 32)
+    image[..., :16] = 0.5
+    numbers = report.image_numbers(image)[0]
+    assert numbers[:16].reshape(4, 4)[2].tolist() == [0.5, 0.5, 0, 0]
+    assert not numbers[16:32].any()
+    grey, gradient = numbers[32:48], numbers[48:]
+    assert grey.nonzero().flatten().tolist() == [0, 8]
+    assert grey[8] == pytest.approx(0.5)
+    assert gradient.nonzero().flatten().tolist() == [0, 11]
+    assert gradient[11] == pytest.approx(1 / 31)
+
+
 def as_rows(**columns) -> report.Rows:
     return {name: np.array(values) for name, values in columns.items()}
 
@@ -347,11 +361,11 @@ def test_the_tables_hold_the_rivals_and_the_intervals(trained, folder):
     table = pd.read_parquet(trained / "predictions_test.parquet")
     assert summary["test/vqa_accuracy"] == pytest.approx((table["truth"] == table["answer"]).mean())
     assert summary["test/vqa_accuracy_low"] < summary["test/vqa_accuracy"] < summary["test/vqa_accuracy_high"]
-    for name in ("majority", "question_only", "label_lookup", "pixels", "encoder"):
+    for name in ("majority", "question_only", "label_lookup", "pixels", "numbers", "encoder"):
         gain = summary["test/vqa_accuracy"] - summary[f"test/rival/{name}/vqa_accuracy"]
         assert summary[f"test/rival/{name}/vqa_accuracy_gain"] == pytest.approx(gain)
     assert {f"test/ablation/{name}/vqa_accuracy" for name in ("blank_image", "shuffled_image")} <= summary.keys()
-    for name in ("pixels", "encoder"):
+    for name in ("pixels", "numbers", "encoder"):
         gain = summary["test/chexpert_auroc"] - summary[f"test/rival/{name}/chexpert_auroc"]
         assert summary[f"test/rival/{name}/chexpert_auroc_gain"] == pytest.approx(gain)
     assert 0 <= summary["test/vqa_ece"] <= 1

@@ -133,11 +133,31 @@ def answers_from_labels(train: Rows, rows: Rows, labels: ndarray) -> ndarray:
     return answers
 
 
-def small_pixels(data: Prepared, studies: ndarray) -> ndarray:
-    """(N, 1024): the images at 32 x 32."""
+def small_pixels(image: torch.Tensor) -> torch.Tensor:
+    """(N, 1, S, S) -> (N, 1024): the images at 32 x 32."""
+    return F.adaptive_avg_pool2d(image, 32).flatten(1)
+
+
+def image_numbers(image: torch.Tensor) -> torch.Tensor:
+    """(N, 1, S, S) from 0 to 1 -> (N, 60): mean and SD in a 4 x 4 grid, histograms of grey values and of gradients."""
+    mean = F.adaptive_avg_pool2d(image, 4)
+    deviation = (F.adaptive_avg_pool2d(image.square(), 4) - mean.square()).clamp_min(0).sqrt()
+    gradient = torch.hypot(image.diff(dim=2)[..., :-1], image.diff(dim=3)[:, :, :-1])
+    histograms = []
+    for values, bins, largest in ((image, 16, 1.0), (gradient, 12, 0.5)):
+        place = (values.flatten(1) * (bins / largest)).long().clamp_max(bins - 1)
+        share = torch.full(place.shape, 1 / place.shape[1])
+        histograms.append(torch.zeros(len(image), bins).scatter_add_(1, place, share))
+    return torch.cat([mean.flatten(1), deviation.flatten(1), *histograms], 1)
+
+
+LOOKS = {"pixels": small_pixels, "numbers": image_numbers}
+
+
+def of_images(function, data: Prepared, studies: ndarray) -> ndarray:
+    """What a function makes of the images of these studies, a few at a time."""
     parts = np.array_split(studies, len(studies) // 256 + 1)
-    pooled = [F.adaptive_avg_pool2d(torch.from_numpy(data.images[part]).float()[:, None], 32) for part in parts]
-    return torch.cat(pooled).flatten(1).numpy()
+    return torch.cat([function(torch.from_numpy(data.images[part])[:, None] / 255) for part in parts]).numpy()
 
 
 def components(features: ndarray, fitted: int) -> torch.Tensor:
@@ -225,12 +245,14 @@ def print_tables(
     case, right = patients[rows["study"]], (rows["given"] == rows["target"]).astype(float)
     studies, first = np.unique(rows["study"], return_index=True)
     counts = resample(patients[studies])
-    by_pixels = classical(small_pixels(data, np.concatenate(images)), images, data, train, rows)
-    by_encoder = classical(features, images, data, train, rows)
+    seen = {name: of_images(function, data, np.concatenate(images)) for name, function in LOOKS.items()}
+    seeing = {
+        name: classical(values, images, data, train, rows) for name, values in (seen | {"encoder": features}).items()
+    }
 
     # answers
     guesses = answers_without_image(train, rows) | {"label_lookup": answers_from_labels(train, rows, data.labels)}
-    guesses |= {"pixels": by_pixels[0], "encoder": by_encoder[0]}
+    guesses |= {name: answers for name, (answers, _) in seeing.items()}
     others = {f"ablation/{name}": (places, own["given"] == own["target"]) for name, (places, own) in ablations.items()}
     others |= {f"rival/{name}": (slice(None), guess == rows["target"]) for name, guess in guesses.items()}
     accuracy = enter(f"{split}/vqa_accuracy", right.mean(), *interval_of_mean(right, case))
@@ -247,7 +269,7 @@ def print_tables(
     areas = aurocs(probability, truth, counts)
     own = macro(areas)
     table = {"network": {"AUROC": enter(f"{split}/chexpert_auroc", own[0], *limits(own))}}
-    for name, (_, scores) in (("pixels", by_pixels), ("encoder", by_encoder)):
+    for name, (_, scores) in seeing.items():
         key, theirs = f"{split}/rival/{name}/chexpert_auroc", macro(aurocs(scores, truth, counts))
         text = enter(key, theirs[0], *limits(theirs))
         gain = own - theirs
