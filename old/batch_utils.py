@@ -15,15 +15,10 @@ ACCUMULATION = "--gradient_accumulation_steps"
 def check_accumulation(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None) -> None:
     """With --effective_batch_size the accumulation follows, so that a flag for it ends the process with one line.
 
-    A config's accumulation gives way to the command line; a config that holds both is refused. The settings that guide
-    1 prints hold the effective batch as what came out of theirs, and it is no flag there.
+    A config's accumulation gives way to the command line; a config that holds both is refused.
     """
     words = sys.argv[1:] if argv is None else argv
     flags = {word.split("=")[0] for word in words}
-    of_guide = getattr(args, "batch_size_per_gpu", None) is not None
-    if of_guide and "--effective_batch_size" not in flags:
-        args.effective_batch_size = None
-        return
     if ACCUMULATION in flags:
         parser.error(f"{ACCUMULATION}: follows from --effective_batch_size; give one of them")
     if args.gradient_accumulation_steps > 1 and "--effective_batch_size" not in flags:

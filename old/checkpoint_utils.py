@@ -474,14 +474,10 @@ def _is_of_run(contents: Checkpoint, run_folder: Path) -> bool:
     return manifest is not None and file_sha256(contents.path) in manifest.checkpoints.values()
 
 
-# What runs of earlier versions did, whose checkpoints do not tell it.
-EARLIER_RUNS = {"questions_per_image": 1, "augmentation": False}
-
-
 def check_same_run(contents: dict, now: dict) -> None:
     """InputError when a checkpoint cannot be gone on with exactly; contents["run"] holds what `now` must equal."""
     for name, value in now.items():
-        before = contents["run"].get(name, EARLIER_RUNS.get(name))
+        before = contents["run"].get(name)
         if before != value:
             advice = "give the same again"
             if "batch" in name:

@@ -1,4 +1,4 @@
-"""The command line that four of the scripts share: common flags, --config files, value checks, and how a run ends.
+"""The command line of train_accelerate.py and train.py: common flags, --config files, value checks, and how a run ends.
 
 Light on purpose (no torch): `--help` and a mistyped flag answer at once.
 """
@@ -449,8 +449,8 @@ def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace)
     """--rehearse: load what torch must find when it is imported. Mistakes end the process with one line and code 2."""
     from old.fake_cuda_utils import load_before_torch
 
-    if args.eval_only or getattr(args, "predict", None) or getattr(args, "sample", None):
-        parser.error("--rehearse is about a training step and goes without --eval_only, --predict and --sample")
+    if args.eval_only or getattr(args, "sample", None):
+        parser.error("--rehearse is about a training step and goes without --eval_only and --sample")
     if not is_first_process():
         # Of a launcher's processes one tells.
         sys.exit(0)
@@ -495,7 +495,7 @@ def value_sources(
 
 
 def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run_folder: str, names: tuple) -> None:
-    """For --eval_only and --predict: what no flag gives is as in the run that is used, from its args.yaml.
+    """For --eval_only and --sample: what no flag gives is as in the run that is used, from its args.yaml.
 
     args.source must be there. Mistakes in the file end the process with one line and code 2.
     """

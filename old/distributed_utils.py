@@ -22,8 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -252,17 +250,6 @@ def keep_buckets() -> bool:
     return torch.are_deterministic_algorithms_enabled() or (on_cpu and world()[1] > 2)
 
 
-def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
-    """DDP around a model, for gradients that are averaged over the ranks."""
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
-        find_unused_parameters=keep_buckets(),
-    )
-
-
 def print_main(*values, **options) -> None:
     """print on rank 0 only, above a progress bar where there is one."""
     if world()[0] == 0:
@@ -392,9 +379,9 @@ def agree_on_errors() -> Iterator[None]:
 
 
 def scale_learning_rate(base: float, batches: float, rule: str) -> float:
-    """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by sqrt(world_size), none leaves it.
+    """linear multiplies the base by `batches`, sqrt by its root, none leaves it.
 
-    batches: the world size, or how many times a step has the samples that the base is meant for.
+    batches: how many times a step has the samples that the base is meant for.
     """
     factors = {"linear": batches, "sqrt": math.sqrt(batches), "none": 1}
     return base * factors[rule]

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,12 +21,11 @@ from tqdm import tqdm
 from old.async_save_utils import WRITER
 from old.checkpoint_utils import Checkpoint, begin_run, cut_metrics, settle_checkpoint
 from old.cli_utils import InputError, RunError, save_args
-from old.distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum, world
+from old.distributed_utils import Ranks, agree_on_errors, print_main, reduce_sum
 from old.figure_utils import figure_png, plot_curves
 from old.flops_utils import FlopCount, matmul_rate
 from old.hardware_utils import peak_memory_gb
 from old.manifest_utils import note_written, write_atomically
-from old.phase_utils import doing
 from old.start_utils import note_start
 
 
@@ -84,9 +83,8 @@ class RunLog:
         # samples/s of each interval
         self.rates: list[float] = []
 
-        # metrics that finish() draws beside the loss, None for all of val/, and when figures were drawn last
+        # metrics that finish() draws beside the loss, None for all of val/
         self.curves: list[str] | None = None
-        self.drawn = -math.inf
 
         # FLOPs of a step, and what a matrix product of this device reaches
         self.counts = not compiled
@@ -370,16 +368,13 @@ class RunLog:
 
         self._guard(write)
 
-    def figures(self, draw: Callable[[], dict], step: int, seconds_apart: float = 0) -> None:
+    def figures(self, draw: Callable[[], dict], step: int) -> None:
         """Rank 0: the matplotlib figures that draw() returns by name, as figures/<name>.png and in TensorBoard.
 
-        The other ranks do not call draw. None in place of a figure is left out. seconds_apart: nothing is drawn sooner
-        than this after the last call that gave it, so that short epochs are not spent on drawing.
+        The other ranks do not call draw. None in place of a figure is left out.
         """
-        if not self.ranks.is_main or (seconds_apart and time.time() - self.drawn < seconds_apart):
+        if not self.ranks.is_main:
             return
-        if seconds_apart:
-            self.drawn = time.time()
         for name, figure in draw().items():
             if figure:
                 self._guard(functools.partial(self._write_figure, name, figure, step))
@@ -440,13 +435,6 @@ def finite_or_none(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def with_bar(batches: Iterable, title: str) -> Iterator:
-    """The batches of an evaluation; rank 0 shows on a terminal how many of its own are done."""
-    hidden = world()[0] > 0 or not sys.stderr.isatty()
-    with doing(f"evaluating ({title})", has_bar=True):
-        yield from tqdm(batches, desc=title, unit="batch", dynamic_ncols=True, leave=False, disable=hidden)
 
 
 def print_table(title: str, rows: dict[str, dict[str, float]]) -> None:

@@ -50,20 +50,12 @@ class Progress:
 
 
 @dataclass
-class ValidatedProgress(Progress):
-    """Progress of a script that does not validate the best checkpoint a second time: its metrics are kept."""
-
-    best_metrics: dict | None = None
-
-
-@dataclass
 class TrainingRun:
     """A training under way: its position and end, its log and its checkpoints.
 
     last_step: where this run ends. planned_steps: of the whole training, which the learning rate follows; --max_steps
-    ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. eval_epochs,
-    eval_steps: how many there are between two evaluations, one of them being 0. model: what the ranks must agree on, if
-    anything, every check_every steps and before each checkpoint.
+    ends a run earlier. contents: what the script puts into a checkpoint, beside the position and the log. model: what
+    the ranks must agree on, if anything, every check_every steps and before each checkpoint.
     """
 
     run_folder: Path
@@ -77,8 +69,6 @@ class TrainingRun:
     save_every: int = 0
     keep_last: int = 3
     max_bad_steps: int = 10
-    eval_epochs: int = 1
-    eval_steps: int = 0
 
     # what watches over it
     model: nn.Module | None = None
@@ -101,20 +91,6 @@ class TrainingRun:
 
     def __exit__(self, *error) -> None:
         self.guards.__exit__(*error)
-
-    def pauses(self) -> bool:
-        """Whether an evaluation follows this step, wherever in the epoch it is.
-
-        A checkpoint of such a step is older than the evaluation: a run that is resumed there evaluates first.
-        """
-        step = self.progress.step
-        return bool(self.eval_steps and step) and step % self.eval_steps == 0
-
-    def plans_evaluation(self, epoch_complete: bool) -> bool:
-        """Whether the whole training has an evaluation here, and not only a run that --max_steps cuts short."""
-        if self.progress.step >= self.planned_steps or self.pauses():
-            return True
-        return bool(self.eval_epochs) and epoch_complete and (self.progress.epoch + 1) % self.eval_epochs == 0
 
     def saved_step(self, first_step: int) -> int:
         """The step of the newest checkpoint; first_step: where this process began."""
@@ -172,11 +148,6 @@ def restore_training(checkpoint: dict, optimizer: torch.optim.Optimizer, scaler:
     restore_rng(checkpoint["rng"])
 
 
-def seed_ranks(seed: int) -> None:
-    """All ranks: seed torch's generators, each rank's by its number, so that dropout differs between them."""
-    torch.manual_seed((seed * 1000003 + world()[0]) % 2**63)
-
-
 # --- one optimizer step -----------------------------------------------------------------------------------------------
 
 
@@ -209,7 +180,7 @@ class Step:
 def optimizer_steps(
     loader: DataLoader, training: TrainingRun, count: Callable[[Step], list[float]] | None = None
 ) -> Iterator[Step]:
-    """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
+    """Each optimizer step from the run's position to the end of the epoch or of the run.
 
     count: numbers of this rank's share to be summed over the ranks, equally many on each. Before a step the ranks tell
     each other these, a stop signal and an unusable sample, in one small transfer of host memory. A signal to any rank
@@ -260,28 +231,9 @@ def optimizer_steps(
         step.digest = next(digests)
         yield step
         profile.end_step(progress.step, training.run_folder)
-        if training.pauses():
-            break
 
     profile.end(training.run_folder)
     phase.rest()
-
-
-def most_passes(samples: int, batch_size: int) -> int:
-    """How many micro-batches the rank with the most makes of the samples of all ranks."""
-    local = math.ceil(samples / world()[1])
-    return math.ceil(local / batch_size)
-
-
-def pad_passes(step: Step, batch_size: int) -> list[float]:
-    """Let every rank make equally many passes of a step, where weights are gathered in each.
-
-    Returns each pass's weight: that of the step, 0 for a spare one.
-    """
-    fetched = len(step.batches)
-    spare = most_passes(step.samples, batch_size) - fetched
-    step.batches += step.batches[-1:] * spare
-    return [step.weight] * fetched + [0.0] * spare
 
 
 def first_error(batches: list[dict]) -> str:

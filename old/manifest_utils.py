@@ -25,9 +25,8 @@ from old.distributed_utils import print_main
 MANIFEST = "manifest.sha256"
 # What a run writes into its folder beside checkpoints, logs and figures.
 RESULT_FILES = (
-    "args.yaml", "starts.jsonl", "metrics.jsonl", "summary.json", "model.safetensors", "model_last.safetensors",
-    "eval_val.json", "eval_test.json", "eval_last.json", "thresholds.json",
-    "predictions.csv", "predictions_val.parquet", "predictions_test.parquet",
+    "args.yaml", "starts.jsonl", "metrics.jsonl", "summary.json", "model.safetensors",
+    "eval_test.json", "eval_last.json",
 )  # fmt: skip
 
 

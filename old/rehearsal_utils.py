@@ -1,7 +1,7 @@
 """One training step on a GPU that need not be there: its memory, FLOPs and waits, traced on torch's fake tensors.
 
 A fake tensor has a shape, a dtype and a device but no memory, so a step at full size takes seconds on a laptop. What is
-not seen: kernels' own workspaces, NCCL, fragmentation and time. `--rehearse` of every script and
+not seen: kernels' own workspaces, NCCL, fragmentation and time. --rehearse and
 tests/old/test_fake_gpu.py use this file.
 """
 
@@ -391,26 +391,6 @@ def _lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
 
-@contextlib.contextmanager
-def random_weights(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, transformers' from_pretrained builds a model from its config.json, without the file of weights.
-
-    device: where, for calls without a device_map.
-    """
-    import transformers
-
-    def build(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **__):
-        config = config or cls.config_class.from_pretrained(path)
-        # The weights are the same on every rank.
-        torch.manual_seed(0)
-        with torch.device((device_map or {}).get("", device)):
-            model = cls._from_config(config, dtype=dtype or torch.float32).eval()
-        return (model, {"missing_keys": []}) if output_loading_info else model
-
-    with mock.patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(build)):
-        yield
-
-
 # --- the rehearsal ----------------------------------------------------------------------------------------------------
 
 
@@ -444,13 +424,6 @@ def rehearse_step(
     if beside is not None:
         trace.hold_all(beside)
 
-    # SGD's momentum is there already; what AdamW keeps comes with its first step.
-    for state in optimizer.state.values():
-        for value in state.values():
-            trace.hold(value)
-    if isinstance(optimizer, torch.optim.SGD):
-        make_traceable(optimizer)
-
     # What is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients.
     with trace:
         for parameter in trained:
@@ -479,13 +452,6 @@ def rehearse_step(
         optimizer.zero_grad(set_to_none=True)
     del buckets
     return Rehearsed(state, trace.peak, count.total * accumulation)
-
-
-def make_traceable(optimizer: torch.optim.SGD) -> None:
-    """Fused SGD has no form for fake tensors; the plain one takes the same memory."""
-    optimizer._step_supports_amp_scaling = False
-    for group in optimizer.param_groups:
-        group |= {"fused": False, "foreach": False}
 
 
 def largest_fitting_batch(step: Rehearsed, batch_size: int, memory_gb: float) -> int:

@@ -1,27 +1,11 @@
-"""What the writers of several tasks' sample data share: noise, tiny checkpoints, CTs made of ellipsoids."""
+"""CTs made of ellipsoids, for the cascade's sample data."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 from numpy.random import Generator
-from PIL import Image
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
-
-def smooth_noise(rng: Generator, size: int, cells: int) -> np.ndarray:
-    """Draw a (size, size) float32 field of mean 0 and range about +-1 whose features are size/cells pixels wide."""
-    side = cells + 2
-    coarse = rng.uniform(-1, 1, (side, side))
-    coarse = coarse.astype("float32")
-    image = Image.fromarray(coarse)
-    image = image.resize((size, size), Image.Resampling.BICUBIC)
-    return np.asarray(image)
 
 
 def logistic(field: np.ndarray) -> np.ndarray:
@@ -29,31 +13,6 @@ def logistic(field: np.ndarray) -> np.ndarray:
     field = np.clip(-field, -30, 30)
     return 1 / (1 + np.exp(field))
 
-
-# --- tiny checkpoints -------------------------------------------------------------------------------------------------
-
-
-def save_model(model, path: Path) -> None:
-    """Call save_pretrained without a progress bar.
-
-    It also asks Accelerate whether DeepSpeed has wrapped the model, which imports DeepSpeed: seconds, and a warning
-    about its accelerator. No model here is wrapped, so the answer is given without it.
-    """
-    from accelerate.utils import other
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    with mock.patch.object(other, "is_deepspeed_available", return_value=False):
-        model.save_pretrained(path)
-
-
-def save_image_processor(path: Path, settings: dict) -> None:
-    """Write the preprocessor_config.json of a checkpoint."""
-    file = path / "preprocessor_config.json"
-    file.write_text(json.dumps(settings, indent=2))
-
-
-# --- CTs --------------------------------------------------------------------------------------------------------------
 
 # Which way a file's voxels run along each axis, 1 is to the right, to the front or up.
 ORIENTATIONS = (

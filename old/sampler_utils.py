@@ -34,7 +34,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 def feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """One pass through the network: a permutation of range(4**bits). keys, bits: also of each value by itself."""
+    """One pass through the network: a permutation of range(4**bits)."""
     shift = np.uint64(bits)
     mask = np.uint64(2**bits - 1)
     left = values >> shift
@@ -57,9 +57,6 @@ class TrainBatchSampler:
     every batch is full, and what is left below one batch of all ranks is left out: that does depend on the world size.
     After `set_effective_batch` the shares need not be equal, nor the batches of the ranks equally many.
     """
-
-    # ImageGroups where the samples are questions, of which those about one image come together
-    groups = None
 
     def __init__(
         self,
@@ -156,8 +153,6 @@ class TrainBatchSampler:
 
     def order(self, places: np.ndarray) -> np.ndarray:
         """The samples at some consecutive places of the epoch."""
-        if self.groups is not None:
-            return self.groups.order(places, self.seed, self.epoch)
         return permute(places, self.num_samples, self.seed, self.epoch)
 
 

@@ -40,7 +40,6 @@ def pytest_configure(config):
 LONGEST_FILES = (
     "test_cascade",
     "test_contract",
-    "test_mimic_cxr_engines",
     "test_fake_gpu",
     "test_compressed_ad",
 )
@@ -64,17 +63,6 @@ def prs_med_data(zygote, tmp_path_factory) -> Path:
     """A few rows of 48 x 48 pixels, with tiny checkpoints, for the launchers; tests/ has the tests of PRS-Med."""
     sizes = "--num_train 9 --num_val 3 --num_test 3 --image_size 48"
     return make_sample_data(zygote, tmp_path_factory, "prs_med", sizes)
-
-
-@pytest.fixture(scope="session")
-def mimic_cxr_flags(zygote, tmp_path_factory) -> list[str]:
-    """Flags of train_mimic_cxr.py for a small MIMIC-CXR (about 700 training questions) with tiny checkpoints."""
-    sizes = "--num_train 24 --num_val 6 --num_test 6 --image_size 80"
-    folder = make_sample_data(zygote, tmp_path_factory, "mimic_cxr", sizes)
-    flags = ["--mimic_cxr_path", f"{folder}/mimic-cxr-jpg", "--mimic_qa_path", f"{folder}/mimic-ext-cxr-qba"]
-    flags += ["--image_encoder", f"{folder}/convnext_tiny", "--text_encoder", f"{folder}/bert_tiny"]
-    flags += ["--image_size", "64", "--index_dir", f"{folder}/index"]
-    return flags + ["--no_auto_optimize", "--num_workers", "0"]
 
 
 @pytest.fixture(scope="session")

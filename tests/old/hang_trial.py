@@ -1,4 +1,4 @@
-"""Eleven kinds of fault, planted in train_mimic_cxr.py by three processes: are the right rank and place named?
+"""Eleven kinds of fault, planted in train.py by three processes: are the right rank and place named?
 
 python tests/old/hang_trial.py FOLDER [ROUNDS] [KIND ...] prints a line for each trial and a table. Each must name the
 rank and the place, end within --dist_timeout + 5 s of the fault, and leave no process behind. Linux.
@@ -21,8 +21,8 @@ TIMEOUT = 20
 RANKS = 3
 
 # where faults are met: file and function
-STEP = ("train_mimic_cxr.py", "batch_loss")
-LOAD = ("tasks/mimic_cxr/data.py", "__getitems__")
+STEP = ("train.py", "count_actions")
+LOAD = ("tasks/compressed_ad/data.py", "__getitems__")
 SAVE = ("manifest_utils.py", "write_checkpoint")
 
 # kind: (fault of plant_fault.py, where, whether in a loading process, what the line says)
@@ -31,15 +31,15 @@ PLANTED = {
         "stop",
         *STEP,
         False,
-        r"rank {rank} on .* is stopped .* in train_mimic_cxr.py:\d+ batch_loss",
+        r"rank {rank} on .* is stopped .* in train.py:\d+ count_actions",
     ),
     "endless loop in a loader": ("loop", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
     "slow disk": ("slow", *LOAD, True, r"rank {rank} on .* hangs .*data.py:\d+ __getitems__ \(loading"),
-    "exception on one rank": ("crash", *STEP, False, r"rank {rank} on .* crashed .*batch_loss: ValueError: planted"),
+    "exception on one rank": ("crash", *STEP, False, r"rank {rank} on .* crashed .*count_actions: ValueError: planted"),
     "killed loader": ("kill", *LOAD, True, r"rank {rank} on .* in old/loop_utils.py:\d+ optimizer_steps: .*DataLoader"),
-    "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train_mimic_cxr.py:\d+ batch_loss"),
+    "lock held": ("lock", *STEP, False, r"rank {rank} on .* hangs .* in train.py:\d+ count_actions"),
     "out-of-memory kill": ("kill", *STEP, False, r"rank {rank} on .* has died .* after step \d+ in \S+:\d+ \w+"),
-    "crash in C code": ("segfault", *STEP, False, r"rank {rank} .*died \(Seg.* in train_mimic_cxr.py:\d+ batch_loss"),
+    "crash in C code": ("segfault", *STEP, False, r"rank {rank} .*died \(Seg.* in train.py:\d+ count_actions"),
     "full disk": ("full", *SAVE, False, r"step_\d+.pt.*No space left on device"),
 }
 START = {
@@ -47,16 +47,15 @@ START = {
     "wrong world size": r"2 of 3 processes came to 127.0.0.1:{port} within .*WORLD_SIZE",
 }
 # loading processes are forked anew in each epoch
-SHORT_EPOCHS = "--use_ddp --no_auto_optimize --image_size 64 --num_workers 1 --batch_size 4 --max_samples 36"
-SHORT_EPOCHS += " --epochs 3000 --eval_every 3000 --log_every 1"
+SHORT_EPOCHS = "--num_workers 1 --n_transit 100 --train_batch_size 64 --train_timesteps 100000 --eval_interval 100000"
+SHORT_EPOCHS += " --log_every 1"
 
 
 def flags(folder: Path, out: Path) -> list[str]:
     """A training that never ends by itself, with a loading process for each rank."""
-    data = folder / "data"
-    words = f"train_mimic_cxr.py --mimic_cxr_path {data}/mimic-cxr-jpg --mimic_qa_path {data}/mimic-ext-cxr-qba"
-    words += f" --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny --index_dir {data}/index"
-    words += f" --output_dir {out} {SHORT_EPOCHS} --save_every 4 --dist_timeout {TIMEOUT}"
+    words = f"train.py --data {folder / 'data'} --output_dir {out} --tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2"
+    words += " --encoder_n_layer 1 --tf_dim_feedforward 32 --n_latent 4"
+    words += f" {SHORT_EPOCHS} --save_every 4 --dist_timeout {TIMEOUT}"
     return words.split()
 
 
@@ -148,10 +147,8 @@ def main() -> int:
     kinds = sys.argv[3:] or [*PLANTED, *START]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not (folder / "data").exists():
-        sizes = "--num_train 24 --num_val 6 --num_test 6 --image_size 80".split()
-        subprocess.run(
-            [sys.executable, "-m", "tools.sample_data", "mimic_cxr", folder / "data", *sizes], cwd=ROOT, check=True
-        )
+        command = [sys.executable, "-m", "tools.sample_data", "compressed_ad", folder / "data"]
+        subprocess.run([*command, "--streams", "3", "--steps", "200"], cwd=ROOT, check=True)
 
     results = {kind: [trial(kind, folder, number) for number in range(rounds)] for kind in kinds}
     for kind, good in results.items():

@@ -1,4 +1,4 @@
-"""What the three scripts on old/ share, tested by one test over all; tests/test_promise.py has those that moved."""
+"""What the two scripts on old/ share, tested by one test over all; tests/test_promise.py has those that moved."""
 
 import contextlib
 import json
@@ -22,24 +22,21 @@ from old import checkpoint_utils
 from old.cli_utils import InputError
 from old.manifest_utils import read_manifest, write_checkpoint, write_manifest
 
-TASKS = ("mimic_cxr", "cascade", "compressed_ad")
+TASKS = ("cascade", "compressed_ad")
 SCRIPTS = {
-    "mimic_cxr": ROOT / "train_mimic_cxr.py",
     "cascade": ROOT / "train_accelerate.py",
     "compressed_ad": ROOT / "train.py",
 }
 RUN_FOLDER_FLAGS = {
-    "mimic_cxr": "--output_dir",
     "cascade": "--checkpoint_dir",
     "compressed_ad": "--output_dir",
 }
 
 # A run stops here: within an epoch, and within an interval of --log_every 3.
-STOP = {"mimic_cxr": 4, "cascade": 5, "compressed_ad": 5}
+STOP = {"cascade": 5, "compressed_ad": 5}
 
 # For two processes: the cascade then has a third step in its epoch.
 TWO_RANKS = {
-    "mimic_cxr": [],
     "cascade": ["--batch_size", "2"],
     "compressed_ad": [],
 }
@@ -50,20 +47,9 @@ TIMES = (*SPEED, "train/data_wait", "train/peak_memory_gb", "seconds", "train_se
 
 
 @pytest.fixture(scope="session")
-def data_folders(mimic_cxr_flags, cascade_data) -> dict[str, Path]:
-    """{task: the folder its small data set lies in} of the tasks that read images."""
-    return {
-        "mimic_cxr": Path(mimic_cxr_flags[1]).parent,
-        "cascade": cascade_data,
-    }
-
-
-@pytest.fixture(scope="session")
-def small_run(mimic_cxr_flags, cascade_flags, compressed_ad_flags):
+def small_run(cascade_flags, compressed_ad_flags):
     """small_run(task, run_folder, more) -> script and flags of a run of 8 to 12 steps in 2 epochs."""
-    mimic_cxr = [*mimic_cxr_flags, "--batch_size", "8", "--max_samples", "36", "--epochs", "2", "--warmup_steps", "2"]
     flags = {
-        "mimic_cxr": mimic_cxr,
         "cascade": [*cascade_flags(Path("out")), "--scheduler", "cosine"],
         "compressed_ad": compressed_ad_flags(Path("out")),
     }
@@ -213,14 +199,10 @@ def test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run(task, run_t
 
 # More steps, so that a run is still under way when it is told to leave; and what the job's file and the launcher add.
 MANY_STEPS = {
-    "mimic_cxr": ["--epochs", "30"],
     "cascade": ["--num_epochs_per_stage", "30"],
     "compressed_ad": ["--train_timesteps", "100", "--eval_interval", "50"],
 }
-LAUNCHED = {
-    "mimic_cxr": ["--config", "configs/default_config.yaml", "--use_ddp"],
-    "cascade": ["--config", "configs/multi_view_config.json"],
-}
+LAUNCHED = {"cascade": ["--config", "configs/multi_view_config.json"]}
 JOBS = [pytest.param(task, marks=() if task == "compressed_ad" else pytest.mark.soak) for task in TASKS]
 
 
@@ -231,7 +213,7 @@ def test_a_slurm_job_whose_time_is_up_is_requeued(task, small_run, run_script, t
     cluster = Cluster(tmp_path / "slurm")
     script, *flags = small_run(task, run_folder, [*MANY_STEPS[task], "--save_every", "4"])
     ranks = 1 if task == "compressed_ad" else 2
-    words = ["--num_gpus", ranks, *flags] + ["--torchrun"] * (task == "mimic_cxr")
+    words = ["--num_gpus", ranks, *flags]
 
     code = warn(cluster.start(task, words), lambda: any(run_folder.glob("step_*.pt")))
     assert code == 143, cluster.log()
@@ -296,14 +278,19 @@ STRIKES = {
     "save": ("saving", "lasts", "0"),
     "write": ("writing", "lasts", "0"),
     "lock": ("waiting for another run", "hangs", "0"),
-    "index": ("building the index", "hangs", "0,1"),
     "sampling": ("evaluating the cascade", "hangs", "0"),
 }
 # What only one of the scripts does.
-ONLY = {"index": "mimic_cxr", "sampling": "cascade"}
+ONLY = {"sampling": "cascade"}
 # Before the training the system ends a process at once.
-AT_ONCE = ("lock", "index")
-QUICK = ["mimic_cxr both-ranks", "mimic_cxr one-rank", "cascade save", "cascade evaluation", "compressed_ad a-step"]
+AT_ONCE = ("lock",)
+QUICK = [
+    "compressed_ad both-ranks",
+    "compressed_ad one-rank",
+    "compressed_ad a-step",
+    "cascade save",
+    "cascade evaluation",
+]
 STOP_CASES = []
 for task in TASKS:
     for strike in STRIKES:
@@ -317,11 +304,9 @@ for task in TASKS:
 def test_a_stop_signal_is_served_in_every_phase(task, strike, small_run, run_script, finished, tmp_path):
     """SIGTERM: exit code 143, no traceback, no process left; a save is completed, and the rest is the unbroken run."""
     run_folder = tmp_path / "run"
-    more = ["--index_dir", tmp_path / "index"] if strike == "index" else []
     phase, how, ranks = STRIKES[strike]
     count = 1 if ranks == "0" else 2
-    if count == 2:
-        more = [*more, *TWO_RANKS[task]]
+    more = TWO_RANKS[task] if count == 2 else []
     command = small_run(task, run_folder, ["--save_every", "2", *more])
     struck = [ROOT / "tests/old/slow_phase.py", phase, how, ranks, *command]
 
@@ -344,7 +329,7 @@ def test_a_stop_signal_is_served_in_every_phase(task, strike, small_run, run_scr
     assert max(saved, default=0) >= 2 or how == "hangs"
 
     # the rest is the unbroken run's, which has one process
-    if count == 1 or strike == "index":
+    if count == 1:
         ended_well(run_script([*command, "--resume_from", "auto"]))
         assert lines(run_folder) == lines(finished(task))
 
@@ -374,10 +359,8 @@ def test_the_share_of_the_peak(task, small_run, run_script, finished, tmp_path):
     assert len(pairs) == 4
     assert all(counted == by_torch for counted, by_torch in pairs)
 
-    # MIMIC's questions are padded to the longest of a micro-batch
-    tolerance = 0.1 if task == "mimic_cxr" else 1e-6
     expected = flops_a_sample(finished(task), ranks=1)
-    assert flops_a_sample(tmp_path / "run", ranks=2) == pytest.approx(expected, rel=tolerance)
+    assert flops_a_sample(tmp_path / "run", ranks=2) == pytest.approx(expected, rel=1e-6)
 
 
 def first_moments(value) -> list[torch.Tensor]:
@@ -638,7 +621,7 @@ def check_drift_line(done) -> None:
 
 
 def test_drift_is_named_before_the_bad_steps_that_it_causes(small_run, run_script, tmp_path):
-    command = small_run("mimic_cxr", tmp_path / "run", ["--max_bad_steps", "1"])
+    command = small_run("compressed_ad", tmp_path / "run", ["--max_bad_steps", "1"])
     done = run_script([ROOT / "tests/old/flip_bit.py", 1, 1, "nan", *command], ranks=2)
     assert "step 2: the ranks' weights differ in " in one_error_line(done, code=1)
 
@@ -686,7 +669,6 @@ def fill(folder: Path) -> None:
 
 # What makes an evaluation short.
 QUICK = {
-    "mimic_cxr": [],
     "cascade": ["--ddim_steps", "2"],
     "compressed_ad": ["--eval_episodes", "3", "--eval_seeds", "2"],
 }
@@ -731,33 +713,17 @@ def test_training_on_a_disk_that_takes_nothing(task, run_task, finished, disk):
     assert "cannot write here (Read-only file system)" in one_error_line(done)
 
 
-# What each script reads while it trains.
-IMAGES = {
-    "mimic_cxr": "mimic-cxr-jpg/files/**/*.jpg",
-    "cascade": "**/*.nii.gz",
-}
-# The flag that keeps a script from caching all of that.
-UNCACHED = {
-    "mimic_cxr": ["--cache_gb", "0"],
-    "cascade": [],
-}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("task", IMAGES)
-def test_an_image_that_becomes_unreadable(task, ranks, small_run, run_script, data_folders, tmp_path):
+def test_an_image_that_becomes_unreadable(ranks, small_run, run_script, cascade_data, tmp_path):
     """In the middle of a run, with loading processes and without: all ranks end with one line that names it."""
-    source = data_folders[task]
     copied = tmp_path / "data"
-    shutil.copytree(source, copied)
+    shutil.copytree(cascade_data, copied)
 
-    flags = [*UNCACHED[task], "--save_every", "1"]
-    if ranks == 2:
-        flags += ["--num_workers", "1"]
-    script, *flags = small_run(task, tmp_path / "run", flags)
-    flags = [flag.replace(str(source), str(copied)) for flag in flags]
+    flags = ["--save_every", "1", *["--num_workers", "1"] * (ranks == 2)]
+    script, *flags = small_run("cascade", tmp_path / "run", flags)
+    flags = [flag.replace(str(cascade_data), str(copied)) for flag in flags]
 
-    command = [ROOT / "tests/old/break_data.py", copied, IMAGES[task], script, *flags]
+    command = [ROOT / "tests/old/break_data.py", copied, "**/*.nii.gz", script, *flags]
     assert str(copied) in one_error_line(run_script(command, ranks=ranks))
 
 
@@ -773,7 +739,6 @@ def test_the_run_folder_is_removed_while_training(task, small_run, run_script, t
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 HEADLINES = {
-    "mimic_cxr": "test/vqa_accuracy",
     "cascade": "test/psnr",
     "compressed_ad": "test/return_last",
 }
@@ -800,10 +765,6 @@ def test_help_and_other_names(task, run_script, run_task, tmp_path):
     assert usage.code == 0
     assert "\nexamples:\n" in usage.stdout
     assert f"{SCRIPTS[task].name} " in usage.stdout.split("\nexamples:\n")[1]
-
-    # a flag that turns something off has no default to speak of
-    if "no_auto_optimize" in usage.stdout:
-        assert "(default: True)" not in usage.stdout.split("--no_auto_optimize")[1][:90]
 
     run_folder = tmp_path / "run"
     for name in ("--lr", "--learning_rate"):
@@ -844,12 +805,9 @@ def test_the_next_stage_from_the_best_checkpoint_of_the_one_before(run_task, tmp
 
 # Memory for so many samples a step, and for so many with recomputation (see little_memory.py): the batch that fits.
 LITTLE = {
-    "mimic_cxr": ("0+2", "2 per GPU (fitted: 8 did not fit into memory) x 4 accumulation (fitted)"),
     "cascade": ("0+4", "2 per GPU x 2 accumulation"),
     "compressed_ad": ("4+4", "3 per GPU x 4 accumulation"),
 }
-# Dropout draws once a micro-batch: without it, the answer does not depend on how a batch is split.
-NO_DROPOUT = {"mimic_cxr": ["--dropout", "0"]}
 
 
 @pytest.fixture
@@ -857,14 +815,14 @@ def run_little(small_run, run_script):
     """run_little(task, memory, run_folder, flags, **options): a run with little memory that fits its batch to it."""
 
     def run(task: str, memory: str, run_folder: Path, flags: list, **options):
-        command = small_run(task, run_folder, ["--auto_batch", *NO_DROPOUT.get(task, []), *flags])
+        command = small_run(task, run_folder, ["--auto_batch", *flags])
         return ended_well(run_script([ROOT / "tests/old/little_memory.py", memory, *command], **options))
 
     return run
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_run_out_of_memory_fits_its_batch_and_computes_the_same(task, run_little, run_task, finished, tmp_path):
+def test_a_run_out_of_memory_fits_its_batch_and_computes_the_same(task, run_little, finished, tmp_path):
     """Halved, then with recomputation where the model can: the same losses; args.yaml keeps what was asked for."""
     run_folder = tmp_path / "run"
     memory, batch = LITTLE[task]
@@ -873,14 +831,8 @@ def test_a_run_out_of_memory_fits_its_batch_and_computes_the_same(task, run_litt
     assert "did not fit into memory" in done.stdout
     assert ("did not fit without)" in done.stdout) == memory.startswith("0")
 
-    # a run with enough memory, and without dropout as well
-    unlimited = tmp_path / "unlimited"
-    if task in NO_DROPOUT:
-        flags = [*NO_DROPOUT[task], "--max_steps", "3"]
-        ended_well(run_task(task, unlimited, flags))
-    else:
-        unlimited = finished(task)
-
+    # a run with enough memory
+    unlimited = finished(task)
     step, loss = train_losses(unlimited)[0]
     assert train_losses(run_folder) == [(step, pytest.approx(loss, rel=1e-5))]
 
@@ -925,7 +877,6 @@ def test_all_ranks_fit_to_the_one_with_the_least_memory(run_little, finished, tm
 
 # Of a run of 20 steps that logs each: its flags, and five limits as in LITTLE.
 FIVE_LIMITS = {
-    "mimic_cxr": (["--epochs", "9"], "4 2 1 0+8 0+2"),
     "cascade": (["--num_epochs_per_stage", "9"], "4 2 0+8 0+4 0+2"),
     "compressed_ad": (["--train_timesteps", "24", "--train_batch_size", "16"], "12 8 4 2 1"),
 }
@@ -944,7 +895,7 @@ def test_twenty_steps_at_five_limits(task, run_little, run_task, tmp_path):
     more, limits = FIVE_LIMITS[task]
     flags = [*more, "--max_steps", "20", "--log_every", "1"]
     unlimited = tmp_path / "unlimited"
-    ended_well(run_task(task, unlimited, [*NO_DROPOUT.get(task, []), *flags]))
+    ended_well(run_task(task, unlimited, flags))
     expected = train_losses(unlimited)
     assert [step for step, _ in expected] == list(range(1, 21))
 
@@ -961,8 +912,6 @@ def test_twenty_steps_at_five_limits(task, run_little, run_task, tmp_path):
 
 # --- any number of processes ------------------------------------------------------------------------------------------
 
-# dropout draws per rank
-SAME_AT_ANY_SIZE = {"mimic_cxr": ["--dropout", "0"]}
 # uneven over 2 and 3 processes, of which those of 3 make 1, 1 and 2 passes
 EFFECTIVE = ["--effective_batch_size", "7", "--batch_size", "2"]
 
@@ -970,7 +919,7 @@ EFFECTIVE = ["--effective_batch_size", "7", "--batch_size", "2"]
 @pytest.mark.parametrize("task", TASKS)
 def test_an_effective_batch_is_kept_by_any_number_of_processes(task, run_task, tmp_path):
     """Begun by 3 processes, resumed by 2 and by 1, which do not name it: the losses of one process and one batch."""
-    same = [*SAME_AT_ANY_SIZE.get(task, ()), "--log_every", "1", "--max_steps"]
+    same = ["--log_every", "1", "--max_steps"]
     ended_well(run_task(task, tmp_path / "one", ["--batch_size", "7", *same, "4"]))
     expected = train_losses(tmp_path / "one")
     assert len(expected) == 4

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 # the fixtures of a small run of each script
-from test_contract import SAME_AT_ANY_SIZE, TASKS, ended_well, train_losses
+from test_contract import TASKS, ended_well, train_losses
 from test_contract import run_script, run_task, small_run  # noqa: F401
 
 from old.elastic_utils import Agents
@@ -104,9 +104,8 @@ def test_three_then_two_then_three(tmp_path):
     assert "ended by signal 9; the others go on, it joins again in 8 s" in training.log.read_text()
 
 
-# Flags that make the small runs of the three scripts long enough for what follows.
+# Flags that make the small runs of both scripts long enough for what follows.
 LONG = {
-    "mimic_cxr": ["--epochs", "30", "--eval_every", "30"],
     "cascade": ["--num_epochs_per_stage", "30"],
     "compressed_ad": ["--train_timesteps", "300", "--eval_interval", "300"],
 }
@@ -134,7 +133,7 @@ def undisturbed(small_run, run_task, tmp_path_factory):  # noqa: F811
 
     def make(task: str) -> tuple[list, dict[int, float]]:
         if task not in made:
-            flags = [*SAME_AT_ANY_SIZE.get(task, ()), "--effective_batch_size", "6", "--batch_size", "2"]
+            flags = ["--effective_batch_size", "6", "--batch_size", "2"]
             flags += ["--save_every", SAVE_EVERY, *LONG[task], "--log_every", "1"]
             # Adam makes steps of gradients that are rounding alone
             flags += ["--lr" if task == "compressed_ad" else "--learning_rate", "1e-5"]
@@ -209,13 +208,13 @@ def test_an_input_error_ends_all_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--epochs", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
+        (["--seed", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
         (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart of --elastic"),
         (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --elastic only auto"),
     ],
 )
 def test_flags_of_a_script(zygote, tmp_path, flags, message):
-    command = [ROOT / "train_mimic_cxr.py", "--output_dir", tmp_path / "run", *flags]
+    command = [ROOT / "train.py", "--output_dir", tmp_path / "run", *flags]
     done = zygote(*command, ELASTIC_RANKS="1:2")
     assert done.code == 2
     assert message in done.stderr

@@ -21,7 +21,7 @@ TIMEOUT = 12
 
 
 @pytest.mark.parametrize("kind", ["SIGSTOP of a rank", "endless loop in a loader"])
-def test_the_rank_and_the_place_are_named(zygote, mimic_cxr_flags, tmp_path, kind):
+def test_the_rank_and_the_place_are_named(zygote, compressed_ad_flags, tmp_path, kind):
     fault, file, function, in_loader, pattern = PLANTED[kind]
     out = tmp_path / "run"
     facts = {"kind": fault, "rank": 1, "file": file, "function": function, "call": 2, "in_loader": in_loader}
@@ -29,8 +29,8 @@ def test_the_rank_and_the_place_are_named(zygote, mimic_cxr_flags, tmp_path, kin
 
     # a place in the planting script is none of the project's
     planter = shutil.copy(ROOT / "tests/old/plant_fault.py", tmp_path)
-    flags = [*mimic_cxr_flags, "--output_dir", out, *SHORT_EPOCHS.split(), "--dist_timeout", TIMEOUT]
-    done = zygote(planter, ROOT / "train_mimic_cxr.py", flags, ranks=2, FAULT=json.dumps(facts))
+    flags = compressed_ad_flags(out, *SHORT_EPOCHS.split(), "--dist_timeout", TIMEOUT)
+    done = zygote(planter, ROOT / "train.py", flags, ranks=2, FAULT=json.dumps(facts))
     assert (tmp_path / "told").exists(), done.stdout[-2000:] + done.stderr[-2000:]
     seconds = time.time() - float((tmp_path / "told").read_text())
 

@@ -1,4 +1,4 @@
-"""Numbers and config files that are out of all proportion, in each of the three scripts on old/."""
+"""Numbers and config files that are out of all proportion, in both scripts on old/."""
 
 import json
 
@@ -8,7 +8,7 @@ from conftest import ROOT
 from old.distributed_utils import create_distributed_dataloader
 from old.hardware_utils import usable_cores
 
-SCRIPTS = ("train_mimic_cxr", "train_accelerate", "train")
+SCRIPTS = ("train_accelerate", "train")
 
 
 def nested(opening: str, closing: str) -> str:
@@ -42,7 +42,7 @@ CONFIGS = {
 }
 
 
-# The scripts read them by the same function: each kind by the first, one of each format by the others.
+# The scripts read them by the same function: each kind by the first, one of each format by the other.
 FEW = ("deep.json", "laughs.yaml", "seed.yaml")
 
 
@@ -76,9 +76,6 @@ def small_run(request, tmp_path):
     fixture = request.getfixturevalue
 
     def flags_of(script: str) -> list:
-        if script == "train_mimic_cxr":
-            flags = [*fixture("mimic_cxr_flags"), "--output_dir", run_folder]
-            return [*flags, "--max_samples", 16, "--batch_size", 4]
         task = "cascade" if script == "train_accelerate" else "compressed_ad"
         return fixture(f"{task}_flags")(run_folder)
 
@@ -102,7 +99,7 @@ def one_step(small_run, zygote, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], marks=pytest.mark.soak), *SCRIPTS[1:]])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
     """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""
     cores = usable_cores()

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from old import phase_utils
-from old.logging_utils import with_bar
 from old.phase_utils import StepPhase, current, doing
 
 
@@ -60,12 +59,6 @@ def test_other_ranks_and_bars_on_a_terminal_are_silent(capsys, monkeypatch):
     with doing("with a bar", after=0.05, has_bar=True):
         time.sleep(0.15)
     assert spoken(capsys) == []
-
-
-def test_an_evaluation_is_a_phase(capsys):
-    for _ in with_bar(range(2), "val"):
-        assert [what for what, _ in current()] == ["evaluating (val)"]
-    assert current() == []
 
 
 def test_steps_speak_where_they_take_longer_than_usual(capsys):

@@ -164,7 +164,7 @@ def become(request: dict) -> int:
     if not request["figures"]:
         from old import logging_utils
 
-        logging_utils.RunLog.figures = lambda log, draw, step, seconds_apart=0: None
+        logging_utils.RunLog.figures = lambda log, draw, step: None
 
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
