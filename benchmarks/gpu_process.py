@@ -16,7 +16,9 @@ import runpy
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -53,7 +55,7 @@ def share_first_gpu() -> None:
 
         return read_environment
 
-    # that of the scripts that have moved, and of the three others
+    # that of the scripts that have moved, and of the two others
     for module in (distributed_utils, old_distributed_utils):
         module.read_environment = on_first_gpu(module.read_environment)
     dist.is_nccl_available = lambda: False
@@ -82,6 +84,24 @@ def make_memory_short(share: float) -> dict:
 
         layer.forward = forward
     return refused
+
+
+@contextlib.contextmanager
+def random_weights() -> Iterator[None]:
+    """Inside, transformers' from_pretrained builds a model from its config.json, without the file of weights."""
+    import torch
+    import transformers
+
+    def build(cls, path, *_, config=None, dtype=None, device_map=None, output_loading_info=False, **__):
+        config = config or cls.config_class.from_pretrained(path)
+        # The weights are the same on every rank.
+        torch.manual_seed(0)
+        with torch.device((device_map or {}).get("", "cpu")):
+            model = cls._from_config(config, dtype=dtype or torch.float32).eval()
+        return (model, {"missing_keys": []}) if output_loading_info else model
+
+    with mock.patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(build)):
+        yield
 
 
 class HostWaits:
@@ -136,7 +156,7 @@ def watch_steps(waits: HostWaits, kill_at: int) -> None:
 
         return step
 
-    # the log of the scripts that have moved, and of the three others
+    # the log of the scripts that have moved, and of the two others
     for log in (RunLog, OldRunLog):
         log.step = watched(log.step)
 
@@ -177,8 +197,6 @@ def main() -> None:
 
     weights = contextlib.nullcontext()
     if options.random_weights:
-        from old.rehearsal_utils import random_weights
-
         weights = random_weights()
 
     # The script itself runs as python would run it.

@@ -22,7 +22,7 @@ SCRIPTS = {
     "compressed_ad": "train.py",
 }
 # on the new foundation: utils/torchrun.py starts them, tools.rehearse traces a step of them
-MOVED = ("prs_med", "survival")
+MOVED = ("prs_med", "mimic_cxr", "survival")
 OUT_FLAG = {
     "prs_med": "--checkpoint_dir",
     "mimic_cxr": "--output_dir",
@@ -71,13 +71,11 @@ FLAGS = {
     # By --no_auto_optimize several processes train by DDP; the part "deepspeed" tries ZeRO.
     "mimic_cxr": {
         "tiny": """
-            --mimic_cxr_path {data}/mimic-cxr-jpg --mimic_qa_path {data}/mimic-ext-cxr-qba --index_dir {data}/index
-            --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny --image_size 64
+            --data_path {data}/prepared --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny
             --batch_size 8 --num_workers 0 --dropout 0 --no_auto_optimize --warmup_steps 2
         """,
         "full": """
-            --mimic_cxr_path {data}/mimic-cxr-jpg --mimic_qa_path {data}/mimic-ext-cxr-qba --index_dir {data}/index
-            --image_encoder {data}/convnext_full --text_encoder {data}/bert_full
+            --data_path {data}/prepared --image_encoder {data}/convnext_full --text_encoder {data}/bert_full
         """,
     },
     # The batch is that of all processes.
@@ -117,7 +115,7 @@ FLAGS = {
     },
 }
 
-# What sample_data.py is asked for, as words of one line.
+# What tools.sample_data is asked for, as words of one line.
 SAMPLES = {
     "prs_med": {
         "tiny": "--num_train 8 --num_val 1 --num_test 1 --image_size 48",
@@ -127,7 +125,7 @@ SAMPLES = {
         "tiny": "--num_train 6 --num_val 2 --num_test 2 --image_size 80",
         "full": "--num_train 60 --num_val 2 --num_test 2 --image_size 512",
     },
-    # The smallest set that sample_data.py makes has 20 patients.
+    # The smallest set that it makes has 20 patients.
     "survival": {
         "tiny": "--num_patients 20 --matrix 14 --event_rate 0.5",
         "full": "--num_patients 20 --matrix 128 --event_rate 0.5",
@@ -139,6 +137,14 @@ SAMPLES = {
     "compressed_ad": {
         "tiny": "--streams 2 --steps 100",
         "full": "--streams 10 --steps 1000",
+    },
+}
+
+# What tools.prepare_data makes of the sample data, as words of one line, where the script reads prepared data.
+PREPARED = {
+    "mimic_cxr": {
+        "tiny": "{data}/mimic-cxr-jpg {data}/mimic-ext-cxr-qba {data}/prepared --image_size 64",
+        "full": "{data}/mimic-cxr-jpg {data}/mimic-ext-cxr-qba {data}/prepared --image_size 224",
     },
 }
 
@@ -157,11 +163,15 @@ def make_data(folder: Path, task: str, size: str) -> Path:
         return out
     shutil.rmtree(out, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tools.sample_data", task, str(out), *SAMPLES[task][size].split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"sample_data.py {task}: {done.stderr.strip().splitlines()[-1]}")
+    tools = {"sample_data": [str(out), *SAMPLES[task][size].split()]}
+    if task in PREPARED:
+        tools["prepare_data"] = PREPARED[task][size].format(data=out).split()
+    for tool, words in tools.items():
+        command = [sys.executable, "-m", f"tools.{tool}", task, *words]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"{tool} {task}: {done.stderr.strip().splitlines()[-1]}")
 
     # The few samples are repeated by name, and models of full size get their config.json.
     copies = COPIES[size].get(task, 1)

@@ -2,6 +2,7 @@
 
     python benchmarks/loop_overhead.py                       # minimal.py's model on 128 x 128 images, one process
     python benchmarks/loop_overhead.py prs_med DATA          # PRS-Med; DATA: by python -m tools.sample_data prs_med
+    python benchmarks/loop_overhead.py mimic_cxr DATA        # the same, prepared in DATA/prepared
     torchrun --standalone --nproc_per_node=2 benchmarks/loop_overhead.py exact [--parameters 20e6]
 
 The two loops take turns, a few steps each, on the same batches; a ratio is the median over the turns of bare time by
@@ -43,37 +44,47 @@ def report(name: str, bare: list, ours: list) -> None:
         du.print_main(f"{name}: {kind} of the bare loop / ours = {ratio:.3f}")
 
 
-def compare_loops(name: str, model, data, make_loader, loss_parts, args, steps: int) -> None:
-    """Train two copies of a model, one by a bare loop and one by Run, on the same order of samples."""
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+
+
+def compare_loops(
+    name: str, model, data, make_loader, loss_parts, args, steps: int, make_optimizer=make_adamw, losses=("loss",),
+    count=None,
+) -> None:  # fmt: skip
+    """Train two copies of a model, one by a bare loop and one by Run, on the same order of samples.
+
+    loss_parts(model, batch, totals): the numbers of `losses`; totals: what `count` gives for [batch].
+    """
     models = [model, copy.deepcopy(model)]
-    optimizers = [
-        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-3, fused=True) for m in models
-    ]
+    optimizers = [make_optimizer(model) for model in models]
+    trained = [parameter for group in optimizers[0].param_groups for parameter in group["params"]]
+    rate = optimizers[0].param_groups[0]["lr"]
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
         args.output_dir, args.num_workers, args.save_every = folder, 0, 0
         run = loop.Run("benchmark/1", args, ranks, "")
         run.choose_batch(models[1], None)
         loader = make_loader(run)
         order = list(loader.batch_sampler)
-        run.begin(models[1], optimizers[1], "no", TURNS * steps, ["loss"], {})
+        run.begin(models[1], optimizers[1], "no", TURNS * steps, list(losses), {})
         bare, ours = [], []
         batches = iter(DataLoader(data, batch_sampler=order, collate_fn=loader.collate_fn))
         with run:
-            own = run.steps(loader)
+            own = run.steps(loader, count=count)
             for _ in range(TURNS):
                 with timed(bare):
                     for _ in range(steps):
                         batch = next(batches)
-                        loss_parts(models[0].train(), batch).backward()
-                        nn.utils.clip_grad_norm_(optimizers[0].param_groups[0]["params"], 1.0)
+                        loss_parts(models[0].train(), batch, count and count([batch]))[0].backward()
+                        nn.utils.clip_grad_norm_(trained, 1.0)
                         optimizers[0].step()
                         optimizers[0].zero_grad(set_to_none=True)
                 with timed(ours):
                     for _ in range(steps):
                         step = next(own)
                         for batch in step.leaves():
-                            step.backward(loss_parts(models[1].train(), batch))
-                        step.update(1e-3)
+                            step.backward(*loss_parts(models[1].train(), batch, step.totals))
+                        step.update(rate)
         report(name, bare, ours)
         state = models[1].state_dict()
         same = all(torch.equal(value, state[key]) for key, value in models[0].state_dict().items())
@@ -91,7 +102,7 @@ def minimal(words: list[str]) -> None:
         script.make_model(2, 0.0),
         data,
         lambda run: du.create_distributed_dataloader(data, run.leaf),
-        lambda model, batch: script.loss_sum(model, batch, "no")[0] / len(batch["label"]),
+        lambda model, batch, _: (script.loss_sum(model, batch, "no")[0] / len(batch["label"]),),
         args,
         steps=10,
     )
@@ -108,9 +119,41 @@ def prs_med(words: list[str]) -> None:
         model,
         data,
         lambda run: script.make_loader(data, args, run.leaf, train=True),
-        lambda model, batch: script.batch_loss(model, batch, 16, float((batch["answer"] >= 0).sum()), args)[0],
+        lambda model, batch, _: script.batch_loss(model, batch, 16, float((batch["answer"] >= 0).sum()), args)[:1],
         args,
         steps=max(1, len(data) // 16 // TURNS),
+    )
+
+
+def mimic_cxr(words: list[str]) -> None:
+    import train_mimic_cxr as script
+
+    folder = words[0]
+    flags = f"--data_path {folder}/prepared --image_encoder {folder}/convnext_tiny --text_encoder {folder}/bert_tiny"
+    flags += " --batch_size 16 --gradient_accumulation_steps 1 --dropout 0"
+    args = script.parse_args([*flags.split(), *words[1:]])
+    prepared = script.open_prepared(Path(args.data_path))
+    args.image_size = prepared.facts["image_size"]
+    model = script.build_model(args, "no", torch.device("cpu"))
+    data = script.Questions(prepared, "train", args)
+    groups = script.ImageGroups(data.column("study"), args.questions_per_image)
+    args.num_workers = 0
+
+    def make_loader(run: loop.Run) -> DataLoader:
+        options = {"effective_batch_size": run.effective, "shares": run.shares, "groups": groups}
+        return script.make_loader(data, model, run.leaf, args, train=True, **options)
+
+    compare_loops(
+        "mimic_cxr",
+        model,
+        data,
+        make_loader,
+        lambda model, batch, totals: script.batch_loss(model, batch, totals, args.chexpert_weight),
+        args,
+        steps=max(1, len(data) // 16 // TURNS),
+        make_optimizer=lambda model: script.make_optimizer(model, args),
+        losses=("loss", "loss_vqa", "loss_chexpert"),
+        count=script.count_targets,
     )
 
 
@@ -151,4 +194,4 @@ def exact(words: list[str]) -> None:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or ["minimal"]
-    {"minimal": minimal, "prs_med": prs_med, "exact": exact}[name](rest)
+    {"minimal": minimal, "prs_med": prs_med, "mimic_cxr": mimic_cxr, "exact": exact}[name](rest)

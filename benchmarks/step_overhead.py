@@ -1,6 +1,6 @@
-"""What a script's training loop costs over a bare one, for the three on old/; loop_overhead.py has the new foundation.
+"""What a script's training loop costs over a bare one, for the two scripts on old/; loop_overhead.py has the others.
 
-    python benchmarks/step_overhead.py                    # all three
+    python benchmarks/step_overhead.py                    # both
     python benchmarks/step_overhead.py --tasks cascade    # one of them
 
 Both loops have the same model, seed, data and optimizer. One process: samples/s of the script's train_one_epoch over
@@ -51,7 +51,7 @@ class Loop(NamedTuple):
     samples: int
 
 
-# --- what the three have in common ------------------------------------------------------------------------------------
+# --- what the two have in common --------------------------------------------------------------------------------------
 
 
 def bare_loop(model: nn.Module, loader, one_step: Callable[[dict, int], None]) -> Loop:
@@ -165,58 +165,7 @@ def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Opt
     optimizer.zero_grad(set_to_none=True)
 
 
-# --- the three --------------------------------------------------------------------------------------------------------
-
-
-def mimic_cxr(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
-    """train_mimic_cxr.py by its torch engine: loss and optimizer are the script's in both loops, here and below."""
-    import train_mimic_cxr as script
-    from tasks.mimic_cxr.data import QuestionData, open_image_cache
-    from tasks.mimic_cxr.index import open_index
-
-    files = {
-        "mimic_cxr_path": data / "mimic-cxr-jpg",
-        "mimic_qa_path": data / "mimic-ext-cxr-qba",
-        "image_encoder": data / "convnext_tiny",
-        "text_encoder": data / "bert_tiny",
-        "index_dir": data / "index",
-        "output_dir": run_folder,
-    }
-    flags = "--no_auto_optimize --use_ddp --image_size 64 --batch_size 16 --dropout 0 --lr_schedule constant"
-    flags += " --warmup_steps 0 --num_workers 0 --mixed_precision no"
-    args = script.parse_args(command_line(flags, files))
-    model, tokenizer = script.build_model(args, "no", ranks.device)
-    index = open_index(files["index_dir"], files["mimic_cxr_path"], files["mimic_qa_path"])
-
-    # the questions, with the images in their cache
-    cache = open_image_cache(index, args.image_size, args.cache_gb)
-    questions = QuestionData(index, "train", args.mimic_cxr_path, cache, tokenizer, args.max_question_length)
-    read_all(questions)
-    loader = create_distributed_dataloader(questions, args.batch_size, collate_fn=questions.collate)
-    if kind == "script":
-        engine = script.make_engine(model, script.Setup("no"), None, args)
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, Progress())
-        train_epoch = partial(script.train_one_epoch, engine, loader)
-        return script_loop(model, loader, training, train_epoch, args)
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
-    wrapped = wrap(model)
-
-    def one_step(batch: dict, epoch: int) -> None:
-        heads = torch.bincount(batch["head"], minlength=len(script.HEADS))
-        known = batch["known"].sum()
-        counts = reduce_sum([*heads.tolist(), int(known)]).tolist()
-        batch = to_device(batch, ranks.device)
-        losses = script.batch_loss(wrapped, batch, counts, args.chexpert_weight)
-        backward_and_step(losses[0] * ranks.world_size, model, optimizer, args)
-
-    return bare_loop(model, loader, one_step)
+# --- the two ----------------------------------------------------------------------------------------------------------
 
 
 # Two stages, of 16^3 and 32^3 voxels.
@@ -332,7 +281,6 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "mimic_cxr": Task(mimic_cxr, "--num_train 24 --num_val 6 --num_test 6 --image_size 80"),
     "cascade": Task(cascade, "--num_patients 44 --matrix 32"),
     "compressed_ad": Task(compressed_ad, "--streams 20"),
 }
