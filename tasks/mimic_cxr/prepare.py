@@ -423,7 +423,8 @@ def prepare(args: argparse.Namespace) -> None:
 def bounds_of(studies: pd.DataFrame, study: np.ndarray) -> list[int]:
     """[0, ...]: at which of the sorted questions, whose studies these are, each split ends."""
     last = [int((studies["split"].map(SPLITS.index) <= place).sum()) for place in range(len(SPLITS))]
-    return [0, *np.searchsorted(study, last).tolist()]
+    # of the same type: numbers of another would be compared with a copy of the column
+    return [0, *np.searchsorted(study, np.array(last, study.dtype)).tolist()]
 
 
 @dataclass
