@@ -104,9 +104,9 @@ def read(folder: Path) -> None:
 
 
 def memory_of(process: psutil.Process) -> np.ndarray:
-    """MB (private to a process, resident with pages of files that all ranks share)."""
-    memory = process.memory_full_info()
-    return np.array([memory.uss, memory.rss]) / MB
+    """MB (private to a process, resident with pages of files, which all ranks share)."""
+    memory = process.memory_info()
+    return np.array([memory.rss - memory.shared, memory.rss]) / MB
 
 
 def watch(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:

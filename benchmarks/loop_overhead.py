@@ -41,7 +41,8 @@ def timed(times: list):
 def report(name: str, bare: list, ours: list) -> None:
     for number, kind in enumerate(("wall", "cpu")):
         ratio = statistics.median(a[number] / b[number] for a, b in zip(bare[1:], ours[1:], strict=True))
-        du.print_main(f"{name}: {kind} of the bare loop / ours = {ratio:.3f}")
+        seconds = statistics.median(a[number] for a in bare[1:])
+        du.print_main(f"{name}: {kind} of the bare loop / ours = {ratio:.3f} ({seconds:.3f} s a turn)")
 
 
 def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
