@@ -332,9 +332,9 @@ def show(title: str, table: dict[str, dict]) -> None:
 
 
 def trained_labels(data: Prepared) -> list[str]:
-    """The CheXpert labels that are known in some training study; the others' probabilities mean nothing."""
-    known = np.isin(data.labels[(data.studies["split"] == "train").to_numpy()], (0, 1)).any(0)
-    return [label for label, there in zip(CHEXPERT, known, strict=True) if there]
+    """The CheXpert labels that are present in some training study and absent in another; only they mean something."""
+    labels = data.labels[(data.studies["split"] == "train").to_numpy()]
+    return [label for label, column in zip(CHEXPERT, labels.T, strict=True) if {0, 1} <= set(column)]
 
 
 def save_predictions(path: Path, rows: Rows, data: Prepared) -> None:
