@@ -45,7 +45,7 @@ demo-mimic_cxr:
 	$(BIN)/python -m tools.prepare_data mimic_cxr $(D)/mimic-cxr-jpg $(D)/mimic-ext-cxr-qba $(D)/prepared --image_size 64
 	processes=$(PROCESSES) && \
 	PATH="$(CURDIR)/$(BIN):$$PATH" ./launch_distributed_training.sh --config configs/mimic_cxr_demo.yaml $(ENGINE) \
-	    --num_gpus $$processes --batch_size $$((256 / processes))
+	    --num_gpus $$processes --batch_size $$((512 / processes))
 
 demo-survival: T := train_survival_distributed.py --config configs/survival_demo.yaml
 demo-survival: IMAGE := runs/demo/survival/image_alone
