@@ -311,6 +311,15 @@ def gather_objects(value) -> list:
     return values
 
 
+def gather_to_main(value) -> list:
+    """[value of rank 0, value of rank 1, ...] on rank 0, [] on the others, which need no memory for them."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values or []
+
+
 def broadcast_object(value):
     """Rank 0's value on every rank."""
     values = [value]

@@ -29,7 +29,7 @@ HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
 UNCERTAIN = {"ignore": None, "positive": 1.0, "negative": 0.0, "soft": 0.5}
 # what neither a flag, a file nor the hardware says
 DEFAULTS = {"batch_size": 16, "gradient_accumulation_steps": 1, "num_workers": 4, "prefetch_factor": 2}
-DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimizer": True}
+DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimizer": False}
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("data").add_argument
     add("--data_path", metavar="DIR", default="data/mimic", help="what tools.prepare_data mimic_cxr wrote")
     add("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
-    add("--questions_per_image", type=whole(1), default=8, help="train on up to N questions about an image in a row")
+    add("--questions_per_image", type=whole(1), default=8, help="train on up to N questions about an image together")
     add("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast")
     add("--image_size", type=whole(32), help="side of the images; default: as prepared")
@@ -59,10 +59,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
     add("--lr_schedule", choices=("constant", "cosine"), default="cosine", help="after warm-up; cosine ends at 0")
     add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
-    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay, of matrices alone")
+    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay; norms and biases have none")
 
     add = parser.add_argument_group("engine").add_argument
-    text = "batch, accumulation, workers and checkpointing from the hardware, where no flag and no file says"
+    text = "batch, accumulation, workers and checkpointing from the hardware, unless a flag or a file sets them"
     add("--auto_optimize", action="store_true", default=True, help=text)
     add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="the defaults instead")
     add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default for 2 processes and more")
@@ -107,6 +107,7 @@ import platform
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader, Dataset
@@ -171,12 +172,17 @@ class ChestModel(nn.Module):
         heads = {name: make_head(dim, HEAD_WIDTH[name], len(names), args.dropout) for name, names in HEADS.items()}
         self.heads = nn.ModuleDict(heads)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
-        for name, values in zip(("mean", "std"), statistics, strict=True):
-            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1), persistent=False)
+        # no buffers, as DeepSpeed would round them to half precision
+        self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in statistics)
 
     @property
     def device(self) -> torch.device:
         return self.mean.device
+
+    def _apply(self, function, recurse: bool = True) -> "ChestModel":
+        super()._apply(function, recurse)
+        self.mean, self.std = (values.to(self.norm.weight.device) for values in (self.mean, self.std))
+        return self
 
     def image_features(self, image: Tensor) -> Tensor:
         """(I, 1, S, S) grey values from 0 to 255 -> (I, P, width), the encoder's tokens or places of its last map."""
@@ -292,6 +298,9 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
     model = ChestModel(image, text, tokenizer, statistics, args, precision)
     model.image.requires_grad_(not args.freeze_image)
     model.text.requires_grad_(not args.freeze_text)
+    if args.deterministic and device.type == "cuda" and model.own_size != model.side:
+        reason = f"resizing its positions from {model.own_size} pixels has no deterministic gradient on a GPU"
+        raise InputError(f"{args.image_encoder}: {reason}; prepare images of that size, or drop --deterministic")
     freeze_unused(model, args.image_encoder)
     if args.gradient_checkpointing:
         for encoder in (model.image, model.text):
@@ -299,17 +308,6 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
             for layer in layers:
                 layer.forward = recomputed(layer.forward)
     return model.to(device)
-
-
-def load_pretrained(model: ChestModel, path: str) -> None:
-    """--pretrained_weights: the exported weights of a run, of any engine. Raises InputError."""
-    from safetensors.torch import load_file
-
-    try:
-        weights = load_file(path)
-    except Exception as error:
-        raise InputError(f"{path}: not readable as safetensors ({error}); give a run's model.safetensors") from None
-    checkpoint.load_trained(model, weights, path)
 
 
 def recomputed(forward):
@@ -359,7 +357,7 @@ class Questions(Dataset):
         places: np.ndarray | None = None,
     ):
         self.data, self.split, self.shown, self.places = data, split, shown, places
-        self.uncertain = UNCERTAIN[args.chexpert_uncertain]
+        self.uncertain = UNCERTAIN[args.chexpert_uncertain] if split == "train" else None
         # the seed of what is drawn
         self.augmented_by = args.seed if args.augmentation and split == "train" else None
         number = SPLITS.index(split)
@@ -391,7 +389,7 @@ class Questions(Dataset):
         """A batch: image (I, 1, S, S) uint8, each once, and which of them a question is about: image_of (B,).
 
         ids, mask (B, T): tokens. head, target (B,). label, known (B, 14): CheXpert's labels, and which of them count.
-        draws (I, 6): of the augmentation, from -1 to 1.
+        changes (I, 6): of the augmentation, as STRENGTH has them.
         """
         data, rows = self.data, self.rows(indices)
         study = data.study[rows]
@@ -412,7 +410,8 @@ class Questions(Dataset):
         batch |= {"image": self.images(different), "image_of": torch.from_numpy(image_of)}
         if self.augmented_by is not None:
             seeds = [[self.augmented_by % 2**63, indices[0].epoch, study] for study in different]
-            batch["draws"] = torch.tensor(np.stack([np.random.default_rng(s).uniform(-1, 1, 6) for s in seeds])).float()
+            drawn = np.stack([np.random.default_rng(seed).uniform(-1, 1, len(STRENGTH)) for seed in seeds])
+            batch["changes"] = torch.tensor(drawn * STRENGTH, dtype=torch.float32)
         return batch
 
     def images(self, studies: np.ndarray) -> Tensor:
@@ -430,12 +429,12 @@ def tokenize(tokenizer, longest: int, texts: list[str]) -> dict[str, Tensor]:
     return {"ids": tokens["input_ids"], "mask": tokens["attention_mask"]}
 
 
-def augment(image: Tensor, draws: Tensor) -> Tensor:
-    """(I, 1, S, S) and (I, 6) from -1 to 1 -> float (I, 1, S, S): moved a little, with other contrast, in one go.
+def augment(image: Tensor, changes: Tensor) -> Tensor:
+    """(I, 1, S, S) and (I, 6) -> float (I, 1, S, S): moved a little, with another contrast, all images at once.
 
     Nothing is mirrored, as questions name sides.
     """
-    x, y, angle, zoom, gain, gamma = (draws * draws.new_tensor(STRENGTH)).unbind(1)
+    x, y, angle, zoom, gain, gamma = changes.unbind(1)
     cos, sin = angle.cos() * zoom.exp(), angle.sin() * zoom.exp()
     turn = torch.stack([torch.stack([cos, -sin, 2 * x], 1), torch.stack([sin, cos, 2 * y], 1)], 1)
     pixels = F.grid_sample(image / 255, F.affine_grid(turn, [*image.shape], align_corners=False), align_corners=False)
@@ -468,7 +467,7 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
     counts: of count_targets, of all ranks. Each head's cross-entropy is a mean over ITS questions in the global batch.
     """
-    image = augment(batch["image"], batch["draws"]) if "draws" in batch else batch["image"]
+    image = augment(batch["image"], batch["changes"]) if "changes" in batch else batch["image"]
     *answers, chexpert = model(image, batch["ids"], batch["mask"], batch["image_of"])
     entropy, bce = question_losses(answers, chexpert, batch)
     weights = [weight / max(1.0, count) for weight, count in zip(HEAD_WEIGHT.values(), counts[:-1], strict=True)]
@@ -482,7 +481,7 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
 @torch.no_grad()
 def answer_questions(model: ChestModel, data: Questions, run: Run, args: Namespace) -> dict[str, np.ndarray]:
-    """All ranks: {column: a value for each question}, in order, the same at any number of ranks.
+    """All ranks: {column: a value for each question} on rank 0, in order, the same at any number of ranks.
 
     given: the class that is answered. probability: (N, most classes) of its head's. bce: summed over known labels.
     chexpert: (N, 14) probabilities.
@@ -498,48 +497,48 @@ def answer_questions(model: ChestModel, data: Questions, run: Run, args: Namespa
         columns = torch.stack([column.double() for column in columns], 1)
         # one transfer a batch
         tables.append(torch.cat([columns, probability, chexpert.sigmoid()], 1).cpu())
-    table = torch.cat(tables).numpy() if tables else np.zeros((0, 5 + most + len(CHEXPERT)))
-    table = np.concatenate(du.gather_objects(table))
+    own = torch.cat(tables).numpy() if tables else np.zeros((0, 5 + most + len(CHEXPERT)))
+    table = np.concatenate(du.gather_to_main(own) or [own[:0]])
     table = table[table[:, 0] >= 0]
     table = table[np.argsort(table[:, 0])]
-    if not np.isfinite(table).all():
-        raise RunError("predictions are not finite; lower --lr")
-    columns = {name: data.column(name) for name in ("study", "head", "target", "type", "question")}
+    with du.agree_on_errors():
+        if not np.isfinite(table).all():
+            raise RunError("predictions are not finite; lower --lr")
+    columns = {name: data.column(name) for name in report.COLUMNS}
     columns |= {name: table[:, 1 + place] for place, name in enumerate(("given", "entropy", "bce", "known"))}
     return columns | {"probability": table[:, 5 : 5 + most], "chexpert": table[:, 5 + most :]}
 
 
-def score(rows: dict[str, np.ndarray], data: Prepared, args: Namespace) -> dict[str, float]:
-    """Rank 0: losses, accuracies and the macro AUROC of answered questions."""
-    return report.score(rows, data.labels, HEAD_WEIGHT, args.chexpert_weight)
-
-
 def evaluate(model: ChestModel, data: Questions, run: Run, args: Namespace) -> dict[str, float]:
     """Loss, accuracy and AUROC of a split, the same on all ranks."""
-    rows = answer_questions(model, data, run, args)
-    metrics = {}
+    rows, metrics = answer_questions(model, data, run, args), {}
     # rank 0 computes and tells the others, so that all take the same decisions
     if run.ranks.is_main:
-        metrics = {f"{data.split}/{name}": value for name, value in score(rows, data.data, args).items()}
+        metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
         run.figure(f"{data.split}_answers", report.draw(rows, data.data))
     return du.broadcast_object(metrics)
 
 
 @torch.no_grad()
-def frozen_features(model: ChestModel, data: Prepared, studies: np.ndarray, run: Run, args: Namespace) -> np.ndarray:
-    """All ranks: mean features (N, width) of these studies' images by the encoder as it was before the training."""
-    trained, model.image = model.image, load_image_encoder(args).to(model.device).eval()
-    try:
-        own = {}
-        for places in EvalBatchSampler(len(studies), max(run.leaf, 32), *du.world()):
-            image = torch.from_numpy(data.images[studies[places]])[:, None].to(model.device)
-            with autocast(model.device, model.precision):
-                features = model.image_features(image).mean(1).float().cpu().numpy()
-            own |= dict(zip(places, features, strict=True))
-    finally:
-        model.image = trained
-    features = {place: row for part in du.gather_objects(own) for place, row in part.items()}
-    return np.stack([features[place] for place in range(len(studies))])
+def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, run: Run, args: Namespace) -> dict:
+    """All ranks: {name: (N, D) features} of these studies' images for the rivals, on rank 0; see report.LOOKS.
+
+    encoder: the mean features by the image encoder as it was before the training.
+    """
+    model.image, trained = load_image_encoder(args).to(model.device).eval(), model.image
+    own = {name: [] for name in (*report.LOOKS, "encoder", "place")}
+    for places in EvalBatchSampler(len(studies), max(run.leaf, 32), *du.world()):
+        image = torch.from_numpy(data.images[studies[places]])[:, None]
+        for name, look in report.LOOKS.items():
+            own[name].append(look(image / 255).numpy())
+        with autocast(model.device, model.precision):
+            own["encoder"].append(model.image_features(image.to(model.device)).mean(1).float().cpu().numpy())
+        own["place"].append(np.array(places))
+    model.image = trained
+    parts = du.gather_to_main({name: np.concatenate(found) for name, found in own.items() if found})
+    names = [name for name in own if parts and name != "place"]
+    order = np.argsort(np.concatenate([part["place"] for part in parts if part])) if parts else []
+    return {name: np.concatenate([part[name] for part in parts if part])[order] for name in names}
 
 
 def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -> dict[str, float]:
@@ -549,7 +548,7 @@ def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -
 
     # the same model without the image, or with another patient's, on some thousand questions
     places = np.linspace(0, len(sets[split]) - 1, min(len(sets[split]), report.MOST_ABLATED)).astype(np.int64)
-    studies, patients = np.unique(rows["study"]), data.studies["patient"].to_numpy()
+    studies, patients = np.unique(sets[split].column("study")), data.studies["patient"].to_numpy()
     shown = {"blank_image": np.full(len(patients), -1)}
     if others := stats.other_cases(patients[studies].tolist(), [""] * len(studies), args.seed):
         shown["shuffled_image"] = np.arange(len(patients))
@@ -559,22 +558,28 @@ def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -
         some = Questions(data, split, args, shown=other, places=sets[split].rows(places))
         ablations[name] = places, answer_questions(model, some, run, args)
 
-    # rivals are fitted to some training questions and their images
-    fitted = Questions(data, "train", args, report.MOST_FITTED)
-    images = [np.unique(part.column("study")) for part in (fitted, Questions(data, "val", args, report.MOST_FITTED))]
-    features = frozen_features(model, data, np.concatenate([*images, studies]), run, args)
+    # rivals know all training questions, and the images of some
+    known = {name: Questions(data, name, args, report.MOST_FITTED) for name in ("train", "val")}
+    images = [np.unique(part.column("study")) for part in known.values()] + [studies]
+    features = {}
+    if len(known["train"]):
+        features = image_features(model, data, np.concatenate(images), run, args)
     metrics = {}
     with du.agree_on_errors():
-        if run.ranks.is_main:
-            train = {name: fitted.column(name) for name in ("study", "head", "target", "type", "question")}
-            metrics = {f"{split}/{name}": value for name, value in score(rows, data, args).items()}
-            metrics |= report.print_tables(split, rows, data, train, [*images, studies], features, ablations)
-            try:
+        try:
+            if run.ranks.is_main:
+                metrics = report.score(rows, data.labels, HEAD_WEIGHT, args.chexpert_weight, split)
+                fitted = [{name: part.column(name) for name in report.COLUMNS} for part in known.values()]
+                asked = {name: Questions(data, "train", args).column(name) for name in report.COLUMNS}
+                metrics |= report.print_tables(split, rows, data, asked, fitted, images, features, ablations)
                 if args.save_predictions:
                     report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
                 run.figure(f"{split if run.trains else f'eval_{split}'}_answers", report.draw(rows, data))
-            except OSError as error:
-                raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
+        except OSError as error:
+            raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
+        finally:
+            # tables may take longer than a collective waits
+            run.ranks.wait_for_main("the tables")
     return du.broadcast_object(metrics)
 
 
@@ -595,6 +600,11 @@ def head_for(question: str) -> str:
 def predict(model: ChestModel, run: Run, args: Namespace) -> None:
     """--predict: an answer with its probability and the findings for each question, and predictions.csv."""
     asked = tables.list_questions(args.predict, args.question)
+    heads = [args.head or head_for(question) for _, question in asked]
+    for head, (_, question) in zip(heads, asked, strict=True):
+        if head not in run.checkpoint["trained_heads"]:
+            known = ", ".join(run.checkpoint["trained_heads"])
+            raise InputError(f"{question!r}: no training question had a {head} answer; --head may be {known}")
     model.eval()
     own = {}
     for places in EvalBatchSampler(len(asked), run.leaf, *du.world()):
@@ -612,14 +622,17 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
         image_of = torch.arange(len(usable), device=model.device)
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], image_of)
         for row, place in enumerate(usable):
-            head = args.head or head_for(asked[place][1])
-            probability = answers[list(HEADS).index(head)][row].softmax(0).cpu().numpy()
-            own[place] = (head, probability, chexpert[row].sigmoid().cpu().numpy())
+            probability = answers[list(HEADS).index(heads[place])][row].softmax(0).cpu().numpy()
+            own[place] = (heads[place], probability, chexpert[row].sigmoid().cpu().numpy())
     found = {place: record for part in du.gather_objects(own) for place, record in part.items()}
     if not found:
         raise InputError(f"{args.predict}: no image can be read; check --predict")
-    if run.ranks.is_main:
-        report.write_answers(run.folder, asked, found, run.checkpoint["trained_labels"])
+    with du.agree_on_errors():
+        try:
+            if run.ranks.is_main:
+                report.write_answers(run.folder, asked, found, run.checkpoint["trained_labels"])
+        except OSError as error:
+            raise RunError(f"{run.folder}: predictions.csv not written ({error}); close it or make room") from None
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -679,7 +692,8 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
     chosen = {name: value for name, value in values.items() if getattr(args, name, None) is None}
     for name, value in chosen.items():
         setattr(args, name, value)
-    return chosen
+    shown = ("batch_size", "gradient_accumulation_steps", "num_workers", "prefetch_factor", "gradient_checkpointing")
+    return {name: chosen[name] for name in shown if name in chosen and args.auto_optimize}
 
 
 def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
@@ -701,11 +715,13 @@ def choose_engine(args: Namespace, ranks: du.Ranks) -> tuple[bool, str]:
     if args.use_ddp or args.eval_only or args.predict:
         return False, "--use_ddp" if args.use_ddp else "no training"
     if args.use_deepspeed or args.deepspeed_config or args.enabled:
+        if args.deterministic:
+            raise InputError("--deterministic: DeepSpeed adds gradients in an order of its own; give --use_ddp")
         if not zero.is_installed():
             raise InputError("--use_deepspeed: DeepSpeed is not installed; pip install deepspeed, or --use_ddp")
         return True, "as asked"
-    if ranks.world_size == 1 or args.enabled is False or not args.auto_optimize:
-        return False, "one process" if ranks.world_size == 1 else "no DeepSpeed asked for"
+    if ranks.world_size == 1 or args.enabled is False or args.deterministic or not args.auto_optimize:
+        return False, "one process" if ranks.world_size == 1 else "no DeepSpeed asked for, or --deterministic"
     return zero.is_installed(), "2 processes or more" if zero.is_installed() else "DeepSpeed is not installed"
 
 
@@ -759,6 +775,11 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             args.image_size = data.facts["image_size"]
     run = (zero.ZeroRun if use_deepspeed else Run)(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     run.config = config
+    if data and args.image_size != data.facts["image_size"]:
+        size = data.facts["image_size"]
+        raise InputError(
+            f"{args.data_path}: has images of {size}, the checkpoint is of {args.image_size}; prepare others"
+        )
     for name, path in ENCODERS.items() if run.checkpoint else ():
         if getattr(args, name) == path:
             setattr(args, name, run.checkpoint["encoders"][name])
@@ -767,11 +788,18 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         if run.checkpoint:
             checkpoint.load_trained(model, run.checkpoint["model"])
         elif args.pretrained_weights:
-            load_pretrained(model, args.pretrained_weights)
+            try:
+                weights = load_file(args.pretrained_weights)
+            except Exception as error:
+                reason = f"not readable as safetensors ({error})"
+                raise InputError(f"{args.pretrained_weights}: {reason}; give a run's model.safetensors") from None
+            checkpoint.load_trained(model, weights, args.pretrained_weights)
     if args.predict:
         predict(model, run, args)
         return 0
-    limits = {"train": args.max_samples, "val": args.eval_samples, "test": args.max_samples}
+    limits = dict.fromkeys(SPLITS, args.max_samples)
+    if not args.eval_only:
+        limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)
     sets = {name: Questions(data, name, args, limit) for name, limit in limits.items()}
     needed = args.eval_split if args.eval_only else "train"
     if not len(sets[needed]):
@@ -794,7 +822,10 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     facts = {
         "training questions": len(sets["train"]),
         "questions per image": args.questions_per_image,
+        "data": data.facts["digest"],
         "augmentation": args.augmentation,
+        "uncertain labels": args.chexpert_uncertain,
+        "chexpert weight": args.chexpert_weight,
     }
     zero_config = config.get("zero_optimization", {})
     offloaded = ", optimizer on the CPU" if "offload_optimizer" in zero_config else ""
@@ -806,10 +837,9 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "precision": f"{precision} ({reason}) {remark}".strip(),
         "questions": ", ".join(f"{len(some):,} {name}" for name, some in sets.items()),
     }
-    extra = {
-        "trained_labels": report.trained_labels(data),
-        "encoders": {name: getattr(args, name) for name in ENCODERS},
-    }
+    heads = [head for place, head in enumerate(HEADS) if (sets["train"].column("head") == place).any()]
+    extra = {"trained_labels": report.trained_labels(data), "trained_heads": heads}
+    extra["encoders"] = {name: getattr(args, name) for name in ENCODERS}
     wrapped = run.begin(model, optimizer, precision, steps, ["loss", "loss_vqa", "loss_chexpert"], facts, notes, extra)
 
     with run:

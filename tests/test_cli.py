@@ -84,7 +84,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(refused, tmp_path, conten
         (["--batchsize", "1"], "unknown flag --batchsize; did you mean --batch_size?"),
         (["--lr", "nan"], "argument --learning_rate/--lr: must be a number above 0 to inf, not 'nan'"),
         (["--gpu_shares", "2,0"], "must be equal, auto or one whole number per process, as 2,1"),
-        (["--config", "no.yaml"], "no.yaml: cannot read the config"),
+        (["--config", "no.yaml"], "no.yaml: cannot be read"),
     ],
 )
 def test_a_mistaken_flag_is_one_line(refused, words, line):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import open_prepared
 from tasks.mimic_cxr.sample_data import write_sample_data
 from tools.prepare_data import parse_args as prepare_args
+from utils import checkpoint, tables
 from utils.cli import InputError
 from utils.sampler import Index
 
@@ -223,25 +225,26 @@ def test_evenly_spaced_samples(questions, parse):
 
 def test_augmentation_is_a_function_of_seed_epoch_and_study(questions):
     one, two = questions.batch(indices(0, 1)), questions.batch(indices(0, len(questions) - 1))
-    assert torch.equal(one["draws"][one["image_of"][0]], two["draws"][two["image_of"][0]])
-    assert not torch.equal(one["draws"], questions.batch(indices(0, 1, epoch=1))["draws"])
+    assert torch.equal(one["changes"][one["image_of"][0]], two["changes"][two["image_of"][0]])
+    assert not torch.equal(one["changes"], questions.batch(indices(0, 1, epoch=1))["changes"])
+    assert (one["changes"].abs() <= torch.tensor(script.STRENGTH)).all()
 
 
 def test_augmentation_moves_and_changes_contrast():
     image = torch.randint(0, 255, (2, 1, 32, 32), dtype=torch.uint8)
     same = script.augment(image, torch.zeros(2, 6))
     assert torch.allclose(same, image.float(), atol=1e-3)
-    # a shift by the largest share of the side, of the second image alone
-    draws = torch.zeros(2, 6)
-    draws[1, 0] = 1 / (32 * script.STRENGTH[0])
-    moved = script.augment(image, draws)
+    # a shift by one pixel, of the second image alone
+    changes = torch.zeros(2, 6)
+    changes[1, 0] = 1 / 32
+    moved = script.augment(image, changes)
     assert torch.allclose(moved[0], image[0].float(), atol=1e-3)
     assert torch.allclose(moved[1, 0, :, :-1], image[1, 0, :, 1:].float(), atol=0.1)
     # brighter by the factor e^0.15, gamma e^0.2
-    draws = torch.tensor([[0.0, 0, 0, 0, 1, 1]])
+    changes = torch.tensor([[0.0, 0, 0, 0, 0.15, 0.2]])
     grey = torch.full((1, 1, 32, 32), 128, dtype=torch.uint8)
     expected = 255 * math.exp(0.15) * (128 / 255) ** math.exp(0.2)
-    assert script.augment(grey, draws)[0, 0, 16, 16] == pytest.approx(expected, rel=1e-4)
+    assert script.augment(grey, changes)[0, 0, 16, 16] == pytest.approx(expected, rel=1e-4)
 
 
 def test_leaves_add_up_to_means_over_the_global_batch(questions, parse):
@@ -353,7 +356,42 @@ def test_the_label_that_tells_most_of_a_question_answers_it():
     predicted = np.zeros((4, len(CHEXPERT)))
     predicted[[1, 3]] = 0.9
     asked = as_rows(question=[3, 3, 4, 4], type=[0] * 4, head=[0] * 4, chexpert=predicted)
-    assert report.answers_from_labels(train, asked, labels).tolist() == [0, 1, 1, 0]
+    assert report.answers_from_labels(train, asked, labels, np.full(4, -1)).tolist() == [0, 1, 1, 0]
+
+
+def test_the_validation_chooses_the_penalties_of_a_rival(monkeypatch):
+    """Without one it is the middle; with one that whose scores and answers are best there."""
+    rng = np.random.default_rng(0)
+    labels = np.full((90, len(CHEXPERT)), np.nan)
+    labels[:, 0] = rng.integers(0, 2, 90)
+    features = rng.normal(size=(90, 8)) + labels[:, :1]
+    images = [np.arange(60), np.arange(60, 75), np.arange(75, 90)]
+    parts = [
+        as_rows(
+            study=studies,
+            question=studies * 0,
+            head=studies * 0,
+            type=studies * 0,
+            target=labels[studies, 0].astype(int),
+        )
+        for studies in images
+    ]
+    real, penalties = report.fit_logistic, []
+
+    def fit(x, y, known, penalty):
+        penalties.append(penalty)
+        beta = real(x, y, known, penalty)
+        return beta if penalty == 0.1 else -beta
+
+    monkeypatch.setattr(report, "fit_logistic", fit)
+    answers, scores = report.classical(features, images, labels, parts, np.full(15, -1))
+    assert set(penalties) == {0.1, 0.01, 0.001}
+    assert (answers == parts[2]["target"]).mean() > 0.6
+    assert report.aurocs(scores, labels[images[2]], np.ones((1, 15)))[0, 0] > 0.6
+    none = [images[0], images[1][:0], images[2]]
+    parts[1] = as_rows(**{name: values[:0] for name, values in parts[1].items()})
+    _, scores = report.classical(features[np.r_[:60, 75:90]], none, labels, parts, np.full(15, -1))
+    assert report.aurocs(scores, labels[images[2]], np.ones((1, 15)))[0, 0] < 0.4
 
 
 def test_the_tables_hold_the_rivals_and_the_intervals(trained, folder):
@@ -396,6 +434,29 @@ def test_saved_predictions(trained, folder):
     both = (labels == 0).any(0) & (labels == 1).any(0)
     assert {label for label in CHEXPERT if label in table} == set(np.array(CHEXPERT)[both])
     assert 0 < both.sum() < len(CHEXPERT)
+
+
+def test_an_uncertain_label_counts_in_training_alone(questions, parse):
+    data = questions.data
+    data.labels[:] = -1
+    for split, known in (("train", True), ("val", False)):
+        some = script.Questions(data, split, parse("--chexpert_uncertain", "soft"))
+        some.tokenizer = questions.tokenizer
+        assert bool(some.batch([0])["known"].all()) is known
+
+
+def test_an_external_test_set_has_no_rivals(trained, parse, folder, tmp_path):
+    """All rows of a table are of the split test: the network's numbers, and no rival's."""
+    source = next((folder / "mimic-cxr-jpg").rglob("*.jpg"))
+    lines = [f"{source},P{k},Is there pneumothorax?,{('no', 'yes')[k % 2]},test" for k in range(1)]
+    (tmp_path / "other.csv").write_text("image,patient,question,answer,split\n" + "\n".join(lines))
+    module, args = prepare_args(["mimic_cxr", str(tmp_path / "other.csv"), str(tmp_path / "out"), "--image_size", "32"])
+    module.prepare(args)
+    args = parse("--output_dir", trained, "--eval_only", "--data_path", tmp_path / "out")
+    assert script.run_task(args, ALONE) == 0
+    metrics = json.loads((trained / "eval_test.json").read_text())
+    assert "test/vqa_accuracy" in metrics
+    assert not [name for name in metrics if "rival" in name]
 
 
 def test_a_blank_image_is_black_and_a_shuffled_one_another_studys(questions):
@@ -537,9 +598,11 @@ def test_the_engine_follows_the_guides_diagram(parse, monkeypatch):
     pair = du.Ranks(0, 2, torch.device("cpu"), "torchrun", None)
     for ranks, words, expected in (
         (ALONE, [], False), (pair, [], True), (pair, ["--use_ddp"], False), (ALONE, ["--use_deepspeed"], True),
-        (pair, ["--no_auto_optimize"], False), (pair, ["--eval_only"], False),
+        (pair, ["--no_auto_optimize"], False), (pair, ["--eval_only"], False), (pair, ["--deterministic"], False),
     ):  # fmt: skip
         assert script.choose_engine(parse(*words), ranks)[0] is expected, words
+    with pytest.raises(InputError, match="--deterministic: DeepSpeed adds gradients"):
+        script.choose_engine(parse("--deterministic", "--use_deepspeed"), pair)
     monkeypatch.setattr(zero, "is_installed", lambda: False)
     assert script.choose_engine(parse(), pair) == (False, "DeepSpeed is not installed")
     with pytest.raises(InputError, match="DeepSpeed is not installed"):
@@ -562,6 +625,8 @@ def test_published_configs(parse):
     ("content", "message"),
     [('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
      ('{"zero_optimization": {"stagee": 2}}', "zero_optimization"),
+     ('{"zero_optimization": {"stage": 2}, "bf16": {"enabledd": true}}', "bf16.enabledd"),
+     ('{"zero_optimization": {"stage": 2}, "fp16": "yes"}', "fp16: must be a block"),
      ('{"fp16": {"enabled": "auto"}}', "zero_optimization.stage: must be 1, 2 or 3"),
      ('{"zero_optimization": {"stage": 2}, "train_batch_size": 8}', "train_batch_size: is set by the script's flags"),
      ('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}', "optimizer: is set by the script's flags")],
@@ -593,6 +658,33 @@ def test_error_lines(parse, folder, tmp_path):
     fails(parse(*out, "--pretrained_weights", tmp_path / "no.safetensors"), "not readable as safetensors")
     fails(parse(*out, "--predict", folder, "--question", "Is it?"), "no such checkpoint")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_the_checkpoint_was_not_trained_for(trained, parse, folder, tmp_path):
+    words = [str(folder / name) for name in ("mimic-cxr-jpg", "mimic-ext-cxr-qba")]
+    module, args = prepare_args(["mimic_cxr", *words, str(tmp_path / "64"), "--image_size", "64", "--workers", "1"])
+    module.prepare(args)
+    args = parse("--output_dir", trained, "--eval_only", "--data_path", tmp_path / "64")
+    fails(args, "has images of 64, the checkpoint is of 32; prepare others")
+    for words in (["--chexpert_uncertain", "soft"], ["--chexpert_weight", "2"], ["--questions_per_image", "3"]):
+        fails(parse("--output_dir", trained, "--resume_from", "auto", *words), "give the same again")
+
+
+def test_a_head_without_training_answers_nothing(trained, parse, folder, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    path = tmp_path / "run" / "best.pt"
+    saved = torch.load(path, weights_only=True) | {"trained_heads": ["binary"]}
+    path.unlink()
+    checkpoint.write_checkpoint(path, saved, checkpoint.read_run_id(tmp_path / "run"))
+    image = next((folder / "mimic-cxr-jpg").rglob("*.jpg"))
+    args = parse("--output_dir", tmp_path / "run", "--predict", image, "--question", "Where is the effusion?")
+    fails(args, "no training question had a region answer; --head may be binary")
+
+
+def test_the_runs_own_figures_are_no_images_to_predict(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    Image.new("L", (20, 20)).save(tmp_path / "scan.png")
+    assert [file.name for file, _ in tables.list_questions(str(tmp_path), "Is it?")] == ["scan.png"]
 
 
 def test_damaged_encoder(folder, parse, tmp_path):

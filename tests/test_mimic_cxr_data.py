@@ -328,8 +328,7 @@ def test_releases_that_cannot_be_used_are_named(tmp_path):
 
     path = tmp_path / "qba/qa/p10/p10000001/s50000002.qa.json"
     path.write_text(path.read_text()[:-20])
-    (reason,) = left_out(run_releases(tmp_path, out="c")).keys() - {"studies without a split"}
-    assert reason.startswith("studies with a damaged question file: qa/p10/p10000001/s50000002.qa.json (")
+    assert left_out(run_releases(tmp_path, out="c"))["studies with a damaged question file"] == 1
     path.unlink()
     metadata = tmp_path / "qba/metadata/question_metadata.parquet"
     pq.write_table(pq.read_table(metadata).slice(0, 0), metadata)
@@ -340,7 +339,7 @@ def test_releases_that_cannot_be_used_are_named(tmp_path):
         run_releases(tmp_path, out="b")
     (tmp_path / "qba/qa.zip").write_bytes(b"PK")
     shutil.rmtree(tmp_path / "qba/qa")
-    with pytest.raises(InputError, match=r"s50000001.qa.json \(File is not a zip file\)"):
+    with pytest.raises(InputError, match="2 studies with a damaged question file"):
         run_releases(tmp_path, "--grade all", out="b")
     (tmp_path / "jpg" / splits).write_bytes(gzip.compress(b"dicom_id,split\n" * 99)[:30] + b"\xff" * 30)
     with pytest.raises(InputError, match=f"{splits}: cannot be read"):

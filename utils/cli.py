@@ -118,8 +118,10 @@ class Parser(argparse.ArgumentParser):
         words = []
         values = read_config(path)
         for section in self.sections:
-            inner = values.pop(section, None)
-            values |= inner if isinstance(inner, dict) else {}
+            inner = values.pop(section, None) or {}
+            if not isinstance(inner, dict):
+                sys.exit(report(InputError(f"{path}: {section}: must hold `flag: value` lines; correct the file")))
+            values |= inner
         for key, value in values.items():
             flag = f"--{key}"
             if key == "script":
@@ -146,7 +148,7 @@ def read_config(path: str) -> dict:
             text = re.sub(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*', lambda found: found[1] or "", text)
         values = yaml.safe_load(text) or {}
     except OSError as error:
-        sys.exit(report(InputError(f"{path}: cannot read the config ({error.strerror}); check --config")))
+        sys.exit(report(InputError(f"{path}: cannot be read ({error.strerror}); check its name")))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         place = f":{line + 1}" if line is not None else ""

@@ -53,7 +53,7 @@ class Run:
     the methods under "the engine".
     """
 
-    # whether all ranks must make equally many passes in a step
+    # whether all ranks must make equally many passes in a step and in an evaluation
     equal_passes = False
 
     def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str, model_flags: tuple[str, ...] = ()):
@@ -233,7 +233,7 @@ class Run:
     def restore_optimizer(self, saved: dict) -> None:
         """Put a checkpoint's moments and loss scale into the optimizer, before wrap()."""
         checkpoint.restore_optimizer(self.optimizer, saved["optimizer"])
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
     @contextlib.contextmanager
@@ -349,12 +349,19 @@ class Run:
         return self.args.save_every is not None or du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def batches(self, loader: DataLoader) -> Iterator:
-        """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any."""
+        """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any.
+
+        Where all ranks must make equally many passes, spare ones follow, whose "index" is -1.
+        """
         error = ""
+        most = max(du.gather_objects(len(loader))) if self.equal_passes else 0
         for number, batch in enumerate(self._begin(loader), start=1):
             self.alive(f"batch {number} of the evaluation at step {self.position.step}")
             error = error or error_in(batch)
             yield du.to_device(batch, self.ranks.device)
+        for _ in range(most - len(loader)):
+            batch = du.to_device(loader.collate_fn([loader.dataset[0]]), self.ranks.device)
+            yield batch | {"index": torch.full_like(batch["index"], -1)}
         with du.agree_on_errors():
             if error:
                 raise InputError(error)

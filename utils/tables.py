@@ -73,6 +73,8 @@ def list_questions(predict: str, question: str | None) -> list[tuple[Path, str]]
                 raise InputError(f"{source}: no question; complete the row or give --question")
         return [(path.parent / row[image], row.get("question") or question) for _, row in table]
     found = [path] if path.is_file() else sorted(path.rglob("*"))
+    # not the figures of a run in that folder
+    found = [file for file in found if not (file.parent.name == "figures" and (file.parents[1] / "run_id").exists())]
     found = [file for file in found if file == path or file.suffix.lower() in IMAGE_ENDINGS]
     if not found:
         raise InputError(f"{path}: no image there; check --predict")

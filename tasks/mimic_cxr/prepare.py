@@ -11,6 +11,7 @@ The folder appears by one rename when all of it is written.
 import argparse
 import functools
 import gc
+import hashlib
 import json
 import os
 import re
@@ -51,7 +52,8 @@ STUDIES, IMAGES = 256, 64
 
 def usable_cores() -> int:
     """The cores that this process may use, which a job may have fewer of than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Windows waits for 61 processes at most
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else min(os.cpu_count() or 1, 61)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,7 +203,8 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
             left_out["studies without a question file"] += 1
             continue
         except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            left_out[f"studies with a damaged question file: {name} ({error})"] += 1
+            print(f"warning: {name}: damaged ({error})", flush=True)
+            left_out["studies with a damaged question file"] += 1
             continue
         try:
             for question in json.loads(text)["questions"]:
@@ -220,7 +223,8 @@ def read_part(job: tuple) -> tuple[pa.Table, Counter]:
                     else:
                         rows.append((first + number, HEAD_NUMBER[head], target, kind, asked))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            left_out[f"studies with a damaged question file: {name} ({error!r})"] += 1
+            print(f"warning: {name}: damaged ({error!r})", flush=True)
+            left_out["studies with a damaged question file"] += 1
     return table_of(rows), left_out
 
 
@@ -387,6 +391,9 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     facts = {"format": FORMAT, "source": args.source}
     facts |= {name: getattr(args, name) for name in (("split", "seed") if own else ("grade", "view", "patients"))}
     facts |= {"image_size": side, "questions": counts, "studies": len(studies), "left_out": dict(left_out)}
+    with open(folder / "questions.arrow", "rb") as written:
+        # a run that is resumed must have the same
+        facts["digest"] = hashlib.file_digest(written, "sha256").hexdigest()[:16]
     (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     for reason, count in left_out.most_common(20):

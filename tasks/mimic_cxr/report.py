@@ -1,4 +1,4 @@
-"""What a MIMIC-CXR run tells: scores with intervals by patient, rivals and ablations beside them, files, one figure."""
+"""Scores of a MIMIC-CXR run with intervals by patient, rivals and ablations beside them, files, and a figure."""
 
 import textwrap
 from pathlib import Path
@@ -13,15 +13,16 @@ from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import Prepared
 from utils.stats import interval_of_mean
 
-# questions that are answered again without their image, and those that rivals are fitted to
-MOST_ABLATED, MOST_FITTED = 2000, 100_000
+# questions that are answered again without their image, and those whose images rivals are fitted to
+MOST_ABLATED, MOST_FITTED = 2000, 30_000
 # questions that have a classifier of their own in the rivals that see the image, and components that it knows
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
 RESAMPLES = 1000
 AGES = [0, 40, 60, 80, 200]
 
-# {column: a value for each question}, see answer_questions in train_mimic_cxr.py
+# {column: a value for each question}: what is asked, and what is answered, see answer_questions in train_mimic_cxr.py
 Rows = dict[str, ndarray]
+COLUMNS = ("study", "head", "target", "type", "question")
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def calibration_error(probability: ndarray, right: ndarray) -> float:
     return float(binary_calibration_error(torch.from_numpy(probability).float(), torch.from_numpy(right).long()))
 
 
-def score(rows: Rows, labels: ndarray, head_weight: dict[str, float], chexpert_weight: float) -> dict[str, float]:
+def score(rows: Rows, labels: ndarray, head_weight: dict, chexpert_weight: float, split: str) -> dict[str, float]:
     """The training loss over a whole split, accuracy in all and of each head, and the macro AUROC of the labels."""
     right = rows["given"] == rows["target"]
     metrics, vqa = {"vqa_accuracy": right.mean()}, 0.0
@@ -86,49 +87,61 @@ def score(rows: Rows, labels: ndarray, head_weight: dict[str, float], chexpert_w
     studies, first = np.unique(rows["study"], return_index=True)
     area = macro(aurocs(rows["chexpert"][first], labels[studies], np.ones((1, len(studies)))))[0]
     metrics |= {} if np.isnan(area) else {"chexpert_auroc": area}
-    return {name: float(value) for name, value in (losses | metrics).items()}
+    return {f"{split}/{name}": float(value) for name, value in (losses | metrics).items()}
 
 
 # --- rivals -----------------------------------------------------------------------------------------------------------
 
 
-def look_up(keys: ndarray, targets: ndarray, wanted: ndarray) -> ndarray:
-    """The most frequent target of each wanted key among pairs of keys and targets; -1 where there is no such key."""
-    pairs, counts = np.unique(keys.astype(np.int64) * 64 + targets, return_counts=True)
+def look_up(keys: ndarray, heads: ndarray, targets: ndarray, wanted: ndarray, wanted_heads: ndarray) -> ndarray:
+    """The most frequent target of each wanted (key, head) among (key, head, target); -1 for a pair that is not there.
+
+    A million at a time, as there may be 31 of them.
+    """
+    pairs = counts = np.zeros(0, np.int64)
+    for begin in range(0, len(keys), 2**20):
+        part = slice(begin, begin + 2**20)
+        more, times = np.unique(
+            (keys[part].astype(np.int64) * 4 + heads[part]) * 64 + targets[part], return_counts=True
+        )
+        pairs, place = np.unique(np.append(pairs, more), return_inverse=True)
+        counts = np.bincount(place, np.append(counts, times))
     pairs = pairs[np.lexsort((counts, pairs // 64))]
     last = np.flatnonzero(np.diff(pairs // 64, append=-1))
     keys, best = pairs[last] // 64, pairs[last] % 64
+    wanted = wanted.astype(np.int64) * 4 + wanted_heads
     place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[place] == wanted, best[place], -1)
 
 
 def answers_without_image(train: Rows, rows: Rows) -> dict[str, ndarray]:
     """The most frequent training answer to a question's type, and to its very text where that is known."""
-    kinds = [part["type"].astype(np.int64) * 4 + part["head"] for part in (train, rows)]
-    texts = [part["question"].astype(np.int64) * 4 + part["head"] for part in (train, rows)]
-    majority = look_up(kinds[0], train["target"], kinds[1])
-    question = look_up(texts[0], train["target"], texts[1])
+    majority, question = (
+        look_up(train[name], train["head"], train["target"], rows[name], rows["head"]) for name in ("type", "question")
+    )
     return {"majority": majority, "question_only": np.where(question < 0, majority, question)}
 
 
-def answers_from_labels(train: Rows, rows: Rows, labels: ndarray) -> ndarray:
-    """Answers that follow from one CheXpert label, the one that tells most of a question; rows know the predicted ones.
+def answers_from_labels(train: Rows, rows: Rows, labels: ndarray, fallback: ndarray) -> ndarray:
+    """Answers that follow from the CheXpert label that best predicts a question's answer in training.
 
-    labels: (studies, 14), the true ones, of which the training is told.
+    labels: (studies, 14), the true ones, of which the training is told; rows know the predicted ones. fallback: the
+    answers (N,) to questions of which no label is known.
     """
-    texts = [part["question"].astype(np.int64) * 4 + part["head"] for part in (train, rows)]
-    names, text = np.unique(texts[0], return_inverse=True)
-    known, fallback = labels[train["study"]], look_up(texts[0], train["target"], texts[0])
-    best, answers = np.full(len(names), -1.0), answers_without_image(train, rows)["question_only"]
+    names, text = np.unique(train["question"], return_inverse=True)
+    known, target, heads = labels[train["study"]], train["target"], train["head"]
+    alone = look_up(train["question"], heads, target, train["question"], heads)
+    best, answers = np.full(len(names), -1.0), fallback.copy()
     for label in range(len(CHEXPERT)):
         sure = np.isin(known[:, label], (0, 1))
         if not sure.any():
             continue
-        keys = texts[0] * 2 + (known[:, label] == 1)
-        guess = np.where(sure, look_up(keys[sure], train["target"][sure], keys), fallback)
-        right = np.bincount(text, guess == train["target"])
-        guess = look_up(keys[sure], train["target"][sure], texts[1] * 2 + (rows["chexpert"][:, label] > 0.5))
-        better = np.isin(texts[1], names[right > best]) & (guess >= 0)
+        keys = train["question"].astype(np.int64) * 2 + (known[:, label] == 1)
+        table = keys[sure], heads[sure], target[sure]
+        right = np.bincount(text, np.where(sure, look_up(*table, keys, heads), alone) == target)
+        wanted = rows["question"].astype(np.int64) * 2 + (rows["chexpert"][:, label] > 0.5)
+        guess = look_up(*table, wanted, rows["head"])
+        better = np.isin(rows["question"], names[right > best]) & (guess >= 0)
         answers, best = np.where(better, guess, answers), np.maximum(best, right)
     return answers
 
@@ -151,13 +164,8 @@ def image_numbers(image: torch.Tensor) -> torch.Tensor:
     return torch.cat([mean.flatten(1), deviation.flatten(1), *histograms], 1)
 
 
+# features of images (N, 1, S, S) from 0 to 1, by their name as rivals
 LOOKS = {"pixels": small_pixels, "numbers": image_numbers}
-
-
-def of_images(function, data: Prepared, studies: ndarray) -> ndarray:
-    """What a function makes of the images of these studies, a few at a time."""
-    parts = np.array_split(studies, len(studies) // 256 + 1)
-    return torch.cat([function(torch.from_numpy(data.images[part])[:, None] / 255) for part in parts]).numpy()
 
 
 def components(features: ndarray, fitted: int) -> torch.Tensor:
@@ -189,35 +197,43 @@ def fit_logistic(x: torch.Tensor, y: torch.Tensor, known: torch.Tensor, penalty:
     return beta.detach()
 
 
-def classical(features: ndarray, images: list[ndarray], data: Prepared, train: Rows, rows: Rows) -> tuple:
+def classical(features: ndarray, images: list[ndarray], labels: ndarray, parts: list[Rows], start: ndarray) -> tuple:
     """(answers (N,), label scores (S, 14)) of logistic regressions on principal components of an image's features.
 
-    One for each label, and one for each of the most frequent questions. images: the studies that the features are of,
-    train, validation and test one after another; the validation chooses the penalty.
+    One for each label, and one for each of the most frequent questions. images, parts: studies and questions of the
+    training, the validation, which chooses both penalties, and the test; features: of the studies one after another.
+    labels: (studies, 14). start: the answers to the other questions.
     """
     x = components(features, len(images[0]))
-    x_train, x_val, x_test = x.split([len(part) for part in images])
-    truth = torch.from_numpy(data.labels[images[0]]).double()
+    x_train, *others = x.split([len(part) for part in images])
+    truth = torch.from_numpy(labels[images[0]]).double()
     known = ((truth == 0) | (truth == 1)).double()
-    best, penalty, scores = -1.0, 0.01, None
-    for candidate in (0.001, 0.01, 0.1):
-        beta = fit_logistic(x_train, torch.where(known > 0, truth, 0.0), known, candidate)
-        val = (x_val @ beta[1:] + beta[0]).numpy()
-        area = macro(aurocs(val, data.labels[images[1]], np.ones((1, len(val)))))[0] if len(val) else np.nan
-        if scores is None or area > best:
-            best, penalty, scores = np.nan_to_num(area, nan=-1.0), candidate, (x_test @ beta[1:] + beta[0]).numpy()
-
-    answers = answers_without_image(train, rows)["question_only"]
+    train, val, rows = parts
     texts, counts = np.unique(rows["question"], return_counts=True)
-    for text in texts[np.argsort(-counts, kind="stable")][:MOST_CLASSIFIERS]:
-        asked, fitted = rows["question"] == text, train["question"] == text
-        classes, target = np.unique(train["target"][fitted], return_inverse=True)
-        if len(classes) > 1:
-            own = x_train[np.searchsorted(images[0], train["study"][fitted])]
-            y = F.one_hot(torch.from_numpy(target)).double()
-            beta = fit_logistic(own, y, torch.ones_like(y), penalty)
-            found = x_test[np.searchsorted(images[2], rows["study"][asked])] @ beta[1:] + beta[0]
-            answers[asked] = classes[found.argmax(1).numpy()]
+    texts = texts[np.argsort(-counts, kind="stable")][:MOST_CLASSIFIERS]
+    best_labels, best_answers = -1.0, -1.0
+    for penalty in (0.01, 0.001, 0.1):
+        beta = fit_logistic(x_train, torch.where(known > 0, truth, 0.0), known, penalty)
+        on_val, on_test = ((part @ beta[1:] + beta[0]).numpy() for part in others)
+        area = macro(aurocs(on_val, labels[images[1]], np.ones((1, len(on_val)))))[0] if len(on_val) else 0.0
+        if np.nan_to_num(area) > best_labels:
+            best_labels, scores = np.nan_to_num(area), on_test
+
+        guesses = [np.full(len(val["target"]), -1), start.copy()]
+        for text in texts:
+            fitted = train["question"] == text
+            classes, target = np.unique(train["target"][fitted], return_inverse=True)
+            if len(classes) > 1:
+                y = F.one_hot(torch.from_numpy(target)).double()
+                own = x_train[np.searchsorted(images[0], train["study"][fitted])]
+                beta = fit_logistic(own, y, torch.ones_like(y), penalty)
+                for part, of, studies, guess in zip(others, parts[1:], images[1:], guesses, strict=True):
+                    asked = of["question"] == text
+                    found = part[np.searchsorted(studies, of["study"][asked])] @ beta[1:] + beta[0]
+                    guess[asked] = classes[found.argmax(1).numpy()]
+        accuracy = (guesses[0] == val["target"]).mean() if len(guesses[0]) else 0.0
+        if accuracy > best_answers:
+            best_answers, answers = accuracy, guesses[1]
     return answers, scores
 
 
@@ -225,12 +241,20 @@ def classical(features: ndarray, images: list[ndarray], data: Prepared, train: R
 
 
 def print_tables(
-    split: str, rows: Rows, data: Prepared, train: Rows, images: list[ndarray], features: ndarray, ablations: dict
+    split: str,
+    rows: Rows,
+    data: Prepared,
+    asked: Rows,
+    fitted: list[Rows],
+    images: list[ndarray],
+    features: dict[str, ndarray],
+    ablations: dict,
 ) -> dict[str, float]:
     """Rank 0: print what the network reaches, with intervals by patient, beside its rivals; returns all by name.
 
-    train: the questions that rivals are fitted to. images: studies of those, of the validation's and of the
-    split's; features: of these by the encoder before the training. ablations: {name: (which rows, their Rows)}.
+    asked: all training questions. fitted: those of training and validation whose images rivals know. images: the
+    studies of these and of the split, of which `features` are. ablations: {name: (which rows, their Rows)}. Without
+    training questions there are no rivals.
     """
     metrics: dict[str, float] = {}
 
@@ -245,14 +269,15 @@ def print_tables(
     case, right = patients[rows["study"]], (rows["given"] == rows["target"]).astype(float)
     studies, first = np.unique(rows["study"], return_index=True)
     counts = resample(patients[studies])
-    seen = {name: of_images(function, data, np.concatenate(images)) for name, function in LOOKS.items()}
-    seeing = {
-        name: classical(values, images, data, train, rows) for name, values in (seen | {"encoder": features}).items()
-    }
+    guesses, seeing = {}, {}
+    if len(asked["target"]):
+        guesses = answers_without_image(asked, rows)
+        start = guesses["question_only"]
+        guesses["label_lookup"] = answers_from_labels(fitted[0], rows, data.labels, start)
+        for name, values in features.items():
+            guesses[name], seeing[name] = classical(values, images, data.labels, [*fitted, rows], start)
 
     # answers
-    guesses = answers_without_image(train, rows) | {"label_lookup": answers_from_labels(train, rows, data.labels)}
-    guesses |= {name: answers for name, (answers, _) in seeing.items()}
     others = {f"ablation/{name}": (places, own["given"] == own["target"]) for name, (places, own) in ablations.items()}
     others |= {f"rival/{name}": (slice(None), guess == rows["target"]) for name, guess in guesses.items()}
     accuracy = enter(f"{split}/vqa_accuracy", right.mean(), *interval_of_mean(right, case))
@@ -269,7 +294,7 @@ def print_tables(
     areas = aurocs(probability, truth, counts)
     own = macro(areas)
     table = {"network": {"AUROC": enter(f"{split}/chexpert_auroc", own[0], *limits(own))}}
-    for name, (_, scores) in seeing.items():
+    for name, scores in seeing.items():
         key, theirs = f"{split}/rival/{name}/chexpert_auroc", macro(aurocs(scores, truth, counts))
         text = enter(key, theirs[0], *limits(theirs))
         gain = own - theirs
@@ -413,7 +438,8 @@ def draw(rows: Rows, data: Prepared):
             x, y, _ = binary_roc(torch.from_numpy(scores[sure]), torch.from_numpy(truth[sure]).long())
             top.plot(x, y, label=label)
     top.set(title="labels", xlabel="1 - specificity", ylabel="sensitivity")
-    top.legend(fontsize=6)
+    if len(top.lines) > 1:
+        top.legend(fontsize=6)
     confidence = rows["probability"].max(1)
     parts = [part for part in np.array_split(np.argsort(confidence), 10) if len(part)]
     bottom.plot([confidence[part].mean() for part in parts], [right[part].mean() for part in parts], "o-")

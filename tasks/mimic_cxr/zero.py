@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import distributed_utils as du
 from utils.cli import InputError, read_config
@@ -40,6 +39,7 @@ def read_zero_config(path: str) -> dict:
 
     DeepSpeed's own checks follow when it starts.
     """
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
@@ -47,13 +47,18 @@ def read_zero_config(path: str) -> dict:
     for key in OWNED:
         if config.pop(key, "auto") != "auto":
             raise InputError(f'{path}: {key}: is set by the script\'s flags; remove it, or write "auto"')
-    try:
-        stage = DeepSpeedZeroConfig(**config.get("zero_optimization", {})).stage
-    except (TypeError, ValidationError) as error:
-        reason = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": "must be a block"}
-        key = ".".join(["zero_optimization", *map(str, reason["loc"])])
-        raise InputError(f"{path}: {key}: {reason['msg']}; correct the file") from None
-    if stage not in (1, 2, 3):
+    blocks = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    for name, block in blocks.items():
+        given = config.get(name, {})
+        if not isinstance(given, dict):
+            raise InputError(f"{path}: {name}: must be a block {{...}}; correct the file")
+        try:
+            block(**{key: value for key, value in given.items() if value != "auto"})
+        except ValidationError as error:
+            reason = error.errors()[0]
+            key = ".".join([name, *map(str, reason["loc"])])
+            raise InputError(f"{path}: {key}: {reason['msg']}; correct the file") from None
+    if config.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
         raise InputError(f"{path}: zero_optimization.stage: must be 1, 2 or 3; correct the file")
     return config
 
@@ -97,7 +102,7 @@ class ZeroRun(Run):
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
         saved = self.checkpoint["scaler"] if self.checkpoint else {}
         for name in SCALER:
-            # torch's own loss scale is called `scale`
+            # torch's own has a scale alone
             value = saved.get(name, saved.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
@@ -140,17 +145,6 @@ class ZeroRun(Run):
         grad_norm = torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.ranks.device).float()
         return grad_norm, 1.0 - grad_norm.isfinite().float()
 
-    def batches(self, loader: DataLoader) -> Iterator[dict]:
-        """As Run's, but equally many on all ranks, as stage 3 gathers weights in each: spare ones have index -1."""
-        made = 0
-        for batch in super().batches(loader):
-            made += 1
-            yield batch
-        spare = loader.collate_fn([loader.dataset[0]]) if len(loader.dataset) else {}
-        for _ in range(max(du.gather_objects(made)) - made):
-            batch = du.to_device(spare, self.ranks.device)
-            yield batch | {"index": torch.full_like(batch["index"], -1)}
-
     # --- whole tensors out of the parts, and back into them -----------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
@@ -173,8 +167,11 @@ class ZeroRun(Run):
             for key in MOMENTS:
                 value = safe_get_full_optimizer_state(parameter, key)
                 state[number][key] = value.detach().float().cpu().clone() if self.ranks.is_main else None
-        scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
-        scale = {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
+        scaler, scale = getattr(self.wrapped.optimizer, "loss_scaler", None), self.scaler.state_dict()
+        if scale:
+            # in torch's words, beside DeepSpeed's own
+            scale |= {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)}
+            scale["scale"] = float(scaler.cur_scale)
         return {"optimizer": {"state": state, "param_groups": self.groups}, "scaler": scale}
 
     def _fill(self, weights: dict[str, Tensor], state: dict) -> None:
