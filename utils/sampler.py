@@ -82,9 +82,11 @@ class ImageGroups:
         count = self.last_group[-1]
         if self.epoch != (seed, epoch):
             # where each of the shuffled groups ends
-            parts = np.array_split(np.arange(count), count // 2**20 + 1)
-            sizes = [self._describe(permute(part, count, seed, epoch))[2] for part in parts]
-            self.ends, self.epoch = np.cumsum(np.concatenate(sizes)), (seed, epoch)
+            self.ends, self.epoch = np.empty(count, np.int64), (seed, epoch)
+            for begin in range(0, count, 2**20):
+                part = np.arange(begin, min(begin + 2**20, count))
+                self.ends[part] = self._describe(permute(part, count, seed, epoch))[2]
+            np.cumsum(self.ends, out=self.ends)
         shuffled, group_of = np.unique(np.searchsorted(self.ends, places, "right"), return_inverse=True)
         images, before, size = self._describe(permute(shuffled, count, seed, epoch))
         within = places - (self.ends[shuffled] - size - before)[group_of]
