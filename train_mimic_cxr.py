@@ -767,19 +767,12 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     with du.agree_on_errors():
         if not args.predict:
             data = open_prepared(Path(args.data_path))
-            if args.image_size not in (None, data.facts["image_size"]):
-                made = f"{args.data_path} has images of {data.facts['image_size']}"
-                raise InputError(
-                    f"--image_size {args.image_size}: {made}; prepare others: tools.prepare_data mimic_cxr"
-                )
-            args.image_size = data.facts["image_size"]
+            args.image_size = args.image_size or data.facts["image_size"]
     run = (zero.ZeroRun if use_deepspeed else Run)(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     run.config = config
     if data and args.image_size != data.facts["image_size"]:
-        size = data.facts["image_size"]
-        raise InputError(
-            f"{args.data_path}: has images of {size}, the checkpoint is of {args.image_size}; prepare others"
-        )
+        sizes = f"has images of {data.facts['image_size']} pixels, not of {args.image_size}"
+        raise InputError(f"{args.data_path}: {sizes} as --image_size or the checkpoint says; prepare others")
     for name, path in ENCODERS.items() if run.checkpoint else ():
         if getattr(args, name) == path:
             setattr(args, name, run.checkpoint["encoders"][name])

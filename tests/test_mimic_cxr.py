@@ -651,7 +651,7 @@ def fails(args, message: str) -> None:
 def test_error_lines(parse, folder, tmp_path):
     out = ["--output_dir", tmp_path / "run"]
     fails(parse(*out, "--data_path", tmp_path / "nothing"), "no prepared data; make it once")
-    fails(parse(*out, "--image_size", "64"), "has images of 32; prepare others")
+    fails(parse(*out, "--image_size", "64"), "has images of 32 pixels, not of 64")
     fails(parse(*out, "--image_encoder", tmp_path), f"{tmp_path}: cannot be loaded")
     fails(parse(*out, "--image_encoder", folder / "bert_tiny"), "bert is not an encoder for --image_encoder")
     fails(parse(*out, "--max_question_length", "4000"), "do not go together")
@@ -665,7 +665,7 @@ def test_what_the_checkpoint_was_not_trained_for(trained, parse, folder, tmp_pat
     module, args = prepare_args(["mimic_cxr", *words, str(tmp_path / "64"), "--image_size", "64", "--workers", "1"])
     module.prepare(args)
     args = parse("--output_dir", trained, "--eval_only", "--data_path", tmp_path / "64")
-    fails(args, "has images of 64, the checkpoint is of 32; prepare others")
+    fails(args, "has images of 64 pixels, not of 32")
     for words in (["--chexpert_uncertain", "soft"], ["--chexpert_weight", "2"], ["--questions_per_image", "3"]):
         fails(parse("--output_dir", trained, "--resume_from", "auto", *words), "give the same again")
 
