@@ -435,6 +435,7 @@ def test_the_split_is_a_function_of_patient_and_seed(tmp_path):
 
 BAD_ROWS = {
     "no such image": ("scans/z.png,P1,Is it?,yes,,,", r"scans/z.png\); .*table's folder"),
+    "path out of the folder": ("../a.png,P1,Is it?,yes,,,", "../a.png leads out of the table's folder; "),
     "unknown answer": ("scans/b.png,P1,Is it?,maybe,,,", "answer 'maybe' is none of the answers of binary, .*; "),
     "not of this head": ("scans/b.png,P1,Is it?,yes,Severity,,", "answer 'yes' is none of none, mild, moderate, .*; "),
     "unknown head": ("scans/b.png,P1,Is it?,yes,size,,", "head 'size' is none of binary, category, .*; "),

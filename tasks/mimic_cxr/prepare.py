@@ -272,6 +272,8 @@ def labels_of(source: str, row: dict[str, str]) -> dict[str, float]:
 def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Namespace) -> dict:
     """What a row tells about its study: image, patient, split, and if given view, sex, age and labels."""
     image, split = row["image"], row.get("split", "")
+    if ".." in Path(image).parts and not Path(image).is_absolute():
+        raise InputError(f"{source}: {image} leads out of the table's folder; give an absolute path")
     if not (folder / image).is_file():
         raise InputError(f"{source}: no such image ({folder / image}); paths start from the table's folder")
     if split and split.lower() not in tables.SPLITS:
