@@ -411,10 +411,10 @@ def draw(rows: Rows, data: Prepared):
     places = [
         some[np.linspace(0, len(some) - 1, 4).astype(int)] for some in map(np.flatnonzero, (~right, right)) if len(some)
     ]
-    figure = Figure(figsize=(15, 7), layout="constrained")
+    figure = Figure(figsize=(15, 8), layout="constrained")
     grid = figure.subplots(2, 5)
-    for axes in grid.ravel():
-        axes.axis("off")
+    for axes in grid[:, :4].ravel():
+        axes.set(xticks=[], yticks=[], frame_on=False)
     for axes, place in zip(grid[:, :4].ravel(), np.concatenate(places), strict=False):
         classes = HEADS[list(HEADS)[rows["head"][place]]]
         given, target = int(rows["given"][place]), rows["target"][place]
@@ -427,7 +427,6 @@ def draw(rows: Rows, data: Prepared):
         )
     top, bottom = grid[:, 4]
     for axes in (top, bottom):
-        axes.axis("on")
         axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
         axes.set_box_aspect(1)
     studies, first = np.unique(rows["study"], return_index=True)
