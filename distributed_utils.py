@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -185,6 +186,8 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if world()[1] == 1:
         return model
+    # of depthwise convolutions, whose gradients are copied
+    warnings.filterwarnings("ignore", message="Grad strides do not match")
     on_cpu = device.type == "cpu"
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
