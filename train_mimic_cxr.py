@@ -184,21 +184,25 @@ class ChestModel(nn.Module):
         self.mean, self.std = (values.to(self.norm.weight.device) for values in (self.mean, self.std))
         return self
 
-    def image_features(self, image: Tensor) -> Tensor:
-        """(I, 1, S, S) grey values from 0 to 255 -> (I, P, width), the encoder's tokens or places of its last map."""
+    def image_features(self, image: Tensor, encoder: nn.Module | None = None) -> Tensor:
+        """(I, 1, S, S) grey values from 0 to 255 -> (I, P, width), the encoder's tokens or places of its last map.
+
+        encoder: another one of the same kind instead of the model's own.
+        """
+        encoder = encoder or self.image
         pixels = (image / 255 - self.mean) / self.std
         if image.is_cuda:
             pixels = pixels.contiguous(memory_format=torch.channels_last)
         # a vision transformer has a position for each patch of the size that it was made for
         options = {"interpolate_pos_encoding": True} if image.shape[-1] != self.own_size else {}
-        features = self.image(pixel_values=pixels, **options).last_hidden_state
+        features = encoder(pixel_values=pixels, **options).last_hidden_state
         if features.dim() == 4:
             features = features.flatten(2).transpose(1, 2)
             # which Hugging Face's ConvNeXt applies to its pooled output alone
-            norm = getattr(self.image, "layernorm", None)
+            norm = getattr(encoder, "layernorm", None)
             return features if norm is None else norm(features)
         # DINOv3's ConvNeXt puts its pooled output before its places
-        return features[:, 1:] if "convnext" in self.image.config.model_type else features
+        return features[:, 1:] if "convnext" in encoder.config.model_type else features
 
     def image_tokens(self, image: Tensor) -> Tensor:
         """(I, 1, S, S) -> (I, P, dim), with sine positions where the encoder is a convolutional one."""
@@ -525,16 +529,16 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, run: 
 
     encoder: the mean features by the image encoder as it was before the training.
     """
-    model.image, trained = load_image_encoder(args).to(model.device).eval(), model.image
+    untrained = load_image_encoder(args).to(model.device).eval()
     own = {name: [] for name in (*report.LOOKS, "encoder", "place")}
     for places in EvalBatchSampler(len(studies), max(run.leaf, 32), *du.world()):
         image = torch.from_numpy(data.images[studies[places]])[:, None]
         for name, look in report.LOOKS.items():
             own[name].append(look(image / 255).numpy())
         with autocast(model.device, model.precision):
-            own["encoder"].append(model.image_features(image.to(model.device)).mean(1).float().cpu().numpy())
+            encoded = model.image_features(image.to(model.device), untrained)
+        own["encoder"].append(encoded.mean(1).float().cpu().numpy())
         own["place"].append(np.array(places))
-    model.image = trained
     parts = du.gather_to_main({name: np.concatenate(found) for name, found in own.items() if found})
     names = [name for name in own if parts and name != "place"]
     order = np.argsort(np.concatenate([part["place"] for part in parts if part])) if parts else []
