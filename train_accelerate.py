@@ -1,4 +1,4 @@
-"""X-ray to CT: one to four X-rays in, the CT volume out, by a cascade of conditional diffusion models (guide 3).
+"""Guide 3, X-ray to CT: a frontal and a lateral X-ray in, the CT volume out, by a cascade of diffusion models.
 
     python train_accelerate.py --config configs/single_view_config.json                # one GPU, or CPU
     accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train_accelerate.py \\
@@ -6,645 +6,591 @@
     torchrun --nproc_per_node=4 train_accelerate.py --config configs/multi_view_config.json --wandb
     bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
     python train_accelerate.py --make_drrs data/cts                                    # render the X-rays of your CTs
-    python train_accelerate.py --resume_from checkpoints_4gpu/stage3_best.pt --sample new_xrays
+    python train_accelerate.py --eval_only --dataset_path other_hospital --split_files train.txt test.txt
+    python train_accelerate.py --predict new_xrays                                     # CT volumes of X-rays, as NIfTI
 
-Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png. Geometry and units: see tasks/cascade/projector.py.
+Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png; see tasks/cascade/README.md, units in geometry.py.
+No data yet? `make demo TASK=cascade` makes some up.
 """
 
-import contextlib
-import gc
+import hashlib
+import copy
+import json
 import math
-import time
-import warnings
-from argparse import BooleanOptionalAction, Namespace
-from functools import partial
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
-from old.cli_utils import Parser, RunError, add_common_arguments, number, parse_arguments, run_main
-from old.cli_utils import seed_number, take_from_run, value_sources, whole
-from tasks.cascade.settings import SECTIONS, adopt_settings, saved_settings, stages_of_flags
-from tasks.cascade.settings import views_to_render, wrong_flags
-from tasks.cascade.stages import StageChoice, choose_stages, stage_list
-from tasks.cascade.views import DEFAULT_VIEWS, view_list, views_of
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "cascade/2"
-LOSSES = ["loss", "diffusion_loss", "physics_loss", "grad_norm", "skipped"]
-CURVES = ["val/loss", "val/diffusion_loss", "val/physics_loss"]
+FORMAT = "cascade/3"
+ADVICE = "give the stage a smaller voxel_dim or token_grid, or --gradient_checkpointing"
+# what a model is made of, and what it sees
+MODEL_FLAGS = (
+    "img_size", "num_views", "encoder_dim", "num_timesteps", "v_parameterization", "xray_agreement", "regression",
+)  # fmt: skip
+FLIPS = ("flip_drrs_vertical", "flip_drrs_horizontal")
+
+
+@dataclass
+class Stage:
+    """An entry of --stage_configs; None: as the flag says. The defaults are the guide's, see GUIDE."""
+
+    name: str
+    volume_size: list[int]
+    voxel_dim: int
+    vit_depth: int
+    num_heads: int
+    physics_weight: float
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    num_epochs: int | None = None
+    effective_batch_size: int | None = None
+    token_grid: int = 16
+
+    def check(self) -> None:
+        """Raises ArgumentTypeError for a value that no model can have."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type in (int, int | None) and value is not None and (type(value) is not int or value < 1):
+                raise ArgumentTypeError(f"{self.name}: {item.name} {value!r} must be a whole number of at least 1")
+        size, step = self.volume_size, 2**self.halvings
+        if len(size) != 3 or any(type(side) is not int or side < 8 or side % step for side in size):
+            raise ArgumentTypeError(f"{self.name}: volume_size {size} must be three multiples of {step}")
+        if self.voxel_dim % (2 * self.num_heads) or self.voxel_dim % 8:
+            raise ArgumentTypeError(f"{self.name}: voxel_dim {self.voxel_dim} must be a multiple of 8 and 2 num_heads")
+
+    @property
+    def halvings(self) -> int:
+        """How often the model halves the grid before the transformer."""
+        return max(1, math.ceil(math.log2(max(self.volume_size) / self.token_grid)))
+
+    @property
+    def eval_batch(self) -> int:
+        """Patients per forward pass of an evaluation: the same at any world size, so that results are too."""
+        return max(1, min(4, 2 * 128**3 // math.prod(self.volume_size)))
+
+
+GUIDE = [
+    Stage("stage1", [64] * 3, 256, 4, 4, 0.3, 16),
+    Stage("stage2", [128] * 3, 384, 6, 6, 0.4, 8),
+    Stage("stage3", [256] * 3, 512, 8, 8, 0.5, 2, 2),
+]
+
+
+def json_object(text: str) -> dict:
+    """argparse type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"must be JSON objects, one per stage, not {text[:60]!r}")
+    return value
+
+
+def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str]) -> list[dict]:
+    """The stages of --stage_configs, completed: an entry's own value, unless the command line has `given` one for all.
+
+    What an entry leaves out is as in the guide, or as the flag says. Raises ArgumentTypeError.
+    """
+    stages = [replace(stage) for stage in GUIDE]
+    if entries:
+        stages = []
+        for k, entry in enumerate(entries):
+            guide = replace(GUIDE[min(k, 2)], name=f"stage{k + 1}", batch_size=None, accumulation_steps=None)
+            for key in entry.keys() - asdict(guide).keys():
+                near = get_close_matches(key, asdict(guide), n=1)
+                hint = f", did you mean {near[0]!r}" if near else ""
+                raise ArgumentTypeError(f"stage {k + 1}: unknown key {key!r}{hint}")
+            stages.append(replace(guide, **entry))
+    flags = {"accumulation_steps": "gradient_accumulation_steps"}
+    for stage in stages:
+        for key in ("batch_size", "accumulation_steps", "num_epochs", "effective_batch_size", "physics_weight"):
+            flag = flags.get(key, key)
+            if getattr(stage, key) is None or flag in given:
+                setattr(stage, key, getattr(args, flag))
+        stage.check()
+    if any(max(a.volume_size) > max(b.volume_size) for a, b in pairwise(stages)):
+        raise ArgumentTypeError("a stage's volume_size may not be smaller than that of the stage before")
+    if len({stage.name for stage in stages}) < len(stages):
+        raise ArgumentTypeError("each stage needs a name of its own")
+    return [asdict(stage) for stage in stages]
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, sections=("xray_config", "training", "data"))
     yes_no = BooleanOptionalAction
+
     add = parser.add_argument_group("data").add_argument
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
-    add("--split_seed", type=seed_number, default=42, help="seed of the 80/10/10 split by patient")
+    add("--split_seed", type=whole(0), default=42, help="seed of the 80/10/10 split by patient")
     add("--split_files", nargs="+", metavar="FILE", help="ids of TRAIN VAL TEST, or of TRAIN TEST: a tenth validates")
     add("--flip_drrs_vertical", action=yes_no, default=True, help="X-rays show the head at the top; --no-...: the feet")
     add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), default="none", help="views stored mirrored")
-    add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
-    add("--cache_in_memory", action=yes_no, default=False, help="patients in EACH process: 35 MB each at 256^3")
-    add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
     add("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
-    add("--make_drrs", metavar="DIR", help="render the missing X-rays of every CT below DIR, and end")
+    add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
+    add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
+    add("--cache_in_memory", action="store_true", help="patients in EACH process, too: 35 MB each at 256^3")
+    add("--make_drrs", metavar="DIR", help="no training: render the missing X-rays of every CT below DIR")
 
     add = parser.add_argument_group("model").add_argument
-    add("--img_size", type=whole(32), default=512, help="side of the X-rays in the encoder, pixels; lower it on OOM")
+    add("--img_size", type=whole(32), default=512, help="side of the X-rays, pixels; lower it on OOM")
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
-    add("--views", type=view_list, metavar="JSON", help="1 to 4 views, with angles or cone beams; see the task's page")
     add("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
-    add("--stage_configs", type=stage_list, metavar="JSON", help="list of stages; left out: 64^3, 128^3, 256^3")
+    text = "a JSON object per stage; left out: 64^3, 128^3, 256^3"
+    add("--stage_configs", type=json_object, nargs="+", metavar="JSON", help=text)
     add("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
     add("--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise")
     add("--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling")
-    add("--regression", action=yes_no, default=False, help="give the volume in one step, without diffusion: a rival")
-    add("--gradient_checkpointing", action=yes_no, help="less memory, a third slower; left out: where it is needed")
+    add("--regression", action="store_true", help="no diffusion: the model's one-step answer alone")
+    add("--gradient_checkpointing", action=yes_no, default=False, help="less memory, a third slower")
 
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--batch_size", type=whole(1), default=8, help="patients per GPU, unless a stage has its own; lower it on OOM")
-    add("--num_epochs_per_stage", type=whole(1), default=100, help="unless a stage has num_epochs of its own")
-    add("--learning_rate", type=number(0, above=True), default=1e-4, help="at the start; not scaled with the GPUs")
-    text = "plateau: halved after 5 epochs without a lower val/loss; cosine: to 0 in a stage"
+    add = parser.add_argument_group("optimizer and schedule").add_argument
+    text = "plateau: halved after 5 evaluations without a lower val/loss; cosine: to 0 in a stage"
     add("--scheduler", choices=("plateau", "cosine", "constant"), default="plateau", help=text)
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up in each stage")
     add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
     add("--ema_decay", type=number(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
     add("--physics_weight", type=number(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
-    add("--stage", metavar="STAGE", help="train this stage only (number or name), after those before it")
 
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--checkpoint_dir", default="checkpoints_4gpu", help="run folder: checkpoints, logs, figures, samples")
+    add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")
-    add("--num_samples", type=whole(1), default=1, help="of each test patient, for their mean, spread and coverage")
-    add("--regression_run", metavar="DIR", help="run folder of a finished --regression on the same patients")
-    add("--check_conditioning", action="store_true", help="test with others' X-rays, and with the stage before zeroed")
-    add("--sample", metavar="DIR", help="write the CT volumes (NIfTI, HU) of the X-rays in DIR to samples/")
+    add("--num_samples", type=whole(1), default=1, help="of each test patient; from 2 on for intervals, too")
+    add("--rival_run", metavar="DIR", help="another run on the same patients, of --regression say: a row of the table")
+    add("--predict", metavar="DIR", help="no training: the CT volumes (NIfTI, HU) of the X-rays in DIR")
 
-    add_common_arguments(parser, {"learning_rate": "lr"})
-    args = parse_arguments(parser, argv, SECTIONS)
-    args.source = value_sources(parser, args, argv, SECTIONS)
-    if args.eval_only:
-        take_from_run(parser, args, args.checkpoint_dir, ("dataset_path", "split_files", "cache_dir"))
-    if reason := wrong_flags(vars(args), args.source):
-        parser.error(reason)
-    args.views = args.views or DEFAULT_VIEWS[: args.num_views]
-    args.num_views = len(args.views)
-    args.stage_configs = stages_of_flags(vars(args), args.source)
+    defaults = {"output_dir": "checkpoints_4gpu", "num_epochs": 100, "learning_rate": 1e-4, "batch_size": 8}
+    add_common_arguments(parser, **defaults)
+    # the guide's other names
+    add = parser.add_argument_group("as the guide has it").add_argument
+    text = "the same as --num_epochs; a stage may have its own"
+    add("--num_epochs_per_stage", dest="num_epochs", type=whole(1), help=text)
+    text = "the same as --gradient_accumulation_steps"
+    add("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
+    args = parser.parse(argv)
+    if args.encoder_dim % 16 or args.img_size % 8 or args.num_timesteps % args.ddim_steps:
+        parser.error("--encoder_dim must be a multiple of 16, --img_size of 8, and --ddim_steps divide --num_timesteps")
+    if args.split_files and len(args.split_files) not in (2, 3):
+        parser.error("--split_files: give TRAIN VAL TEST, or TRAIN TEST")
+    if args.regression and (args.num_samples > 1 or not args.v_parameterization):
+        parser.error("--regression gives one volume, by v: leave out --num_samples and --no-v_parameterization")
+    try:
+        args.stage_configs = choose_stages(args.stage_configs, args, parser.given(argv))
+    except (ArgumentTypeError, TypeError, ValueError) as error:
+        parser.error(f"--stage_configs: {error}")
     return args
 
 
 if __name__ == "__main__":
-    # before the heavy imports, so that --help and a mistyped flag answer at once
+    # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
 
+
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.data import Subset
 
-# what all scripts share
-from old.accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
-from old.checkpoint_utils import checkpoint_to_use, load_checkpoint, load_trained, lock_run_folder
-from old.checkpoint_utils import prepare_checkpoint, trained_state
-from old.distributed_utils import Ranks, agree_on_errors, create_distributed_dataloader
-from old.distributed_utils import launch_workers, print_main, setup_distributed, world
-from old.hardware_utils import autocast, choose_precision, set_numerics
-from old.logging_utils import RunLog
-from old.loop_utils import LossScaler, TrainingRun, clip_and_step, end_epoch, end_step
-from old.loop_utils import explain_out_of_memory, keep_best, next_epoch, optimizer_steps
-from old.loop_utils import restore_training, safety_flags, say_if_finished, say_saved, sync_gradients
-
-# the cascade
-from tasks.cascade.agreement import prior_state
-from tasks.cascade.data import made_up_batch, prepare, source_of_flags
-from tasks.cascade.diffusion import Draw, denoise, diffused, scales, training_draw
-from tasks.cascade.evaluation import evaluate, mean_losses
-from tasks.cascade.figures import draw_evaluation, draw_inputs
-from tasks.cascade.files import make_drrs
-from tasks.cascade.metrics import projection_error
-from tasks.cascade.model import Ema, StageNet, XraySettings, seed_weights
-from tasks.cascade.sampling import as_estimated, sample_folder
-from tasks.cascade.setup import Setup
-
-# its stages, and what is said of them
-from tasks.cascade.plan import Learner, RehearsedParts, StagePlan, begin_stage, end_of_run, load_models
-from tasks.cascade.plan import log_to_resume, lr_factor, measure_stage, out_of_memory_advice, part_of_run
-from tasks.cascade.plan import plan_stages, reduce_on_plateau, rehearse_stages, resume_stages
-from tasks.cascade.plan import write_rest_of_stage
-from tasks.cascade.report import begin_speed, describe_agreement, finish_cascade, note_speed, print_metrics, print_run
-from tasks.cascade.report import write_evaluation
+import distributed_utils as du
+from hardware_utils import GroupNorm, autocast, choose_precision, set_numerics
+from tasks.cascade import report
+from tasks.cascade.data import Data, XrayCtDataset, find_patients, make_drrs
+from tasks.cascade.geometry import (
+    HU_PER_UNIT,
+    VIEWS,
+    Grey,
+    Measured,
+    Prior,
+    agree,
+    back_projection,
+    lift,
+    measure,
+    normalise,
+    project,
+    rays_of,
+    resize,
+)
+from utils import checkpoint
+from utils.loop import Run
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def build_model(k: int, args: Namespace, device: torch.device) -> StageNet:
-    """The model of stage k (from 0) with the same random weights on every rank."""
-    seed_weights(args.seed, k)
-    xray = XraySettings(views_of(args.views), args.img_size, args.encoder_dim)
-    model = StageNet(args.stage_configs[k], xray)
-    model.checkpointing = bool(args.gradient_checkpointing)
-    return model.to(device)
+def norm(channels: int) -> GroupNorm:
+    return GroupNorm(math.gcd(channels, max(1, min(8, channels // 4))), channels)
 
 
-def make_optimizer(model: StageNet, args: Namespace) -> torch.optim.AdamW:
-    """Fused AdamW over one stage's model, which alone learns."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
+def zeroed(layer: nn.Module) -> nn.Module:
+    """The layer with weights and bias of 0, so that a model begins without what it adds."""
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def sinusoid(values: Tensor, dim: int) -> Tensor:
+    """(B,) in 0..1 -> (B, dim) sines and cosines (Vaswani et al. 2017, of 1000 * value)."""
+    frequencies = torch.exp(torch.arange(dim // 2, device=values.device) * (-math.log(10000.0) / (dim // 2)))
+    angles = 1000.0 * values.float()[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
+def tokens_of(grid: Tensor) -> Tensor:
+    """(B, channels, *grid) -> (B, N, channels)."""
+    return grid.flatten(2).transpose(1, 2)
+
+
+def fold(x: Tensor) -> Tensor:
+    """(B, C, X, Y, Z) -> (B, 8 C, X/2, Y/2, Z/2): the voxels of each 2^3 cell side by side (space to depth)."""
+    b, c, *size = x.shape
+    cells = x.reshape(b, c, *(part for side in size for part in (side // 2, 2)))
+    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(1, 4)
+
+
+def unfold(x: Tensor) -> Tensor:
+    """(B, 8, X/2, Y/2, Z/2) -> (B, 1, X, Y, Z), the inverse of fold()."""
+    b, _, *size = x.shape
+    cells = x.reshape(b, 1, 2, 2, 2, *size).permute(0, 1, 5, 2, 6, 3, 7, 4)
+    return cells.reshape(b, 1, *(2 * side for side in size))
+
+
+class XrayEncoder(nn.Module):
+    """X-rays (B, views, H, W) -> features (B, views, dim, H/8, W/8); one set of weights, an embedding for each view."""
+
+    def __init__(self, views: int, dim: int):
+        super().__init__()
+        layers, before = [], 1
+        for channels in (dim // 8, dim // 4, dim):
+            layers += [nn.Conv2d(before, channels, 3, 2, 1), norm(channels), nn.SiLU()]
+            before = channels
+        self.layers = nn.Sequential(*layers, nn.Conv2d(dim, dim, 3, 1, 1), norm(dim), nn.SiLU())
+        self.view = nn.Parameter(0.02 * torch.randn(views, dim))
+
+    def forward(self, xrays: Tensor) -> Tensor:
+        images = xrays.flatten(0, 1)[:, None].contiguous(memory_format=torch.channels_last)
+        return self.layers(images).unflatten(0, xrays.shape[:2]) + self.view[:, :, None, None]
+
+
+class Block(nn.Module):
+    """Self-attention, cross-attention to the X-ray tokens, MLP; each with AdaLN-Zero (Peebles & Xie 2023)."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(dim, elementwise_affine=False) for _ in range(3))
+        self.modulation = zeroed(nn.Linear(dim, 9 * dim))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.q, self.kv, self.cross_out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim))
+
+    def attention(self, *parts: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor, xray_tokens: Tensor, condition: Tensor) -> Tensor:
+        modulation = self.modulation(F.silu(condition))[:, None].chunk(9, -1)
+        shifts, scales, gates = modulation[0::3], modulation[1::3], modulation[2::3]
+
+        def adapted(part: int) -> Tensor:
+            return self.norms[part](x) * (1 + scales[part]) + shifts[part]
+
+        x = x + gates[0] * self.out(self.attention(*self.qkv(adapted(0)).chunk(3, -1)))
+        x = x + gates[1] * self.cross_out(self.attention(self.q(adapted(1)), *self.kv(xray_tokens).chunk(2, -1)))
+        return x + gates[2] * self.mlp(adapted(2))
+
+
+class ConvBlock(nn.Module):
+    """Two 3^3 convolutions with a shortcut; the condition shifts and scales between them."""
+
+    def __init__(self, channels: int, condition: int):
+        super().__init__()
+        self.norm1, self.conv1 = norm(channels), nn.Conv3d(channels, channels, 3, 1, 1)
+        self.norm2, self.conv2 = norm(channels), zeroed(nn.Conv3d(channels, channels, 3, 1, 1))
+        self.modulation = nn.Linear(condition, 2 * channels)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale = self.modulation(F.silu(condition))[:, :, None, None, None].chunk(2, 1)
+        hidden = self.norm2(self.conv1(F.silu(self.norm1(x)))) * (1 + scale) + shift
+        return x + self.conv2(F.silu(hidden))
+
+
+class Known(NamedTuple):
+    """What a stage knows before its network is asked. start: what it starts from, linear: what linear algebra says,
+    both (B, 1, X, Y, Z) on its grid; level (B,): of the noise in the start; measured: the X-rays, as sums of rays."""
+
+    start: Tensor
+    linear: Tensor
+    level: Tensor
+    measured: Measured
+
+
+class StageNet(nn.Module):
+    """One stage: noisy residual, X-rays and what is known -> v, at full resolution.
+
+    The voxels of each 2^3 cell are channels: at full resolution nothing is computed, where memory and time would go. A
+    convolutional stem with skips surrounds the transformer: tokens alone cannot represent the noise that is predicted.
+    Each view enters twice, lifted along its rays: as an image beside the noisy volume, and as features on the tokens.
+    """
+
+    def __init__(self, stage: Stage, args: Namespace):
+        super().__init__()
+        self.size, dim = tuple(stage.volume_size), stage.voxel_dim
+        self.checkpointing = args.gradient_checkpointing
+        # channels in multiples of 8, as tensor cores want them
+        widths = [min(dim, max(16, dim // 16) * 2**k) for k in range(stage.halvings)]
+        pairs = list(pairwise(widths))
+        self.grid = tuple(side // 2**stage.halvings for side in self.size)
+        self.encoder = XrayEncoder(args.num_views, args.encoder_dim)
+        self.token_grid = min(16, args.img_size // 8)
+        self.picture_position = nn.Parameter(0.02 * torch.randn(1, self.token_grid**2, dim))
+        self.to_tokens = nn.Linear(args.encoder_dim, dim)
+        embeddings = (nn.Sequential(nn.Linear(dim, dim), nn.SiLU(), nn.Linear(dim, dim)) for _ in range(2))
+        self.time, self.noise = embeddings
+        self.whole_picture = nn.Linear(dim, dim)
+
+        # down to the tokens, the transformer, and up again
+        self.stem = nn.Conv3d(8 * (3 + args.num_views), widths[0], 3, 1, 1)
+        self.down_blocks = nn.ModuleList(ConvBlock(width, dim) for width in widths)
+        self.shrink = nn.ModuleList(nn.Conv3d(wide, deep, 2, 2) for wide, deep in pairs)
+        self.enter, self.leave = nn.Linear(widths[-1], dim), nn.Linear(dim, widths[-1])
+        self.position = nn.Parameter(0.02 * torch.randn(1, math.prod(self.grid), dim))
+        self.blocks = nn.ModuleList(Block(dim, stage.num_heads) for _ in range(stage.vit_depth))
+        self.grow = nn.ModuleList(nn.ConvTranspose3d(deep, wide, 2, 2) for wide, deep in pairs)
+        self.up_blocks = nn.ModuleList(ConvBlock(width, dim) for width in widths)
+        self.last = nn.Sequential(norm(widths[0]), nn.SiLU(), zeroed(nn.Conv3d(widths[0], 8, 3, 1, 1)))
+        for module in self.modules():
+            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+                module.to(memory_format=torch.channels_last_3d)
+
+    def part(self, module: nn.Module, *inputs: Tensor) -> Tensor:
+        """module(*inputs), its activations kept or computed again in the backward pass."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return recompute(module, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return module(*inputs)
+
+    def forward(self, noisy: Tensor, time: Tensor, xrays: Tensor, known: Known) -> Tensor:
+        """noisy (B, 1, X, Y, Z); time (B,) in 0..1; xrays (B, views, H, W)."""
+        views = range(xrays.shape[1])
+        features = self.part(self.encoder, xrays)
+        pooled = resize(features.flatten(0, 1), (self.token_grid,) * 2).to(features.dtype)
+        tokens = self.to_tokens(tokens_of(pooled)) + self.picture_position
+        tokens = tokens.unflatten(0, features.shape[:2]).flatten(1, 2)
+        width = self.position.shape[-1]
+        condition = self.time(sinusoid(time, width)) + self.noise(sinusoid(known.level, width))
+        condition = condition + self.whole_picture(tokens.mean(1))
+
+        # down
+        volumes = [(volume - CT_MEAN) / CT_STD for volume in (known.start, known.linear)]
+        x = torch.cat([noisy, *volumes, *(lift(xrays[:, view, None], view, self.size) for view in views)], 1)
+        x = self.stem(fold(x).contiguous(memory_format=torch.channels_last_3d))
+        skips = []
+        for k, block in enumerate(self.down_blocks):
+            x = self.part(block, self.shrink[k - 1](x) if k else x, condition)
+            skips.append(x)
+
+        # the transformer: tokens of the volume, of the X-rays' features at their place, and of the place itself
+        lifted = sum(lift(features[:, view], view, self.grid) for view in views) / len(views)
+        x = self.enter(tokens_of(x)) + self.to_tokens(tokens_of(lifted)) + self.position
+        for block in self.blocks:
+            x = self.part(block, x, tokens, condition)
+        x = self.leave(x).transpose(1, 2).unflatten(2, self.grid)
+
+        # up, with what was skipped
+        for k in reversed(range(len(self.up_blocks))):
+            x = self.part(self.up_blocks[k], x + skips[k], condition)
+            x = self.grow[k - 1](x) if k else x
+        return unfold(self.last(x)).float()
+
+
+# --- diffusion --------------------------------------------------------------------------------------------------------
+
+# of the training draws are of the last timestep
+LAST_SHARE = 0.5
+# on the volume of the stage before, which hides its mistakes: up to this in training, and in sampling
+PREVIOUS_NOISE, PREVIOUS_NOISE_SAMPLING = 0.1, 0.02
+# noise levels of each validation patient
+LOSS_DRAWS = 4
+# of a torso in -1..1, roughly
+CT_MEAN, CT_STD = -0.75, 0.25
+
+
+def hashed_normal(shape: tuple, seeds: Tensor, stream: int) -> Tensor:
+    """Gaussian noise (B, *shape[1:]), each part a function of its seed (B,), the stream and the place alone.
+
+    CUDA's own generator deals its numbers out by the GPU's number of multiprocessors. This is splitmix64 (Steele et al.
+    2014) of a counter, then Box-Muller, so integers decide: the same on any device, but for a logarithm's last bit.
+    """
+    count = math.prod(shape[1:])
+    # int64 wraps around, and `&` makes the shifts logical
+    start = _mix(seeds + stream * -7046029254386353131)
+    k = _mix(torch.arange((count + 1) // 2, device=seeds.device) * -7046029254386353131 + start[:, None])
+    radius = (-2 * (((k & 0xFFFFFF).float() + 1) / 16777217).log()).sqrt()
+    angle = (k >> 40 & 0xFFFFFF).float() * (2 * math.pi / 16777216)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count].reshape(-1, *shape[1:])
+
+
+def _mix(k: Tensor) -> Tensor:
+    k = (k ^ (k >> 30 & 0x3FFFFFFFF)) * -4658895280553007687
+    k = (k ^ (k >> 27 & 0x1FFFFFFFFF)) * -7723592293110705685
+    return k ^ (k >> 31 & 0x1FFFFFFFF)
+
+
+class Cascade(nn.Module):
+    """The stages up to the one that learns, and the diffusion that they share.
+
+    What is diffused is the residual (true volume - start) / std. The first stage starts from the linear posterior of
+    the training patients, each later one from the volume of the stage before on its finer grid; by default both are
+    made to agree with the X-rays. At the last timestep nothing is left of the residual, and the model is given zeros
+    there: its answer is then the mean of all volumes that are possible, the best by PSNR.
+
+    averaged: of each stage the weights that are evaluated, a moving average of those that learn, `net` of the last.
+    """
+
+    def __init__(self, args: Namespace, device: torch.device, precision: str, prior: Prior, stds: list[float]):
+        super().__init__()
+        self.args, self.device, self.precision = args, device, precision
+        self.stages = [Stage(**stage) for stage in args.stage_configs]
+        # stds: of each stage's start, how far it is from the truth, root mean square
+        self.greys, self.variance, self.stds = prior.greys, prior.variance, stds
+        self.priors = [prior.on(device, stage.volume_size) for stage in self.stages]
+        self.net: StageNet | None = None
+        self.averaged = nn.ModuleList()
+        # cosine schedule (Nichol & Dhariwal 2021, s = .008): what residual and noise are multiplied by
+        share = torch.arange(args.num_timesteps, dtype=torch.float64) / args.num_timesteps
+        signal = torch.cos((share + 0.008) / 1.008 * math.pi / 2) / math.cos(0.008 / 1.008 * math.pi / 2)
+        noise = (1 - signal**2).sqrt()
+        self.signal, self.noise = signal.float().to(device), noise.float().to(device)
+        # for sampling, where all patients are at one timestep, which a GPU would be waited for
+        self.host_signal, self.host_noise = signal.tolist(), noise.tolist()
+        self.last = args.num_timesteps - 1
+
+    def add_stage(self) -> None:
+        """The next stage learns: random weights, the same on every rank; its X-ray encoder goes on from the one before."""
+        k = len(self.averaged)
+        torch.manual_seed((self.args.seed * 1000003 + k) % 2**63)
+        self.net = StageNet(self.stages[k], self.args).to(self.device)
+        if k:
+            self.net.encoder.load_state_dict(self.averaged[-1].encoder.state_dict())
+        self.averaged.append(copy.deepcopy(self.net).requires_grad_(False))
+
+    @torch.no_grad()
+    def average(self, steps: int) -> None:
+        """Move the averaged weights towards those that learn, after so many steps of the stage."""
+        decay = min(self.args.ema_decay, (1 + steps) / (10 + steps))
+        torch._foreach_lerp_(list(self.averaged[-1].parameters()), list(self.net.parameters()), 1 - decay)
+
+    def forward(self, *inputs) -> Tensor:
+        return self.net(*inputs)
+
+    def know(self, k: int, batch: dict, previous: Tensor | None, level: Tensor, stream: int) -> Known:
+        """What stage k knows. previous: volume of the stage before, to which noise of a level (B,) is added."""
+        size = self.stages[k].volume_size
+        with torch.autocast(self.device.type, enabled=False):
+            linear = self.priors[k].volume(batch["xrays"], batch["extent"], batch["row"], size)
+            measured = measure(batch["xrays"], batch["extent"], self.greys, size)
+            start, variance, level = linear, self.priors[k].error, level * (k > 0)
+            if k:
+                grain = hashed_normal(previous.shape, batch["seed"], stream)
+                start = resize(previous + level[:, None, None, None, None] * grain, size)
+                variance = self.stds[k - 1] ** 2
+            if self.args.xray_agreement:
+                start = agree(start, measured, variance, corrections=4)
+        return Known(start, linear, level, measured)
+
+    def denoise(self, k: int, net: nn.Module, noisy: Tensor, timestep: Tensor, batch: dict, known: Known) -> tuple:
+        """(v, clean volume), both (B, 1, X, Y, Z) fp32, of a noisy residual at timesteps (B,); of zeros at the last."""
+        if self.args.v_parameterization:
+            noisy = noisy * (timestep != self.last)[:, None, None, None, None]
+        with autocast(self.device, self.precision):
+            v = net(noisy, (timestep + 1) / self.args.num_timesteps, batch["seen"], known)
+        signal, noise = (table[timestep][:, None, None, None, None] for table in (self.signal, self.noise))
+        return v, known.start + self.stds[k] * (signal * noisy - noise * v)
+
+    @torch.no_grad()
+    def sample(self, batch: dict, stages: int, number: int = 0, one_step: bool = False) -> list[Tensor]:
+        """The volumes (B, 1, X, Y, Z) of so many stages by DDIM (Song et al. 2021), a function of (patient, number).
+
+        one_step: the models' answers at the last timestep alone.
+        """
+        volumes: list[Tensor] = []
+        every = self.args.num_timesteps // self.args.ddim_steps
+        times = list(range(self.last, -1, -every))[: 1 if one_step or self.args.regression else None]
+        level = torch.full_like(batch["seed"], PREVIOUS_NOISE_SAMPLING, dtype=torch.float32)
+        for k, net in enumerate(self.averaged[:stages]):
+            stream = 1000 + 2 * (k + len(self.stages) * number)
+            known = self.know(k, batch, volumes[-1] if volumes else None, level, stream)
+            noisy = torch.zeros_like(known.start)
+            if len(times) > 1:
+                noisy = hashed_normal(noisy.shape, batch["seed"], stream + 1)
+            for t in times:
+                now, final = torch.full_like(batch["seed"], t), t == times[-1]
+                clean = self.denoise(k, net, noisy, now, batch, known)[1].clamp(-1, 1)
+                if self.args.xray_agreement:
+                    # an estimate is the surer, the less noise is left
+                    share = 1 if final else self.host_noise[t]
+                    clean = agree(clean, known.measured, share * self.stds[k] ** 2, corrections=4 if final else 2)
+                if not final:
+                    residual = (clean - known.start) / self.stds[k]
+                    grain = (noisy - self.host_signal[t] * residual) / self.host_noise[t]
+                    noisy = self.host_signal[t - every] * residual + self.host_noise[t - every] * grain
+            volumes.append(clean)
+        return volumes
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-def training_batch(
-    batch: dict,
-    k: int,
-    epoch: int,
-    setup: Setup,
-) -> tuple[dict, Draw]:
-    """A batch of stage k on the device, augmented, and what is drawn for it."""
-    seed = None
-    if setup.args.augmentation:
-        seed = setup.args.seed + 1000003 * (k + 1)
-    batch = prepare(batch, setup.device, seed, epoch, setup.moved)
-    # a step that is only tried has no stages before
-    previous = as_estimated(setup.cascade(k), batch, epoch)
-    return batch, training_draw(k, batch, previous, epoch, setup.diffusion)
+def projection_error(volume: Tensor, batch: dict, greys: list[Grey]) -> Tensor:
+    """(B, views): mean square difference, in grey values, between a volume's projections and the X-rays."""
+    errors = []
+    for view, grey in enumerate(greys):
+        image = grey.slope * project(volume, batch["extent"], view) + grey.offset
+        errors.append((image - resize(batch["xrays"][:, view : view + 1], image.shape[-2:])).square().mean((1, 2, 3)))
+    return torch.stack(errors, 1)
 
 
-def sample_losses(
-    model: nn.Module,
-    batch: dict,
-    draw: Draw,
-    setup: Setup,
-) -> tuple[Tensor, Tensor]:
-    """(diffusion loss, physics loss) of each patient, (B,) fp32.
+def volume_of(batch: dict) -> Tensor:
+    """(B, 1, X, Y, Z) in -1..1: the true volumes."""
+    return normalise(batch["volume"].float())[:, None]
 
-    The first is the mean square error of v or of the noise. The second compares the projections of the clean volume
-    that the model implies with the X-rays; at high noise levels that volume is a guess, so each patient counts by its
-    share of signal, alpha_bar(t).
+
+def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: int | None = None) -> tuple:
+    """(diffusion loss, physics loss) of each patient for stage k, (B,) fp32.
+
+    Mean square errors of v, or of the noise, and of the projections of the clean volume that it implies; at high noise
+    levels that is a guess, so it counts by alpha_bar(t). draw: in validation, one of LOSS_DRAWS, which spread the noise
+    levels evenly over the patients.
     """
-    diffusion = setup.diffusion
-    with autocast(setup.device, setup.precision):
-        noisy, target = diffused(batch["volume"], draw, diffusion)
-        v, clean = denoise(model, noisy, draw.timestep, batch, draw.start, diffusion)
-        signal = scales(diffusion, draw.timestep)[0].flatten().square()
-        loss = (v - target).square().mean((1, 2, 3, 4))
-        # an error of v is one of the noise, times the signal's scale
-        if not setup.args.v_parameterization:
-            loss = signal * loss
-        errors = projection_error(clean, batch["extent"], batch["xrays"], diffusion.prior.greys)
-        return loss, signal * errors.mean(1)
+    args, last = cascade.args, cascade.last
+    if draw is None:
+        blind, share, level = batch["draws"].T
+        timestep, level = (share * (last + 1)).long(), (level * PREVIOUS_NOISE).float()
+        if args.v_parameterization:
+            timestep = timestep.where(blind >= LAST_SHARE, last)
+    else:
+        share = (draw + batch["index"] * 0.618034 % 1) / (LOSS_DRAWS - 1)
+        timestep = (share * (last + 1)).long().clamp(max=last)
+        level = torch.full_like(share, PREVIOUS_NOISE_SAMPLING, dtype=torch.float32)
+    if args.regression:
+        timestep = torch.full_like(timestep, last)
 
-
-def trial_step(model: StageNet, stage: StagePlan, setup: Setup, batch_size: int) -> None:
-    """Forward and backward pass of one micro-batch as in training, made up; the gradients stay in the model."""
-    args = setup.args
-    batch = made_up_batch(batch_size, stage.config["volume_size"], args.num_views, args.img_size)
-    batch, draw = training_batch(batch, stage.number, 0, setup)
-    diffusion_loss, physics_loss = sample_losses(model.train(), batch, draw, setup)
-    loss = diffusion_loss + stage.config["physics_weight"] * physics_loss
-    loss.mean().backward()
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def make_learner(stage: StagePlan, checkpoint: dict | None, setup: Setup) -> Learner:
-    """All ranks: what learns in a stage, at its start or as a checkpoint has it."""
-    args = setup.args
-    model = build_model(stage.number, args, setup.device)
-    model.checkpointing = stage.batch.recomputed
-    if setup.models and not checkpoint:
-        # the X-rays' encoder starts from that of the stage before
-        encoder = setup.models[-1].encoder
-        model.encoder.load_state_dict(encoder.state_dict())
-    averaged = Ema(model, args.ema_decay)
-    optimizer = make_optimizer(model, args)
-    scaler = LossScaler(setup.device, setup.precision)
-
-    if checkpoint:
-        with agree_on_errors():
-            load_trained(model, checkpoint["net"])
-            load_trained(averaged.model, checkpoint["ema"])
-        restore_training(checkpoint, optimizer, scaler, args.weight_decay)
-    if args.compile:
-        model.compile()
-    wrapped = setup.accelerator.prepare_model(model)
-    return Learner(model, wrapped, averaged, optimizer, scaler)
-
-
-def train_one_epoch(
-    k: int,
-    learner: Learner,
-    loader: DataLoader,
-    training: TrainingRun,
-    setup: Setup,
-) -> None:
-    """Train stage k from the run's position to the end of the epoch, of the stage or the run, or to a stop signal.
-
-    Raises InputError on all ranks for an unusable file of any.
-    """
-    # 1 x 1 x 1 kernels have two memory layouts at once
-    warnings.filterwarnings("ignore", message="Grad strides do not match")
-    learner.model.train()
-    args = setup.args
-    progress = training.progress
-    scaler = learner.scaler
-    physics_weight = args.stage_configs[k]["physics_weight"]
-    for step in optimizer_steps(loader, training):
-        factor = lr_factor(progress, training.planned_steps, args.warmup_steps, args.scheduler)
-        lr = args.learning_rate * factor
-
-        # forward and backward: each micro-batch gives its share of the mean over the global batch
-        losses = torch.zeros(3, device=setup.device)
-        for batch, last in step.micro_batches():
-            batch, draw = training_batch(batch, k, progress.epoch, setup)
-            with training.log.count_flops(step.samples), sync_gradients(learner.wrapped, now=last):
-                parts = sample_losses(learner.wrapped, batch, draw, setup)
-                share = step.weight / step.samples
-                diffusion_loss, physics_loss = (part.sum() * share for part in parts)
-                loss = diffusion_loss + physics_weight * physics_loss
-                # DDP averages over the ranks; these are shares of a sum, so undo the division
-                scaler.scale(loss * world()[1]).backward()
-            losses += torch.stack([loss, diffusion_loss, physics_loss]).detach()
-
-        # update the weights and their average; a non-finite gradient skips the step on all ranks together
-        grad_norm = clip_and_step(learner.optimizer, scaler, args.grad_clip, lr)
-        progress.stage_step += 1
-        learner.averaged.update(learner.model, progress.stage_step)
-        end_step(training, step, losses, grad_norm, lr)
-
-
-def train_epochs(
-    stage: StagePlan,
-    learner: Learner,
-    loader: DataLoader,
-    training: TrainingRun,
-    setup: Setup,
-) -> int:
-    """All epochs of a stage, each with its validation loss; the exit code of a stop signal, else 0."""
-    progress = training.progress
-    while True:
-        train_one_epoch(stage.number, learner, loader, training, setup)
-        if code := end_epoch(training):
-            return code
-        metrics = validation_loss(stage.number, learner.averaged.model, setup)
-        loss = metrics["val/loss"]
-        epoch = progress.epoch + 1
-        training.log.write(progress.step, epoch, metrics)
-        print_main(f"{stage.name} epoch {epoch}: val loss {loss:.4f}")
-
-        # the best of the stage is the best of the run, too, as later stages start from it
-        names = (f"{stage.name}_best.pt", "best.pt")
-        epoch_complete = progress.samples >= loader.batch_sampler.used
-        keep_best(training, loss, epoch_complete, lower=True, names=names)
-        if setup.args.scheduler == "plateau":
-            reduce_on_plateau(progress, loss)
-        if not next_epoch(training):
-            return 0
-
-
-def fit_stage(
-    stage: StagePlan,
-    checkpoint: dict | None,
-    setup: Setup,
-    training: TrainingRun,
-) -> int:
-    """Train one stage from the run's position on, for setup.models; the exit code of a stop signal, else 0.
-
-    checkpoint: where the stage is resumed in its middle. training: of the whole run.
-    """
-    args = setup.args
-    learner = make_learner(stage, checkpoint, setup)
-    if checkpoint:
-        # its weights are in the models; let go of the host's memory
-        checkpoint.clear()
-    # a checkpoint also holds the averaged weights, and those of the stages before
-    prepare_checkpoint(learner.model, copies=4 + len(setup.models))
-    loader = create_distributed_dataloader(
-        setup.data.set("train", stage.config["volume_size"]),
-        stage.batch.size,
-        seed=args.seed + 1000003 * stage.number,
-        num_workers=setup.data.decoded.workers,
-        accumulation=stage.batch.accumulation,
-        effective_batch_size=stage.batch.total,
-        drop_last=False,
-    )
-    held = nn.ModuleDict({"net": learner.model, "ema": learner.averaged.model, "earlier": nn.ModuleList(setup.models)})
-    part = part_of_run(training, stage, partial(checkpoint_contents, stage, learner, setup), held)
-
-    # at its start a stage is written down and drawn
-    begin_speed(stage, training.log, setup.device)
-    if training.progress.stage_step == 0:
-        if stage.number > 0:
-            part.save()
-        make_batch = partial(training_batch, k=stage.number, epoch=0, setup=setup)
-        draw_figure = partial(draw_inputs, stage, setup.data, setup.diffusion, make_batch)
-        training.log.figures(draw_figure, training.progress.step)
-    if code := train_epochs(stage, learner, loader, part, setup):
-        return code
-
-    # what the next stage and the test take
-    path = training.run_folder / f"{stage.name}_best.pt"
-    best = load_checkpoint(str(path), training.run_folder, FORMAT)
-    load_trained(learner.averaged.model, best["ema"])
-    setup.models.append(learner.averaged.model)
-    setup.best_step = best["step"]
-    setup.accelerator.free_memory()
-    return 0
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-def validation_loss(k: int, model: StageNet, setup: Setup) -> dict[str, float]:
-    """val/loss and its parts, the same on all ranks. Raises RunError."""
-    stage = setup.args.stage_configs[k]
-    dataset = setup.data.set("val", stage["volume_size"])
-    before = partial(as_estimated, setup.cascade(k), epoch=0)
-    losses = partial(sample_losses, model, setup=setup)
-
-    # at fixed noise
-    diffusion_loss, physics_loss = mean_losses(
-        k,
-        dataset,
-        setup.diffusion,
-        setup.device,
-        before,
-        losses,
-    )
-    loss = diffusion_loss + stage["physics_weight"] * physics_loss
-    if not math.isfinite(loss):
-        raise RunError("the validation loss is not finite; lower --learning_rate")
-    return {
-        "val/loss": loss,
-        "val/diffusion_loss": diffusion_loss,
-        "val/physics_loss": physics_loss,
-    }
-
-
-def log_evaluation(split: str, stage: StagePlan, setup: Setup, training: TrainingRun, **more) -> int:
-    """All ranks: evaluate the cascade up to a stage, log and draw it; the exit code of a stop signal, else 0."""
-    progress = training.progress
-    args = setup.args
-    result = evaluate(
-        split,
-        setup.cascade(),
-        setup.data,
-        args.num_samples,
-        args.check_conditioning,
-        training.stop,
-    )
-    if result.code:
-        say_saved(progress.step)
-        return result.code
-
-    # the table, beside it what a regression gives, and the figures
-    metrics = result.metrics | setup.regression_beside(split)
-    training.log.write(progress.step, progress.epoch + 1, metrics | more)
-    print_metrics(f"{split}, {stage.name}", split, metrics, result.kinds)
-    name = f"{stage.name}_val" if split == "val" else split
-    training.log.figures(partial(draw_evaluation, name, result.example, metrics), progress.step)
-    return 0
-
-
-# --- what a checkpoint holds, and a trained cascade -------------------------------------------------------------------
-
-
-def checkpoint_contents(stage: StagePlan, learner: Learner, setup: Setup) -> dict:
-    """What a checkpoint holds beside position, log and random state."""
-    return {
-        "format": FORMAT,
-        "run": stage.run_facts(setup.args.seed, setup.data.fingerprint),
-        "settings": saved_settings(vars(setup.args), setup.precision),
-        "prior": prior_state(setup.diffusion.prior),
-        "extent": setup.data.extent,
-        "trained_patients": setup.data.ids["train"],
-        "net": trained_state(learner.model),
-        "ema": trained_state(learner.averaged.model, everything=True),
-        "earlier": [trained_state(model, everything=True) for model in setup.models],
-        "optimizer": learner.optimizer.state_dict(),
-        "scaler": learner.scaler.state_dict(),
-        "split": stage.batch.record(),
-    }
-
-
-def use_checkpoint(precision: str, reason: str, args: Namespace, ranks: Ranks) -> None:
-    """--eval_only and --sample: what a trained cascade does. reason: for the precision."""
-    run_folder = Path(args.checkpoint_dir)
-    path = str(checkpoint_to_use(args.resume_from, run_folder))
-    checkpoint = load_checkpoint(path, run_folder, FORMAT)
-    adopt_settings(vars(args), args.source, checkpoint, path)
-    set_numerics(ranks.device, precision, reason, args.deterministic)
-    # an `accelerate config` that is of no use here is refused, as in training
-    make_accelerator(precision, args.gradient_accumulation_steps, ranks)
-    setup = Setup(args, ranks.device, precision)
-    source = source_of_flags(vars(args), args.source, ranks.device)
-    build = partial(build_model, args=args, device=ranks.device)
-    setup.models = load_models(checkpoint, build)
-    if args.eval_only:
-        setup.data = source.load([setup.models[-1].size])
-    setup.take_prior(checkpoint)
-
-    if args.sample:
-        sample_folder(
-            Path(args.sample),
-            run_folder / "samples",
-            setup.cascade(),
-            source.decoder(),
-            checkpoint["extent"],
-            args.num_samples,
-        )
-        return
-
-    setup.data.refuse_trained(checkpoint, path)
-    setup.take_regression(setup.models[-1].size)
-    result = evaluate(
-        "test",
-        setup.cascade(),
-        setup.data,
-        args.num_samples,
-        args.check_conditioning,
-    )
-    metrics = result.metrics | setup.regression
-    print_metrics(f"test, {Path(path).name}", "test", metrics, result.kinds)
-    facts = {"step": checkpoint["step"], "stage": len(setup.models)}
-    write_evaluation(run_folder, metrics | facts, result.example, setup.data)
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-def try_stage(setup: Setup, stage: StagePlan, checkpoint: dict | None) -> StagePlan:
-    """All ranks: the stage measured, with a batch that fits. Raises RunError where it does not."""
-    args = setup.args
-    model = build_model(stage.number, args, setup.device)
-    try_once = partial(trial_step, model, stage, setup)
-    return measure_stage(stage, model, try_once, args.auto_batch, args.gradient_checkpointing, checkpoint)
-
-
-def train_stages(todo: list[StagePlan], checkpoint: dict | None, setup: Setup, training: TrainingRun) -> int:
-    """Train and validate one stage after another, test the last; the exit code of a stop signal, else 0."""
-    say_if_finished(training, "--num_epochs_per_stage")
-    for stage in todo:
-        code = fit_stage(stage, checkpoint, setup, training)
-        gc.collect()
-        if code:
-            return code
-        checkpoint = None
-
-        # sample the validation patients by all stages so far
-        if code := log_evaluation("val", stage, setup, training):
-            return code
-        note_speed(stage, training.log)
-        if training.progress.step >= training.last_step:
-            break
-        begin_stage(training.progress, stage.number + 1)
-    return log_evaluation("test", stage, setup, training, best_step=setup.best_step)
-
-
-def open_run(
-    plan: list[StagePlan],
-    choice: StageChoice,
-    checkpoint: dict | None,
-    setup: Setup,
-    ranks: Ranks,
-) -> TrainingRun:
-    """All ranks: a run that begins, or resumes where the checkpoint stands, and its log. Raises InputError."""
-    args = setup.args
-    run_folder = Path(args.checkpoint_dir)
-    first = plan[choice.first]
-    this_run = first.run_facts(args.seed, setup.data.fingerprint)
-    progress = resume_stages(checkpoint, this_run, choice, run_folder / f"{first.name}_best.pt")
-    if checkpoint:
-        build = partial(build_model, args=args, device=ranks.device)
-        setup.models = load_models(checkpoint, build)[: choice.first]
-    setup.take_prior(checkpoint)
-    setup.take_regression(args.stage_configs[choice.last]["volume_size"])
-
-    last_step = end_of_run(plan, choice, progress, args.stage, args.max_steps, run_folder)
-    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, setup.precision, args.compile)
-    log.curves = CURVES
-    resumed = log_to_resume(checkpoint, choice, run_folder)
-    log.open(args, resumed)
-    write_rest_of_stage(log, resumed, choice)
-
-    return TrainingRun(
-        run_folder=run_folder,
-        progress=progress,
-        last_step=last_step,
-        planned_steps=last_step,
-        effective_batch_size=first.effective_batch_size,
-        precision=setup.precision,
-        log=log,
-        # each stage has its own, see part_of_run
-        contents=dict,
-        **safety_flags(args),
-    )
-
-
-def fit(precision: str, reason: str, args: Namespace, ranks: Ranks) -> int:
-    """Train the stages one after another, test the last; returns the exit code. reason: for the precision."""
-    begun = time.time()
-    run_folder = Path(args.checkpoint_dir)
-    checkpoint = load_checkpoint(args.resume_from, run_folder, FORMAT, resume=True)
-    if checkpoint:
-        adopt_settings(vars(args), args.source, checkpoint, args.resume_from)
-        asked_by = args.source["mixed_precision"]
-        precision, reason = keep_precision(precision, reason, checkpoint, asked_by, ranks)
-    reason = set_numerics(ranks.device, precision, reason, args.deterministic)
-    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
-
-    # which stages, their patients, and the batch of each
-    choice = choose_stages(args.stage, args.stage_configs, checkpoint, args.resume_from)
-    sizes = [stage["volume_size"] for stage in args.stage_configs[: choice.last + 1]]
-    data = source_of_flags(vars(args), args.source, ranks.device).load(sizes)
-    setup = Setup(args, ranks.device, precision, data, accelerator)
-    begun_stage = None if choice.anew else checkpoint
-    plan = plan_stages(
-        args.stage_configs,
-        choice.first,
-        patients=len(data.split["train"]),
-        recompute=args.gradient_checkpointing,
-        measure=partial(try_stage, setup),
-        checkpoint=begun_stage,
-    )
-
-    training = open_run(plan, choice, checkpoint, setup, ranks)
-    engine = accelerator.distributed_type.value
-    agreement = describe_agreement(setup.diffusion.prior, args.xray_agreement)
-    more = {"precision": reason, "agreement": agreement}
-    print_run(
-        plan,
-        choice.last,
-        training,
-        data,
-        engine,
-        more,
-        vars(args),
-        args.source,
-    )
-
-    # the weights of a stage before are in the models; let go of the rest
-    del checkpoint
-    with training, contextlib.closing(training.log):
-        if code := train_stages(choice.of(plan), begun_stage, setup, training):
-            return code
-        finish_cascade(plan, setup.models, training, data, vars(args), begun)
-    return 0
-
-
-def run(args: Namespace, ranks: Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    if args.make_drrs:
-        views = views_to_render(vars(args), args.source)
-        rendered = make_drrs(Path(args.make_drrs), views)
-        print_main(f"{rendered} pictures rendered below {args.make_drrs}")
-        return 0
-    asked_by = args.source["mixed_precision"]
-    precision, reason = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
-    if args.eval_only or args.sample:
-        use_checkpoint(precision, reason, args, ranks)
-        return 0
-    may_exist = bool(args.resume_from) or args.overwrite
-    lock = lock_run_folder(Path(args.checkpoint_dir), may_exist, overwrite=args.overwrite)
-    code = fit(precision, reason, args, ranks)
-    del lock
-    return code
-
-
-def rehearse(args: Namespace) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step of each stage, or of --stage."""
-
-    def make(stage: StagePlan, device: torch.device) -> RehearsedParts:
-        precision, _ = choose_precision(args.mixed_precision, device)
-        set_numerics(device, precision, "", args.deterministic)
-        setup = Setup(args, device, precision)
-        with device:
-            model = build_model(stage.number, args, device)
-        return RehearsedParts(
-            model=model,
-            averaged=Ema(model, args.ema_decay).model,
-            optimizer=make_optimizer(model, args),
-            trial=partial(trial_step, model, stage, setup, stage.batch.size),
-            precision=precision,
-        )
-
-    recompute = args.gradient_checkpointing
-    rehearse_stages(args.stage_configs, args.stage, make, args.world_size, args.gpu_memory, recompute)
-
-
-def main(args: Namespace) -> int:
-    if args.rehearse:
-        rehearse(args)
-    launch_workers(args.world_size or 1)
-    with setup_distributed(timeout=args.dist_timeout) as ranks:
-        advice = partial(out_of_memory_advice, args.auto_batch, ranks.device)
-        with explain_out_of_memory(advice):
-            return run(args, ranks)
-
-
-if __name__ == "__main__":
-    run_main(main, ARGS)
+    stream = 10 * (draw or 0)
+    previous = cascade.sample(batch, k, one_step=True)[-1] if k else None
+    known = cascade.know(k, batch, previous, level, stream)
+    noise = hashed_normal(known.start.shape, batch["seed"], stream + 1)
+    signal, grain = (table[timestep][:, None, None, None, None] for table in (cascade.signal, cascade.noise))
+    residual = (volume_of(batch) - known.start) / cascade.stds[k]
+    v, clean = cascade.denoise(k, net, signal * residual + grain * noise, timestep, batch, known)
+    if args.v_parameterization:
+        # at the last timestep no noise was shown, so none is asked for
+        noise = noise * (timestep != last)[:, None, None, None, None]
+    square = (v - (signal * noise - grain * residual)).square().mean((1, 2, 3, 4))
+    alpha_bar = signal.flatten().square()
+    # an error of v, as one of the noise
+    diffusion = square if args.v_parameterization else alpha_bar * square
+    return diffusion, alpha_bar * projection_error(clean, batch, cascade.greys).mean(1)

@@ -124,7 +124,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import distributed_utils as du
-from hardware_utils import autocast, choose_precision, set_numerics
+from hardware_utils import GroupNorm, autocast, choose_precision, set_numerics
 from tasks.survival import report
 from tasks.survival.data import (
     Cohort,
@@ -142,14 +142,6 @@ from utils.loop import Run, Step
 ADVICE = "give a smaller --image_size or --resnet, or --stem_stride 2"
 
 # --- model ------------------------------------------------------------------------------------------------------------
-
-
-class GroupNorm(nn.GroupNorm):
-    """GroupNorm in the precision of its input: autocast would raise it to fp32, which is most of a network's memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class MaxPool3d(nn.Module):

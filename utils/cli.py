@@ -113,6 +113,12 @@ class Parser(argparse.ArgumentParser):
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         return args
 
+    def given(self, argv: list[str] | None = None) -> set[str]:
+        """The names of the flags that the command line itself gives."""
+        words = sys.argv[1:] if argv is None else argv
+        actions = (self._option_string_actions.get(word.partition("=")[0]) for word in words)
+        return {action.dest for action in actions if action}
+
     def config_words(self, path: str) -> list[str]:
         """A config file as the words of a command line, so that both are checked alike."""
         words = []
@@ -216,7 +222,8 @@ def add_common_arguments(
 
     add = parser.add_argument_group("logging and launch").add_argument
     add("--log_every", type=whole(1), default=10, help="optimizer steps between log lines")
-    add("--wandb", metavar="PROJECT", help="log to this project of Weights & Biases too")
+    text = "log to Weights & Biases, too"
+    add("--wandb", "--wandb_project", metavar="PROJECT", nargs="?", const=Path(output_dir).name, help=text)
     add("--world_size", type=whole(1), help="with plain `python`: start N processes through torchrun")
     add("--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

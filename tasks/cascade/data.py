@@ -1,704 +1,481 @@
-"""The patients of guide 3 as a data set: their split, decoded files that are kept on disk, batches and augmentation.
+"""The patients of guide 3: which files are whose and what they hold, the split, decoded files on disk, the data set.
 
-Which files belong to a patient, and what they hold, is in files.py.
+A folder holds one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal) and
+<id>_lat_drr.png (or _lat, _lateral; .npy too); the files may also lie side by side. The CT may be a DICOM series, and
+CT and X-rays one HDF5 file as X2CT-GAN has it (Ying et al. 2019): ct = HU + 1000, xray1, xray2.
 """
 
 import hashlib
-import json
-import math
-import platform
-import sys
-from collections.abc import Callable, Iterator
+import os
+import re
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from old.cache_utils import DiskCache
-from old.cli_utils import InputError
-from old.distributed_utils import agree_on_errors, create_distributed_dataloader, gather_objects, print_main, reduce_sum
-from old.distributed_utils import world
-from old.hardware_utils import available_ram_gb, usable_cores
-from old.phase_utils import doing
-from old.sampler_utils import permute
-from tasks.cascade.agreement import Prior, start_volume
-from tasks.cascade.alignment import GreyFit, check_alignment, fit_greys
-from tasks.cascade.diffusion import draw_noise
-from tasks.cascade.files import Patient, find_patients, identity_of, read_ct, read_xray, voxel_spacing
-from tasks.cascade.projector import HU_MAX, HU_MIN, normalise, project, resize
-from tasks.cascade.rays import check_views
-from tasks.cascade.stages import eval_batch
-from tasks.cascade.views import View, views_of, wrong_extent
+import distributed_utils as du
+from tasks.cascade.geometry import (
+    HU_MAX,
+    HU_MIN,
+    VIEWS,
+    Grey,
+    Prior,
+    learn_prior,
+    normalise,
+    project,
+    rays_of,
+    render_drr,
+    resize,
+)
+from utils.cli import InputError
+from utils.sampler import permute
 
-SPLITS = ("train", "val", "test")
-# The side of the images that the alignment check compares.
-CHECK_SIZE = 32
-# Of a voxel among the training patients, and of what the first stage starts from, where all of them are equal.
-LEAST_VARIANCE = 1e-4
-LEAST_STD = 0.005
-# A cache entry begins with the field of view, three numbers of 4 bytes.
-EXTENT_BYTES = 12
-
-
-# --- split ------------------------------------------------------------------------------------------------------------
-
-
-def split_patients(
-    patients: list[Patient],
-    seed: int,
-    files: list[str] | None = None,
-) -> dict[str, list[int]]:
-    """{"train", "val", "test": places in `patients`}: 80/10/10 by patient, or as text files of ids say.
-
-    They are three, or two of training and test patients: then a tenth of the former validates. At least one patient in
-    each part. Raises InputError.
-    """
-    if files and len(files) == 3:
-        return read_split(patients, files, SPLITS)
-    if files:
-        parts = read_split(patients, files, ("train", "test"))
-        return hold_out(parts, seed, files[0])
-    if len(patients) < 3:
-        raise InputError(f"--dataset_path: {len(patients)} patients; training, validation and test need at least 3")
-    order = permute(np.arange(len(patients)), len(patients), seed, 0).tolist()
-    held = max(1, round(len(patients) / 10))
-    return {
-        "train": order[2 * held :],
-        "val": order[:held],
-        "test": order[held : 2 * held],
-    }
+CT_FILE = re.compile(r"(?P<id>.+)\.(nii|nii\.gz|npy)$", re.IGNORECASE)
+XRAY_FILE = re.compile(r"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?\.(png|npy|jpe?g|tiff?)$", re.IGNORECASE)
+VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
+HDF5 = "ct_xray_data.h5"
+# mm along each side of an HDF5 file's CT, where the file does not say
+HDF5_MM = 320.0
+# side of the images that the alignment check compares, and the correlation that it wants
+CHECK, ALIKE = 32, 0.5
+# patients that the linear posterior knows at most, and the side of its grid
+KNOWN, PRIOR_SIDE = 256, 64
 
 
-def hold_out(
-    parts: dict[str, list[int]],
-    seed: int,
-    path: str,
-) -> dict[str, list[int]]:
-    """Training and test patients, of the file at path, with a tenth of the former for validation. Raises InputError."""
-    # the order of the file does not matter
-    named = sorted(parts["train"])
-    if len(named) < 2:
-        raise InputError(f"{path}: names one patient; training and validation need at least 2")
-    order = permute(np.arange(len(named)), len(named), seed, 0)
-    held = max(1, round(len(named) / 10))
-    return {
-        "train": [named[number] for number in order[held:]],
-        "val": [named[number] for number in order[:held]],
-        "test": parts["test"],
-    }
+class Patient(NamedTuple):
+    """Where one patient's files are; ct: None where none is needed. Both may be one HDF5 file."""
+
+    id: str
+    ct: Path | None
+    xrays: tuple[Path, ...]
 
 
-def read_split(
-    patients: list[Patient],
-    files: list[str],
-    splits: tuple[str, ...],
-) -> dict[str, list[int]]:
-    """{split: places in `patients`} of a text file each, with one id a line. Raises InputError."""
+# --- which files there are --------------------------------------------------------------------------------------------
+
+
+def list_files(root: Path) -> dict[str, dict]:
+    """{id: {"ct": Path, 0: frontal, 1: lateral}} of a data folder. Raises InputError for two files of a kind."""
+    if not root.is_dir():
+        some = "or make some up: python -m tools.sample_data cascade data/demo/cascade"
+        raise InputError(f"{root}: no such folder; name yours with --dataset_path, {some}")
+    found: dict[str, dict] = {}
+    for path in sorted([*root.glob("*"), *root.glob("*/*"), *root.glob("*/*/*.dcm")]):
+        match, kinds = None, []
+        if match := XRAY_FILE.match(path.name):
+            kinds = [VIEW_OF[match["view"].lower()]]
+        elif path.name == HDF5:
+            kinds = ["ct", 0, 1]
+        elif path.suffix.lower() == ".dcm":
+            kinds, path = ["ct"], path.parent
+        elif match := CT_FILE.match(path.name):
+            kinds = ["ct"]
+        # a sub-folder is one patient, whatever its files are called
+        name = match["id"] if match and path.parent == root else path.relative_to(root).parts[0]
+        for kind in kinds:
+            files = found.setdefault(name, {})
+            if files.setdefault(kind, path) != path:
+                raise InputError(f"{path}: beside {files[kind].name}; keep one of a kind per patient")
+    return found
+
+
+def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
+    """Every patient of a data folder with all files that are needed. Raises InputError naming what is missing."""
+    patients = []
+    for name, files in list_files(root).items():
+        if need_ct and "ct" not in files:
+            raise InputError(f"{root}/{name}: no CT ({name}.nii.gz); add it, or move the files elsewhere")
+        for view in range(num_views):
+            if view not in files:
+                advice = f"add it, render it with --make_drrs {root}, or train on the frontal view with --num_views 1"
+                raise InputError(f"{root}/{name}: no {VIEWS[view]} picture ({name}_{VIEWS[view]}_drr.png); {advice}")
+        patients.append(Patient(name, files.get("ct"), tuple(files[view] for view in range(num_views))))
+    if not patients:
+        raise InputError(f"{root}: holds no patients (<id>/<id>.nii.gz); check the folder's name")
+    return patients
+
+
+def split_patients(patients: list[Patient], seed: int, files: list[str] | None) -> dict[str, list[int]]:
+    """{"train", "val", "test": places in `patients`}: 80/10/10, or text files of ids: TRAIN VAL TEST, or TRAIN TEST."""
     places = {patient.id: place for place, patient in enumerate(patients)}
-    parts: dict[str, list[int]] = {}
-    seen: dict[str, str] = {}
-    for split, path in zip(splits, files, strict=True):
+    parts = [list(range(len(patients)))]
+    if files:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: cannot be read ({error}); check --split_files") from None
-
-        # each id is a patient's, and in one split only
-        parts[split] = []
-        for row, line in enumerate(lines, start=1):
-            name = line.strip()
-            if not name:
-                continue
-            if name not in places:
-                raise InputError(f"{path}:{row}: no patient {name!r} in the data folder; remove the line")
-            if name in seen:
-                raise InputError(f"{path}:{row}: patient {name} is in {seen[name]} already; keep it in one split")
-            seen[name] = f"{path}:{row}"
-            parts[split].append(places[name])
-        if not parts[split]:
-            raise InputError(f"{path}: names no patient; the {split} split needs at least one")
-    return parts
-
-
-# --- decoded files ----------------------------------------------------------------------------------------------------
-
-
-class Flips(NamedTuple):
-    """How the files of X-rays are turned: with the head up, and mirrored."""
-
-    vertical: bool
-    pa: bool
-    lat: bool
-
-
-# By the value of --flip_drrs_horizontal, with the head up.
-FLIPS = {
-    "none": Flips(True, False, False),
-    "pa": Flips(True, True, False),
-    "lat": Flips(True, False, True),
-    "both": Flips(True, True, True),
-}
-
-
-class Decoded:
-    """Decoded files, kept on disk: volumes on a stage's grid, and X-rays of some views at the encoder's size.
-
-    in_memory: a data set keeps what it has read. workers: loading processes beside each process. Everything here raises
-    InputError for a file that cannot be used.
-    """
-
-    def __init__(
-        self,
-        img_size: int,
-        views: tuple[View, ...],
-        flips: Flips,
-        cache_dir: str | None = None,
-        in_memory: bool = False,
-        workers: int = 0,
-    ):
-        self.img_size = img_size
-        self.views = views
-        self.flips = flips
-        self.cache_dir = cache_dir
-        self.cache = DiskCache(cache_dir)
-        self.in_memory = in_memory
-        self.workers = workers
-
-    def key(
-        self,
-        path: Path,
-        content,
-    ) -> str:
-        """A key that changes when the file does; empty where nothing is kept. content: what is made of the file."""
-        try:
-            return f"{identity_of(path)}|{content}|2" if self.cache.folder else ""
+            names = [Path(path).read_text(encoding="utf-8").split() for path in files]
+            parts = [[places[name] for name in part] for part in names]
         except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror}); check --dataset_path") from None
-
-    def volume(
-        self,
-        path: Path,
-        size: tuple[int, int, int],
-    ) -> tuple[Tensor, Tensor]:
-        """(int16 HU (X, Y, Z) clipped, field of view in mm (3,) float32) on a stage's grid."""
-        content = self.cache.get(self.key(path, tuple(size)), volume_bytes(size))
-        if content is None:
-            clipped, spacing = read_clipped(path)
-            content = self.keep_volume(path, clipped, extent_of(clipped, spacing), size)
-        buffer = bytearray(content)
-        extent = torch.frombuffer(buffer, dtype=torch.float32, count=3)
-        voxels = torch.frombuffer(buffer, dtype=torch.int16, offset=EXTENT_BYTES)
-        return voxels.view(*size), extent
-
-    def survey(
-        self,
-        path: Path,
-        sizes: list,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(field of view in mm (3,), line integrals of all views (views, CHECK_SIZE, CHECK_SIZE)), float32.
-
-        The integrals are of the file's own resolution. The file is read once, and only if these or a grid are not kept.
-        """
-        shape = (len(self.views), CHECK_SIZE, CHECK_SIZE)
-        key = self.key(path, ("survey", self.views))
-        content = self.cache.get(key, EXTENT_BYTES + 4 * math.prod(shape))
-        missing = []
-        if self.cache.folder:
-            missing = [size for size in sizes if not self.cache.has(self.key(path, tuple(size)), volume_bytes(size))]
-        if content is None or missing:
-            clipped, spacing = read_clipped(path)
-            extent = extent_of(clipped, spacing)
-            for size in missing:
-                self.keep_volume(path, clipped, extent, size)
-
-            # what the alignment check compares
-            for view in self.views:
-                if reason := wrong_extent(view, tuple(extent)):
-                    raise InputError(f"{path}: {reason}; correct --views")
-            mm = torch.from_numpy(spacing).float()[None]
-            volume = normalise(clipped)[None, None]
-            integrals = [resize(project(volume, mm, view), shape[1:])[0, 0] for view in self.views]
-            content = extent.tobytes() + torch.stack(integrals).contiguous().numpy().tobytes()
-            self.cache.put(key, content)
-        extent = np.frombuffer(content, np.float32, 3)
-        return extent, np.frombuffer(content, np.float32, offset=EXTENT_BYTES).reshape(shape)
-
-    def keep_volume(
-        self,
-        path: Path,
-        clipped: Tensor,
-        extent: np.ndarray,
-        size: tuple[int, int, int],
-    ) -> bytes:
-        """Put a volume on a stage's grid, and into the cache."""
-        voxels = resize(clipped, size).round().to(torch.int16).contiguous().numpy()
-        content = extent.tobytes() + voxels.tobytes()
-        self.cache.put(self.key(path, tuple(size)), content)
-        return content
-
-    def xray(
-        self,
-        path: Path,
-        view: View,
-    ) -> Tensor:
-        """int16 (img_size, img_size), grey values 0..1 as -32768..32767: see grey()."""
-        shape = (self.img_size, self.img_size)
-        mirrored = {"pa": self.flips.pa, "lat": self.flips.lat}.get(view.name, False)
-        key = self.key(path, (self.img_size, (self.flips.vertical, mirrored)))
-        content = self.cache.get(key, 2 * math.prod(shape))
-        if content is None:
-            image = read_xray(path, self.img_size, flip_vertical=self.flips.vertical, flip_horizontal=mirrored)
-            content = ((image * 65535).round() - 32768).to(torch.int16).numpy().tobytes()
-            self.cache.put(key, content)
-        return torch.frombuffer(bytearray(content), dtype=torch.int16).view(shape)
-
-    def xrays(self, patient: Patient) -> Tensor:
-        """int16 (views, img_size, img_size)."""
-        images = [self.xray(path, view) for path, view in zip(patient.xrays, self.views, strict=True)]
-        return torch.stack(images)
+            raise InputError(f"{error.filename}: cannot be read ({error.strerror}); check --split_files") from None
+        except KeyError as error:
+            raise InputError(f"--split_files: no patient {error} in the data folder; remove the line") from None
+        if len(set().union(*parts)) < sum(map(len, parts)):
+            raise InputError("--split_files: a patient is named twice; keep each in one split")
+    held = {} if len(parts) == 1 else {"test": parts[-1]}
+    if len(parts) == 3:
+        split = {"train": parts[0], "val": parts[1]} | held
+    else:
+        train = sorted(parts[0])
+        order = [train[place] for place in permute(np.arange(len(train)), len(train), seed, 0)]
+        tenth = max(1, round(len(order) / 10))
+        rest = order[tenth:] if held else order[2 * tenth :]
+        split = {"train": rest, "val": order[:tenth]} | (held or {"test": order[tenth : 2 * tenth]})
+    if not all(split.values()) or len(split["train"]) < 2:
+        raise InputError("--dataset_path: two patients for training, and one each to validate and to test, are needed")
+    return split
 
 
-def volume_bytes(size: tuple[int, int, int]) -> int:
-    """What a volume takes in the cache."""
-    return EXTENT_BYTES + 2 * math.prod(size)
+# --- what a file holds ------------------------------------------------------------------------------------------------
 
 
-def read_clipped(path: Path) -> tuple[Tensor, np.ndarray]:
-    """(HU clipped to HU_MIN..HU_MAX, mm per voxel (3,)) of a CT file. Raises InputError."""
-    hu, affine = read_ct(path)
-    return torch.from_numpy(hu).clamp_(HU_MIN, HU_MAX), voxel_spacing(affine)
+def read_hdf5(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """A dataset of X2CT-GAN's file: `ct` as (HU, affine), xray1 and xray2 as (image, -).
+
+    The axes of ct run down, back and to the patient's left; it covers 320 mm, or its shape (ori_size) times `spacing`.
+    What lies in another file, by a link or a virtual data set, is refused.
+    """
+    import h5py
+
+    with h5py.File(path, "r", locking=False) as file:
+        linked = any(isinstance(file.get(key, getlink=True), h5py.ExternalLink | h5py.SoftLink) for key in file)
+        if linked or file[name].is_virtual or file[name].external:
+            raise ValueError("a link to another file or place")
+        stored = np.asarray(file[name][()])
+        if name != "ct":
+            return stored, np.eye(4)
+        spacing, size = (np.asarray(file[key]) if key in file else None for key in ("spacing", "ori_size"))
+    mm = np.full(3, HDF5_MM)
+    if spacing is not None:
+        mm = np.broadcast_to(spacing, 3) * (stored.shape if size is None else size)
+    hu = stored[::-1, ::-1, ::-1].transpose(2, 1, 0).astype(np.float32) - 1000
+    return hu, np.diag([*(mm[::-1] / hu.shape), 1.0])
 
 
-def extent_of(volume: Tensor, spacing: np.ndarray) -> np.ndarray:
-    """The field of view of a volume, in mm (3,) float32."""
-    return (spacing * tuple(volume.shape)).astype(np.float32)
+def read_dicom(folder: Path):
+    """The CT series of a folder as a NIfTI image, by MONAI. Raises ValueError for gaps between its slices."""
+    import nibabel
+    import pydicom
+    from monai.data import PydicomReader
+
+    reader = PydicomReader()
+    values, facts = reader.get_data(reader.read(folder))
+    places = [pydicom.dcmread(file, stop_before_pixels=True) for file in folder.glob("*.dcm")]
+    gaps = np.diff(np.sort([np.dot(np.cross(p[:3], p[3:]), q) for p, q in (
+        (np.array(one.ImageOrientationPatient, float), np.array(one.ImagePositionPatient, float)) for one in places
+    )]))  # fmt: skip
+    if len(gaps) < 3 or gaps.min() <= 0 or gaps.max() > 1.1 * gaps.min():
+        raise ValueError("slices are missing, or not evenly spaced")
+    return nibabel.Nifti1Image(values, np.asarray(facts["affine"]))
 
 
-def grey(xrays: Tensor) -> Tensor:
-    """X-rays as Decoded keeps them -> float32 -1..1."""
-    return (xrays.float() + 0.5) / 32767.5
+def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(HU float32 (X, Y, Z) in RAS+ order, voxel size in mm). Raises InputError. A .npy has voxels of 1 mm."""
+    try:
+        if path.name == HDF5:
+            hu, affine = read_hdf5(path, "ct")
+        elif path.suffix == ".npy":
+            hu, affine = np.load(path), np.eye(4)
+        else:
+            import nibabel
+
+            image = read_dicom(path) if path.is_dir() else nibabel.load(path)
+            image = nibabel.as_closest_canonical(nibabel.squeeze_image(image))
+            hu, affine = image.dataobj, image.affine
+        hu = np.array(hu, np.float32, order="C")
+        if hu.ndim != 3 or min(hu.shape) < 4:
+            raise ValueError(f"shape {hu.shape}")
+    except Exception as error:
+        # nibabel, zlib, pydicom, h5py and numpy each have their own
+        reason = f"{type(error).__name__}: {str(error)[:100]}".replace("\n", " ")
+        raise InputError(f"{path}: not a readable volume ({reason}); replace it") from None
+    spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
+    if not np.isfinite(hu).all() or not np.isfinite(spacing).all() or spacing.min() < 1e-3:
+        raise InputError(f"{path}: values or voxel sizes that are NaN, infinite or 0; replace it")
+    if hu.min() >= -200 or hu.min() == hu.max():
+        raise InputError(f"{path}: its lowest value is {hu.min():g}, so it is not in HU (air is -1000); convert it")
+    return hu, spacing
+
+
+def read_xray(path: Path, view: int, size: int, upside_down: bool, mirrored: bool) -> Tensor:
+    """(size, size) float32 in -1..1 as one looks at the patient. Raises InputError.
+
+    8 and 16 bits are divided by their range; .npy floats lie within 0..1, -1..1 or 0..255.
+    """
+    try:
+        if path.name == HDF5:
+            stored = read_hdf5(path, f"xray{view + 1}")[0]
+        elif path.suffix == ".npy":
+            stored = np.load(path)
+        else:
+            from PIL import Image
+
+            with Image.open(path) as image:
+                stored = np.asarray(image if image.mode.startswith(("I", "F")) else image.convert("L"))
+        values = stored.squeeze().astype(np.float32)
+        low, high = float(values.min()), float(values.max())
+        if values.ndim != 2 or not low < high or low < (-1 if high <= 1 else 0) or high > 65535:
+            raise ValueError(f"shape {stored.shape}, grey values {low:g} to {high:g}")
+    except Exception as error:
+        raise InputError(f"{path}: not a readable picture ({str(error)[:100]}); replace it") from None
+    floats = stored.dtype.kind == "f" and high <= 1
+    values = (values if low < 0 else 2 * values - 1) if floats else values * (2 / (255 if high <= 255 else 65535)) - 1
+    values = values[:: -1 if upside_down else 1, :: -1 if mirrored else 1]
+    return resize(torch.from_numpy(np.ascontiguousarray(values))[None, None], (size, size))[0, 0]
+
+
+def make_drrs(root: Path) -> int:
+    """All ranks: render the missing X-rays of every CT below root; returns how many. Raises InputError."""
+    from PIL import Image
+
+    rank, world_size = du.world()
+    jobs = []
+    with du.agree_on_errors():
+        # another rank might find images that are being written
+        for name, files in list_files(root).items() if rank == 0 else ():
+            jobs += [(name, files["ct"], view) for view in (0, 1) if "ct" in files and view not in files]
+    jobs = du.broadcast_object(jobs)
+    with du.agree_on_errors():
+        for name, ct, view in tqdm(jobs[rank::world_size], "rendering", delay=3, disable=rank > 0):
+            folder = root / name if (root / name).is_dir() else root
+            path = folder / f"{name}_{VIEWS[view]}_drr.png"
+            Image.fromarray(render_drr(*read_ct(ct), view)).save(path.with_suffix(".tmp"), format="png")
+            os.replace(path.with_suffix(".tmp"), path)
+    return len(jobs)
 
 
 # --- all patients of a run --------------------------------------------------------------------------------------------
 
 
-class Survey(NamedTuple):
-    """What is learned from a patient's files: line integrals and images (views, CHECK_SIZE, CHECK_SIZE), extent (3,).
-
-    error: what is wrong with a file, or empty.
-    """
-
-    integrals: np.ndarray
-    images: np.ndarray
-    extent: np.ndarray
-    error: str = ""
-
-
-def survey_patient(
-    patient: Patient,
-    decoded: Decoded,
-    sizes: list,
-) -> Survey:
-    """Decode (and keep) a patient's files, on all grids that will be needed."""
-    shape = (len(patient.xrays), CHECK_SIZE, CHECK_SIZE)
-    try:
-        extent, integrals = decoded.survey(patient.ct, sizes)
-        images = resize(grey(decoded.xrays(patient))[None], shape[1:])[0]
-        return Survey(integrals, images.numpy(), extent)
-    except InputError as error:
-        empty = np.zeros(shape, np.float32)
-        return Survey(empty, empty, np.zeros(3, np.float32), str(error))
-
-
-@doing("reading CTs", has_bar=True)
-def survey_patients(
-    patients: list[Patient],
-    decoded: Decoded,
-    sizes: list,
-) -> list[Survey]:
-    """All ranks together: decode (and keep) every patient once.
-
-    Raises InputError on all ranks for the first file that cannot be used.
-    """
-    # a large CT takes 3 GB while it is read, and the processes of a machine share it
-    processes = gather_objects(platform.node()).count(platform.node())
-    threads = max(1, min(usable_cores(), int(available_ram_gb() / 3)) // processes)
-    print_main(f"reading {len(patients)} patients ...")
-
-    rank, world_size = world()
-    local = patients[rank::world_size]
-    hidden = rank != 0 or not sys.stderr.isatty()
-    with ThreadPoolExecutor(threads) as pool:
-        results = pool.map(lambda patient: survey_patient(patient, decoded, sizes), local)
-        surveys = list(tqdm(results, total=len(local), desc="reading CTs", disable=hidden, leave=False))
-    shares = gather_objects(surveys)
-    surveys = [shares[place % world_size][place // world_size] for place in range(len(patients))]
-    errors = [survey.error for survey in surveys if survey.error]
-    if errors:
-        more = f" (and {len(errors) - 1} more patients with bad files)" if len(errors) > 1 else ""
-        raise InputError(f"{errors[0]}{more}")
-    return surveys
-
-
 class Data:
-    """The patients of a run: their split, the decoder, and what is derived from all of them.
+    """The patients of a run: split, decoded files, greys of the views, mean field of view of the training patients."""
 
-    greys: how each view's grey values follow from line integrals. extent: mean field of view of the training patients,
-    mm. ids: of each split's patients.
-    """
+    def __init__(self, args: Namespace, sizes: list[list[int]]):
+        """All ranks: find, read, check and keep all patients' files. sizes: the grids needed. Raises InputError."""
+        self.args = args
+        # turned upside down, and which views are mirrored
+        self.flips = not args.flip_drrs_vertical, [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
+        self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
+        self.sizes = [tuple(size) for size in (*sizes, self.prior_size)]
+        if args.predict:
+            return
+        with du.agree_on_errors():
+            self.patients = find_patients(Path(args.dataset_path), args.num_views)
+            self.split = split_patients(self.patients, args.split_seed, args.split_files)
+        self.ids = {name: sorted(self.patients[place].id for place in part) for name, part in self.split.items()}
+        self.digest = hashlib.sha256(repr(self.ids).encode()).hexdigest()[:8]
+        rays, images, extents = self.survey()
+        train = self.split["train"]
+        with du.agree_on_errors():
+            if not args.skip_alignment_check:
+                self.check_alignment(rays, images)
+            self.greys = [fit_grey(rays[train, view], images[train, view]) for view in range(args.num_views)]
+        self.extent = extents[train].mean(0).tolist()
 
-    def __init__(
-        self,
-        patients: list[Patient],
-        split: dict[str, list[int]],
-        decoded: Decoded,
-        sizes: list,
-        check: bool = True,
-    ):
-        """All ranks. sizes: the grids that will be needed. check: that X-rays and CTs agree. Raises InputError."""
-        self.patients = patients
-        self.split = split
-        self.decoded = decoded
-        places = sorted(place for part in split.values() for place in part)
-        chosen = [patients[place] for place in places]
-        surveys = survey_patients(chosen, decoded, sizes)
-        integrals = np.stack([survey.integrals for survey in surveys])
-        images = np.stack([survey.images for survey in surveys])
-        extents = np.stack([survey.extent for survey in surveys])
+    def survey(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All ranks: (line integrals, images (patients, views, CHECK, CHECK), extents (patients, 3)) of everyone."""
+        rank, world_size = du.world()
 
-        # the X-rays must be those of the CTs; how their grey values follow from line integrals is learned from training
-        with agree_on_errors():
-            if check:
-                check_alignment(chosen, integrals, images, decoded.views)
-            train = np.isin(places, split["train"])
-            self.greys: list[GreyFit] = fit_greys(integrals[train], images[train], decoded.views)
-            self.extent = extents[train].mean(0).tolist()
-            if any(not abs(fit.slope) > 1e-6 for fit in self.greys):
-                raise InputError("--dataset_path: the X-rays have nothing to do with the CTs; see --make_drrs")
+        def read(patient: Patient):
+            try:
+                images = resize(self.xrays(patient)[None], (CHECK, CHECK))[0].numpy()
+                _, extent, rays = self.volume(patient, self.sizes[-1])
+                return rays, images, extent, None
+            except InputError as error:
+                return None, None, None, error
 
-        self.ids = {name: sorted(patients[place].id for place in part) for name, part in split.items()}
-        self.fingerprint = hashlib.sha256(json.dumps(self.ids, sort_keys=True).encode()).hexdigest()[:12]
-        self.sets: dict[tuple, XrayCtDataset] = {}
-        self.means: dict[tuple, Tensor] = {}
+        with ThreadPoolExecutor(max(1, self.args.num_workers)) as pool:
+            own = self.patients[rank::world_size]
+            own = list(tqdm(pool.map(read, own), "reading patients", len(own), delay=3, mininterval=2, disable=rank > 0))
+        with du.agree_on_errors():
+            for error in (row[3] for row in own if row[3]):
+                raise error
+        rows = [None] * len(self.patients)
+        for first, part in enumerate(du.gather_objects(own)):
+            rows[first::world_size] = part
+        return tuple(np.stack([row[part] for row in rows]) for part in range(3))
 
-    def set(
-        self,
-        split: str,
-        size: list[int],
-    ) -> "XrayCtDataset":
-        """One split on one grid. Those of another grid, of the stage before, are let go."""
-        grid = tuple(size)
-        if (split, grid) not in self.sets:
-            self.sets = {key: dataset for key, dataset in self.sets.items() if key[1] == grid}
-            self.sets[split, grid] = XrayCtDataset(self.patients, self.split[split], self.decoded, size)
-        return self.sets[split, grid]
+    def check_alignment(self, rays: np.ndarray, images: np.ndarray) -> None:
+        """Raises InputError where X-rays do not look like their CT's projection, and names the flags that help.
 
-    def mean_volume(self, size: list[int]) -> Tensor:
-        """All ranks: (1, 1, X, Y, Z) on the CPU, the mean of the training patients, which is the first baseline."""
-        grid = tuple(size)
-        if grid not in self.means:
-            dataset = self.set("train", size)
-            mean = mean_over(dataset, grid, torch.device("cpu"), lambda batch: batch["volume"][:, 0])
-            self.means = {grid: mean.float()[None, None]}
-        return self.means[grid]
+        A view's mirror image is as good where bodies are symmetric; what is no better than as it lies stays as it is.
+        """
+        views = range(self.args.num_views)
 
-    def refuse_trained(
-        self,
-        checkpoint: dict,
-        path: str,
-    ) -> None:
-        """Raises InputError where the checkpoint at path was trained on test patients."""
-        patients = self.ids["test"]
-        seen = sorted(set(patients) & set(checkpoint["trained_patients"]))
-        if seen:
-            reason = f"{path} was trained on {seen[0]} and {len(seen) - 1} more of the {len(patients)} test patients"
-            raise InputError(f"--dataset_path: {reason}; give the run's data and its --split_files or --split_seed")
+        def alike(view: int, turned: bool, mirrored: bool) -> np.ndarray:
+            seen = images[:, view, :: -1 if turned else 1, :: -1 if mirrored else 1]
+            return np.array([abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) for a, b in zip(rays[:, view], seen)])  # noqa: B905
 
-    def others(self, split: str) -> dict[int, Patient]:
-        """For the place of each patient of a split another one, whose X-rays to show instead."""
-        places = self.split[split]
-        shown = [*places[1:], places[0]]
-        if len(places) == 1:
-            shown = self.split["train"][:1]
-        return {place: self.patients[other] for place, other in zip(places, shown, strict=True)}
+        # the turn is one flag for all views, the mirrors are one flag, too
+        medians = {
+            (turned, *mirrored): [np.median(alike(view, turned, mirrored[view])) for view in views]
+            for turned, *mirrored in product((False, True), repeat=1 + self.args.num_views)
+        }
+        now = next(iter(medians.values()))
+        best, scores = max(medians.items(), key=lambda item: sum(item[1]) - 0.02 * sum(item[0]))
+        if max(b - a for a, b in zip(now, scores, strict=True)) > 0.05:
+            mirrored = [VIEWS[view] for view in views if best[1 + view] != self.flips[1][view]]
+            flags = ["--no-flip_drrs_vertical" if best[0] != self.flips[0] else "--flip_drrs_vertical"] * best[0]
+            if any(best[1:]):
+                flags.append(f"--flip_drrs_horizontal {'both' if len(mirrored) == 2 else (mirrored or ['none'])[0]}")
+            found = ", ".join(f"{VIEWS[view]} {now[view]:.2f} -> {scores[view]:.2f}" for view in views)
+            raise InputError(f"--dataset_path: X-rays lie otherwise than CTs (r {found}); give {' '.join(flags)}")
+        for view in views:
+            wrong = [self.patients[place].id for place in np.flatnonzero(alike(view, False, False) < ALIKE)]
+            if wrong:
+                names = ", ".join(wrong[:8])
+                reason = f"not the {VIEWS[view]} picture of its CT (r < {ALIKE}) in {len(wrong)} patients: {names}"
+                raise InputError(f"--dataset_path: {reason}; put the right ones there, or --skip_alignment_check")
 
-    def first_items(
-        self,
-        split: str,
-        size: list[int],
-    ) -> dict:
-        """The first two patients of a split, as the loader gives them."""
-        dataset = self.set(split, size)
-        return default_collate([dataset[place] for place in range(min(2, len(dataset)))])
+    def known_rays(self) -> Tensor:
+        """(N, P): what the X-rays of the training patients say that the linear posterior knows, see rays_of."""
+        known = [self.patients[place] for place in self.split["train"][:KNOWN]]
+        extents = torch.from_numpy(np.stack([self.volume(patient, None)[1] for patient in known]))
+        return torch.cat([
+            rays_of(self.xrays(patient)[None], extent[None], self.greys, self.prior_size)
+            for patient, extent in zip(known, extents, strict=True)
+        ])  # fmt: skip
 
+    def learn_prior(self) -> Prior:
+        """All ranks: the linear posterior of the training patients; rank 0's, the same everywhere."""
+        prior = None
+        with du.agree_on_errors():
+            if du.world()[0] == 0:
+                known = [self.patients[place] for place in self.split["train"][:KNOWN]]
+                volumes = np.stack([self.volume(patient, self.prior_size)[0] for patient in known])
+                prior = learn_prior(normalise(torch.from_numpy(volumes).float()), self.known_rays(), self.greys)
+        return du.broadcast_object(prior)
 
-class Source(NamedTuple):
-    """Where the patients of a run are, and how their files are read; each field is a flag's value."""
+    # --- decoded files, kept on disk ----------------------------------------------------------------------------------
 
-    dataset_path: str
-    views: list[dict]
-    split_seed: int
-    split_files: list[str] | None
-    skip_alignment_check: bool
-    img_size: int
-    flip_drrs_vertical: bool
-    flip_drrs_horizontal: str
-    cache_dir: str | None
-    cache_in_memory: bool
-    num_workers: int
+    def kept(self, path: Path, content) -> Path:
+        """Where what is made of a file lies; another place once the file changes."""
+        facts = [
+            (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
+            for file in (sorted(path.glob("*.dcm")) if path.is_dir() else [path])
+        ]
+        return Path(self.args.cache_dir, hashlib.sha256(f"{facts}{content}4".encode()).hexdigest()[:32] + ".npy")
 
-    def decoder(self) -> Decoded:
-        """What reads a patient's files, turned as the flags say."""
-        flips = FLIPS[self.flip_drrs_horizontal]._replace(vertical=self.flip_drrs_vertical)
-        # no loading processes where the patients are in memory
-        workers = 0 if self.cache_in_memory else self.num_workers
-        return Decoded(self.img_size, views_of(self.views), flips, self.cache_dir, self.cache_in_memory, workers)
+    def volume(self, patient: Patient, size: list[int] | None) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        """(int16 HU on one of the run's grids, or None; mm of the field of view (3,); line integrals (views, CHECK^2)).
 
-    def load(self, sizes: list) -> Data:
-        """All ranks: the patients, on the grids that will be needed. Raises InputError."""
-        with agree_on_errors():
-            views = views_of(self.views)
-            check_views(views, on_gpu=torch.cuda.is_available())
-            patients = find_patients(Path(self.dataset_path), views)
-            split = split_patients(patients, self.split_seed, self.split_files)
-        return Data(patients, split, self.decoder(), sizes, check=not self.skip_alignment_check)
+        A CT is decoded once for all grids. Raises InputError.
+        """
+        paths = {other: self.kept(patient.ct, other) for other in self.sizes}
+        facts = self.kept(patient.ct, ("facts", self.args.num_views))
+        if not all(path.is_file() for path in (facts, *paths.values())):
+            hu, spacing = read_ct(patient.ct)
+            hu = torch.from_numpy(hu).clamp_(HU_MIN, HU_MAX)
+            extent = (spacing * hu.shape).astype(np.float32)
+            for other, path in paths.items():
+                keep(path, resize(hu, other).round().to(torch.int16).numpy())
+            whole = normalise(hu)[None, None], torch.from_numpy(extent)[None]
+            rays = [resize(project(*whole, view), (CHECK, CHECK))[0, 0].numpy() for view in range(self.args.num_views)]
+            keep(facts, np.concatenate([extent, np.stack(rays).ravel()]))
+        extent, rays = np.split(np.load(facts), [3])
+        return np.load(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK)
 
-
-def source_of_flags(values: dict, source: dict[str, str], device: torch.device) -> Source:
-    """Where the flags' values say that the patients are. source: where each of them comes from."""
-    fields = {name: values[name] for name in Source._fields}
-    # by default there are no loading processes on a CPU
-    if device.type == "cpu" and source["num_workers"] == "default":
-        fields["num_workers"] = 0
-    return Source(**fields)
-
-
-@doing("computing means over the patients")
-def mean_over(
-    dataset: "XrayCtDataset",
-    shape: tuple[int, ...],
-    device: torch.device,
-    statistic: Callable[[dict], Tensor],
-) -> Tensor:
-    """All ranks: the mean, on the CPU in float64, of a statistic of each of some patients. Raises InputError.
-
-    statistic(batch): of each patient of a prepared batch, (B, *shape).
-    """
-    total = torch.zeros(shape, dtype=torch.float64)
-    with agree_on_errors():
-        for _, batch in eval_batches(dataset, device):
-            values = statistic(batch).double()
-            total += values.sum(0).cpu()
-    return reduce_sum(total) / len(dataset)
+    def xrays(self, patient: Patient) -> Tensor:
+        """(views, img_size, img_size) float32 in -1..1, kept in 16 bits. Raises InputError."""
+        images, side = [], self.args.img_size
+        for view, path in enumerate(patient.xrays):
+            turn = (self.flips[0], self.flips[1][view])
+            kept = self.kept(path, ("xray", view, side, turn))
+            if not kept.is_file():
+                keep(kept, (read_xray(path, view, side, *turn) * 32767).round().to(torch.int16).numpy())
+            images.append(torch.from_numpy(np.load(kept)))
+        return torch.stack(images).float() / 32767
 
 
-def learn_prior(
-    dataset: "XrayCtDataset",
-    greys: list[GreyFit],
-    agreement: bool,
-    device: torch.device,
-) -> Prior:
-    """All ranks: what a cascade knows before it sees a patient, from the training patients. Raises InputError.
-
-    agreement: whether what the first stage starts from is made to agree with the X-rays.
-    """
-
-    def moments(batch: dict) -> Tensor:
-        volume = batch["volume"][:, 0].double()
-        return torch.stack([volume, volume.square()], 1)
-
-    mean, mean_square = mean_over(dataset, (2, *dataset.size), device, moments)
-    variance = (mean_square - mean.square()).clamp(min=LEAST_VARIANCE)
-    prior = Prior(
-        greys,
-        mean.float()[None, None].to(device),
-        variance.float()[None, None].to(device),
-        std=1.0,
-    )
-
-    # how wrong that is for one patient
-    def squared_error(batch: dict) -> Tensor:
-        start = start_volume(prior, batch, dataset.size, agreement)
-        return (start - batch["volume"]).double().square().mean((1, 2, 3, 4))
-
-    mean_error = float(mean_over(dataset, (), device, squared_error))
-    # few digits, as the order of the sum depends on the number of processes
-    std = float(f"{math.sqrt(mean_error):.4g}")
-    return prior._replace(std=max(std, LEAST_STD))
+def keep(path: Path, values: np.ndarray) -> None:
+    """Write an array so that a torn file cannot come to be. Raises InputError where there is no room."""
+    temporary = path.with_suffix(f".{os.getpid()}.{du.world()[0]}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.save(file, values)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"{path.parent}: not written ({error.strerror}); make room or choose a --cache_dir") from None
 
 
-# --- the data set and its batches -------------------------------------------------------------------------------------
+def fit_grey(integrals: np.ndarray, images: np.ndarray) -> Grey:
+    """How a view's grey values follow from line integrals, over all training patients, by least squares."""
+    x, y = integrals.ravel().astype(np.float64), images.ravel().astype(np.float64)
+    slope = ((x - x.mean()) * (y - y.mean())).mean() / x.var()
+    offset = y.mean() - slope * x.mean()
+    if not abs(slope) > 1e-6:
+        raise InputError("--dataset_path: the X-rays have nothing to do with the CTs; see --make_drrs")
+    return Grey(float(slope), float(offset), float((y - offset - slope * x).std() / abs(slope)))
 
 
 class XrayCtDataset(Dataset):
-    """Some patients on one stage's grid, without augmentation.
+    """A split on a stage's grid; of training (an Index with an epoch) augmented, and all that is drawn for the patient.
 
-    volume: int16 HU (X, Y, Z). extent: (3,) mm. xrays: int16 (views, H, W). index: place in `patients`. error: "" or
-    what is wrong, for a loop that ends all ranks together.
+    A sample: volume (X, Y, Z) int16 HU, extent (3,) mm, xrays (views, H, W) true projections, `seen` what the model is
+    shown of them, index; row: place among the patients that the prior knows, else -1; seed and draws (3,) in 0..1, a
+    function of (seed, epoch, patient); other: the next patient's X-rays, in a test; error: "" or why it is unusable.
+
+    The augmentation moves a patient up or down by up to 5 %: the rows of parallel views run along z, so they stay true
+    projections. What the model sees varies as exposures do. A flip would make the lateral view wrong.
     """
 
-    def __init__(
-        self,
-        patients: list[Patient],
-        places: list[int],
-        decoded: Decoded,
-        size: list[int],
-    ):
-        self.patients = patients
-        self.places = places
-        self.decoded = decoded
-        self.size = tuple(size)
-        self.kept: dict[int, dict] = {}
+    def __init__(self, data: Data, split: str, size: list[int]):
+        self.data, self.split, self.size = data, split, tuple(size)
+        self.places = data.split[split]
+        self.memory: dict[int, tuple] = {}
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def gib(self) -> float:
-        """Memory that the decoded patients take in each process that keeps them."""
-        views = len(self.patients[0].xrays)
-        values = math.prod(self.size) + views * self.decoded.img_size**2
-        return len(self.places) * 2 * values / 2**30
+    def read(self, index: int) -> tuple:
+        """(volume, extent, xrays) as they are kept."""
+        if index in self.memory:
+            return self.memory[index]
+        patient = self.data.patients[self.places[index]]
+        volume, extent, _ = self.data.volume(patient, self.size)
+        found = torch.from_numpy(volume), torch.from_numpy(extent), self.data.xrays(patient)
+        if self.data.args.cache_in_memory:
+            self.memory[index] = found
+        return found
 
-    def __getitem__(self, number: int) -> dict:
-        if number in self.kept:
-            return self.kept[number]
-        place = self.places[number]
-        patient = self.patients[place]
-
-        # a file that cannot be used gives zeros, and the reason
-        error = ""
+    def __getitem__(self, index: int) -> dict:
+        args, number, error = self.data.args, int(index), ""
         try:
-            xrays = self.decoded.xrays(patient)
-            volume, extent = self.decoded.volume(patient.ct, self.size)
-        except InputError as reason:
-            error = str(reason)
-            side = self.decoded.img_size
-            xrays = torch.zeros(len(patient.xrays), side, side, dtype=torch.int16)
-            volume = torch.zeros(self.size, dtype=torch.int16)
-            extent = torch.ones(3)
-
-        # tensors of the same shapes, whatever the error
-        item = {
-            "volume": volume,
-            "extent": extent,
-            "xrays": xrays,
-            "index": place,
-            "error": error,
-        }
-        if self.decoded.in_memory and not error:
-            self.kept[number] = item
-        return item
-
-
-def made_up_batch(
-    batch_size: int,
-    volume_size: list[int],
-    num_views: int,
-    img_size: int,
-) -> dict:
-    """A batch of a stage's patients, as the loader gives it, to try a step on."""
-    return {
-        "volume": torch.zeros(batch_size, *volume_size, dtype=torch.int16),
-        "xrays": torch.zeros(batch_size, num_views, img_size, img_size, dtype=torch.int16),
-        "extent": torch.ones(batch_size, 3),
-        "index": torch.arange(batch_size),
-        "error": [""] * batch_size,
-    }
+            volume, extent, xrays = self.read(number)
+            other = self.read((number + 1) % len(self))[2] if self.split == "test" else torch.zeros(0)
+        except (InputError, OSError, ValueError) as reason:
+            # zeros and the reason, so that all ranks end together
+            error, other = f"{self.data.patients[self.places[number]].id}: {reason}", torch.zeros(0)
+            xrays = torch.zeros(args.num_views, args.img_size, args.img_size)
+            volume, extent = torch.zeros(self.size, dtype=torch.int16), torch.ones(3)
+        epoch = getattr(index, "epoch", None)
+        rng = np.random.default_rng([args.seed % 2**63, number] + [epoch] * (epoch is not None))
+        seed, draws, seen = int(rng.integers(2**62)), rng.random(3), xrays
+        if epoch is not None and args.augmentation:
+            steps = round(int(0.05 * volume.shape[-1]) * rng.uniform(-1, 1))
+            volume = move(volume, steps, -1)
+            xrays = move(xrays, -steps * xrays.shape[-2] / volume.shape[-1], -2)
+            gain, offset = rng.uniform(-1, 1, 2)
+            grain = torch.from_numpy(rng.standard_normal(xrays.shape, np.float32))
+            seen = xrays * (1 + 0.05 * gain) + 0.03 * offset + 0.01 * grain
+        row = number if self.split == "train" and number < KNOWN else -1
+        return {
+            "index": number, "row": row, "seed": seed, "draws": torch.from_numpy(draws), "error": error,
+            "volume": volume, "extent": extent, "xrays": xrays, "seen": seen, "other": other,
+        }  # fmt: skip
 
 
-def prepare(
-    batch: dict,
-    device: torch.device,
-    seed: int | None = None,
-    epoch: int = 0,
-    moved: bool = True,
-) -> dict:
-    """A batch on the device: volume (B, 1, X, Y, Z), xrays and seen (B, views, H, W) in -1..1, and extent (B, 3) mm.
-
-    xrays: projections of the volume. seen: those that the model gets, of varied exposure. seed: of the augmentation;
-    None for none, as in evaluations. moved: patients are moved up and down in it.
-    """
-    volume = normalise(batch["volume"].to(device, non_blocking=True).float())[:, None]
-    xrays = grey(batch["xrays"].to(device, non_blocking=True))
-    seen = xrays
-    index = batch["index"].tolist()
-    if seed is not None:
-        volume, xrays, seen = augment(volume, xrays, index, seed, epoch, moved)
-    extent = batch["extent"].to(device, non_blocking=True)
-    return {
-        "volume": volume,
-        "xrays": xrays,
-        "seen": seen,
-        "extent": extent,
-        "index": index,
-    }
-
-
-def eval_batches(dataset: XrayCtDataset, device: torch.device) -> Iterator[tuple[list[int], dict]]:
-    """(places in the data set, prepared batch) of this rank's share. Raises InputError on this rank for a bad file."""
-    workers = dataset.decoded.workers
-    loader = create_distributed_dataloader(dataset, eval_batch(dataset.size), train=False, num_workers=workers)
-    for places, batch in zip(loader.batch_sampler, loader, strict=True):
-        for error in batch["error"]:
-            if error:
-                raise InputError(error)
-        yield places, prepare(batch, device)
-
-
-def augment(
-    volume: Tensor,
-    xrays: Tensor,
-    indices: list[int],
-    seed: int,
-    epoch: int,
-    moved: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, 1, X, Y, Z), (B, views, H, W) -> (volume, X-rays that belong to it, X-rays as the model sees them).
-
-    With `moved` the patient is moved up or down by up to 5 %: rows of parallel views run along z, so they stay true
-    projections, which those of a cone would not; a flip would break the lateral view. What the model sees also varies
-    in brightness, contrast and noise, as exposures do. A function of (seed, epoch, patient).
-    """
-    volumes = []
-    projections = []
-    exposures = []
-    seeds = []
-    for one, images, index in zip(volume, xrays, indices, strict=True):
-        generator = np.random.default_rng([seed % 2**63, epoch, int(index)])
-        most = int(0.05 * one.shape[-1]) if moved else 0
-        shift = int(generator.integers(-most, most + 1))
-        if shift:
-            one, images = move_up(one, images, shift)
-
-        # an exposure of its own
-        gain = float(generator.uniform(0.95, 1.05))
-        offset = float(generator.uniform(-0.03, 0.03))
-        seeds.append(int(generator.integers(2**62)))
-        volumes.append(one)
-        projections.append(images)
-        exposures.append(images * gain + offset)
-    grain = draw_noise(xrays.shape[1:], xrays.device, seeds)
-    return torch.stack(volumes), torch.stack(projections), torch.stack(exposures) + 0.01 * grain
-
-
-def move_up(
-    volume: Tensor,
-    images: Tensor,
-    shift: int,
-) -> tuple[Tensor, Tensor]:
-    """A volume (1, X, Y, Z) moved by so many voxels along z, and its images (views, H, W) with it; edges repeat."""
-    depth = volume.shape[-1]
-    rows = images.shape[-2]
-    order = (torch.arange(depth, device=volume.device) - shift).clamp(0, depth - 1)
-
-    # the image's row of a place in the volume: row r shows z = (rows - r - 0.5) * depth / rows
-    place = (torch.arange(rows, device=volume.device) + shift * rows / depth).clamp(0, rows - 1)
+def move(x: Tensor, steps: float, axis: int) -> Tensor:
+    """x moved by so many places along an axis, linearly between two; the edges repeat."""
+    last = x.shape[axis] - 1
+    place = (torch.arange(last + 1) - steps).clamp(0, last)
     low = place.floor().long()
-    high = (low + 1).clamp(max=rows - 1)
-    share = (place - low)[:, None]
-    return volume.index_select(-1, order), images[:, low] * (1 - share) + images[:, high] * share
+    if steps == round(steps):
+        return x.index_select(axis, low)
+    share = (place - low).view([-1 if a == axis % x.dim() else 1 for a in range(x.dim())])
+    return x.index_select(axis, low) * (1 - share) + x.index_select(axis, (low + 1).clamp(max=last)) * share

@@ -1,0 +1,261 @@
+"""Geometry of guide 3, and what needs no network: projections, agreement with X-rays, the linear posterior.
+
+Axes. A volume is (..., X, Y, Z) in RAS+ order: x runs to the patient's right, y to the front, z to the head. It holds
+HU clipped to -1000..3000 and scaled to -1..1, on a grid that spans the CT's field of view, whatever its voxel size.
+
+Views. "pa" (frontal) rays run along y, "lat" (lateral) rays along x, all parallel, from edge to edge. An image is (...,
+rows, columns) as one looks at it: the head is up; the frontal one begins at the patient's right, the lateral one at the
+front. A plane is the same in the order of the volume's axes, (..., X or Y, Z).
+
+Values. A ray's line integral is the sum of mu * length, mu = MU_WATER * (1 + HU / 1000) per mm; it is linear in the
+volume. A DRR file is the line integral in grey values, 0..P_MAX -> 0..255, so bone is white.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HU_MIN, HU_MAX = -1000.0, 3000.0
+# HU of one unit of a volume in -1..1
+HU_PER_UNIT = (HU_MAX - HU_MIN) / 2
+# per mm, at about 70 keV
+MU_WATER = 0.0193
+MU_PER_UNIT = MU_WATER * HU_PER_UNIT / 1000
+# the line integral of a white pixel: 520 mm of water
+P_MAX = 10.0
+VIEWS = ("pa", "lat")
+# of (B, C, X, Y, Z), the axis that each view's rays run along
+RAYS = (3, 2)
+# of a line integral, as fp32 rounds sums
+LEAST_NOISE = 1e-4
+
+
+def normalise(hu: Tensor) -> Tensor:
+    """HU -> -1..1, clipped."""
+    return (hu.clamp(HU_MIN, HU_MAX) - HU_MIN) / HU_PER_UNIT - 1
+
+
+def to_hu(volume: Tensor) -> Tensor:
+    return (volume + 1) * HU_PER_UNIT + HU_MIN
+
+
+def as_image(plane: Tensor) -> Tensor:
+    return plane.transpose(-1, -2).flip(-1, -2)
+
+
+def as_plane(image: Tensor) -> Tensor:
+    return image.flip(-1, -2).transpose(-1, -2)
+
+
+@functools.lru_cache(maxsize=64)
+def axis_weights(before: int, after: int, device: str) -> Tensor:
+    """(after, before) matrix that resamples one axis: exact averages where it shrinks, linear where it grows."""
+    old = torch.arange(before, dtype=torch.float64)
+    if after <= before:
+        edges = torch.arange(after + 1, dtype=torch.float64) * before / after
+        covered = torch.minimum(edges[1:, None], old + 1) - torch.maximum(edges[:-1, None], old)
+        return (covered.clamp(min=0) * after / before).float().to(device)
+    centre = ((torch.arange(after, dtype=torch.float64) + 0.5) * before / after - 0.5).clamp(0, before - 1)
+    return (1 - (centre[:, None] - old).abs()).clamp(min=0).float().to(device)
+
+
+def resize(x: Tensor, size: tuple | list) -> Tensor:
+    """The last axes of x at another size, fp32: the projection of a coarser volume is the coarser projection."""
+    with torch.autocast(x.device.type, enabled=False):
+        x = x.float()
+        for axis, after in enumerate(size, start=-len(size)):
+            if x.shape[axis] != after:
+                x = (x.movedim(axis, -1) @ axis_weights(x.shape[axis], after, str(x.device)).T).movedim(-1, axis)
+    return x
+
+
+def lift(image: Tensor, view: int, size: tuple | list) -> Tensor:
+    """Depth lifting: (B, C, rows, columns) -> (B, C, X, Y, Z), the image repeated along the view's rays."""
+    axis = RAYS[view]
+    plane = as_plane(resize(image, (size[2], size[3 - axis])))
+    return plane.unsqueeze(axis).expand(*image.shape[:2], *size)
+
+
+def project(volume: Tensor, extent: Tensor, view: int) -> Tensor:
+    """Line integrals (B, C, rows, columns) of volumes (B, C, X, Y, Z) in -1..1; extent: (B, 3) mm; differentiable."""
+    axis = RAYS[view]
+    length = extent[:, axis - 2, None, None, None] * MU_PER_UNIT
+    return as_image((volume.mean(axis) + 1) * length)
+
+
+def render_drr(hu: np.ndarray, spacing: np.ndarray, view: int, longest: int = 512) -> np.ndarray:
+    """uint8 image of a CT (X, Y, Z), square pixels, `longest` of them on its longer side."""
+    mm = np.array(hu.shape) * spacing
+    volume = normalise(torch.from_numpy(np.ascontiguousarray(hu, dtype=np.float32)))[None, None]
+    integral = project(volume, torch.from_numpy(mm).float()[None], view)
+    sides = np.array([mm[2], mm[3 - RAYS[view]]])
+    rows, columns = (max(1, round(float(side))) for side in sides * longest / sides.max())
+    grey = (resize(integral, (rows, columns)) / P_MAX).clamp(0, 1) * 255
+    return grey[0, 0].round().to(torch.uint8).numpy()
+
+
+# --- what X-rays say of a volume --------------------------------------------------------------------------------------
+
+
+class Grey(NamedTuple):
+    """Of a view: grey value (-1..1) = slope * line integral + offset; noise: of a line integral that is read off."""
+
+    slope: float
+    offset: float
+    noise: float
+
+
+class Measured(NamedTuple):
+    """Of each view what X-rays say of volumes on one grid: planes (B, 1, across, Z), the sum of the voxels in -1..1 on
+    each ray, and the variance (B, 1, 1, 1) of their noise."""
+
+    sums: list[Tensor]
+    noise: list[Tensor]
+
+
+def measure(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Measured:
+    """What X-rays (B, views, H, W) in -1..1 say of volumes of a size; extent: (B, 3) mm."""
+    sums, noise = [], []
+    for view, grey in enumerate(greys):
+        axis = RAYS[view]
+        count = size[axis - 2]
+        # what 1 in a voxel adds to an integral
+        unit = extent[:, axis - 2, None, None, None] * (MU_PER_UNIT / count)
+        integral = resize((xrays[:, view : view + 1] - grey.offset) / grey.slope, (size[2], size[3 - axis]))
+        sums.append(as_plane(integral) / unit - count)
+        noise.append((max(grey.noise, LEAST_NOISE) / unit) ** 2)
+    return Measured(sums, noise)
+
+
+@torch.no_grad()
+def agree(volume: Tensor, measured: Measured, variance: float, corrections: int = 2) -> Tensor:
+    """The volumes (B, 1, X, Y, Z) in -1..1 nearest to some others that agree with the X-rays; no gradient passes.
+
+    Of volumes V whose error has one variance c in all voxels, and sums y = A V of noise N, the best linear correction
+    is V + c A' z, z = (c A A' + N)^-1 (y - A V). Along two axes that is solved exactly: in each slice the sums of z
+    over a row of rays follow from a 2 x 2 system. Nothing is thinner than air, so the result is clipped, and corrected
+    again by the z that is still lacking (N z of what is measured is noise). variance: c, from 0 on.
+    """
+    with torch.autocast(volume.device.type, enabled=False):
+        volume, c = volume.float(), max(variance, 1e-12)
+        explained = [torch.zeros_like(plane) for plane in measured.sums]
+        for _ in range(corrections):
+            seen = zip(RAYS, measured.sums, measured.noise, explained, strict=False)
+            lacks = [sums - volume.sum(axis) - noise * z for axis, sums, noise, z in seen]
+            gains = [c * volume.shape[axis] + n for axis, n in zip(RAYS, measured.noise, strict=False)]
+            if len(lacks) == 1:
+                parts = [lacks[0] / gains[0]]
+            else:
+                (n1, n2), (nx, ny) = measured.noise, volume.shape[2:4]
+                first, second = (plane.sum(2, keepdim=True) for plane in lacks)
+                # both differences are written out, as they would be lost in rounding
+                det = c * (ny * n2 + nx * n1) + n1 * n2
+                other = (c * ny * (second - first) + n1 * second) / det
+                own = (c * nx * (first - second) + n2 * first) / det
+                parts = [(lacks[0] - c * other) / gains[0], (lacks[1] - c * own) / gains[1]]
+            explained = [z + part for z, part in zip(explained, parts, strict=True)]
+            volume = volume + c * sum(part.unsqueeze(axis) for axis, part in zip(RAYS, parts, strict=False))
+            volume = volume.clamp(-1, 1)
+        return volume
+
+
+def back_projection(xrays: Tensor, extent: Tensor, greys: list[Grey], size: tuple | list) -> Tensor:
+    """The simplest reconstruction, (B, 1, X, Y, Z): each ray's mean spread along it, and the mean over the views."""
+    sums = measure(xrays, extent, greys, size).sums
+    spread = [(s / size[a - 2]).unsqueeze(a).expand(-1, -1, *size) for a, s in zip(RAYS, sums, strict=False)]
+    return torch.stack(spread).mean(0).clamp(-1, 1)
+
+
+# --- the linear posterior ---------------------------------------------------------------------------------------------
+
+
+class Prior(NamedTuple):
+    """What training patients tell before any network is trained: the linear posterior of a volume, given its X-rays.
+
+    A volume is taken for mean + sum of w_i (patient_i - mean), and w follows linearly from the X-rays: ridge regression
+    in the span of N patients, on a `grid` of its own. penalty: the ridge's, as a share. variance: of a voxel over the
+    patients. error: mean square of the posterior's, each patient left out. mean: (1, 1, X, Y, Z). basis: (R, X, Y, Z),
+    the main directions of that span, so that no single patient lies in a checkpoint; coordinates (N, R): the patients
+    in it. centre (P,): the mean's rays, weights (N, P): from rays to w. kernel (N, N): takes a patient out of his own
+    answer.
+    """
+
+    grid: list[int]
+    greys: list[Grey]
+    penalty: float
+    variance: float
+    error: float
+    mean: Tensor
+    basis: Tensor
+    coordinates: Tensor
+    centre: Tensor
+    weights: Tensor
+    kernel: Tensor
+
+    def on(self, device: torch.device, size: list[int]) -> "Prior":
+        """The same on a device, for volumes of a size that may be coarser than the grid."""
+        least = [min(own, other) for own, other in zip(self.grid, size, strict=True)]
+        coarse = self._replace(mean=resize(self.mean, least), basis=resize(self.basis, least))
+        return coarse._replace(**{name: getattr(coarse, name).to(device) for name in self._fields[5:]})
+
+    def state(self) -> dict:
+        """What a checkpoint holds; Prior.of() is its inverse."""
+        return self._asdict() | {"greys": [list(grey) for grey in self.greys]}
+
+    @classmethod
+    def of(cls, state: dict) -> "Prior":
+        return cls(**state | {"greys": [Grey(*grey) for grey in state["greys"]]})
+
+    def volume(self, xrays: Tensor, extent: Tensor, rows: Tensor, size: tuple | list) -> Tensor:
+        """(B, 1, X, Y, Z): the linear posterior. rows (B,): a training patient's, who is left out; -1 for others."""
+        w = (rays_of(xrays, extent, self.greys, self.grid) - self.centre) @ self.weights.T
+        own = rows.clamp(min=0)
+        share = (w.gather(1, own[:, None]) + 1 / len(self.kernel)) / self.kernel.diagonal()[own][:, None]
+        w = w - share * self.kernel[own] * (rows >= 0)[:, None]
+        deviation = (w @ self.coordinates) @ self.basis.flatten(1)
+        return resize((self.mean + deviation.view(-1, *self.mean.shape[1:])).clamp(-1, 1), size)
+
+
+def rays_of(xrays: Tensor, extent: Tensor, greys: list[Grey], grid: list[int]) -> Tensor:
+    """(B, P): the mean of a volume in -1..1 on each ray of all views, as X-rays say it."""
+    sums = measure(xrays, extent, greys, grid).sums
+    return torch.cat([(plane / grid[axis - 2]).flatten(1) for axis, plane in zip(RAYS, sums, strict=False)], 1)
+
+
+def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64) -> Prior:
+    """The linear posterior of training patients: volumes (N, X, Y, Z), and what their X-rays say (N, P).
+
+    The penalty is that of the least error when each patient is left out in turn, of the mean too, which has a closed
+    form. Leaving out his column alone is not enough: deviations from the mean add up to 0, so that the others' sum is
+    his own, negative.
+    """
+    count, mean = len(volumes), volumes.mean(0)
+    deviations = (volumes - mean).flatten(1)
+    # of the volumes themselves, without the noise of X-rays
+    true_rays = [torch.cat([x.mean(a - 1).flatten(1) for a in RAYS[: len(greys)]], 1) for x in (mean[None], volumes)]
+    centre, seen = true_rays[0], (true_rays[1] - true_rays[0]).double()
+    gram, inner = seen @ seen.T, (deviations @ deviations.T).double()
+    answers = seen @ (rays.double() - centre).T
+    unit = float(gram.trace()) / count
+    best = None
+    for share in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
+        kernel = torch.linalg.inv(gram + share * unit * torch.eye(count, dtype=torch.float64))
+        # column i: the weights of patient i, and then without his own part in them and in the mean
+        w = kernel @ answers
+        kernel = kernel - 1 / (share * unit * count)
+        w = w - kernel * ((w.diagonal() + 1 / count) / kernel.diagonal())
+        error = float((inner.diagonal() - 2 * (inner * w).sum(0) + (w * (inner @ w)).sum(0)).mean())
+        if best is None or error < best[0]:
+            best = (error, share, kernel)
+    error, penalty, kernel = best
+    coordinates = torch.linalg.eigh(inner).eigenvectors.flip(1)[:, : min(rank, count - 1)].float()
+    basis = (coordinates.T @ deviations).view(-1, *mean.shape)
+    # the mean's part of the kernel gives nothing, as deviations add up to 0
+    weights = (kernel @ seen).float()
+    voxels = deviations.shape[1]
+    numbers = {"penalty": penalty, "variance": float(inner.trace()) / (count * voxels), "error": error / voxels}
+    tensors = {"basis": basis, "coordinates": coordinates, "centre": centre[0], "weights": weights}
+    return Prior(list(mean.shape), greys, **numbers, mean=mean[None, None], **tensors, kernel=kernel.float())
