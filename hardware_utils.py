@@ -19,8 +19,14 @@ GIB = 2**30
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
     """(precision, reason) for --mixed_precision: `auto` is bf16 from compute capability 8.0, fp16 below, fp32 on CPU.
 
-    Raises InputError for a precision that the device does not have.
+    `accelerate launch --mixed_precision` counts where the flag says auto. Raises InputError for a precision that the
+    device does not have.
     """
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if wanted == "auto" and launched in ("bf16", "fp16"):
+        if device.type == "cpu":
+            return "no", f"accelerate's {launched} is for GPUs"
+        wanted = launched
     if device.type == "cpu":
         if wanted == "fp16":
             raise InputError("--mixed_precision fp16: needs a GPU; use no or bf16")

@@ -209,6 +209,7 @@ from tasks.cascade.geometry import (
     Prior,
     agree,
     back_projection,
+    learn_prior,
     lift,
     measure,
     normalise,
@@ -427,7 +428,7 @@ def hashed_normal(shape: tuple, seeds: Tensor, stream: int) -> Tensor:
     """
     count = math.prod(shape[1:])
     # int64 wraps around, and `&` makes the shifts logical
-    start = _mix(seeds + stream * -7046029254386353131)
+    start = _mix(_mix(seeds) + stream)
     k = _mix(torch.arange((count + 1) // 2, device=seeds.device) * -7046029254386353131 + start[:, None])
     radius = (-2 * (((k & 0xFFFFFF).float() + 1) / 16777217).log()).sqrt()
     angle = (k >> 40 & 0xFFFFFF).float() * (2 * math.pi / 16777216)
@@ -470,7 +471,7 @@ class Cascade(nn.Module):
         self.last = args.num_timesteps - 1
 
     def add_stage(self) -> None:
-        """The next stage learns: random weights, the same on every rank; its X-ray encoder goes on from the one before."""
+        """The next stage learns: random weights, the same on every rank, and the X-ray encoder of the stage before."""
         k = len(self.averaged)
         torch.manual_seed((self.args.seed * 1000003 + k) % 2**63)
         self.net = StageNet(self.stages[k], self.args).to(self.device)
@@ -594,3 +595,409 @@ def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: 
     # an error of v, as one of the noise
     diffusion = square if args.v_parameterization else alpha_bar * square
     return diffusion, alpha_bar * projection_error(clean, batch, cascade.greys).mean(1)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+# HU of the true volume
+TISSUES = {"lung": (-950, -500), "soft": (-200, 200), "bone": (200, 3000)}
+
+
+def loader_of(dataset: XrayCtDataset | Subset, size: int, args: Namespace):
+    workers = 0 if args.cache_in_memory else args.num_workers
+    return du.create_distributed_dataloader(dataset, size, train=False, num_workers=workers)
+
+
+@torch.no_grad()
+def validation_loss(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> dict[str, float]:
+    """val/loss and its parts of the stage that learns, at fixed noise; the same on all ranks. Raises RunError."""
+    k = len(cascade.averaged) - 1
+    table = torch.zeros(len(dataset), 2, dtype=torch.float64)
+    for batch in run.batches(loader_of(dataset, cascade.stages[k].eval_batch, args)):
+        losses = [
+            torch.stack(patient_losses(cascade, k, cascade.averaged[k], batch, draw), 1) for draw in range(LOSS_DRAWS)
+        ]
+        table[batch["index"].cpu()] = torch.stack(losses).double().mean(0).cpu()
+    diffusion, physics = du.reduce_sum(table).mean(0).tolist()
+    loss = diffusion + cascade.stages[k].physics_weight * physics
+    if not math.isfinite(loss):
+        raise RunError("the validation loss is not finite; lower --learning_rate")
+    return {"val/loss": loss, "val/diffusion_loss": diffusion, "val/physics_loss": physics}
+
+
+@torch.no_grad()
+def start_error(cascade: Cascade, k: int, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
+    """How far what stage k starts from is from the truth, root mean square over at most 64 training patients."""
+    few = Subset(dataset, range(min(64, len(dataset))))
+    total = torch.zeros(1, dtype=torch.float64)
+    for batch in run.batches(loader_of(few, cascade.stages[k].eval_batch, args)):
+        previous = cascade.sample(batch, k, one_step=True)[-1]
+        level = (batch["draws"][:, 2] * PREVIOUS_NOISE).float()
+        start = cascade.know(k, batch, previous, level, 0).start
+        # rounded so that the sum is the same in any order
+        total += du.on_grid((start - volume_of(batch)).square().mean((1, 2, 3, 4))).sum().cpu()
+    return max(0.005, math.sqrt(float(du.reduce_sum(total)) / len(few)))
+
+
+def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
+    """Of each patient (B,): PSNR (dB, range -1..1), SSIM, mean absolute error in HU, of all and by tissue, and the root
+    mean square of the projections' difference to the X-rays in line integrals."""
+    from monai.metrics import PSNRMetric, SSIMMetric
+
+    true, odd = volume_of(batch), min(side - 1 + side % 2 for side in volume.shape[2:])
+    ssim = SSIMMetric(spatial_dims=3, data_range=2.0, kernel_type="uniform", win_size=min(7, odd))
+    found = {"psnr": PSNRMetric(max_val=2.0)(volume, true)[:, 0], "ssim": ssim(volume, true)[:, 0]}
+    hu = (volume - true).abs() * HU_PER_UNIT
+    found["mae_hu"] = hu.mean((1, 2, 3, 4))
+    for name, (low, high) in TISSUES.items():
+        inside = (batch["volume"][:, None] >= low) & (batch["volume"][:, None] < high)
+        found[f"{name}_hu"] = (hu * inside).sum((1, 2, 3, 4)) / inside.sum((1, 2, 3, 4)).clamp(min=1)
+    for name, error, grey in zip(VIEWS, projection_error(volume, batch, greys).T, greys, strict=False):
+        found[f"rays_{name}"] = error.sqrt() / abs(grey.slope)
+    return found
+
+
+def spread(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+    """(error over spread, its voxels of the body), each (B, 1, X, Y, Z): how many standard deviations of samples
+    (K, B, 1, X, Y, Z) the true value lies from their mean, both of which are themselves uncertain."""
+    deviation = math.sqrt(1 + 1 / len(samples)) * samples.std(0)
+    return (samples.mean(0) - true).abs() / deviation.clamp(min=1e-6), true > normalise(torch.tensor(-900.0))
+
+
+@torch.no_grad()
+def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
+    """By how many standard deviations 90 % of the validation patients' voxels lie from the mean of --num_samples."""
+    # counted in hundredths, so that the sum over ranks is exact
+    counts, stages = torch.zeros(10_000, dtype=torch.int64), len(cascade.averaged)
+    for batch in run.batches(loader_of(dataset, cascade.stages[stages - 1].eval_batch, args)):
+        samples = torch.stack([cascade.sample(batch, stages, draw)[-1] for draw in range(args.num_samples)])
+        ratio, body = spread(samples, volume_of(batch))
+        places = (ratio[body] * 100).clamp(max=9999).long().cpu()
+        counts += torch.bincount(places, minlength=10_000)
+    shares = du.reduce_sum(counts).cumsum(0) / counts.sum()
+    return (1 + int(torch.searchsorted(shares, 0.9))) / 100
+
+
+@torch.no_grad()
+def reconstruct(
+    cascade: Cascade, batch: dict, data: Data, known: Tensor, args: Namespace
+) -> tuple[dict, Tensor | None]:
+    """({row of the table: volumes (B, 1, X, Y, Z)}, samples (K, B, 1, X, Y, Z)): the cascade's answers, then rivals.
+
+    known: the X-rays of the training patients, see Data.known_rays. Rivals need no training of a network: the mean of
+    the training patients, the back-projection, the linear posterior and the patient whose X-rays are most alike.
+    """
+    stages = len(cascade.averaged)
+    size, prior, samples = cascade.stages[stages - 1].volume_size, cascade.priors[stages - 1], None
+    at_once = cascade.sample(batch, stages, one_step=True)
+    rows = {"regression" if args.regression else "one step": at_once[-1]}
+    if not args.regression:
+        samples = torch.stack([cascade.sample(batch, stages, draw)[-1] for draw in range(args.num_samples)])
+        rows["one sample"] = samples[0]
+        if args.num_samples > 1:
+            rows["mean of samples"] = samples.mean(0)
+    for stage, volume in zip(cascade.stages, at_once[:-1], strict=False):
+        rows[f"{stage.name} alone"] = resize(volume, size)
+    other = batch | {"xrays": batch["other"], "seen": batch["other"]}
+    rows["another patient's X-rays"] = cascade.sample(other, stages, one_step=True)[-1]
+
+    xrays = batch["xrays"], batch["extent"], cascade.greys
+    linear = prior.volume(*xrays[:2], batch["row"], size)
+    nearest = torch.cdist(rays_of(*xrays, prior.grid), known).argmin(1).tolist()
+    nearest = [data.volume(data.patients[data.split["train"][place]], size)[0] for place in nearest]
+    nearest = normalise(torch.from_numpy(np.stack(nearest)).float())[:, None].to(cascade.device)
+    rivals = {"linear posterior": linear, "mean volume": resize(prior.mean, size).expand_as(linear)}
+    rivals |= {"back-projection": back_projection(*xrays, size), "nearest patient": nearest}
+    measured = measure(*xrays, size)
+    for name, volume in rivals.items():
+        rows[name] = volume
+        if name != "nearest patient":
+            # as what is measured, and what patients vary by, allow
+            rows[f"{name}, consistent"] = agree(volume, measured, cascade.variance, corrections=30)
+    return rows, samples
+
+
+@torch.no_grad()
+def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, float]:
+    """All ranks: the test patients through all stages, with the table, its rivals and the figure; {metric: mean}."""
+    size = cascade.stages[len(cascade.averaged) - 1]
+    dataset = XrayCtDataset(data, "test", size.volume_size)
+    metrics, tables, example = {}, {}, None
+    factor = math.nan
+    if args.num_samples > 1:
+        factor = interval_factor(cascade, XrayCtDataset(data, "val", size.volume_size), run, args)
+        metrics["test/interval_factor"] = factor
+    known = data.known_rays().to(cascade.device)
+    for batch in run.batches(loader_of(dataset, size.eval_batch, args)):
+        rows, samples = reconstruct(cascade, batch, data, known, args)
+        found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
+        if args.num_samples > 1:
+            ratio, body = spread(samples, volume_of(batch))
+            inside = ((ratio <= factor) & body).sum((1, 2, 3, 4)) / body.sum((1, 2, 3, 4)).clamp(min=1)
+            found["one sample"]["coverage_90"] = inside
+        places = batch["index"].cpu()
+        for row, columns in found.items():
+            for name, values in columns.items():
+                empty = torch.zeros(len(dataset), dtype=torch.float64)
+                tables.setdefault((row, name), empty)[places] = values.double().cpu()
+        if 0 in places.tolist():
+            example = report.draw(rows, batch, volume_of(batch), cascade.greys)
+    # a rank may have had no patient; which rows there are is the same on all that had
+    keys = max(du.gather_objects(list(tables)), key=len)
+    empty = torch.zeros(len(dataset), dtype=torch.float64)
+    table = du.reduce_sum(torch.stack([tables.get(key, empty) for key in keys])).numpy()
+    run.figure("test" if run.trains else "eval_test", example)
+    return metrics | report.print_test(dict(zip(keys, table, strict=True)), args.rival_run, data.digest)
+
+
+# --- prediction -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def predict_folder(cascade: Cascade, data: Data, run: Run, extent: list[float], args: Namespace) -> None:
+    """All ranks: the CT of each patient's X-rays as NIfTI in HU, in predictions/ of the run folder.
+
+    <id>.nii.gz is the one-step answer, <id>_sample.nii.gz a sample; of several there is their standard deviation, too.
+    extent: mm of the field of view, the mean of the training patients, as X-rays do not say.
+    """
+    out, stages = run.folder / "predictions", len(cascade.averaged)
+    with du.agree_on_errors():
+        patients = find_patients(Path(args.predict), args.num_views, need_ct=False)
+        out.mkdir(exist_ok=True)
+        rank, world_size = du.world()
+        for patient in patients[rank::world_size]:
+            xrays = data.xrays(patient)[None].to(cascade.device)
+            seed = int.from_bytes(hashlib.sha256(f"{args.seed} {patient.id}".encode()).digest()[:7])
+            batch = {"xrays": xrays, "seen": xrays, "extent": torch.tensor([extent]), "row": torch.tensor([-1])}
+            batch = du.to_device(batch | {"seed": torch.tensor([seed])}, cascade.device)
+            answers = {"": cascade.sample(batch, stages, one_step=True)[-1][0, 0]}
+            if not args.regression:
+                samples = torch.stack([cascade.sample(batch, stages, draw)[-1] for draw in range(args.num_samples)])
+                answers["_sample"] = samples[0, 0, 0]
+                if args.num_samples > 1:
+                    answers["_std"] = samples.std(0)[0, 0]
+            for ending, volume in answers.items():
+                report.write_volume(
+                    out / f"{patient.id}{ending}.nii.gz", volume, extent, is_difference=ending == "_std"
+                )
+    size = " x ".join(map(str, cascade.stages[stages - 1].volume_size))
+    du.print_main(f"{len(patients)} patients: volumes of {size} voxels in {out}")
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
+    """AdamW over the stage that learns."""
+    return torch.optim.AdamW(cascade.net.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+
+
+def build_model(args: Namespace, precision: str, device: torch.device) -> Cascade:
+    """The last stage ready to be trained after those before it, all with random weights and a made-up prior."""
+    torch.manual_seed(args.seed)
+    top = args.stage_configs[-1]["volume_size"]
+    side = [min(16, length) for length in top]
+    volumes = torch.rand(4, *side)
+    rays = torch.cat([volumes.mean(axis).flatten(1) for axis in (2, 1)[: args.num_views]], 1)
+    prior = learn_prior(volumes, rays, [Grey(0.2, -1.0, 0.02)] * args.num_views)
+    cascade = Cascade(args, device, precision, prior, [0.1] * len(args.stage_configs))
+    for _ in args.stage_configs:
+        cascade.add_stage()
+    return cascade
+
+
+def largest_batch(cascade: Cascade, size: int) -> dict:
+    """Made-up patients of one leaf."""
+    args, row = cascade.args, torch.zeros(size, dtype=torch.long)
+    xrays = torch.linspace(-1, 1, args.img_size).expand(size, args.num_views, args.img_size, -1)
+    volume = torch.zeros(size, *cascade.net.size, dtype=torch.int16)
+    patients = {"volume": volume, "xrays": xrays, "seen": xrays, "extent": torch.full((size, 3), 300.0)}
+    return patients | {"row": row - 1, "seed": row, "draws": torch.full((size, 3), 0.7, dtype=torch.float64)}
+
+
+def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
+    """Forward and backward pass of one leaf, the stages before included; the gradients stay in the model."""
+    k = len(cascade.averaged) - 1
+    losses = patient_losses(cascade, k, cascade.net, du.to_device(batch, cascade.device))
+    sum(losses).mean().backward()
+
+
+class Plateau:
+    """The learning rate's factor: halved after 5 evaluations in a row that were not better (guide 3's scheduler)."""
+
+    def __init__(self, saved: dict | None = None):
+        self.state = saved or {"factor": 1.0, "best": math.inf, "waiting": 0}
+
+    def note(self, loss: float) -> None:
+        better = loss < self.state["best"] * (1 - 1e-4)
+        self.state["best"] = min(self.state["best"], loss)
+        self.state["waiting"] = 0 if better else self.state["waiting"] + 1
+        if self.state["waiting"] > 5:
+            self.state["factor"], self.state["waiting"] = self.state["factor"] / 2, 0
+
+
+def begin_stage(cascade: Cascade, data: Data, run: Run, args: Namespace) -> tuple:
+    """All ranks: the next stage's network, batch, optimizer and the loader of its training patients."""
+    cascade.add_stage()
+    stage = cascade.stages[len(cascade.averaged) - 1]
+    args.batch_size, args.effective_batch_size = stage.batch_size, stage.effective_batch_size
+    run.choose_batch(cascade, lambda size: trial_step(cascade, largest_batch(cascade, size), args))
+    dataset = XrayCtDataset(data, "train", stage.volume_size)
+    workers = 0 if args.cache_in_memory else args.num_workers
+    options = {"seed": args.seed, "num_workers": workers}
+    loader = du.create_distributed_dataloader(dataset, run.leaf, True, run.effective, run.shares, **options)
+    return make_optimizer(cascade, args), loader
+
+
+def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
+    """Train the stages one after another, then test; returns the exit code of a stop signal, else 0.
+
+    Steps and epochs count over all stages, so that the epoch says which stage it is. `best` is the stage's own.
+    """
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    saved = run.checkpoint
+    if saved:
+        adopt_stages(args, saved)
+    else:
+        # a step's patients belong to the run, a GPU's share of them to the machine
+        for stage in args.stage_configs:
+            own = stage["batch_size"] * stage["accumulation_steps"] * ranks.world_size
+            stage["effective_batch_size"] = stage["effective_batch_size"] or own
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
+    prior = Prior.of(saved["prior"]) if saved else data.learn_prior()
+    cascade = Cascade(args, ranks.device, precision, prior, saved["stds"] if saved else [math.sqrt(prior.error)])
+    stages, first = cascade.stages, saved["stage"] if saved else 0
+    for _ in range(first):
+        cascade.add_stage()
+
+    count = len(data.split["train"])
+    steps = [stage.num_epochs * math.ceil(count / stage.effective_batch_size) for stage in stages]
+    begins, last_epochs = [0, *accumulate(steps)], [*accumulate(stage.num_epochs for stage in stages)]
+    plateau = Plateau(saved and saved["plateau"])
+    extra = {
+        "prior": prior.state(), "stds": cascade.stds, "stage": first, "stages": args.stage_configs,
+        "plateau": plateau.state, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
+        "trained_patients": [*data.ids["train"], *data.ids["val"]],
+    }  # fmt: skip
+    prediction = "regression" if args.regression else "v" if args.v_parameterization else "noise"
+    notes = notes | {
+        "stages": "; ".join(
+            f"{stage.name} {'x'.join(map(str, stage.volume_size))}, {total} steps of {stage.effective_batch_size}"
+            for stage, total in zip(stages, steps, strict=True)
+        ),
+        "diffusion": f"{prediction}, {args.num_timesteps} steps, DDIM {args.ddim_steps}, EMA {args.ema_decay:g}",
+        "X-rays": "; ".join(f"{g.slope:.3f} * line integral {g.offset:+.3f}, noise {g.noise:.3f}" for g in prior.greys),
+        "prior": f"linear posterior of {len(prior.kernel)} patients, penalty {prior.penalty:g}",
+    }
+    run.best_names = best_names(stages[first])
+    optimizer, loader = begin_stage(cascade, data, run, args)
+    facts = {"training patients": f"{count}, digest {data.digest}"}
+    losses = ["loss", "diffusion_loss", "physics_loss"]
+    run.begin(cascade, optimizer, precision, begins[-1], losses, facts, notes, extra)
+    # the averaged weights, which no gradient reaches, belong into checkpoints
+    run.frozen = set()
+    # lets go of the host's memory; what follows has flags of its own
+    saved = run.checkpoint = None
+
+    with run:
+        for k in range(first, len(stages)):
+            if k > first:
+                dataset = XrayCtDataset(data, "train", stages[k].volume_size)
+                cascade.stds.append(start_error(cascade, k, dataset, run, args))
+                run.best_names = best_names(stages[k])
+                optimizer, loader = begin_stage(cascade, data, run, args)
+                run.go_on_with(optimizer)
+                extra["stage"], plateau.state = k, Plateau().state
+                extra["plateau"] = plateau.state
+            val = XrayCtDataset(data, "val", stages[k].volume_size)
+            while run.position.epoch < last_epochs[k] and not run.is_over():
+                cascade.net.train()
+                for step in run.steps(loader):
+                    for batch in step.leaves():
+                        diffusion, physics = (
+                            part.sum() / step.samples for part in patient_losses(cascade, k, run.wrapped, batch)
+                        )
+                        step.backward(diffusion + stages[k].physics_weight * physics, diffusion, physics)
+                    done = run.position.step - begins[k]
+                    kind = "constant" if args.scheduler == "plateau" else args.scheduler
+                    step.update(
+                        args.learning_rate
+                        * plateau.state["factor"]
+                        * du.schedule(done, steps[k], args.warmup_steps, kind)
+                    )
+                    cascade.average(done + 1)
+                if run.stopped:
+                    return run.save_and_stop()
+                metrics = validation_loss(cascade, val, run, args)
+                plateau.note(metrics["val/loss"])
+                run.keep(metrics, headline="val/loss", lower=True)
+            if run.position.epoch == last_epochs[k]:
+                run.load_best(cascade)
+            if run.is_over():
+                break
+        results = evaluate(cascade, data, run, args)
+        # the weights that are used, without those that learnt
+        cascade.net = None
+        run.finish(results)
+    return 0
+
+
+def best_names(stage: Stage) -> tuple[str, ...]:
+    """The files of a stage's best checkpoint: the guide's, and the run's."""
+    return f"{stage.name}_best.pt", "best.pt"
+
+
+def adopt_stages(args: Namespace, saved: dict) -> None:
+    """The stages as a checkpoint has them; epochs and loss weights stay those of the flags, where the names fit."""
+    flags = {stage["name"]: stage for stage in args.stage_configs}
+    free = ("num_epochs", "physics_weight")
+    args.stage_configs = [
+        stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags} for stage in saved["stages"]
+    ]
+
+
+def use_checkpoint(args: Namespace, ranks: du.Ranks, precision: str) -> None:
+    """--eval_only and --predict: the cascade up to the stage that the checkpoint was in."""
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    saved = run.checkpoint
+    adopt_stages(args, saved)
+    if args.predict and [getattr(args, name) for name in FLIPS] == [True, "none"]:
+        # as the training's X-rays lay, unless the flags say how these lie
+        args.flip_drrs_vertical, args.flip_drrs_horizontal = saved["flips"]
+    cascade = Cascade(args, ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])
+    for _ in range(saved["stage"] + 1):
+        cascade.add_stage()
+    with du.agree_on_errors():
+        checkpoint.load_trained(cascade, saved["model"])
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
+    if args.predict:
+        predict_folder(cascade, data, run, saved["extent"], args)
+        return
+    if seen := set(data.ids["test"]) & set(saved["trained_patients"]):
+        raise InputError(f"--eval_only: {min(seen)} and {len(seen) - 1} more of the test patients were trained on")
+    run.write_summary("eval_test", evaluate(cascade, data, run, args) | {"step": run.position.step})
+
+
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, or --make_drrs, --eval_only or --predict; returns the exit code."""
+    if args.make_drrs:
+        du.print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
+        return 0
+    precision, reason = choose_precision(args.mixed_precision, ranks.device)
+    if precision == "bf16" and ranks.device.type == "cpu":
+        raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
+    remark = set_numerics(ranks.device, precision, args.deterministic)
+    if args.eval_only or args.predict:
+        use_checkpoint(args, ranks, precision)
+        return 0
+    return train(args, ranks, precision, {"precision": f"{precision} ({reason}) {remark}".strip()})
+
+
+def main(args: Namespace) -> int:
+    du.launch_workers(args.world_size or torch.cuda.device_count() or 1)
+    with du.setup_distributed(args.dist_timeout) as ranks:
+        return run_task(args, ranks)
+
+
+if __name__ == "__main__":
+    run_main(main, ARGS)

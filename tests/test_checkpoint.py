@@ -23,7 +23,7 @@ def folder(tmp_path):
     (tmp_path / "run_id").write_text(RUN)
     writer = checkpoint.CheckpointWriter(tmp_path, keep_last=3)
     for step in (3, 6, 9):
-        writer.save(contents(step), best=step == 6)
+        writer.save(contents(step), ("best.pt",) * (step == 6))
     writer.wait()
     return tmp_path
 
@@ -63,7 +63,7 @@ def test_best_is_another_name_of_its_checkpoint(folder):
 
 def test_old_ones_go_and_best_stays(folder):
     writer = checkpoint.CheckpointWriter(folder, keep_last=1)
-    writer.save(contents(12), best=False)
+    writer.save(contents(12))
     writer.wait()
     assert [path.name for path in sorted(folder.glob("*.pt"))] == ["best.pt", "step_00000012.pt"]
     assert checkpoint.read_seal(folder / "best.pt") == (6, RUN, "")
@@ -72,7 +72,7 @@ def test_old_ones_go_and_best_stays(folder):
 def test_weights_that_change_after_a_save_do_not_reach_it(folder):
     state = contents(15)
     writer = checkpoint.CheckpointWriter(folder, keep_last=3)
-    writer.save(state, best=False)
+    writer.save(state)
     state["model"]["weight"].zero_()
     writer.wait()
     saved = checkpoint.load_checkpoint("auto", folder, "test/1")
@@ -85,7 +85,7 @@ def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):
 
     monkeypatch.setattr(torch, "save", full)
     writer = checkpoint.CheckpointWriter(folder, keep_last=3)
-    writer.save(contents(12), best=True)
+    writer.save(contents(12), ("best.pt",))
     with pytest.raises(RunError, match="No space left"):
         writer.wait()
     assert checkpoint.find_newest(folder).name == "step_00000009.pt"

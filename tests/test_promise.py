@@ -70,7 +70,17 @@ MIMIC_CXR = Script(
     data_flag="--data_path {0}/prepared --image_encoder {0}/convnext_tiny --text_encoder {0}/bert_tiny",
     prepare="{0}/mimic-cxr-jpg {0}/mimic-ext-cxr-qba {0}/prepared --image_size 32 --workers 1",
 )
-SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR]
+CASCADE = Script(
+    "train_accelerate.py",
+    "--img_size 32 --encoder_dim 16 --ddim_steps 2 --num_samples 2 --ema_decay 0.9 --lr 2e-3 --split_seed 0 "
+    '--stage_configs {"volume_size":[8,8,8],"voxel_dim":16,"vit_depth":1,"num_heads":2,"token_grid":4,"batch_size":2,'
+    '"effective_batch_size":5,"num_epochs":2} {"volume_size":[16,16,16],"voxel_dim":16,"vit_depth":1,"num_heads":2,'
+    '"token_grid":4,"batch_size":1,"effective_batch_size":3,"num_epochs":1}',
+    steps_before_kill=7,
+    data=("cascade", "--num_patients", "14", "--matrix", "16"),
+    data_flag="--dataset_path {0} --cache_dir {0}_cache",
+)
+SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR, CASCADE]
 # a number of these is another at each run
 TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 

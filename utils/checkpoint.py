@@ -133,11 +133,11 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
-    def save(self, contents: dict, best: bool) -> None:
-        """All ranks call it: begin to write a checkpoint, once the one before is written. best: link best.pt to it."""
+    def save(self, contents: dict, also: tuple[str, ...] = ()) -> None:
+        """All ranks call it: begin to write a checkpoint, once the one before is written. also: more names for it."""
         self.wait()
         if world()[0] == 0:
-            self.thread = threading.Thread(target=self._write, args=(copy_to_cpu(contents), best))
+            self.thread = threading.Thread(target=self._write, args=(copy_to_cpu(contents), also))
             self.thread.start()
 
     def wait(self) -> None:
@@ -152,11 +152,11 @@ class CheckpointWriter:
             if error:
                 raise RunError(f"{self.folder}: checkpoint not written ({error}); make room, then --resume_from auto")
 
-    def _write(self, contents: dict, best: bool) -> None:
+    def _write(self, contents: dict, also: tuple[str, ...]) -> None:
         try:
             path = self.folder / f"step_{contents['step']:08d}.pt"
             # killed between the two names, best.pt is one step ahead: the resumed run makes the same once more
-            write_checkpoint(path, contents, read_run_id(self.folder), also=(self.folder / "best.pt",) * best)
+            write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
             for old in sorted(self.folder.glob("step_*.pt"))[: -self.keep_last]:
                 old.unlink()
         except (OSError, RuntimeError) as error:
@@ -344,15 +344,21 @@ def _take_lock(file, folder: Path, wait: float) -> bool:
             time.sleep(0.2)
 
 
-def begin_run(folder: Path, checkpoint: dict | None, overwrite: bool = False) -> bool:
+def _counts(seal: Seal, run_id: str, step: int) -> bool:
+    """Whether a checkpoint is intact, of this run and not of a later step."""
+    return not seal.damage and seal.run_id == run_id and seal.step <= step
+
+
+def begin_run(
+    folder: Path, checkpoint: dict | None, overwrite: bool = False, best_names: tuple[str, ...] = ("best.pt",)
+) -> bool:
     """Rank 0, once nothing can be wrong: the folder holds this run from here on, as far as the checkpoint goes.
 
-    Returns whether best.pt is of this run and not of a later step, so that its metrics still count. A new run gets a
-    name of its own first, so that no checkpoint of the one before counts, whenever it is killed. Raises InputError
-    where the folder holds another run than the checkpoint's and `overwrite` is False.
+    Returns whether the first of best_names is of this run and not of a later step, so that its metrics still count. A
+    new run gets a name of its own first, so that no checkpoint of the one before counts, whenever it is killed. Raises
+    InputError where the folder holds another run than the checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
-    best = folder / "best.pt"
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
     if checkpoint and run_id and read_seal(Path(checkpoint["path"])).run_id == run_id:
         # the same run, which may go back to its best.pt, say: what it resumes is the newest from here on
@@ -361,17 +367,17 @@ def begin_run(folder: Path, checkpoint: dict | None, overwrite: bool = False) ->
         for path in folder.glob("step_*.pt"):
             if path.name > first.name:
                 path.unlink()
-        seal = read_seal(best)
-        if not seal.damage and seal.run_id == run_id and seal.step <= checkpoint["step"]:
-            return True
-        best.unlink(missing_ok=True)
-        return False
+        seals = {name: read_seal(folder / name) for name in best_names}
+        late = [name for name, seal in seals.items() if not _counts(seal, run_id, checkpoint["step"])]
+        for name in late:
+            (folder / name).unlink(missing_ok=True)
+        return best_names[0] not in late
 
     if checkpoint and run_id and not overwrite:
         raise InputError(f"{folder}: holds another run; choose another folder or --overwrite")
     run_id = secrets.token_hex(8)
     write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
-    for path in [folder / name for name in WRITTEN] + [*folder.glob("step_*.pt"), best]:
+    for path in [folder / name for name in WRITTEN] + [*folder.glob("*.pt")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if checkpoint:
         # another run's becomes the first of this one, so that `auto` finds it; the log of that one stays behind

@@ -55,6 +55,8 @@ class Run:
 
     # whether all ranks must make equally many passes in a step and in an evaluation
     equal_passes = False
+    # the names of the best checkpoint; a script whose parts each have a best of their own puts that name first
+    best_names: tuple[str, ...] = ("best.pt",)
 
     def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str, model_flags: tuple[str, ...] = ()):
         """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before begin().
@@ -186,7 +188,7 @@ class Run:
         with du.agree_on_errors():
             try:
                 if self.ranks.is_main:
-                    best_counts = checkpoint.begin_run(self.folder, saved, args.overwrite)
+                    best_counts = checkpoint.begin_run(self.folder, saved, args.overwrite, self.best_names)
                 # faulthandler keeps it open
                 self.stacks = open(self.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
                 names = [*losses, "grad_norm", "skipped"]
@@ -214,6 +216,17 @@ class Run:
         # compiled in place, so that the names of the weights stay
         if args.compile:
             model.compile()
+        return self.wrap()
+
+    def go_on_with(self, optimizer: torch.optim.Optimizer) -> nn.Module:
+        """All ranks, in mid-run after choose_batch(): other weights of the model are trained from here on.
+
+        What was best so far counts no longer. Returns the model to train, as begin() does.
+        """
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler(self.ranks.device.type, init_scale=2.0**14, enabled=self.scaler.is_enabled())
+        self.facts |= {"effective_batch_size": self.effective, "leaf": self.leaf, "lr_times": self.lr_times}
+        self.position.best, self.position.best_metrics, self.stream = None, {}, None
         return self.wrap()
 
     # --- the engine: torch's own --------------------------------------------------------------------------------------
@@ -412,7 +425,7 @@ class Run:
                 "log": self.log.state(),
                 "model": weights,
             }
-            self.writer.save(contents | self.engine_state() | self.extra, best)
+            self.writer.save(contents | self.engine_state() | self.extra, self.best_names if best else ())
             self.saved, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
@@ -467,7 +480,7 @@ class Run:
             self.writer.wait()
             if self.position.best is None:
                 return self.position.step
-            best = checkpoint.load_checkpoint(str(self.folder / "best.pt"), self.folder, self.format)
+            best = checkpoint.load_checkpoint(str(self.folder / self.best_names[0]), self.folder, self.format)
         self.put_weights(model, best["model"])
         return best["step"]
 

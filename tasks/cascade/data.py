@@ -289,7 +289,9 @@ class Data:
 
         with ThreadPoolExecutor(max(1, self.args.num_workers)) as pool:
             own = self.patients[rank::world_size]
-            own = list(tqdm(pool.map(read, own), "reading patients", len(own), delay=3, mininterval=2, disable=rank > 0))
+            own = list(
+                tqdm(pool.map(read, own), "reading patients", len(own), delay=3, mininterval=2, disable=rank > 0)
+            )
         with du.agree_on_errors():
             for error in (row[3] for row in own if row[3]):
                 raise error

@@ -1,1 +1,141 @@
-"""stub"""
+"""What guide 3 writes at the end: the table and the figure of the test, volumes as NIfTI."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import distributed_utils as du
+from tasks.cascade.geometry import HU_PER_UNIT, VIEWS, Grey, project, to_hu
+from utils import stats
+from utils.checkpoint import write_atomically
+from utils.cli import InputError, RunError
+
+# what needs no network; the table compares with the best of them
+RIVALS = ("linear posterior", "mean volume", "back-projection", "nearest patient")
+# of the slices, -1000 to 400 HU, and of differences, 300 HU
+WINDOW, DIFFERENCE = (-1.0, -0.3), 0.15
+
+
+def name_of(row: str) -> str:
+    """A row's name in summary.json: rival/... for what is not the network's."""
+    name = row.replace(", ", "_").replace("'s", "").replace(" ", "_").replace("-", "_").replace(".", "")
+    if row.startswith(RIVALS):
+        return f"rival/{name}/"
+    return "" if row in ("one step", "regression") else f"{name}/"
+
+
+def print_test(table: dict[tuple[str, str], np.ndarray], rival_run: str | None, digest: str) -> dict[str, float]:
+    """{metric: mean over patients} of {(row, column): (patients,)}; rank 0 prints the table and what follows from it.
+
+    rival_run: another run's folder, whose summary.json becomes a row, if its patients are the same (digest).
+    """
+    metrics = {f"test/{name_of(row)}{column}": float(values.mean()) for (row, column), values in table.items()}
+    rows: dict[str, dict[str, float]] = {}
+    for (row, column), values in table.items():
+        rows.setdefault(row, {})[column] = float(values.mean())
+    if rival_run:
+        rows |= read_rival(Path(rival_run), digest, next(iter(rows.values())))
+    coverage = rows.get("one sample", {}).pop("coverage_90", None)
+
+    # the strongest rival by its mean, and the lead over it by patient
+    psnr = {row: values for (row, column), values in table.items() if column == "psnr"}
+    patients = range(len(next(iter(psnr.values()))))
+    strongest = max((row for row in psnr if row.startswith(RIVALS)), key=lambda row: psnr[row].mean())
+    lines = []
+    for own in ("regression", "one step", "one sample"):
+        for other in (strongest, "another patient's X-rays") if own in psnr else ():
+            lead = psnr[own] - psnr[other]
+            low, high = stats.interval_of_mean(lead, patients, bounded=False)
+            name = "strongest_rival" if other == strongest else "another_patient"
+            key = f"test/{name_of(own)}psnr_above_{name}"
+            metrics |= {key: float(lead.mean()), f"{key}_low": low, f"{key}_high": high}
+            if own != "one sample" or other == strongest:
+                lines.append(f"{own}: {lead.mean():+.2f} dB ({low:+.2f} to {high:+.2f}) above {other}")
+    if coverage is not None:
+        lines.append(f"the 90 % interval of the samples holds {coverage:.1%} of the true voxels of the body")
+
+    columns = list(next(iter(rows.values())))
+    lines = [f"{'test, ' + str(len(patients)) + ' patients':<30}" + "".join(f"{c:>9}" for c in columns)] + [
+        f"{row:<30}" + "".join(f"{values[c]:9.{digits_of(c)}f}" if c in values else f"{'-':>9}" for c in columns)
+        for row, values in rows.items()
+    ] + lines  # fmt: skip
+    du.print_main("\n".join(lines))
+    return metrics
+
+
+def digits_of(column: str) -> int:
+    return 0 if column.endswith("hu") else 2 if column == "psnr" else 3
+
+
+def read_rival(folder: Path, digest: str, columns: dict) -> dict[str, dict[str, float]]:
+    """{row: metrics} of another run's test. Raises InputError where there is none, or it is of other patients."""
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InputError(f"{folder}: no summary.json of a finished run; check --rival_run") from None
+    if digest not in found.get("training patients", ""):
+        raise InputError(f"{folder}: a run on other patients; check --rival_run")
+    return {f"{folder.name} (--rival_run)": {c: found[f"test/{c}"] for c in columns if f"test/{c}" in found}}
+
+
+# --- the figure -------------------------------------------------------------------------------------------------------
+
+
+def slices_of(volume: Tensor) -> list[Tensor]:
+    """The middle frontal, lateral and axial slices of a volume (X, Y, Z), as one looks at the patient."""
+    x, y, z = (side // 2 for side in volume.shape)
+    return [volume[:, y].T.flip(0, 1), volume[x].T.flip(0, 1), volume[:, :, z].T.flip(0, 1)]
+
+
+def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
+    """The first patient: the true CT, the network's answers and the best of linear algebra; projections and slices."""
+    from matplotlib.figure import Figure
+
+    own = [row for row in ("regression", "one step", "one sample") if row in rows]
+    volumes = {"true CT": true} | {row: rows[row] for row in (*own, "linear posterior, consistent")}
+    views = range(len(greys))
+    titles = [f"X-ray, {VIEWS[view]}" for view in views] + ["frontal slice", "lateral slice", "axial slice", "error"]
+    figure = Figure(figsize=(1.9 * len(titles), 2.0 * len(volumes) + 0.4), layout="constrained")
+    axes = figure.subplots(len(volumes), len(titles), squeeze=False)
+    for line, (name, volume) in zip(axes, volumes.items(), strict=True):
+        first = volume[:1].float()
+        images = [batch["xrays"][0, view] for view in views]
+        if name != "true CT":
+            images = [
+                grey.slope * project(first, batch["extent"][:1], view)[0, 0] + grey.offset
+                for view, grey in enumerate(greys)
+            ]
+        pictures = [(image, -1, 1) for image in images] + [(part, *WINDOW) for part in slices_of(first[0, 0])]
+        pictures.append((slices_of((first - true[:1])[0, 0])[0], -DIFFERENCE, DIFFERENCE))
+        for ax, title, (picture, low, high) in zip(line, titles, pictures, strict=True):
+            is_error = title == "error"
+            ax.imshow(picture.cpu().numpy(), cmap="RdBu_r" if is_error else "gray", vmin=low, vmax=high)
+            ax.set(xticks=[], yticks=[])
+            if name == "true CT":
+                ax.set_title(f"error, ±{DIFFERENCE * HU_PER_UNIT:.0f} HU" if is_error else title, fontsize=9)
+        line[0].set_ylabel(name.replace(", ", "\n"), fontsize=9)
+    return figure
+
+
+# --- volumes ----------------------------------------------------------------------------------------------------------
+
+
+def write_volume(path: Path, volume: Tensor, extent: list[float], is_difference: bool = False) -> None:
+    """A volume (X, Y, Z) in -1..1, or a difference, as NIfTI in whole HU, its middle at 0 mm. Raises RunError."""
+    import nibabel
+
+    hu = volume * HU_PER_UNIT if is_difference else to_hu(volume)
+    values = hu.round().to(torch.int16).cpu().numpy()
+    voxel = np.array(extent) / values.shape
+    affine = np.diag([*voxel, 1.0])
+    affine[:3, 3] = -voxel * (np.array(values.shape) - 1) / 2
+    image = nibabel.Nifti1Image(values, affine)
+    image.header.set_xyzt_units("mm")
+    try:
+        write_atomically(path, lambda file: file.write(gzip.compress(image.to_bytes())))
+    except OSError as error:
+        raise RunError(f"{path}: not written ({error.strerror}); make room") from None
