@@ -71,10 +71,10 @@ def update(step: loop.Step, lr: float) -> None:
         step.run.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
 
 
-def keep(run: loop.Run, metrics: dict, headline: str) -> None:
+def keep(run: loop.Run, metrics: dict, headline: str = "", lower: bool = False) -> None:
     if KIND == "numpy":
         metrics = {name: np.float64(value) for name, value in metrics.items()}
-    REAL_KEEP(run, metrics, headline)
+    REAL_KEEP(run, metrics, headline, lower)
 
 
 REAL_KEEP, loop.Run.keep = loop.Run.keep, keep
