@@ -43,8 +43,9 @@ VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
 HDF5 = "ct_xray_data.h5"
 # mm along each side of an HDF5 file's CT, where the file does not say
 HDF5_MM = 320.0
-# side of the images that the alignment check compares, and the correlation that it wants
-CHECK, ALIKE = 32, 0.5
+# side of the images that the alignment check compares; and what X-ray and projection correlate by at least, the mean
+# patient taken away
+CHECK, ALIKE = 32, 0.3
 # patients that the linear posterior knows at most, and the side of its grid
 KNOWN, PRIOR_SIDE = 256, 64
 
@@ -184,7 +185,7 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
             image = read_dicom(path) if path.is_dir() else nibabel.load(path)
             image = nibabel.as_closest_canonical(nibabel.squeeze_image(image))
-            hu, affine = image.dataobj, image.affine
+            hu, affine = np.asarray(image.dataobj, np.float32), image.affine
         hu = np.array(hu, np.float32, order="C")
         if hu.ndim != 3 or min(hu.shape) < 4:
             raise ValueError(f"shape {hu.shape}")
@@ -326,7 +327,11 @@ class Data:
             found = ", ".join(f"{VIEWS[view]} {now[view]:.2f} -> {scores[view]:.2f}" for view in views)
             raise InputError(f"--dataset_path: X-rays lie otherwise than CTs (r {found}); give {' '.join(flags)}")
         for view in views:
-            wrong = [self.patients[place].id for place in np.flatnonzero(alike(view, False, False) < ALIKE)]
+            # bodies are alike: what is the patient's own is what differs from the mean
+            own = [part - part.mean(0) for part in (rays[:, view], images[:, view])]
+            sign = np.sign(np.corrcoef(rays[:, view].ravel(), images[:, view].ravel())[0, 1])
+            r = sign * (own[0] * own[1]).sum((1, 2)) / np.sqrt((own[0] ** 2).sum((1, 2)) * (own[1] ** 2).sum((1, 2)))
+            wrong = [self.patients[place].id for place in np.flatnonzero(~(r > ALIKE))]
             if wrong:
                 names = ", ".join(wrong[:8])
                 reason = f"not the {VIEWS[view]} picture of its CT (r < {ALIKE}) in {len(wrong)} patients: {names}"
