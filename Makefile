@@ -55,14 +55,13 @@ demo-survival:
 	$(BIN)/python $(T) --world_size $$processes --log_dir $(IMAGE) && \
 	$(BIN)/python $(T) --world_size $$processes --clinical_columns Age Sex --rival_run $(IMAGE)
 
-demo-cascade: T := train_accelerate.py --config configs/cascade_demo.json
 demo-cascade:
+	rm -rf data/demo/cascade_cache
 	$(BIN)/python -m tools.sample_data cascade data/demo/cascade
 	processes=$(PROCESSES) && export PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 && \
 	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
-	    $(T) --stage 1 && \
-	torchrun --standalone --nproc_per_node=$$processes $(T) --resume_from auto --check_conditioning --num_samples 4
+	    train_accelerate.py --config configs/cascade_demo.json
 
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad

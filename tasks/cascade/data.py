@@ -45,7 +45,7 @@ HDF5 = "ct_xray_data.h5"
 HDF5_MM = 320.0
 # side of the images that the alignment check compares; and what X-ray and projection correlate by at least, the mean
 # patient taken away
-CHECK, ALIKE = 32, 0.3
+CHECK, ALIKE = 32, 0.5
 # patients that the linear posterior knows at most, and the side of its grid
 KNOWN, PRIOR_SIDE = 256, 64
 
