@@ -83,17 +83,6 @@ check_range() {
   [[ $2 =~ ^$number:$number$ ]] || fail "$1 must be MIN:MAX, such as 1:4, not '$2'"
 }
 
-# elastic_command MIN:MAX PROCESSES: sets `command` to what starts a torchrun agent for each process (docs/elastic.md);
-# auto: from 1 to all of them.
-elastic_command() {
-  local ranks=$1 processes=$2 torchrun python
-  if [[ $ranks == auto ]]; then ranks=1:$processes; fi
-  torchrun=$(command -v torchrun) || fail "no command torchrun; try: make setup"
-  python=${torchrun%/*}/python
-  if [[ ! -x $python ]]; then python=python; fi
-  command=("$python" "${BASH_SOURCE[0]%/*}/old/elastic_utils.py" --agents="$processes" --ranks="$ranks")
-}
-
 # print_command COMMAND WORD...: one line that a shell would read as this command.
 print_command() {
   printf '%q ' "$@"

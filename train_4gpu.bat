@@ -13,7 +13,6 @@ set "word="
 set "inside="
 set "quoted="
 set "help="
-set "elastic="
 set "before="
 set "here=%~dp0"
 rem a variable of this name would hide the exit code
@@ -55,7 +54,6 @@ if defined inside (echo error: a quote is not closed>&2& exit /b 2)
 if defined word call :take
 if defined pending (echo error: %pending% needs a value>&2& exit /b 2)
 if defined help goto help
-if defined elastic (echo error: --elastic: torchrun on Windows cannot; start without it, or under Linux>&2& exit /b 2)
 if not "%precision%"=="bf16" if not "%precision%"=="fp16" set "precision=no"
 
 rem A value from outside loses its quotes and then stands inside quotes, so that cmd executes nothing that is in it.
@@ -153,8 +151,6 @@ if "%bare:~0,9%"=="--method=" set "method=%bare:~9%"& exit /b
 if "%bare:~0,11%"=="--num_gpus=" set "count=%bare:~11%"& exit /b
 if "%bare%"=="--cpu" set "cpu=1"& exit /b
 if "%bare%"=="--dry_run" set "dry_run=1"& exit /b
-if "%bare%"=="--elastic" set "elastic=1"& exit /b
-if "%bare:~0,10%"=="--elastic=" set "elastic=1"& exit /b
 if "%bare%"=="--help" set "help=1"& exit /b
 if "%bare%"=="-h" set "help=1"& exit /b
 set words=%words% %word%
@@ -187,7 +183,6 @@ echo Train the X-ray to CT cascade on 4 GPUs of this machine.
 echo   train_4gpu.bat --config configs/multi_view_config.json --method accelerate --wandb
 echo   --method accelerate^|torchrun   what starts the processes (default accelerate; the result is the same)
 echo   --num_gpus N                   processes, one per GPU (default 4)
-echo   --elastic, --elastic=MIN:MAX   GPUs may come and go (torchrun on Linux), see docs/elastic.md
 echo   --cpu                          CPU processes instead (with --num_gpus N)
 echo   --mixed_precision P, --checkpoint_dir DIR and all else go to train_accelerate.py as they are
 echo   --dry_run                      print the command instead of running it

@@ -3,7 +3,6 @@
 #   bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
 #   --method accelerate|torchrun   what starts the processes (default accelerate; the result is the same)
 #   --num_gpus N                   processes, one per GPU (default 4)
-#   --elastic, --elastic=MIN:MAX   GPUs may come and go (torchrun on Linux), see docs/elastic.md
 #   --cpu                          CPU processes instead (with --num_gpus N)
 #   --mixed_precision P, --checkpoint_dir DIR and all else go to train_accelerate.py as they are
 #   --dry_run                      print the command instead of running it
@@ -16,7 +15,6 @@ source "$here/launch_functions.sh"
 method=accelerate
 count=4
 cpu=''
-elastic=''
 dry_run=''
 precision=no
 words=()
@@ -29,19 +27,10 @@ while (($#)); do
       if [[ $1 == --method ]]; then method=$2; else count=$2; fi
       shift
       ;;
-    --elastic)
-      elastic=auto
-      method=torchrun
-      ;;
-    --elastic=*)
-      elastic=${1#*=}
-      check_range --elastic "$elastic"
-      method=torchrun
-      ;;
     --cpu) cpu=1 ;;
     --dry_run) dry_run=1 ;;
     -h | --help)
-      sed -n '2,9s/^# //p' "$0"
+      sed -n '2,8s/^# //p' "$0"
       exit 0
       ;;
     --mixed_precision)
@@ -91,7 +80,6 @@ if [[ $method == accelerate ]]; then
 else
   command=(torchrun --standalone --nproc_per_node="$count")
 fi
-if [[ $elastic ]]; then elastic_command "$elastic" "$count"; fi
 command+=("$script" ${words[@]+"${words[@]}"})
 
 # Said as train_4gpu.bat says it: words with blanks in double quotes.

@@ -182,6 +182,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args.stage_configs = choose_stages(args.stage_configs, args, parser.given(argv))
     except (ArgumentTypeError, TypeError, ValueError) as error:
         parser.error(f"--stage_configs: {error}")
+    # of the last stage, for a tool that tries one step; each stage brings its own
+    args.batch_size, args.gradient_accumulation_steps = (
+        args.stage_configs[-1][name] for name in ("batch_size", "accumulation_steps")
+    )
     return args
 
 
@@ -200,7 +204,7 @@ from torch.utils.data import Subset
 import distributed_utils as du
 from hardware_utils import GroupNorm, autocast, choose_precision, set_numerics
 from tasks.cascade import report
-from tasks.cascade.data import Data, XrayCtDataset, find_patients, make_drrs
+from tasks.cascade.data import KNOWN, PRIOR_SIDE, Data, XrayCtDataset, find_patients, make_drrs
 from tasks.cascade.geometry import (
     HU_PER_UNIT,
     VIEWS,
@@ -209,7 +213,6 @@ from tasks.cascade.geometry import (
     Prior,
     agree,
     back_projection,
-    learn_prior,
     lift,
     measure,
     normalise,
@@ -461,13 +464,14 @@ class Cascade(nn.Module):
         self.priors = [prior.on(device, stage.volume_size) for stage in self.stages]
         self.net: StageNet | None = None
         self.averaged = nn.ModuleList()
-        # cosine schedule (Nichol & Dhariwal 2021, s = .008): what residual and noise are multiplied by
-        share = torch.arange(args.num_timesteps, dtype=torch.float64) / args.num_timesteps
-        signal = torch.cos((share + 0.008) / 1.008 * math.pi / 2) / math.cos(0.008 / 1.008 * math.pi / 2)
-        noise = (1 - signal**2).sqrt()
-        self.signal, self.noise = signal.float().to(device), noise.float().to(device)
-        # for sampling, where all patients are at one timestep, which a GPU would be waited for
-        self.host_signal, self.host_noise = signal.tolist(), noise.tolist()
+        # cosine schedule (Nichol & Dhariwal 2021, s = .008): what residual and noise are multiplied by; on the host for
+        # sampling, where all patients are at one timestep
+        angles = [(t / args.num_timesteps + 0.008) / 1.008 * math.pi / 2 for t in range(args.num_timesteps)]
+        self.host_signal = [math.cos(angle) / math.cos(angles[0]) for angle in angles]
+        self.host_noise = [math.sqrt(1 - signal**2) for signal in self.host_signal]
+        self.signal, self.noise = (
+            torch.tensor(values, device=device) for values in (self.host_signal, self.host_noise)
+        )
         self.last = args.num_timesteps - 1
 
     def add_stage(self) -> None:
@@ -793,13 +797,13 @@ def make_optimizer(cascade: Cascade, args: Namespace) -> torch.optim.Optimizer:
 
 
 def build_model(args: Namespace, precision: str, device: torch.device) -> Cascade:
-    """The last stage ready to be trained after those before it, all with random weights and a made-up prior."""
-    torch.manual_seed(args.seed)
-    top = args.stage_configs[-1]["volume_size"]
-    side = [min(16, length) for length in top]
-    volumes = torch.rand(4, *side)
-    rays = torch.cat([volumes.mean(axis).flatten(1) for axis in (2, 1)[: args.num_views]], 1)
-    prior = learn_prior(volumes, rays, [Grey(0.2, -1.0, 0.02)] * args.num_views)
+    """The last stage ready to be trained after those before it, all with random weights and an empty prior."""
+    grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
+    rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
+    shapes = {"mean": (1, 1, *grid), "basis": (64, *grid), "coordinates": (KNOWN, 64), "centre": (rays,)}
+    shapes |= {"weights": (KNOWN, rays), "kernel": (KNOWN, KNOWN)}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    prior = Prior(grid, [Grey(0.2, -1.0, 0.02)] * args.num_views, 1.0, 0.01, 0.01, **tensors)
     cascade = Cascade(args, device, precision, prior, [0.1] * len(args.stage_configs))
     for _ in args.stage_configs:
         cascade.add_stage()

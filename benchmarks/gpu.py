@@ -13,6 +13,8 @@ and data are made up; nothing is downloaded. Exit code 0: nothing failed.
 """
 
 import argparse
+from bisect import bisect_left
+from itertools import accumulate
 import contextlib
 import datetime
 import json
@@ -34,7 +36,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpu_sizes import BATCH, LEAST_MFU, MOVED, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data
+from gpu_sizes import BATCH, LEAST_MFU, MOVED, OUT_FLAG, ROOT, SCRIPTS, STAGE_EPOCHS, STEPS, filled_flags, make_data
 
 KEYS = ("part", "name", "value", "low", "high", "result", "reason")
 BEGIN = "<!-- benchmarks/gpu.py writes from here -->"
@@ -385,10 +387,12 @@ def one_script(setting: Setting, task: str) -> Lines:
         flags += ["--max_steps", steps]
     job = Job(task, f"{setting.size}_steps", flags, setting.size)
     run = run_script(setting, job)
-    stages = sorted({record.get("stage", 0) for record in run.training()})
-    for stage in stages:
-        prefix = f"stage {stage}: " if stage else ""
-        records = [record for record in run.training() if record.get("stage", 0) == stage]
+    # The epoch says which stage of the cascade a line is of.
+    ends = list(accumulate(STAGE_EPOCHS)) if task == "cascade" and setting.size == "full" else []
+    stage_of = {record["step"]: bisect_left(ends, record["epoch"]) for record in run.training()}
+    for stage in sorted(set(stage_of.values())):
+        prefix = f"stage {stage + 1}: " if ends else ""
+        records = [record for record in run.training() if stage_of[record["step"]] == stage]
         # The first interval warms up.
         yield from speed_lines(setting, task, prefix, records[1:] or records)
     yield host_wait_line(setting, run, log_every)

@@ -22,7 +22,7 @@ SCRIPTS = {
     "compressed_ad": "train.py",
 }
 # on the new foundation: utils/torchrun.py starts them, tools.rehearse traces a step of them
-MOVED = ("prs_med", "mimic_cxr", "survival")
+MOVED = ("prs_med", "mimic_cxr", "survival", "cascade")
 OUT_FLAG = {
     "prs_med": "--checkpoint_dir",
     "mimic_cxr": "--output_dir",
@@ -43,18 +43,9 @@ LEAST_MFU = {"prs_med": 0.2, "mimic_cxr": 0.1, "survival": 0.2, "cascade": 0.1, 
 # Samples of a step at tiny size, on all processes together.
 BATCH = {"prs_med": 4, "mimic_cxr": 8, "survival": 8, "cascade": 4, "compressed_ad": 8}
 
-TINY_STAGES = [
-    {
-        "name": "stage1",
-        "volume_size": [8, 8, 8],
-        "voxel_dim": 16,
-        "vit_depth": 1,
-        "num_heads": 2,
-        "token_grid": 4,
-    }
-]
+TINY_STAGE = {"volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4}
 
-# The flags of a run, as words of one line: {data} and {stages} are filled in by filled_flags.
+# The flags of a run, as words of one line: {data} and {stage} are filled in by filled_flags.
 # The batch of the published size is each script's own choice, fitted to the memory.
 FLAGS = {
     # The tiny models' checkpoints lie with the sample data, those of the published size are config.json alone.
@@ -93,7 +84,7 @@ FLAGS = {
         "tiny": """
             --dataset_path {data} --cache_dir {data}_cache --batch_size 4 --num_workers 0
             --img_size 32 --encoder_dim 16 --num_timesteps 20 --ddim_steps 2
-            --num_epochs_per_stage 4 --stage_configs {stages}
+            --num_epochs_per_stage 4 --stage_configs {stage}
         """,
         "full": """
             --config {data}_config.json --dataset_path {data} --cache_dir {data}_cache
@@ -238,8 +229,8 @@ def repeat_patients(folder: Path, copies: int) -> None:
 def filled_flags(task: str, size: str, data: Path) -> list[str]:
     """The task's flags for its published or its tiny size, with this folder of data."""
     words = FLAGS[task][size].split()
-    stages = json.dumps(TINY_STAGES)
-    return [word.replace("{data}", str(data)).replace("{stages}", stages) for word in words]
+    stage = json.dumps(TINY_STAGE)
+    return [word.replace("{data}", str(data)).replace("{stage}", stage) for word in words]
 
 
 def write_full_models(out: Path, task: str) -> None:
@@ -260,7 +251,7 @@ def write_full_models(out: Path, task: str) -> None:
 
 def write_stages(out: Path) -> None:
     """Write the published config of the cascade with each stage's own number of epochs."""
-    from old.cli_utils import read_config
+    from utils.cli import read_config
 
     config = read_config(str(ROOT / "configs/multi_view_config.json"))
     for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):

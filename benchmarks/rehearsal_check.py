@@ -21,14 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# The cascade's stages, of 32^3 and 64^3 voxels.
-STAGES = [
-    {"name": "stage1", "volume_size": [32] * 3, "voxel_dim": 64, "vit_depth": 2, "num_heads": 4, "token_grid": 8},
-    {"name": "stage2", "volume_size": [64] * 3, "voxel_dim": 64, "vit_depth": 2, "num_heads": 4, "token_grid": 8},
-]
-
 # The scripts, with what all their settings have.
-CASCADE = "train_accelerate.py --img_size 64 --encoder_dim 64"
 COMPRESSED_AD = "train.py"
 
 
@@ -41,9 +34,6 @@ class Setting(NamedTuple):
 
 
 SETTINGS = [
-    # a stage of the cascade each, and both models of train.py
-    Setting("cascade, 32^3, batch 2", CASCADE, "--stage 1 --batch_size 2"),
-    Setting("cascade, 64^3, batch 1", CASCADE, "--stage 2 --batch_size 1"),
     Setting("CompressedAD, batch 16", COMPRESSED_AD, "--train_batch_size 16"),
     Setting("AD, batch 32", COMPRESSED_AD, "--model ad --train_batch_size 32"),
 ]
@@ -52,8 +42,6 @@ SETTINGS = [
 def command_line(setting: Setting) -> list[str]:
     """The script and its flags."""
     words = f"{setting.script} {setting.flags} --mixed_precision no".split()
-    if setting.script == CASCADE:
-        words += ["--stage_configs", json.dumps(STAGES)]
     return words
 
 

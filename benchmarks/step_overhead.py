@@ -1,7 +1,6 @@
-"""What a script's training loop costs over a bare one, for the two scripts on old/; loop_overhead.py has the others.
+"""What a script's training loop costs over a bare one, for the script on old/; loop_overhead.py has the others.
 
-    python benchmarks/step_overhead.py                    # both
-    python benchmarks/step_overhead.py --tasks cascade    # one of them
+    python benchmarks/step_overhead.py
 
 Both loops have the same model, seed, data and optimizer. One process: samples/s of the script's train_one_epoch over
 those of a bare loop (they alternate in one run; the median of the ratios counts), and whether the weights after 20
@@ -168,78 +167,6 @@ def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Opt
 # --- the two ----------------------------------------------------------------------------------------------------------
 
 
-# Two stages, of 16^3 and 32^3 voxels.
-CASCADE_STAGES = [
-    {
-        "volume_size": [16, 16, 16],
-        "token_grid": 8,
-        "voxel_dim": 64,
-        "vit_depth": 2,
-        "num_heads": 4,
-    },
-    {
-        "volume_size": [32, 32, 32],
-        "token_grid": 8,
-        "voxel_dim": 64,
-        "vit_depth": 2,
-        "num_heads": 4,
-    },
-]
-
-
-def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
-    """train_accelerate.py in its second stage, which has the volume of the first beside the X-rays."""
-    import train_accelerate as script
-    from tasks.cascade.plan import StageProgress
-
-    files = {"dataset_path": data, "cache_dir": data / "cache", "checkpoint_dir": run_folder}
-    flags = "--img_size 64 --encoder_dim 64 --batch_size 4 --scheduler constant --cache_in_memory --num_workers 0"
-    flags += " --mixed_precision no"
-    words = command_line(flags, files)
-    words += ["--stage_configs", json.dumps(CASCADE_STAGES)]
-    args = script.parse_args(words)
-
-    # the patients, whose volumes of this stage are in memory
-    stage = 1
-    config = args.stage_configs[stage]
-    sizes = [each["volume_size"] for each in args.stage_configs]
-    patients = script.source_of_flags(vars(args), args.source, ranks.device).load(sizes)
-    setup = script.Setup(args, ranks.device, "no", patients)
-    setup.take_prior(None)
-    # the stage before, whose estimate each step starts from
-    setup.models = [script.build_model(0, args, ranks.device).requires_grad_(False).eval()]
-    volumes = patients.set("train", config["volume_size"])
-    read_all(volumes)
-    loader = create_distributed_dataloader(volumes, args.batch_size)
-
-    # the model of this stage, and its average
-    model = script.build_model(stage, args, ranks.device)
-    averaged = script.Ema(model, args.ema_decay)
-    optimizer = script.make_optimizer(model, args)
-    if kind == "script":
-        accelerator = script.make_accelerator("no", 1, ranks)
-        wrapped = accelerator.prepare_model(model)
-        scaler = LossScaler(ranks.device, "no")
-        learner = script.Learner(model, wrapped, averaged, optimizer, scaler)
-        progress = StageProgress(stage=stage)
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, progress)
-        train_epoch = partial(script.train_one_epoch, stage, learner, loader)
-        return script_loop(model, loader, training, train_epoch, setup)
-
-    wrapped = wrap(model)
-    steps = itertools.count(1)
-
-    def one_step(batch: dict, epoch: int) -> None:
-        batch, draw = script.training_batch(batch, stage, epoch, setup)
-        losses = script.sample_losses(wrapped, batch, draw, setup)
-        diffusion_loss, physics_loss = (loss.mean() for loss in losses)
-        loss = diffusion_loss + config["physics_weight"] * physics_loss
-        backward_and_step(loss, model, optimizer, args)
-        averaged.update(model, next(steps))
-
-    return bare_loop(model, loader, one_step)
-
-
 def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train.py with the demo's model."""
     import train as script
@@ -281,7 +208,6 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "cascade": Task(cascade, "--num_patients 44 --matrix 32"),
     "compressed_ad": Task(compressed_ad, "--streams 20"),
 }
 

@@ -1,12 +1,12 @@
-"""Do two versions of this project compute the same, bit for bit? Tiny runs of the two scripts on old/, by both trees.
+"""Do two versions of this project compute the same, bit for bit? Tiny runs of the script on old/, by both trees.
 
     git worktree add ../before <commit>
     python tests/old/golden_runs.py ../before            # minutes on two cores
 
 Both trees run on the same data, by 1 and 2 processes, in fp32. Compared are metrics.jsonl and summary.json but for
-times, the files of the run folder, the keys of a checkpoint, the flags with their defaults, and one error line of each
-script. Then a run of the cascade is begun by the old tree and resumed by this one in stage 2: the lines that follow
-must be those of the old tree's uninterrupted run.
+times, the files of the run folder, the keys of a checkpoint, the flags with their defaults, and one error line. Then a
+run is begun by the old tree and resumed by this one: the lines that follow must be those of the old tree's
+uninterrupted run.
 """
 
 import argparse
@@ -19,29 +19,20 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TASKS = ("cascade", "compressed_ad")
+TASKS = ("compressed_ad",)
 SCRIPTS = {
-    "cascade": "train_accelerate.py",
     "compressed_ad": "train.py",
 }
 # The flag of each script that names the run folder.
 RUN_FOLDER_FLAGS = {
-    "cascade": "--checkpoint_dir",
     "compressed_ad": "--output_dir",
 }
 # Data sets as small as can be.
 SAMPLE_SIZES = {
-    "cascade": "--num_patients 13 --matrix 16",
     "compressed_ad": "--streams 2 --steps 100",
 }
-# The cascade: two stages, of 8^3 and 16^3 voxels.
-STAGES = [
-    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
-    {"name": "stage2", "volume_size": [16, 16, 16], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
-]
 # A wrong value of each script, for its error line.
 WRONG = {
-    "cascade": "--ddim_steps 7",
     "compressed_ad": "--tf_n_head 3",
 }
 # What depends on the clock or the machine.
@@ -79,17 +70,12 @@ def task_flags(task: str, data: Path, processes: int) -> list[str]:
     """The flags of a tiny run; its global batch is the same for any number of processes."""
     folder = data / task
     flags = {
-        # 2 stages of 2 epochs
-        "cascade": f"--dataset_path {folder} --cache_dir {data}/cache --img_size 32 --encoder_dim 16 "
-        f"--batch_size {4 // processes} --num_timesteps 20 --ddim_steps 2 --num_epochs_per_stage 2",
         # 8 steps, 2 evaluations
         "compressed_ad": f"--data {folder} --tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --encoder_n_layer 1 "
         f"--tf_dim_feedforward 32 --n_transit 20 --n_latent 4 --batch_size {8 // processes} --num_warmup_steps 2 "
         "--train_timesteps 8 --eval_interval 4 --eval_episodes 2 --val_episodes 2 --eval_seeds 1",
     }
     words = f"{flags[task]} --num_workers 0 --log_every 1 --seed 3 --world_size {processes}".split()
-    if task == "cascade":
-        words += ["--stage_configs", json.dumps(STAGES)]
     return words
 
 
@@ -189,8 +175,8 @@ def main() -> None:
             shutil.rmtree(out)
 
         # begun by one and resumed by the other
-        wrong = resumed_differs("cascade", 8, old_tree, data, out)
-        print(f"cascade begun there and resumed here: {'DIFFERS' if wrong else 'equal'}", flush=True)
+        wrong = resumed_differs("compressed_ad", 4, old_tree, data, out)
+        print(f"begun there and resumed here: {'DIFFERS' if wrong else 'equal'}", flush=True)
         failed += wrong
     sys.exit(bool(failed))
 

@@ -32,40 +32,35 @@ class Most(NamedTuple):
 
 # Each is a little above what was traced on 2026-11-22; the figures before are in benchmarks/RESULTS.md.
 MOST = {
-    "cascade": Most(22.6, 21.0, 5.0),
     "compressed_ad": Most(2.3, 0.7, 2.8),
 }
 
-# Where the host waits for the GPU in a first step. Of a run's later steps none is left: MONAI's scheduler moves its
-# table of noise levels to the GPU once.
-WAITS: dict[str, dict[str, int]] = {name: {} for name in MOST} | {"cascade": {"copy cpu -> cuda in scheduler.py": 1}}
+# Where the host waits for the GPU in a first step.
+WAITS: dict[str, dict[str, int]] = {name: {} for name in MOST}
 
 
 # script and flags at the published sizes
 FULL_SIZE = {
-    "cascade": ["train_accelerate.py", "--config", str(ROOT / "configs/multi_view_config.json")],
     "compressed_ad": ["train.py"],
 }
 
 
-def tiny_size(cascade_flags, out: Path) -> dict[str, list[str]]:
+def tiny_size() -> dict[str, list[str]]:
     """{name: script and flags} as small as can be, in fp32."""
     in_context = ["--tf_n_embd", "16", "--tf_n_head", "2", "--n_transit", "20", "--n_latent", "4", "--batch_size", "4"]
     return {
-        "cascade": ["train_accelerate.py", *cascade_flags(out)],
         "compressed_ad": ["train.py", *in_context],
     }
 
 
 @pytest.fixture(scope="module")
-def steps(cascade_flags, tmp_path_factory) -> dict[str, dict]:
+def steps() -> dict[str, dict]:
     """{"<name>, <precision>": exit code, output and traced steps}, all by one process."""
-    out = tmp_path_factory.mktemp("run")
     commands = {}
     for name, flags in FULL_SIZE.items():
         for precision in ("bf16", "fp16"):
             commands[f"{name}, {precision}"] = [*flags, "--mixed_precision", precision]
-    for name, flags in tiny_size(cascade_flags, out).items():
+    for name, flags in tiny_size().items():
         commands[f"{name}, tiny"] = [*flags, "--mixed_precision", "no"]
 
     script = [sys.executable, str(Path(__file__).with_name("fake_gpu_steps.py"))]

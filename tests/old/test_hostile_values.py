@@ -237,7 +237,7 @@ def test_the_words_of_the_hardware_detection_are_shown_as_they_are(stubs):
 
 # --- where the scripts read them --------------------------------------------------------------------------------------
 
-SCRIPTS = ["train_accelerate", "train"]
+SCRIPTS = ["train"]
 RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
 TASKS = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
 

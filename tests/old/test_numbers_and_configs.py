@@ -1,4 +1,4 @@
-"""Numbers and config files that are out of all proportion, in both scripts on old/."""
+"""Numbers and config files that are out of all proportion, in the script on old/."""
 
 import json
 
@@ -8,7 +8,7 @@ from conftest import ROOT
 from old.distributed_utils import create_distributed_dataloader
 from old.hardware_utils import usable_cores
 
-SCRIPTS = ("train_accelerate", "train")
+SCRIPTS = ("train",)
 
 
 def nested(opening: str, closing: str) -> str:
@@ -76,8 +76,7 @@ def small_run(request, tmp_path):
     fixture = request.getfixturevalue
 
     def flags_of(script: str) -> list:
-        task = "cascade" if script == "train_accelerate" else "compressed_ad"
-        return fixture(f"{task}_flags")(run_folder)
+        return fixture("compressed_ad_flags")(run_folder)
 
     def make(script: str) -> list:
         return [ROOT / f"{script}.py", *flags_of(script)]

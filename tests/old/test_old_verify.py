@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import h5py
-import nibabel
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -33,25 +32,17 @@ from test_contract import (  # noqa: F401
 
 VERIFY = ROOT / "tests/old/verify_in_fork.py"
 DATA_FLAGS = {
-    "cascade": "--dataset_path",
     "compressed_ad": "--data",
 }
 FILES = {
-    "cascade": "patient_*/*.nii.gz",
     "compressed_ad": "datasets/*.hdf5",
 }
 
 
 def change_file(path: Path) -> None:
     """Change what a training reads from a file; the last bits of all or some of it would do."""
-    if path.suffix == ".gz":
-        volume = nibabel.load(path)
-        values = np.asarray(volume.dataobj)
-        changed = nibabel.Nifti1Image(values + np.asarray(values % 7, values.dtype), volume.affine, volume.header)
-        nibabel.save(changed, path)
-    else:
-        with h5py.File(path, "r+") as file:
-            change_history(file)
+    with h5py.File(path, "r+") as file:
+        change_history(file)
 
 
 def change_history(file: h5py.File) -> None:
@@ -62,8 +53,6 @@ def change_history(file: h5py.File) -> None:
 
 
 CHANGE_AGAIN = {
-    # what alignment with the CT finds is refused at the start
-    "cascade": lambda files: change_file(files[5]),
     "compressed_ad": lambda files: exchange_histories(files[0]),
 }
 
@@ -128,9 +117,9 @@ def edit_log(run_folder: Path, step: int) -> None:
 
 
 @pytest.fixture
-def planted(finished, run_task, run_script, tmp_path, cascade_data, darkroom_data):  # noqa: F811
+def planted(finished, run_task, run_script, tmp_path, darkroom_data):  # noqa: F811
     """planted(task) yields (what was planted, run folder, flags and environment of verify.py, the first wrong step)."""
-    data_folders = {"cascade": cascade_data, "compressed_ad": darkroom_data}
+    data_folders = {"compressed_ad": darkroom_data}
 
     def copy(task: str, name: str) -> Path:
         return Path(shutil.copytree(finished(task), tmp_path / name))
@@ -149,7 +138,7 @@ def planted(finished, run_task, run_script, tmp_path, cascade_data, darkroom_dat
         middle = load_checkpoint(first)["step"]
         end = load_checkpoint(last)["step"]
         evaluations = [line["step"] for line in lines(finished(task)) if "val/loss" in line]
-        evaluated = task != "cascade" and middle in evaluations
+        evaluated = middle in evaluations
 
         run_folder = copy(task, "weights")
         edit_checkpoint(run_folder / first.name, scale_weights)
