@@ -800,8 +800,8 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> Cascad
     """The last stage ready to be trained after those before it, all with random weights and an empty prior."""
     grid = [min(PRIOR_SIDE, side) for side in args.stage_configs[-1]["volume_size"]]
     rays = sum((grid[0], grid[1])[: args.num_views]) * grid[2]
-    shapes = {"mean": (1, 1, *grid), "basis": (64, *grid), "coordinates": (KNOWN, 64), "centre": (rays,)}
-    shapes |= {"weights": (KNOWN, rays), "kernel": (KNOWN, KNOWN)}
+    shapes = {"mean": (1, 1, *grid), "basis": (64, *grid), "centre": (rays,), "gain": (64, rays)}
+    shapes |= {"coordinates": (KNOWN, 64), "weights": (KNOWN, rays), "kernel": (KNOWN, KNOWN)}
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
     prior = Prior(grid, [Grey(0.2, -1.0, 0.02)] * args.num_views, 1.0, 0.01, 0.01, **tensors)
     cascade = Cascade(args, device, precision, prior, [0.1] * len(args.stage_configs))
@@ -868,7 +868,8 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
             own = stage["batch_size"] * stage["accumulation_steps"] * ranks.world_size
             stage["effective_batch_size"] = stage["effective_batch_size"] or own
     data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
-    prior = Prior.of(saved["prior"]) if saved else data.learn_prior()
+    # again where a run is resumed, as a checkpoint does not tell single patients
+    prior = data.learn_prior()
     cascade = Cascade(args, ranks.device, precision, prior, saved["stds"] if saved else [math.sqrt(prior.error)])
     stages, first = cascade.stages, saved["stage"] if saved else 0
     for _ in range(first):

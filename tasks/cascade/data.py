@@ -347,13 +347,16 @@ class Data:
         ])  # fmt: skip
 
     def learn_prior(self) -> Prior:
-        """All ranks: the linear posterior of the training patients; rank 0's, the same everywhere."""
-        prior = None
+        """All ranks: the linear posterior of the training patients; rank 0's, the same everywhere and at each start."""
+        prior, threads = None, torch.get_num_threads()
         with du.agree_on_errors():
             if du.world()[0] == 0:
+                # its bits would depend on their number
+                torch.set_num_threads(1)
                 known = [self.patients[place] for place in self.split["train"][:KNOWN]]
                 volumes = np.stack([self.volume(patient, self.prior_size)[0] for patient in known])
                 prior = learn_prior(normalise(torch.from_numpy(volumes).float()), self.known_rays(), self.greys)
+                torch.set_num_threads(threads)
         return du.broadcast_object(prior)
 
     # --- decoded files, kept on disk ----------------------------------------------------------------------------------

@@ -178,9 +178,10 @@ class Prior(NamedTuple):
     A volume is taken for mean + sum of w_i (patient_i - mean), and w follows linearly from the X-rays: ridge regression
     in the span of N patients, on a `grid` of its own. penalty: the ridge's, as a share. variance: of a voxel over the
     patients. error: mean square of the posterior's, each patient left out. mean: (1, 1, X, Y, Z). basis: (R, X, Y, Z),
-    the main directions of that span, so that no single patient lies in a checkpoint; coordinates (N, R): the patients
-    in it. centre (P,): the mean's rays, weights (N, P): from rays to w. kernel (N, N): takes a patient out of his own
-    answer.
+    the main directions of that span. centre (P,): the mean's rays, gain (R, P): from rays to shares of the basis.
+
+    To take a training patient out of his own answer: coordinates (N, R) of the patients, weights (N, P) from rays to w,
+    kernel (N, N). These would tell each patient's CT, so no checkpoint holds them; None there.
     """
 
     grid: list[int]
@@ -190,20 +191,22 @@ class Prior(NamedTuple):
     error: float
     mean: Tensor
     basis: Tensor
-    coordinates: Tensor
     centre: Tensor
-    weights: Tensor
-    kernel: Tensor
+    gain: Tensor
+    coordinates: Tensor | None = None
+    weights: Tensor | None = None
+    kernel: Tensor | None = None
 
     def on(self, device: torch.device, size: list[int]) -> "Prior":
         """The same on a device, for volumes of a size that may be coarser than the grid."""
         least = [min(own, other) for own, other in zip(self.grid, size, strict=True)]
         coarse = self._replace(mean=resize(self.mean, least), basis=resize(self.basis, least))
-        return coarse._replace(**{name: getattr(coarse, name).to(device) for name in self._fields[5:]})
+        tensors = {name: value for name, value in coarse._asdict().items() if isinstance(value, Tensor)}
+        return coarse._replace(**{name: value.to(device) for name, value in tensors.items()})
 
     def state(self) -> dict:
-        """What a checkpoint holds; Prior.of() is its inverse."""
-        return self._asdict() | {"greys": [list(grey) for grey in self.greys]}
+        """What a checkpoint holds, for Prior.of(): all but what tells a single patient's CT."""
+        return self._asdict() | {"greys": [list(grey) for grey in self.greys]} | dict.fromkeys(self._fields[-3:])
 
     @classmethod
     def of(cls, state: dict) -> "Prior":
@@ -211,11 +214,14 @@ class Prior(NamedTuple):
 
     def volume(self, xrays: Tensor, extent: Tensor, rows: Tensor, size: tuple | list) -> Tensor:
         """(B, 1, X, Y, Z): the linear posterior. rows (B,): a training patient's, who is left out; -1 for others."""
-        w = (rays_of(xrays, extent, self.greys, self.grid) - self.centre) @ self.weights.T
-        own = rows.clamp(min=0)
-        share = (w.gather(1, own[:, None]) + 1 / len(self.kernel)) / self.kernel.diagonal()[own][:, None]
-        w = w - share * self.kernel[own] * (rows >= 0)[:, None]
-        deviation = (w @ self.coordinates) @ self.basis.flatten(1)
+        rays = rays_of(xrays, extent, self.greys, self.grid) - self.centre
+        shares = rays @ self.gain.T
+        if self.kernel is not None:
+            own = rows.clamp(min=0)
+            part = (rays * self.weights[own]).sum(1) + 1 / len(self.kernel)
+            part = part / self.kernel.diagonal()[own] * (rows >= 0)
+            shares = shares - part[:, None] * (self.kernel[own] @ self.coordinates)
+        deviation = shares @ self.basis.flatten(1)
         return resize((self.mean + deviation.view(-1, *self.mean.shape[1:])).clamp(-1, 1), size)
 
 
@@ -257,5 +263,6 @@ def learn_prior(volumes: Tensor, rays: Tensor, greys: list[Grey], rank: int = 64
     weights = (kernel @ seen).float()
     voxels = deviations.shape[1]
     numbers = {"penalty": penalty, "variance": float(inner.trace()) / (count * voxels), "error": error / voxels}
-    tensors = {"basis": basis, "coordinates": coordinates, "centre": centre[0], "weights": weights}
-    return Prior(list(mean.shape), greys, **numbers, mean=mean[None, None], **tensors, kernel=kernel.float())
+    tensors = {"mean": mean[None, None], "basis": basis, "centre": centre[0], "gain": coordinates.T @ weights}
+    tensors |= {"coordinates": coordinates, "weights": weights, "kernel": kernel.float()}
+    return Prior(list(mean.shape), greys, **numbers, **tensors)
