@@ -868,6 +868,9 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
             own = stage["batch_size"] * stage["accumulation_steps"] * ranks.world_size
             stage["effective_batch_size"] = stage["effective_batch_size"] or own
     data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
+    if args.rival_run:
+        with du.agree_on_errors():
+            report.read_rival(Path(args.rival_run), data.digest, {})
     # again where a run is resumed, as a checkpoint does not tell single patients
     prior = data.learn_prior()
     cascade = Cascade(args, ranks.device, precision, prior, saved["stds"] if saved else [math.sqrt(prior.error)])
@@ -955,7 +958,11 @@ def best_names(stage: Stage) -> tuple[str, ...]:
 def adopt_stages(args: Namespace, saved: dict) -> None:
     """The stages as a checkpoint has them; epochs and loss weights stay those of the flags, where the names fit."""
     flags = {stage["name"]: stage for stage in args.stage_configs}
-    free = ("num_epochs", "physics_weight")
+    free, shape = ("num_epochs", "physics_weight"), ("volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
+    if any(
+        [one[key] for key in shape] != [flags.get(one["name"], one)[key] for key in shape] for one in saved["stages"]
+    ):
+        du.print_main("--stage_configs: as in the checkpoint")
     args.stage_configs = [
         stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags} for stage in saved["stages"]
     ]
