@@ -17,6 +17,7 @@ import hashlib
 import copy
 import json
 import math
+import re
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -53,12 +54,20 @@ class Stage:
 
     def check(self) -> None:
         """Raises ArgumentTypeError for a value that no model can have."""
+        if not re.fullmatch(r"(?!step_)[A-Za-z]\w*", str(self.name)):
+            raise ArgumentTypeError(f"name {self.name!r} must be a word, which does not begin with step_")
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type in (int, int | None) and value is not None and (type(value) is not int or value < 1):
+            missing = value is None and item.type == int | None
+            if item.type in (int, int | None) and not missing and (type(value) is not int or value < 1):
                 raise ArgumentTypeError(f"{self.name}: {item.name} {value!r} must be a whole number of at least 1")
-        size, step = self.volume_size, 2**self.halvings
-        if len(size) != 3 or any(type(side) is not int or side < 8 or side % step for side in size):
+        if type(self.physics_weight) not in (int, float) or not 0 <= self.physics_weight < math.inf:
+            raise ArgumentTypeError(f"{self.name}: physics_weight {self.physics_weight!r} must be a number from 0")
+        size = self.volume_size
+        if not isinstance(size, list) or len(size) != 3 or any(type(side) is not int or side < 8 for side in size):
+            raise ArgumentTypeError(f"{self.name}: volume_size {size} must be three whole numbers from 8")
+        step = 2**self.halvings
+        if any(side % step for side in size):
             raise ArgumentTypeError(f"{self.name}: volume_size {size} must be three multiples of {step}")
         if self.voxel_dim % (2 * self.num_heads) or self.voxel_dim % 8:
             raise ArgumentTypeError(f"{self.name}: voxel_dim {self.voxel_dim} must be a multiple of 8 and 2 num_heads")
@@ -129,8 +138,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
     add("--split_seed", type=whole(0), default=42, help="seed of the 80/10/10 split by patient")
     add("--split_files", nargs="+", metavar="FILE", help="ids of TRAIN VAL TEST, or of TRAIN TEST: a tenth validates")
-    add("--flip_drrs_vertical", action=yes_no, default=True, help="X-rays show the head at the top; --no-...: the feet")
-    add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), default="none", help="views stored mirrored")
+    add("--flip_drrs_vertical", action=yes_no, help="X-rays show the head at the top; --no-...: the feet")
+    add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views stored mirrored")
     add("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
     add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
     add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
@@ -731,7 +740,8 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
     if args.num_samples > 1:
         factor = interval_factor(cascade, XrayCtDataset(data, "val", size.volume_size), run, args)
         metrics["test/interval_factor"] = factor
-    known = data.known_rays().to(cascade.device)
+    with du.agree_on_errors():
+        known = data.known_rays(cascade.greys).to(cascade.device)
     for batch in run.batches(loader_of(dataset, size.eval_batch, args)):
         rows, samples = reconstruct(cascade, batch, data, known, args)
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
@@ -765,9 +775,9 @@ def predict_folder(cascade: Cascade, data: Data, run: Run, extent: list[float], 
     extent: mm of the field of view, the mean of the training patients, as X-rays do not say.
     """
     out, stages = run.folder / "predictions", len(cascade.averaged)
+    checkpoint.make_folder(out)
     with du.agree_on_errors():
         patients = find_patients(Path(args.predict), args.num_views, need_ct=False)
-        out.mkdir(exist_ok=True)
         rank, world_size = du.world()
         for patient in patients[rank::world_size]:
             xrays = data.xrays(patient)[None].to(cascade.device)
@@ -937,9 +947,11 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
                 if run.stopped:
                     return run.save_and_stop()
                 metrics = validation_loss(cascade, val, run, args)
-                plateau.note(metrics["val/loss"])
+                # what --max_steps alone brings is no evaluation of the whole run
+                if run.epoch_over or run.evaluation_due:
+                    plateau.note(metrics["val/loss"])
                 run.keep(metrics, headline="val/loss", lower=True)
-            if run.position.epoch == last_epochs[k]:
+            if run.position.epoch >= last_epochs[k]:
                 run.load_best(cascade)
             if run.is_over():
                 break
@@ -956,7 +968,14 @@ def best_names(stage: Stage) -> tuple[str, ...]:
 
 
 def adopt_stages(args: Namespace, saved: dict) -> None:
-    """The stages as a checkpoint has them; epochs and loss weights stay those of the flags, where the names fit."""
+    """The stages as a checkpoint has them; of those that are not over, epochs and loss weights are the flags'.
+
+    Raises InputError for flags that do not go with what the checkpoint prescribes.
+    """
+    if args.num_timesteps % args.ddim_steps:
+        raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the checkpoint's {args.num_timesteps} timesteps")
+    if args.regression and args.num_samples > 1:
+        raise InputError("--num_samples: the checkpoint's model is a regression, which gives one volume; leave it out")
     flags = {stage["name"]: stage for stage in args.stage_configs}
     free, shape = ("num_epochs", "physics_weight"), ("volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
     if any(
@@ -964,8 +983,12 @@ def adopt_stages(args: Namespace, saved: dict) -> None:
     ):
         du.print_main("--stage_configs: as in the checkpoint")
     args.stage_configs = [
-        stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags} for stage in saved["stages"]
+        stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags and k >= saved["stage"]}
+        for k, stage in enumerate(saved["stages"])
     ]
+    epochs = sum(stage["num_epochs"] for stage in args.stage_configs[: saved["stage"] + 1])
+    if saved["position"]["epoch"] > epochs:
+        raise InputError("--num_epochs: the stage has had more epochs than that; give more")
 
 
 def use_checkpoint(args: Namespace, ranks: du.Ranks, precision: str) -> None:
@@ -973,9 +996,10 @@ def use_checkpoint(args: Namespace, ranks: du.Ranks, precision: str) -> None:
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     saved = run.checkpoint
     adopt_stages(args, saved)
-    if args.predict and [getattr(args, name) for name in FLIPS] == [True, "none"]:
-        # as the training's X-rays lay, unless the flags say how these lie
-        args.flip_drrs_vertical, args.flip_drrs_horizontal = saved["flips"]
+    for name, value in zip(FLIPS, saved["flips"], strict=True):
+        # as the training's X-rays lay, unless a flag says how these lie
+        if args.predict and getattr(args, name) is None:
+            setattr(args, name, value)
     cascade = Cascade(args, ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])
     for _ in range(saved["stage"] + 1):
         cascade.add_stage()
@@ -986,7 +1010,9 @@ def use_checkpoint(args: Namespace, ranks: du.Ranks, precision: str) -> None:
         predict_folder(cascade, data, run, saved["extent"], args)
         return
     if seen := set(data.ids["test"]) & set(saved["trained_patients"]):
-        raise InputError(f"--eval_only: {min(seen)} and {len(seen) - 1} more of the test patients were trained on")
+        raise InputError(
+            f"--eval_only: {min(seen)} and {len(seen) - 1} more of the test patients were trained on; name others"
+        )
     run.write_summary("eval_test", evaluate(cascade, data, run, args) | {"step": run.position.step})
 
 
@@ -995,6 +1021,9 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if args.make_drrs:
         du.print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
         return 0
+    if not args.predict:
+        args.flip_drrs_vertical = args.flip_drrs_vertical is not False
+        args.flip_drrs_horizontal = args.flip_drrs_horizontal or "none"
     precision, reason = choose_precision(args.mixed_precision, ranks.device)
     if precision == "bf16" and ranks.device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")

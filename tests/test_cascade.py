@@ -670,6 +670,11 @@ def test_the_guides_json_as_printed(tmp_path):
         ({"volume_size": [30, 30, 30], "token_grid": 4}, "multiples of 8"),
         ({"voxel_dim": 20, "num_heads": 3}, "multiple of 8 and 2 num_heads"),
         ({"batch_size": 0}, "at least 1"),
+        ({"vit_depth": None}, "at least 1"),
+        ({"physics_weight": "0.3"}, "a number from 0"),
+        ({"name": "../x"}, "must be a word"),
+        ({"name": "step_1"}, "must be a word"),
+        ({"volume_size": 64}, "three whole numbers"),
     ],
 )
 def test_wrong_stages_are_named(capsys, stage, reason):
@@ -726,6 +731,28 @@ def test_a_run_leaves_what_the_page_says(finished):
 def test_eval_only_gives_the_runs_own_numbers(folder, finished):
     start(folder, finished, "--eval_only", "--num_samples", "2")
     assert read(finished / "eval_test.json") == read(finished / "summary.json")
+
+
+def test_a_resumed_run_may_have_other_epochs(folder, tmp_path):
+    """Those of a stage that is over stay; more of the one that goes on are made; fewer than it has had are refused."""
+    out = tmp_path / "run"
+    start(folder, out, "--max_steps", "7")
+    more = [stage | {"num_epochs": 3} for stage in STAGES]
+    command = [sys.executable, "train_accelerate.py", *FLAGS, "--dataset_path", str(folder), "--stage_configs"]
+    command += [*map(json.dumps, more), "--cache_dir", str(folder.parent / "cache"), "--resume_from", "auto"]
+    done = subprocess.run([*command, "--checkpoint_dir", str(out)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["epochs"] == 2 + 3
+    assert all(json.loads(line).get("train/lr", 1) > 0 for line in (out / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_flag_that_the_checkpoint_does_not_allow(folder, finished):
+    command = [sys.executable, "train_accelerate.py", *FLAGS, "--dataset_path", str(folder), "--eval_only"]
+    command += ["--checkpoint_dir", str(finished), "--num_timesteps", "700", "--ddim_steps", "7"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: --ddim_steps 7: must divide")
 
 
 def test_predict_writes_the_volumes_that_were_tested(folder, finished, data):

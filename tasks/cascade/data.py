@@ -67,13 +67,17 @@ def list_files(root: Path) -> dict[str, dict]:
         some = "or make some up: python -m tools.sample_data cascade data/demo/cascade"
         raise InputError(f"{root}: no such folder; name yours with --dataset_path, {some}")
     found: dict[str, dict] = {}
-    for path in sorted([*root.glob("*"), *root.glob("*/*"), *root.glob("*/*/*.dcm")]):
+    for path in sorted([*root.glob("*"), *root.glob("*/*"), *root.glob("*/*/*")]):
+        if len(path.relative_to(root).parts) == 3 and path.suffix.lower() != ".dcm":
+            continue
         match, kinds = None, []
         if match := XRAY_FILE.match(path.name):
             kinds = [VIEW_OF[match["view"].lower()]]
         elif path.name == HDF5:
             kinds = ["ct", 0, 1]
         elif path.suffix.lower() == ".dcm":
+            if path.parent == root:
+                raise InputError(f"{path}: a DICOM slice beside the patients; put each series into a folder of its own")
             kinds, path = ["ct"], path.parent
         elif match := CT_FILE.match(path.name):
             kinds = ["ct"]
@@ -109,7 +113,9 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
     if files:
         try:
             names = [Path(path).read_text(encoding="utf-8").split() for path in files]
-            parts = [[places[name] for name in part] for part in names]
+            parts = [sorted(places[name] for name in part) for part in names]
+        except UnicodeDecodeError:
+            raise InputError("--split_files: not text in UTF-8; save the lists anew") from None
         except OSError as error:
             raise InputError(f"{error.filename}: cannot be read ({error.strerror}); check --split_files") from None
         except KeyError as error:
@@ -156,6 +162,11 @@ def read_hdf5(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     return hu, np.diag([*(mm[::-1] / hu.shape), 1.0])
 
 
+def slices_of(folder: Path) -> list[Path]:
+    """The DICOM files of a series."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
+
+
 def read_dicom(folder: Path):
     """The CT series of a folder as a NIfTI image, by MONAI. Raises ValueError for gaps between its slices."""
     import nibabel
@@ -164,7 +175,7 @@ def read_dicom(folder: Path):
 
     reader = PydicomReader()
     values, facts = reader.get_data(reader.read(folder))
-    places = [pydicom.dcmread(file, stop_before_pixels=True) for file in folder.glob("*.dcm")]
+    places = [pydicom.dcmread(file, stop_before_pixels=True) for file in slices_of(folder)]
     gaps = np.diff(np.sort([np.dot(np.cross(p[:3], p[3:]), q) for p, q in (
         (np.array(one.ImageOrientationPatient, float), np.array(one.ImagePositionPatient, float)) for one in places
     )]))  # fmt: skip
@@ -258,7 +269,7 @@ class Data:
         """All ranks: find, read, check and keep all patients' files. sizes: the grids needed. Raises InputError."""
         self.args = args
         # turned upside down, and which views are mirrored
-        self.flips = not args.flip_drrs_vertical, [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
+        self.flips = args.flip_drrs_vertical is False, [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
         self.sizes = [tuple(size) for size in (*sizes, self.prior_size)]
         if args.predict:
@@ -287,6 +298,13 @@ class Data:
                 return rays, images, extent, None
             except InputError as error:
                 return None, None, None, error
+            except OSError as error:
+                return (
+                    None,
+                    None,
+                    None,
+                    InputError(f"{patient.id}: {error.filename}: {error.strerror}; replace the file"),
+                )
 
         with ThreadPoolExecutor(max(1, self.args.num_workers)) as pool:
             own = self.patients[rank::world_size]
@@ -337,12 +355,12 @@ class Data:
                 reason = f"not the {VIEWS[view]} picture of its CT (r < {ALIKE}) in {len(wrong)} patients: {names}"
                 raise InputError(f"--dataset_path: {reason}; put the right ones there, or --skip_alignment_check")
 
-    def known_rays(self) -> Tensor:
+    def known_rays(self, greys: list[Grey]) -> Tensor:
         """(N, P): what the X-rays of the training patients say that the linear posterior knows, see rays_of."""
         known = [self.patients[place] for place in self.split["train"][:KNOWN]]
         extents = torch.from_numpy(np.stack([self.volume(patient, None)[1] for patient in known]))
         return torch.cat([
-            rays_of(self.xrays(patient)[None], extent[None], self.greys, self.prior_size)
+            rays_of(self.xrays(patient)[None], extent[None], greys, self.prior_size)
             for patient, extent in zip(known, extents, strict=True)
         ])  # fmt: skip
 
@@ -355,7 +373,9 @@ class Data:
                 torch.set_num_threads(1)
                 known = [self.patients[place] for place in self.split["train"][:KNOWN]]
                 volumes = np.stack([self.volume(patient, self.prior_size)[0] for patient in known])
-                prior = learn_prior(normalise(torch.from_numpy(volumes).float()), self.known_rays(), self.greys)
+                prior = learn_prior(
+                    normalise(torch.from_numpy(volumes).float()), self.known_rays(self.greys), self.greys
+                )
                 torch.set_num_threads(threads)
         return du.broadcast_object(prior)
 
@@ -365,7 +385,7 @@ class Data:
         """Where what is made of a file lies; another place once the file changes."""
         facts = [
             (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
-            for file in (sorted(path.glob("*.dcm")) if path.is_dir() else [path])
+            for file in (slices_of(path) if path.is_dir() else [path])
         ]
         return Path(self.args.cache_dir, hashlib.sha256(f"{facts}{content}4".encode()).hexdigest()[:32] + ".npy")
 
@@ -385,8 +405,8 @@ class Data:
             whole = normalise(hu)[None, None], torch.from_numpy(extent)[None]
             rays = [resize(project(*whole, view), (CHECK, CHECK))[0, 0].numpy() for view in range(self.args.num_views)]
             keep(facts, np.concatenate([extent, np.stack(rays).ravel()]))
-        extent, rays = np.split(np.load(facts), [3])
-        return np.load(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK)
+        extent, rays = np.split(load_kept(facts), [3])
+        return load_kept(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK)
 
     def xrays(self, patient: Patient) -> Tensor:
         """(views, img_size, img_size) float32 in -1..1, kept in 16 bits. Raises InputError."""
@@ -396,8 +416,17 @@ class Data:
             kept = self.kept(path, ("xray", view, side, turn))
             if not kept.is_file():
                 keep(kept, (read_xray(path, view, side, *turn) * 32767).round().to(torch.int16).numpy())
-            images.append(torch.from_numpy(np.load(kept)))
+            images.append(torch.from_numpy(load_kept(kept)))
         return torch.stack(images).float() / 32767
+
+
+def load_kept(path: Path) -> np.ndarray:
+    """What keep() wrote. Raises InputError for a damaged file, which is deleted and made anew at the next start."""
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError):
+        path.unlink(missing_ok=True)
+        raise InputError(f"{path}: a damaged file in --cache_dir, now deleted; start again") from None
 
 
 def keep(path: Path, values: np.ndarray) -> None:
@@ -460,8 +489,9 @@ class XrayCtDataset(Dataset):
             other = self.read((number + 1) % len(self))[2] if self.split == "test" else torch.zeros(0)
         except (InputError, OSError, ValueError) as reason:
             # zeros and the reason, so that all ranks end together
-            error, other = f"{self.data.patients[self.places[number]].id}: {reason}", torch.zeros(0)
+            error = f"{self.data.patients[self.places[number]].id}: {reason}"
             xrays = torch.zeros(args.num_views, args.img_size, args.img_size)
+            other = xrays if self.split == "test" else torch.zeros(0)
             volume, extent = torch.zeros(self.size, dtype=torch.int16), torch.ones(3)
         epoch = getattr(index, "epoch", None)
         rng = np.random.default_rng([args.seed % 2**63, number] + [epoch] * (epoch is not None))

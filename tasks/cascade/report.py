@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,8 @@ def print_test(table: dict[tuple[str, str], np.ndarray], rival_run: str | None, 
         for row, values in rows.items()
     ] + lines  # fmt: skip
     du.print_main("\n".join(lines))
-    return metrics
+    # the interval of a single patient is unknown
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def digits_of(column: str) -> int:
