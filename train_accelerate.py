@@ -101,27 +101,32 @@ def json_object(text: str) -> dict:
     return value
 
 
-def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str]) -> list[dict]:
+def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str], in_config: set[str]) -> list[dict]:
     """The stages of --stage_configs, completed: an entry's own value, unless the command line has `given` one for all.
 
-    What an entry leaves out is as in the guide, or as the flag says. Raises ArgumentTypeError.
+    What an entry leaves out is as the flag says, or as in the guide; without entries the guide's stages have what the
+    command line or the config file gives. Raises ArgumentTypeError.
     """
     stages = [replace(stage) for stage in GUIDE]
     if entries:
         stages = []
         for k, entry in enumerate(entries):
-            guide = replace(GUIDE[min(k, 2)], name=f"stage{k + 1}", batch_size=None, accumulation_steps=None)
+            open_values = {"batch_size": None, "accumulation_steps": None, "physics_weight": None}
+            guide = replace(GUIDE[min(k, 2)], name=f"stage{k + 1}", **open_values)
             for key in entry.keys() - asdict(guide).keys():
                 near = get_close_matches(key, asdict(guide), n=1)
                 hint = f", did you mean {near[0]!r}" if near else ""
                 raise ArgumentTypeError(f"stage {k + 1}: unknown key {key!r}{hint}")
             stages.append(replace(guide, **entry))
     flags = {"accumulation_steps": "gradient_accumulation_steps"}
-    for stage in stages:
+    wins = given if entries else given | in_config
+    for k, stage in enumerate(stages):
         for key in ("batch_size", "accumulation_steps", "num_epochs", "effective_batch_size", "physics_weight"):
             flag = flags.get(key, key)
-            if getattr(stage, key) is None or flag in given:
+            if getattr(stage, key) is None or flag in wins:
                 setattr(stage, key, getattr(args, flag))
+        if stage.physics_weight is None:
+            stage.physics_weight = GUIDE[min(k, 2)].physics_weight
         stage.check()
     if any(max(a.volume_size) > max(b.volume_size) for a, b in pairwise(stages)):
         raise ArgumentTypeError("a stage's volume_size may not be smaller than that of the stage before")
@@ -188,7 +193,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.regression and (args.num_samples > 1 or not args.v_parameterization):
         parser.error("--regression gives one volume, by v: leave out --num_samples and --no-v_parameterization")
     try:
-        args.stage_configs = choose_stages(args.stage_configs, args, parser.given(argv))
+        in_config = parser.given(parser.config_words(args.config)) if args.config else set()
+        args.stage_configs = choose_stages(args.stage_configs, args, parser.given(argv), in_config)
     except (ArgumentTypeError, TypeError, ValueError) as error:
         parser.error(f"--stage_configs: {error}")
     # of the last stage, for a tool that tries one step; each stage brings its own

@@ -656,6 +656,10 @@ def test_the_guides_json_as_printed(tmp_path):
     assert stage["physics_weight"] == 0.3
     assert args.gradient_checkpointing
     assert args.mixed_precision == "fp16"
+    # without stages the guide's have what the file gives
+    path.write_text('{"training": {"batch_size": 3, "accumulation_steps": 7, "physics_weight": 0}}')
+    stages = script.parse_args(["--config", str(path)]).stage_configs
+    assert {(s["batch_size"], s["accumulation_steps"], s["physics_weight"]) for s in stages} == {(3, 7, 0)}
     # the command line wins over a stage's own
     args = script.parse_args(["--config", str(ROOT / "configs/multi_view_config.json"), "--batch_size", "3"])
     assert [stage["batch_size"] for stage in args.stage_configs] == [3, 3, 3]
@@ -776,7 +780,12 @@ def test_resume_from_a_stages_best(folder, finished, tmp_path):
     """Guide 3's command: from stage1_best.pt into a new folder, on to the end of the last stage."""
     output = start(folder, tmp_path / "run", "--resume_from", str(finished / "stage1_best.pt"), "--num_samples", "2")
     assert "test, 1 patients" in output
-    assert (tmp_path / "run" / "stage2_best.pt").is_file()
+    # the best so far comes along
+    assert {path.name for path in (tmp_path / "run").glob("*best.pt")} == {
+        "stage1_best.pt",
+        "stage2_best.pt",
+        "best.pt",
+    }
 
 
 def test_the_other_settings_train(folder, tmp_path):

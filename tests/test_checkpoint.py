@@ -137,7 +137,11 @@ def test_moments_take_the_strides_of_their_parameters():
 def test_a_run_that_was_resumed_elsewhere_begins_a_folder_of_its_own(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     saved = checkpoint.load_checkpoint(str(folder / "step_00000006.pt"), other, "test/1")
-    assert checkpoint.begin_run(other, saved) is False
+    # the best so far comes along, one of a later step does not
+    assert checkpoint.begin_run(other, saved) is True
+    assert checkpoint.read_seal(other / "best.pt").run_id == checkpoint.read_run_id(other)
+    early = checkpoint.load_checkpoint(str(folder / "step_00000003.pt"), other, "test/1")
+    assert checkpoint.begin_run(tmp_path_factory.mktemp("early"), early) is False
     assert checkpoint.find_newest(other).name == "step_00000006.pt"
     assert checkpoint.read_run_id(other) != RUN
     # whose log stays behind

@@ -354,8 +354,8 @@ def begin_run(
 ) -> bool:
     """Rank 0, once nothing can be wrong: the folder holds this run from here on, as far as the checkpoint goes.
 
-    Returns whether the first of best_names is of this run and not of a later step, so that its metrics still count. A
-    new run gets a name of its own first, so that no checkpoint of the one before counts, whenever it is killed. Raises
+    Returns whether the first of best_names is of this run and not of a later step, so that its metrics still count; a
+    resume into another folder takes it along. A new run gets a name of its own first, so that no checkpoint of the one before counts, whenever it is killed. Raises
     InputError where the folder holds another run than the checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
@@ -379,8 +379,15 @@ def begin_run(
     write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
     for path in [folder / name for name in WRITTEN] + [*folder.glob("*.pt")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    if checkpoint:
-        # another run's becomes the first of this one, so that `auto` finds it; the log of that one stays behind
-        checkpoint["log"]["bytes"] = 0
-        write_checkpoint(first, checkpoint, run_id)
-    return False
+    if not checkpoint:
+        return False
+    # another run's becomes the first of this one, so that `auto` finds it; the log of that one stays behind
+    checkpoint["log"]["bytes"] = 0
+    source = Path(checkpoint["path"])
+    best, of_run = source.with_name(best_names[0]), read_seal(source).run_id
+    counts = _counts(read_seal(best), of_run, checkpoint["step"])
+    if counts:
+        contents = torch.load(best, map_location="cpu", weights_only=True)
+        write_checkpoint(folder / best_names[0], contents, run_id, tuple(folder / name for name in best_names[1:]))
+    write_checkpoint(first, checkpoint, run_id)
+    return counts
