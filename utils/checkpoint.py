@@ -355,8 +355,9 @@ def begin_run(
     """Rank 0, once nothing can be wrong: the folder holds this run from here on, as far as the checkpoint goes.
 
     Returns whether the first of best_names is of this run and not of a later step, so that its metrics still count; a
-    resume into another folder takes it along. A new run gets a name of its own first, so that no checkpoint of the one before counts, whenever it is killed. Raises
-    InputError where the folder holds another run than the checkpoint's and `overwrite` is False.
+    resume into another folder takes it along. A new run gets a name of its own first, so that no checkpoint of the one
+    before counts, whenever it is killed. Raises InputError where the folder holds another run than the checkpoint's and
+    `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
