@@ -670,7 +670,8 @@ def scores(volume: Tensor, batch: dict, greys: list[Grey]) -> dict[str, Tensor]:
     found["mae_hu"] = hu.mean((1, 2, 3, 4))
     for name, (low, high) in TISSUES.items():
         inside = (batch["volume"][:, None] >= low) & (batch["volume"][:, None] < high)
-        found[f"{name}_hu"] = (hu * inside).sum((1, 2, 3, 4)) / inside.sum((1, 2, 3, 4)).clamp(min=1)
+        # NaN where a patient has none of it
+        found[f"{name}_hu"] = (hu * inside).sum((1, 2, 3, 4)) / inside.sum((1, 2, 3, 4))
     for name, error, grey in zip(VIEWS, projection_error(volume, batch, greys).T, greys, strict=False):
         found[f"rays_{name}"] = error.sqrt() / abs(grey.slope)
     return found
@@ -741,7 +742,7 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
     """All ranks: the test patients through all stages, with the table, its rivals and the figure; {metric: mean}."""
     size = cascade.stages[len(cascade.averaged) - 1]
     dataset = XrayCtDataset(data, "test", size.volume_size)
-    metrics, tables, example = {}, {}, None
+    metrics, tables, example, error = {}, {}, None, None
     factor = math.nan
     if args.num_samples > 1:
         factor = interval_factor(cascade, XrayCtDataset(data, "val", size.volume_size), run, args)
@@ -749,7 +750,12 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
     with du.agree_on_errors():
         known = data.known_rays(cascade.greys).to(cascade.device)
     for batch in run.batches(loader_of(dataset, size.eval_batch, args)):
-        rows, samples = reconstruct(cascade, batch, data, known, args)
+        try:
+            rows, samples = reconstruct(cascade, batch, data, known, args)
+        except InputError as reason:
+            # the others wait at the end of the loop
+            error = error or reason
+            continue
         found = {row: scores(volume, batch, cascade.greys) for row, volume in rows.items()}
         if args.num_samples > 1:
             ratio, body = spread(samples, volume_of(batch))
@@ -762,6 +768,9 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
                 tables.setdefault((row, name), empty)[places] = values.double().cpu()
         if 0 in places.tolist():
             example = report.draw(rows, batch, volume_of(batch), cascade.greys)
+    with du.agree_on_errors():
+        if error:
+            raise error
     # a rank may have had no patient; which rows there are is the same on all that had
     keys = max(du.gather_objects(list(tables)), key=len)
     empty = torch.zeros(len(dataset), dtype=torch.float64)
@@ -878,6 +887,9 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
     saved = run.checkpoint
     if saved:
         adopt_stages(args, saved)
+        epochs = sum(stage["num_epochs"] for stage in args.stage_configs[: saved["stage"] + 1])
+        if saved["position"]["epoch"] > epochs:
+            raise InputError("--num_epochs: the stage has had more epochs than that; give more")
     else:
         # a step's patients belong to the run, a GPU's share of them to the machine
         for stage in args.stage_configs:
@@ -992,9 +1004,6 @@ def adopt_stages(args: Namespace, saved: dict) -> None:
         stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags and k >= saved["stage"]}
         for k, stage in enumerate(saved["stages"])
     ]
-    epochs = sum(stage["num_epochs"] for stage in args.stage_configs[: saved["stage"] + 1])
-    if saved["position"]["epoch"] > epochs:
-        raise InputError("--num_epochs: the stage has had more epochs than that; give more")
 
 
 def use_checkpoint(args: Namespace, ranks: du.Ranks, precision: str) -> None:
@@ -1041,7 +1050,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or torch.cuda.device_count() or 1)
+    du.launch_workers(args.world_size or 1)
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)
 

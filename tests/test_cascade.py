@@ -615,6 +615,11 @@ def test_table_names_rivals_and_compares_with_the_strongest(capsys):
     lead = psnr["one sample"] - psnr["linear posterior, consistent"]
     half = scipy_stats.t.ppf(0.975, 5) * lead.std(ddof=1) / math.sqrt(6)
     assert metrics["test/one_sample/psnr_above_strongest_rival_low"] == pytest.approx(lead.mean() - half)
+    # a patient without bone does not count as one without an error
+    table = {(row, "psnr"): values for row, values in psnr.items()} | {
+        ("one step", "bone_hu"): np.array([90, np.nan, 110])
+    }
+    assert report.print_test(table, None, "")["test/bone_hu"] == 100
     assert "above linear posterior, consistent" in capsys.readouterr().out
 
 

@@ -34,10 +34,10 @@ def print_test(table: dict[tuple[str, str], np.ndarray], rival_run: str | None, 
 
     rival_run: another run's folder, whose summary.json becomes a row, if its patients are the same (digest).
     """
-    metrics = {f"test/{name_of(row)}{column}": float(values.mean()) for (row, column), values in table.items()}
+    metrics = {f"test/{name_of(row)}{column}": float(np.nanmean(values)) for (row, column), values in table.items()}
     rows: dict[str, dict[str, float]] = {}
     for (row, column), values in table.items():
-        rows.setdefault(row, {})[column] = float(values.mean())
+        rows.setdefault(row, {})[column] = float(np.nanmean(values))
     if rival_run:
         rows |= read_rival(Path(rival_run), digest, next(iter(rows.values())))
     coverage = rows.get("one sample", {}).pop("coverage_90", None)
