@@ -1,6 +1,6 @@
 """Training on whatever GPUs there are: each has a torchrun agent of its own, so that one can go and come back.
 
-python old/elastic_utils.py --agents 4 --ranks 1:4 train_accelerate.py ...
+python old/elastic_utils.py --agents 4 --ranks 1:4 train.py ...
 
 The launchers start this for --elastic. torchrun's elastic rendezvous drops and takes in whole agents, so there is one
 agent for each rank. This process starts those of its machine, holds the store that they meet at, passes on signals,

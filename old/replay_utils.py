@@ -32,7 +32,6 @@ class Script(NamedTuple):
 
 # By what a checkpoint's format begins with.
 SCRIPTS = {
-    "cascade": Script("train_accelerate.py", "checkpoint_dir"),
     "compressed_ad": Script("train.py", "output_dir", "train_batch_size"),
 }
 

@@ -132,7 +132,7 @@ def manifest_of(run_folder: Path) -> Manifest:
     names = [MANIFEST, *RESULT_FILES]
     present = [name for name in names if (run_folder / name).exists()]
     if not present:
-        raise InputError(f"{run_folder}: holds no run; name the folder of one, such as runs/demo/cascade")
+        raise InputError(f"{run_folder}: holds no run; name the folder of one, such as runs/demo/compressed_ad")
     return read_manifest(run_folder) or recover_manifest(run_folder)
 
 
