@@ -26,19 +26,12 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
-# a cascade of two stages, 8^3 and 16^3, with a model as small as can be
-SMALL_STAGES = [
-    {"name": "stage1", "volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
-    {"name": "stage2", "volume_size": [16, 16, 16], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4},
-]
-
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long sweeps, run by `make soak`")
 
 
 LONGEST_FILES = (
-    "test_cascade",
     "test_contract",
     "test_fake_gpu",
     "test_compressed_ad",
@@ -63,30 +56,6 @@ def prs_med_data(zygote, tmp_path_factory) -> Path:
     """A few rows of 48 x 48 pixels, with tiny checkpoints, for the launchers; tests/ has the tests of PRS-Med."""
     sizes = "--num_train 9 --num_val 3 --num_test 3 --image_size 48"
     return make_sample_data(zygote, tmp_path_factory, "prs_med", sizes)
-
-
-@pytest.fixture(scope="session")
-def cascade_data(zygote, tmp_path_factory) -> Path:
-    """13 patients with a CT of 16 x 13 x 14 voxels or so and two X-rays each: 11 train, 1 validates, 1 tests."""
-    return make_sample_data(zygote, tmp_path_factory, "cascade", "--num_patients 13 --matrix 16")
-
-
-@pytest.fixture(scope="session")
-def cascade_flags(cascade_data, tmp_path_factory):
-    """flags(run_folder, *more) of a small run of train_accelerate.py that logs every step.
-
-    It has 2 stages of 2 epochs of 3 steps with batch 4.
-    """
-    cache = tmp_path_factory.mktemp("cache")
-    flags = "--img_size 32 --encoder_dim 16 --batch_size 4 --num_timesteps 20 --ddim_steps 2".split()
-    flags += "--num_epochs_per_stage 2 --learning_rate 1e-3 --log_every 1 --num_workers 0".split()
-    flags += ["--stage_configs", json.dumps(SMALL_STAGES)]
-    flags += ["--cache_dir", str(cache), "--dataset_path", str(cascade_data)]
-
-    def make(run_folder: Path, *more) -> list[str]:
-        return [*flags, "--checkpoint_dir", str(run_folder), *map(str, more)]
-
-    return make
 
 
 @pytest.fixture(scope="session")

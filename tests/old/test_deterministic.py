@@ -1,17 +1,12 @@
-"""--deterministic, TF32, and noise that is a function of its key: what the README promises of them."""
+"""--deterministic and TF32: what the README promises of them."""
 
 import ast
 import os
-from typing import NamedTuple
 
 import pytest
-import torch
 from conftest import ROOT
-from torch.nn import functional as F
 
-from old import fixed_order_utils
 from old.cli_utils import Parser, add_common_arguments, parse_arguments
-from tasks.cascade.diffusion import draw_noise
 
 SETTINGS = """
 import os, sys, warnings
@@ -92,75 +87,7 @@ def test_gradients_of_three_processes_before_and_after_ddp_lays_out_its_buckets(
     assert done.stdout.split() == (["same"] if buckets == "kept" else ["different"])
 
 
-# --- operations in a fixed order -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """fixed_order_utils' own formulations, on CPU tensors."""
-    monkeypatch.setattr(fixed_order_utils, "in_fixed_order", lambda x: True)
-
-
-def random_tensor(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Normal noise of a seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator)
-
-
-class Result(NamedTuple):
-    """What an operation gives in both directions."""
-
-    output: torch.Tensor
-    gradient: torch.Tensor
-
-
-def run_both_ways(operation, x: torch.Tensor) -> Result:
-    """An operation's output, and the gradient of its input for a random gradient of the output."""
-    leaf = x.detach().clone(memory_format=torch.preserve_format)
-    leaf.requires_grad_()
-    output = operation(leaf)
-    gradient = random_tensor(output.shape, seed=0)
-    output.backward(gradient.to(output.dtype))
-    return Result(output.detach(), leaf.grad)
-
-
-@pytest.mark.parametrize(("before", "after"), [(64, 16), (40, 16), (5, 3), (16, 16)])
-def test_adaptive_pooling_is_torchs(before, after, as_on_a_gpu):
-    x = random_tensor((2, 3, before, before), seed=3)
-    expected = run_both_ways(lambda x: F.adaptive_avg_pool2d(x, after), x)
-    own = run_both_ways(lambda x: fixed_order_utils.adaptive_avg_pool2d(x, after), x)
-    torch.testing.assert_close(own.output, expected.output, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(own.gradient, expected.gradient, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "mode"),
-    [
-        ((1, 4, 27), (31,), "linear"),
-        ((2, 1, 8, 8), (32, 32), "bilinear"),
-        ((2, 1, 9, 7), (5, 20), "bilinear"),
-    ],
-)
-def test_interpolation_is_torchs(shape, size, mode, as_on_a_gpu):
-    x = random_tensor(shape, seed=4)
-    expected = run_both_ways(lambda x: F.interpolate(x, size, mode=mode), x)
-    own = run_both_ways(lambda x: fixed_order_utils.interpolate(x, size), x)
-    torch.testing.assert_close(own.output, expected.output, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own.gradient, expected.gradient, rtol=1e-5, atol=1e-5)
-
-
 # --- noise -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 3, 5, 2), (2, 40, 51), (1, 64, 64, 65)])
-def test_noise_is_torchs_of_each_seed(shape):
-    """Small parts, and large ones that are drawn in threads; whoever else is in the batch."""
-    seeds = [5, 2**62 - 1, 0, 77, 9]
-    noise = draw_noise(shape, torch.device("cpu"), seeds)
-    for part, seed in zip(noise, seeds, strict=True):
-        assert torch.equal(part, random_tensor(shape, seed))
-    alone = draw_noise(shape, torch.device("cpu"), seeds[3:4])
-    assert torch.equal(alone[0], noise[3])
 
 
 DRAWING = {"Generator", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli"}

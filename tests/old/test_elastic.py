@@ -1,4 +1,4 @@
-"""GPUs that come and go: agents that are killed and come back, ends that are final, and the launcher's command line."""
+"""GPUs that come and go: agents that are killed and come back, and ends that are final."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-# the fixtures of a small run of each script
+# the fixtures of a small run
 from test_contract import TASKS, ended_well, train_losses
 from test_contract import run_script, run_task, small_run  # noqa: F401
 
@@ -104,9 +104,8 @@ def test_three_then_two_then_three(tmp_path):
     assert "ended by signal 9; the others go on, it joins again in 8 s" in training.log.read_text()
 
 
-# Flags that make the small runs of both scripts long enough for what follows.
+# Flags that make the small runs long enough for what follows.
 LONG = {
-    "cascade": ["--num_epochs_per_stage", "30"],
     "compressed_ad": ["--train_timesteps", "300", "--eval_interval", "300"],
 }
 SAVE_EVERY = 5
@@ -219,25 +218,6 @@ def test_flags_of_a_script(zygote, tmp_path, flags, message):
     assert done.code == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-# --- the launcher -----------------------------------------------------------------------------------------------------
-
-
-def test_command_of_train_4gpu(tmp_path):
-    words = ["bash", str(ROOT / "train_4gpu.sh"), "--cpu", "--num_gpus", "2", "--elastic", "--dry_run", "--view", "1"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    line = f"{ELASTIC} --agents=2 --ranks=1:2 {ROOT / 'train_accelerate.py'} --view 1\n"
-    assert done.stdout.endswith(line)
-
-
-@pytest.mark.parametrize("value", ["", "4", "0:4", "1:x", "1:4:5", "1:$(touch x)"])
-def test_a_wrong_range(tmp_path, value):
-    command = ["bash", ROOT / "train_4gpu.sh", f"--elastic={value}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"error: --elastic must be MIN:MAX, such as 1:4, not '{value}'\n"
 
 
 def test_too_few_agents_wait(capsys):
