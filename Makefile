@@ -24,7 +24,7 @@ endif
 setup: .venv/requirements.txt
 setup-dev: .venv/requirements-dev.txt
 
-.venv/%.txt: requirements.txt requirements-dev.txt requirements-cone.txt
+.venv/%.txt: requirements.txt requirements-dev.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $*.txt
 	cp $*.txt $@
@@ -85,7 +85,7 @@ test: setup-dev
 QUICK := promise.py::test_pause_by_max_steps promise.py::test_bad_flag checkpoint.py cli.py images_and_tables.py sampler.py stats.py \
     prs_med_data.py survival_data.py pages.py
 QUICK_OLD := contract.py::test_stopping_by_max_steps_and_resuming_is_the_uninterrupted_run contract.py::test_gradients_are_clipped \
-    launchers.py::test_launcher_command launchers.py::test_launcher_refuses cascade_projector.py cascade_sampling.py compressed_ad_model.py \
+    launchers.py::test_launcher_command launchers.py::test_launcher_refuses compressed_ad_model.py \
     async_save.py deterministic.py old_distributed.py figures.py flops.py old_hardware.py loop.py memory_probe.py
 test-quick: setup-dev
 	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(QUICK:%=tests/test_%) $(QUICK_OLD:%=tests/old/test_%)

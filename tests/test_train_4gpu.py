@@ -168,7 +168,7 @@ def test_bat_file(place, tmp_path):
     typed = " ".join(f'"{word}"' if any(letter in word for letter in " &;") else word for word in WORDS)
     (tmp_path / "go.bat").write_bytes(f'@"my folder\\train_4gpu.bat" {typed}\r\n'.encode())
     environment = os.environ | {"WINEPREFIX": str(tmp_path / "wine"), "WINEDEBUG": "-all"}
-    environment |= {"WINEPATH": "Z:" + str(scripts).replace("/", "\\"), "errorlevel": "0"}
+    environment |= {"WINEPATH": "Z:" + str(scripts).replace("/", "\\")}
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(["wine", "cmd", "/c", "go.bat"], cwd=tmp_path, env=environment, timeout=180, **silent)
     deadline = time.monotonic() + 20
