@@ -4,7 +4,9 @@ The data is as large as the real one in shape, but few in number: rows and patie
 written in a minute. Models of full size are a config.json, from which gpu_process.py builds random weights.
 """
 
+import bisect
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +24,7 @@ SCRIPTS = {
     "compressed_ad": "train.py",
 }
 # on the new foundation: utils/torchrun.py starts them, tools.rehearse traces a step of them
-MOVED = ("prs_med", "mimic_cxr", "survival")
+MOVED = ("prs_med", "mimic_cxr", "survival", "cascade")
 OUT_FLAG = {
     "prs_med": "--checkpoint_dir",
     "mimic_cxr": "--output_dir",
@@ -43,18 +45,16 @@ LEAST_MFU = {"prs_med": 0.2, "mimic_cxr": 0.1, "survival": 0.2, "cascade": 0.1, 
 # Samples of a step at tiny size, on all processes together.
 BATCH = {"prs_med": 4, "mimic_cxr": 8, "survival": 8, "cascade": 4, "compressed_ad": 8}
 
-TINY_STAGES = [
-    {
-        "name": "stage1",
-        "volume_size": [8, 8, 8],
-        "voxel_dim": 16,
-        "vit_depth": 1,
-        "num_heads": 2,
-        "token_grid": 4,
-    }
-]
+TINY_STAGE = {
+    "name": "stage1",
+    "volume_size": [8, 8, 8],
+    "voxel_dim": 16,
+    "vit_depth": 1,
+    "num_heads": 2,
+    "token_grid": 4,
+}
 
-# The flags of a run, as words of one line: {data} and {stages} are filled in by filled_flags.
+# The flags of a run, as words of one line: {data} and {stage} are filled in by filled_flags.
 # The batch of the published size is each script's own choice, fitted to the memory.
 FLAGS = {
     # The tiny models' checkpoints lie with the sample data, those of the published size are config.json alone.
@@ -93,7 +93,7 @@ FLAGS = {
         "tiny": """
             --dataset_path {data} --cache_dir {data}_cache --batch_size 4 --num_workers 0
             --img_size 32 --encoder_dim 16 --num_timesteps 20 --ddim_steps 2
-            --num_epochs_per_stage 4 --stage_configs {stages}
+            --num_epochs_per_stage 4 --stage_configs {stage}
         """,
         "full": """
             --config {data}_config.json --dataset_path {data} --cache_dir {data}_cache
@@ -131,8 +131,8 @@ SAMPLES = {
         "full": "--num_patients 20 --matrix 128 --event_rate 0.5",
     },
     "cascade": {
-        "tiny": "--num_patients 3 --matrix 16",
-        "full": "--num_patients 3 --matrix 256",
+        "tiny": "--num_patients 4 --matrix 16",
+        "full": "--num_patients 4 --matrix 256",
     },
     "compressed_ad": {
         "tiny": "--streams 2 --steps 100",
@@ -238,8 +238,15 @@ def repeat_patients(folder: Path, copies: int) -> None:
 def filled_flags(task: str, size: str, data: Path) -> list[str]:
     """The task's flags for its published or its tiny size, with this folder of data."""
     words = FLAGS[task][size].split()
-    stages = json.dumps(TINY_STAGES)
-    return [word.replace("{data}", str(data)).replace("{stages}", stages) for word in words]
+    stage = json.dumps(TINY_STAGE)
+    return [word.replace("{data}", str(data)).replace("{stage}", stage) for word in words]
+
+
+def stage_of(task: str, size: str, epoch: int) -> int:
+    """Which stage of the cascade, from 1, an epoch of the whole run belongs to at full size; else 0."""
+    if task != "cascade" or size == "tiny":
+        return 0
+    return 1 + bisect.bisect_left(list(itertools.accumulate(STAGE_EPOCHS)), epoch)
 
 
 def write_full_models(out: Path, task: str) -> None:
@@ -260,7 +267,7 @@ def write_full_models(out: Path, task: str) -> None:
 
 def write_stages(out: Path) -> None:
     """Write the published config of the cascade with each stage's own number of epochs."""
-    from old.cli_utils import read_config
+    from utils.cli import read_config
 
     config = read_config(str(ROOT / "configs/multi_view_config.json"))
     for stage, epochs in zip(config["stage_configs"], STAGE_EPOCHS, strict=True):

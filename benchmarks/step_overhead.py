@@ -1,7 +1,6 @@
-"""What a script's training loop costs over a bare one, for the two scripts on old/; loop_overhead.py has the others.
+"""What train.py's training loop costs over a bare one; loop_overhead.py has the loop of the other scripts.
 
-    python benchmarks/step_overhead.py                    # both
-    python benchmarks/step_overhead.py --tasks cascade    # one of them
+    python benchmarks/step_overhead.py
 
 Both loops have the same model, seed, data and optimizer. One process: samples/s of the script's train_one_epoch over
 those of a bare loop (they alternate in one run; the median of the ratios counts), and whether the weights after 20
@@ -51,7 +50,7 @@ class Loop(NamedTuple):
     samples: int
 
 
-# --- what the two have in common --------------------------------------------------------------------------------------
+# --- the loops --------------------------------------------------------------------------------------------------------
 
 
 def bare_loop(model: nn.Module, loader, one_step: Callable[[dict, int], None]) -> Loop:
@@ -104,12 +103,6 @@ def command_line(flags: str, files: dict[str, Path]) -> list[str]:
     for name, path in files.items():
         words += [f"--{name}", str(path)]
     return words
-
-
-def read_all(dataset) -> None:
-    """Decode every sample into its cache, before the clock starts."""
-    for i in range(len(dataset)):
-        dataset[i]
 
 
 def wait(device: torch.device) -> None:
@@ -165,81 +158,6 @@ def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Opt
     optimizer.zero_grad(set_to_none=True)
 
 
-# --- the two ----------------------------------------------------------------------------------------------------------
-
-
-# Two stages, of 16^3 and 32^3 voxels.
-CASCADE_STAGES = [
-    {
-        "volume_size": [16, 16, 16],
-        "token_grid": 8,
-        "voxel_dim": 64,
-        "vit_depth": 2,
-        "num_heads": 4,
-    },
-    {
-        "volume_size": [32, 32, 32],
-        "token_grid": 8,
-        "voxel_dim": 64,
-        "vit_depth": 2,
-        "num_heads": 4,
-    },
-]
-
-
-def cascade(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
-    """train_accelerate.py in its second stage, which has the volume of the first beside the X-rays."""
-    import train_accelerate as script
-    from tasks.cascade.plan import StageProgress
-
-    files = {"dataset_path": data, "cache_dir": data / "cache", "checkpoint_dir": run_folder}
-    flags = "--img_size 64 --encoder_dim 64 --batch_size 4 --scheduler constant --cache_in_memory --num_workers 0"
-    flags += " --mixed_precision no"
-    words = command_line(flags, files)
-    words += ["--stage_configs", json.dumps(CASCADE_STAGES)]
-    args = script.parse_args(words)
-
-    # the patients, whose volumes of this stage are in memory
-    stage = 1
-    config = args.stage_configs[stage]
-    sizes = [each["volume_size"] for each in args.stage_configs]
-    patients = script.source_of_flags(vars(args), args.source, ranks.device).load(sizes)
-    setup = script.Setup(args, ranks.device, "no", patients)
-    setup.take_prior(None)
-    # the stage before, whose estimate each step starts from
-    setup.models = [script.build_model(0, args, ranks.device).requires_grad_(False).eval()]
-    volumes = patients.set("train", config["volume_size"])
-    read_all(volumes)
-    loader = create_distributed_dataloader(volumes, args.batch_size)
-
-    # the model of this stage, and its average
-    model = script.build_model(stage, args, ranks.device)
-    averaged = script.Ema(model, args.ema_decay)
-    optimizer = script.make_optimizer(model, args)
-    if kind == "script":
-        accelerator = script.make_accelerator("no", 1, ranks)
-        wrapped = accelerator.prepare_model(model)
-        scaler = LossScaler(ranks.device, "no")
-        learner = script.Learner(model, wrapped, averaged, optimizer, scaler)
-        progress = StageProgress(stage=stage)
-        training = begin_training(run_folder, script.LOSSES, loader, args, ranks, progress)
-        train_epoch = partial(script.train_one_epoch, stage, learner, loader)
-        return script_loop(model, loader, training, train_epoch, setup)
-
-    wrapped = wrap(model)
-    steps = itertools.count(1)
-
-    def one_step(batch: dict, epoch: int) -> None:
-        batch, draw = script.training_batch(batch, stage, epoch, setup)
-        losses = script.sample_losses(wrapped, batch, draw, setup)
-        diffusion_loss, physics_loss = (loss.mean() for loss in losses)
-        loss = diffusion_loss + config["physics_weight"] * physics_loss
-        backward_and_step(loss, model, optimizer, args)
-        averaged.update(model, next(steps))
-
-    return bare_loop(model, loader, one_step)
-
-
 def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train.py with the demo's model."""
     import train as script
@@ -273,18 +191,6 @@ def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop
     return bare_loop(model, loader, one_step)
 
 
-class Task(NamedTuple):
-    """build(kind, data, run folder, ranks) makes one of the two loops; sample_data: flags for what it reads."""
-
-    build: Callable[[str, Path, Path, Ranks], Loop]
-    sample_data: str
-
-
-TASKS = {
-    "cascade": Task(cascade, "--num_patients 44 --matrix 32"),
-    "compressed_ad": Task(compressed_ad, "--streams 20"),
-}
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -307,12 +213,11 @@ def measure(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, ranks: Ranks) -> dict:
     """{equal: whether the weights are, rates: {kind: samples/s of each timing}} of the loops in --kinds."""
-    build = TASKS[options.task].build
     data = Path(options.data)
     loops: dict[str, Loop] = {}
     for kind in options.kinds.split(","):
         run_folder = Path(options.out) / kind
-        loops[kind] = build(kind, data, run_folder, ranks)
+        loops[kind] = compressed_ad(kind, data, run_folder, ranks)
         loops[kind].train(COMPARED_STEPS)
     digests = {digest(loop.model) for loop in loops.values()}
 
@@ -352,40 +257,14 @@ def launch(processes: int, **options) -> dict:
     return json.loads(objects[-1])
 
 
-def write_sample_data(task: str, folder: str, flags: str) -> str:
-    """The folder, with sample data of the task in it."""
-    command = [sys.executable, "-m", "tools.sample_data", task, folder]
-    command += flags.split()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return folder
-
-
-def report_overhead(task: str, data: str, steps: int, repeats: int) -> None:
-    """Print one task's ratio, and whether the weights are equal."""
-    one = launch(1, task=task, data=data, steps=steps, repeats=repeats)
-    two = launch(2, task=task, data=data, steps=1, repeats=1)
-    bare = one["rates"]["bare"]
-    script = one["rates"]["script"]
-    ratios = [ours / theirs for ours, theirs in zip(script, bare, strict=True)]
-    speeds = f"{statistics.median(script):.1f} over {statistics.median(bare):.1f} samples/s"
-    print(
-        f"{task}: script over bare loop {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}; {speeds}); weights after {COMPARED_STEPS} steps equal bit for bit: "
-        f"1 process {one['equal']}, 2 processes {two['equal']}",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="which to measure")
     add("--steps", type=int, default=30, help="optimizer steps of one timing")
     add("--repeats", type=int, default=7, help="timings of each loop, alternating; the median counts")
 
     # what a measuring process is told
     add("--measure", action="store_true", help=argparse.SUPPRESS)
-    add("--task", help=argparse.SUPPRESS)
     add("--data", help=argparse.SUPPRESS)
     add("--out", help=argparse.SUPPRESS)
     add("--kinds", default="bare,script", help=argparse.SUPPRESS)
@@ -396,9 +275,18 @@ def main() -> None:
 
     # this is the parent of those that measure
     with tempfile.TemporaryDirectory() as folder:
-        for task in options.tasks:
-            data = write_sample_data(task, f"{folder}/{task}", TASKS[task].sample_data)
-            report_overhead(task, data, options.steps, options.repeats)
+        data = f"{folder}/compressed_ad"
+        command = [sys.executable, "-m", "tools.sample_data", "compressed_ad", data, "--streams", "20"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        one = launch(1, data=data, steps=options.steps, repeats=options.repeats)
+        two = launch(2, data=data, steps=1, repeats=1)
+    bare, script = one["rates"]["bare"], one["rates"]["script"]
+    ratios = [ours / theirs for ours, theirs in zip(script, bare, strict=True)]
+    speeds = f"{statistics.median(script):.1f} over {statistics.median(bare):.1f} samples/s"
+    print(
+        f"script over bare loop {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}; {speeds}); "
+        f"weights after {COMPARED_STEPS} steps equal bit for bit: 1 process {one['equal']}, 2 processes {two['equal']}"
+    )
 
 
 if __name__ == "__main__":
