@@ -1,4 +1,4 @@
-"""tools/rehearse.py: a step counted by hand, and those of scripts on a GPU that is not there, where the host must not wait."""
+"""tools/rehearse.py: a step counted by hand, and scripts' steps on a GPU that is not there; the host must not wait."""
 
 import json
 import os

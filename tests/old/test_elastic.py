@@ -208,8 +208,8 @@ def test_an_input_error_ends_all_at_once(tmp_path):
     ("flags", "message"),
     [
         (["--seed", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
-        (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart of --elastic"),
-        (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --elastic only auto"),
+        (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart"),
+        (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --ranks only auto"),
     ],
 )
 def test_flags_of_a_script(zygote, tmp_path, flags, message):
@@ -232,4 +232,4 @@ def test_more_processes_than_the_range(tmp_path):
     command = [sys.executable, ELASTIC, "--agents=4", "--ranks=1:2", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: --elastic: 1:2 with 4 processes on this machine; raise MAX\n"
+    assert done.stderr == "error: --ranks: 1:2 with 4 processes on this machine; raise MAX\n"
