@@ -13,8 +13,8 @@ Data: <id>/<id>.nii.gz, <id>/<id>_pa_drr.png, <id>/<id>_lat_drr.png; see tasks/c
 No data yet? `make demo TASK=cascade` makes some up.
 """
 
-import hashlib
 import copy
+import hashlib
 import json
 import math
 import re

@@ -13,8 +13,6 @@ and data are made up; nothing is downloaded. Exit code 0: nothing failed.
 """
 
 import argparse
-from bisect import bisect_left
-from itertools import accumulate
 import contextlib
 import datetime
 import json
@@ -36,7 +34,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpu_sizes import BATCH, LEAST_MFU, MOVED, OUT_FLAG, ROOT, SCRIPTS, STAGE_EPOCHS, STEPS, filled_flags, make_data
+from gpu_sizes import BATCH, LEAST_MFU, MOVED, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data, stage_of
 
 KEYS = ("part", "name", "value", "low", "high", "result", "reason")
 BEGIN = "<!-- benchmarks/gpu.py writes from here -->"
@@ -387,16 +385,15 @@ def one_script(setting: Setting, task: str) -> Lines:
         flags += ["--max_steps", steps]
     job = Job(task, f"{setting.size}_steps", flags, setting.size)
     run = run_script(setting, job)
-    # The epoch says which stage of the cascade a line is of.
-    ends = list(accumulate(STAGE_EPOCHS)) if task == "cascade" and setting.size == "full" else []
-    stage_of = {record["step"]: bisect_left(ends, record["epoch"]) for record in run.training()}
-    for stage in sorted(set(stage_of.values())):
-        prefix = f"stage {stage + 1}: " if ends else ""
-        records = [record for record in run.training() if stage_of[record["step"]] == stage]
+    stages: dict[int, list[dict]] = {}
+    for record in run.training():
+        stages.setdefault(stage_of(task, setting.size, record["epoch"]), []).append(record)
+    for stage, records in stages.items():
+        prefix = f"stage {stage}: " if stage else ""
         # The first interval warms up.
         yield from speed_lines(setting, task, prefix, records[1:] or records)
     yield host_wait_line(setting, run, log_every)
-    yield from memory_lines(setting, task, run)
+    yield from memory_lines(setting, task, run, records[1:] or records)
 
 
 def mean_rate(records: list[dict]) -> float:
@@ -445,8 +442,11 @@ def host_wait_line(setting: Setting, run: Run, log_every: int) -> dict:
     return measured("host waits a step", middle, None, 0, reason)
 
 
-def memory_lines(setting: Setting, task: str, run: Run) -> Lines:
-    """Peak memory that torch has reserved, what --rehearse predicts, and their ratio, which is to be within 15 %."""
+def memory_lines(setting: Setting, task: str, run: Run, records: list[dict]) -> Lines:
+    """Peak memory that torch has reserved, what --rehearse predicts, and their ratio, which is to be within 15 %.
+
+    records: the log lines of the steps that are rehearsed, a cascade's last stage.
+    """
     peak = run.peak_memory()
     kind = "reserved on the GPU" if setting.gpus else "resident memory of the process"
     yield measured("peak GiB", peak, reason=kind)
@@ -462,7 +462,7 @@ def memory_lines(setting: Setting, task: str, run: Run) -> Lines:
 
     if task in MOVED:
         # Their logs have no MFU.
-        steps_per_s = mean_rate(run.training()[1:]) / run.summary["effective_batch_size"]
+        steps_per_s = mean_rate(records) / run.summary["effective_batch_size"]
         mfu = steps_per_s * predicted["tflop_per_step"] / product_tflops()
         yield measured("MFU of the rehearsed step", mfu, LEAST_MFU[task], reason="share of a measured matmul rate")
 

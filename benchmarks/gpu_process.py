@@ -55,7 +55,7 @@ def share_first_gpu() -> None:
 
         return read_environment
 
-    # that of the scripts that have moved, and of the two others
+    # that of the scripts that have moved, and of train.py
     for module in (distributed_utils, old_distributed_utils):
         module.read_environment = on_first_gpu(module.read_environment)
     dist.is_nccl_available = lambda: False
@@ -156,7 +156,7 @@ def watch_steps(waits: HostWaits, kill_at: int) -> None:
 
         return step
 
-    # the log of the scripts that have moved, and of the two others
+    # the log of the scripts that have moved, and of train.py
     for log in (RunLog, OldRunLog):
         log.step = watched(log.step)
 

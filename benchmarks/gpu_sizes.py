@@ -4,7 +4,9 @@ The data is as large as the real one in shape, but few in number: rows and patie
 written in a minute. Models of full size are a config.json, from which gpu_process.py builds random weights.
 """
 
+import bisect
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -43,7 +45,14 @@ LEAST_MFU = {"prs_med": 0.2, "mimic_cxr": 0.1, "survival": 0.2, "cascade": 0.1, 
 # Samples of a step at tiny size, on all processes together.
 BATCH = {"prs_med": 4, "mimic_cxr": 8, "survival": 8, "cascade": 4, "compressed_ad": 8}
 
-TINY_STAGE = {"volume_size": [8, 8, 8], "voxel_dim": 16, "vit_depth": 1, "num_heads": 2, "token_grid": 4}
+TINY_STAGE = {
+    "name": "stage1",
+    "volume_size": [8, 8, 8],
+    "voxel_dim": 16,
+    "vit_depth": 1,
+    "num_heads": 2,
+    "token_grid": 4,
+}
 
 # The flags of a run, as words of one line: {data} and {stage} are filled in by filled_flags.
 # The batch of the published size is each script's own choice, fitted to the memory.
@@ -122,8 +131,8 @@ SAMPLES = {
         "full": "--num_patients 20 --matrix 128 --event_rate 0.5",
     },
     "cascade": {
-        "tiny": "--num_patients 3 --matrix 16",
-        "full": "--num_patients 3 --matrix 256",
+        "tiny": "--num_patients 4 --matrix 16",
+        "full": "--num_patients 4 --matrix 256",
     },
     "compressed_ad": {
         "tiny": "--streams 2 --steps 100",
@@ -231,6 +240,13 @@ def filled_flags(task: str, size: str, data: Path) -> list[str]:
     words = FLAGS[task][size].split()
     stage = json.dumps(TINY_STAGE)
     return [word.replace("{data}", str(data)).replace("{stage}", stage) for word in words]
+
+
+def stage_of(task: str, size: str, epoch: int) -> int:
+    """Which stage of the cascade, from 1, an epoch of the whole run belongs to at full size; else 0."""
+    if task != "cascade" or size == "tiny":
+        return 0
+    return 1 + bisect.bisect_left(list(itertools.accumulate(STAGE_EPOCHS)), epoch)
 
 
 def write_full_models(out: Path, task: str) -> None:

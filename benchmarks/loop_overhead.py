@@ -3,6 +3,7 @@
     python benchmarks/loop_overhead.py                       # minimal.py's model on 128 x 128 images, one process
     python benchmarks/loop_overhead.py prs_med DATA          # PRS-Med; DATA: by python -m tools.sample_data prs_med
     python benchmarks/loop_overhead.py mimic_cxr DATA        # the same, prepared in DATA/prepared
+    python benchmarks/loop_overhead.py cascade DATA          # the second of two small stages; at least 60 patients
     torchrun --standalone --nproc_per_node=2 benchmarks/loop_overhead.py exact [--parameters 20e6]
 
 The two loops take turns, a few steps each, on the same batches; a ratio is the median over the turns of bare time by
@@ -11,6 +12,7 @@ the foundation's time, 1 meaning no cost. On a shared machine processor time (cp
 
 import argparse
 import copy
+import json
 import statistics
 import sys
 import tempfile
@@ -158,6 +160,40 @@ def mimic_cxr(words: list[str]) -> None:
     )
 
 
+def cascade(words: list[str]) -> None:
+    import train_accelerate as script
+
+    stage = {"voxel_dim": 64, "vit_depth": 2, "num_heads": 4, "token_grid": 8}
+    stages = [json.dumps({"volume_size": [side] * 3, **stage}) for side in (16, 32)]
+    flags = f"--dataset_path {words[0]} --cache_dir {words[0]}_cache --img_size 64 --encoder_dim 64 --batch_size 2"
+    args = script.parse_args([*flags.split(), "--stage_configs", *stages, *words[1:]])
+    sizes = [stage["volume_size"] for stage in args.stage_configs]
+    patients = script.Data(args, sizes)
+    model = script.Cascade(args, torch.device("cpu"), "no", patients.learn_prior(), [0.1, 0.1])
+    for _ in sizes:
+        model.add_stage()
+    data = script.XrayCtDataset(patients, "train", sizes[-1])
+    for number in range(len(data)):
+        # decoded into the cache before the clock starts
+        data[number]
+
+    def loss_parts(model, batch: dict, _) -> tuple:
+        diffusion, physics = (part.mean() for part in script.patient_losses(model, 1, model.net, batch))
+        return diffusion + model.stages[1].physics_weight * physics, diffusion, physics
+
+    compare_loops(
+        "cascade",
+        model,
+        data,
+        lambda run: du.create_distributed_dataloader(data, run.leaf),
+        loss_parts,
+        args,
+        steps=max(1, len(data) // 2 // TURNS),
+        make_optimizer=lambda model: script.make_optimizer(model, args),
+        losses=("loss", "diffusion_loss", "physics_loss"),
+    )
+
+
 def exact(words: list[str]) -> None:
     """DDP against ExactSum: leaves of one conv net (compute-bound), or of linear layers with --parameters in all."""
     parser = argparse.ArgumentParser()
@@ -195,4 +231,4 @@ def exact(words: list[str]) -> None:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or ["minimal"]
-    {"minimal": minimal, "prs_med": prs_med, "mimic_cxr": mimic_cxr, "exact": exact}[name](rest)
+    {"minimal": minimal, "prs_med": prs_med, "mimic_cxr": mimic_cxr, "cascade": cascade, "exact": exact}[name](rest)

@@ -1,6 +1,6 @@
 """What --rehearse predicts for a step, against the bytes of real tensors that the same step makes on a CPU.
 
-    python benchmarks/rehearsal_check.py              # 4 settings of the two scripts on old/
+    python benchmarks/rehearsal_check.py              # both models of train.py
 
 The prediction is the script's own command on fake CUDA tensors, in fp32. The count runs the same functions on real
 tensors of the CPU, and adds up what is alive. Exits with 1 when one is further than 10 % from the other, or when a
@@ -16,33 +16,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# The scripts, with what all their settings have.
-COMPRESSED_AD = "train.py"
-
-
-class Setting(NamedTuple):
-    """A script and its flags in one setting."""
-
-    name: str
-    script: str
-    flags: str
-
-
-SETTINGS = [
-    Setting("CompressedAD, batch 16", COMPRESSED_AD, "--train_batch_size 16"),
-    Setting("AD, batch 32", COMPRESSED_AD, "--model ad --train_batch_size 32"),
-]
-
-
-def command_line(setting: Setting) -> list[str]:
-    """The script and its flags."""
-    words = f"{setting.script} {setting.flags} --mixed_precision no".split()
-    return words
+# The script and its flags, by the name of the setting.
+SETTINGS = {
+    "CompressedAD, batch 16": "train.py --mixed_precision no --train_batch_size 16",
+    "AD, batch 32": "train.py --mixed_precision no --model ad --train_batch_size 32",
+}
 
 
 @contextlib.contextmanager
@@ -89,14 +71,14 @@ def main() -> int:
 
     wrong = 0
     print(f"{'setting':<48} {'predicted':>10} {'counted':>10} {'ratio':>7} {'seconds':>8}")
-    for setting in SETTINGS:
-        words = command_line(setting)
+    for name, flags in SETTINGS.items():
+        words = flags.split()
         predicted, seconds = last_line([*words, "--rehearse", "--gpu_memory", "80"])
         counted, _ = last_line([__file__, "--count", *words])
         ratio = predicted["peak_gib"] / counted["peak_gib"]
         good = 0.9 <= ratio <= 1.1 and seconds <= 30
         wrong += not good
-        row = f"{setting.name:<48} {megabytes(predicted):>10} {megabytes(counted):>10}"
+        row = f"{name:<48} {megabytes(predicted):>10} {megabytes(counted):>10}"
         print(f"{row} {ratio:>7.3f} {seconds:>8.1f}", flush=True)
     print(f"{wrong} of {len(SETTINGS)} off by more than 10 %, or slower than 30 s")
     return bool(wrong)

@@ -1,4 +1,4 @@
-"""What a script's training loop costs over a bare one, for the script on old/; loop_overhead.py has the others.
+"""What train.py's training loop costs over a bare one; loop_overhead.py has the loop of the other scripts.
 
     python benchmarks/step_overhead.py
 
@@ -50,7 +50,7 @@ class Loop(NamedTuple):
     samples: int
 
 
-# --- what the two have in common --------------------------------------------------------------------------------------
+# --- the loops --------------------------------------------------------------------------------------------------------
 
 
 def bare_loop(model: nn.Module, loader, one_step: Callable[[dict, int], None]) -> Loop:
@@ -103,12 +103,6 @@ def command_line(flags: str, files: dict[str, Path]) -> list[str]:
     for name, path in files.items():
         words += [f"--{name}", str(path)]
     return words
-
-
-def read_all(dataset) -> None:
-    """Decode every sample into its cache, before the clock starts."""
-    for i in range(len(dataset)):
-        dataset[i]
 
 
 def wait(device: torch.device) -> None:
@@ -164,9 +158,6 @@ def backward_and_step(loss: Tensor, model: nn.Module, optimizer: torch.optim.Opt
     optimizer.zero_grad(set_to_none=True)
 
 
-# --- the two ----------------------------------------------------------------------------------------------------------
-
-
 def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop:
     """train.py with the demo's model."""
     import train as script
@@ -200,17 +191,6 @@ def compressed_ad(kind: str, data: Path, run_folder: Path, ranks: Ranks) -> Loop
     return bare_loop(model, loader, one_step)
 
 
-class Task(NamedTuple):
-    """build(kind, data, run folder, ranks) makes one of the two loops; sample_data: flags for what it reads."""
-
-    build: Callable[[str, Path, Path, Ranks], Loop]
-    sample_data: str
-
-
-TASKS = {
-    "compressed_ad": Task(compressed_ad, "--streams 20"),
-}
-
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -233,12 +213,11 @@ def measure(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, ranks: Ranks) -> dict:
     """{equal: whether the weights are, rates: {kind: samples/s of each timing}} of the loops in --kinds."""
-    build = TASKS[options.task].build
     data = Path(options.data)
     loops: dict[str, Loop] = {}
     for kind in options.kinds.split(","):
         run_folder = Path(options.out) / kind
-        loops[kind] = build(kind, data, run_folder, ranks)
+        loops[kind] = compressed_ad(kind, data, run_folder, ranks)
         loops[kind].train(COMPARED_STEPS)
     digests = {digest(loop.model) for loop in loops.values()}
 
@@ -278,40 +257,14 @@ def launch(processes: int, **options) -> dict:
     return json.loads(objects[-1])
 
 
-def write_sample_data(task: str, folder: str, flags: str) -> str:
-    """The folder, with sample data of the task in it."""
-    command = [sys.executable, "-m", "tools.sample_data", task, folder]
-    command += flags.split()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return folder
-
-
-def report_overhead(task: str, data: str, steps: int, repeats: int) -> None:
-    """Print one task's ratio, and whether the weights are equal."""
-    one = launch(1, task=task, data=data, steps=steps, repeats=repeats)
-    two = launch(2, task=task, data=data, steps=1, repeats=1)
-    bare = one["rates"]["bare"]
-    script = one["rates"]["script"]
-    ratios = [ours / theirs for ours, theirs in zip(script, bare, strict=True)]
-    speeds = f"{statistics.median(script):.1f} over {statistics.median(bare):.1f} samples/s"
-    print(
-        f"{task}: script over bare loop {statistics.median(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}; {speeds}); weights after {COMPARED_STEPS} steps equal bit for bit: "
-        f"1 process {one['equal']}, 2 processes {two['equal']}",
-        flush=True,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="which to measure")
     add("--steps", type=int, default=30, help="optimizer steps of one timing")
     add("--repeats", type=int, default=7, help="timings of each loop, alternating; the median counts")
 
     # what a measuring process is told
     add("--measure", action="store_true", help=argparse.SUPPRESS)
-    add("--task", help=argparse.SUPPRESS)
     add("--data", help=argparse.SUPPRESS)
     add("--out", help=argparse.SUPPRESS)
     add("--kinds", default="bare,script", help=argparse.SUPPRESS)
@@ -322,9 +275,18 @@ def main() -> None:
 
     # this is the parent of those that measure
     with tempfile.TemporaryDirectory() as folder:
-        for task in options.tasks:
-            data = write_sample_data(task, f"{folder}/{task}", TASKS[task].sample_data)
-            report_overhead(task, data, options.steps, options.repeats)
+        data = f"{folder}/compressed_ad"
+        command = [sys.executable, "-m", "tools.sample_data", "compressed_ad", data, "--streams", "20"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        one = launch(1, data=data, steps=options.steps, repeats=options.repeats)
+        two = launch(2, data=data, steps=1, repeats=1)
+    bare, script = one["rates"]["bare"], one["rates"]["script"]
+    ratios = [ours / theirs for ours, theirs in zip(script, bare, strict=True)]
+    speeds = f"{statistics.median(script):.1f} over {statistics.median(bare):.1f} samples/s"
+    print(
+        f"script over bare loop {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}; {speeds}); "
+        f"weights after {COMPARED_STEPS} steps equal bit for bit: 1 process {one['equal']}, 2 processes {two['equal']}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ A run folder holds `step_00000120.pt` files, hard links `last.pt` and `best.pt` 
 checkpoint counts once it is in the manifest, and nothing in a run folder is deleted or cut before the manifest says so.
 """
 
-import contextlib
 import functools
 import hashlib
-import json
 import os
 import random
 import re
@@ -82,15 +80,12 @@ def restore_rng(states: list[dict]) -> None:
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
-def trained_state(model: torch.nn.Module, everything: bool = False) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model: the trained tensors (and buffers), or all of them.
+def trained_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model: the trained tensors (and buffers).
 
     Names are those of the plain module, whatever wrapped it (no `module.` of DDP, no `_orig_mod.` of torch.compile).
     """
-    frozen = set()
-    if not everything:
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     state = {}
     for name, value in model.state_dict().items():
         if name not in frozen:
@@ -230,7 +225,7 @@ def _write_with_links(run_folder: Path, manifest: Manifest, path: Path, names: t
             temporary.unlink(missing_ok=True)
 
 
-def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)) -> str:
+def mark_best(run_folder: Path, step: int) -> str:
     """All ranks call it: `best.pt` becomes another name (hard link) of the checkpoint of `step`; returns its sha256."""
     path = run_folder / f"step_{step:08d}.pt"
     settle_checkpoint()
@@ -239,23 +234,23 @@ def mark_best(run_folder: Path, step: int, names: tuple[str, ...] = ("best.pt",)
             manifest = read_manifest(run_folder)
             if manifest is None or path.name not in manifest.checkpoints:
                 raise RunError(f"{path}: was removed while the run was writing there; start again")
-            manifest.checkpoints |= dict.fromkeys(names, manifest.checkpoints[path.name])
+            manifest.checkpoints["best.pt"] = manifest.checkpoints[path.name]
             try:
-                _write_with_links(run_folder, manifest, path, names)
+                _write_with_links(run_folder, manifest, path, ("best.pt",))
             except OSError as error:
-                raise _not_written(run_folder / names[0], error) from None
-    return best_sha256(run_folder, names[0])
+                raise _not_written(run_folder / "best.pt", error) from None
+    return best_sha256(run_folder)
 
 
-def best_sha256(run_folder: Path, name: str = "best.pt") -> str | None:
+def best_sha256(run_folder: Path) -> str | None:
     """The manifest's sha256 of best.pt, on all ranks; None without one. A lost manifest leaves the file's own."""
     digest = None
     if world()[0] == 0:
         manifest = read_manifest(run_folder)
         if manifest is not None:
-            digest = manifest.checkpoints.get(name)
-        elif (run_folder / name).is_file():
-            digest = file_sha256(run_folder / name)
+            digest = manifest.checkpoints.get("best.pt")
+        elif (run_folder / "best.pt").is_file():
+            digest = file_sha256(run_folder / "best.pt")
     return broadcast_object(digest)
 
 
@@ -295,11 +290,6 @@ class Checkpoint(_Part):
             if type(value) is dict:
                 self[key] = _Part(value)
                 self[key].path = path
-
-    def need(self, *keys: str) -> None:
-        """Raises InputError, before anything is changed, where one of these parts is missing."""
-        for key in keys:
-            self[key]
 
     def plain(self) -> dict:
         """The same as dicts that torch.save writes without naming a class."""
@@ -736,31 +726,6 @@ def _mend_links(run_folder: Path, manifest: Manifest) -> None:
         target = steps.get(digest)
         if target not in (None, path) and not file_is(path, digest) and file_is(target, digest):
             link(target, path)
-
-
-def at_end_of_step(checkpoint: Checkpoint, run_folder: Path) -> Checkpoint:
-    """All ranks: the same checkpoint, resumed behind all that was logged of its step, the evaluation included.
-
-    For what comes after a training that is over (guide 3's next stage) and does not repeat its last evaluation.
-    """
-    if not _is_of_run(checkpoint, run_folder):
-        return checkpoint
-
-    size = 0
-    rows = checkpoint["log"]["rows"]
-    with contextlib.suppress(OSError), open(run_folder / "metrics.jsonl", "rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                if record["step"] > checkpoint["step"]:
-                    break
-                if record["step"] == checkpoint["step"] and "train/loss" in record:
-                    # The interval that the checkpoint cut in two was written after it.
-                    rows = []
-            size += len(line)
-
-    log = checkpoint["log"] | {"rows": rows, "bytes": size, "sha256": ""}
-    return Checkpoint(checkpoint.plain() | {"log": log}, checkpoint.path)
 
 
 def cut_metrics(path: Path, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The command line of train_accelerate.py and train.py: common flags, --config files, value checks, and how a run ends.
+"""The command line of train.py: common flags, --config files, value checks, and how a run ends.
 
 Light on purpose (no torch): `--help` and a mistyped flag answer at once.
 """
@@ -20,8 +20,6 @@ from utils.cli import InputError, RunError
 
 # How many values a config file may stand for.
 MOST_VALUES = 100_000
-# Where a value is from that take_from_run has set.
-FROM_RUN = "the run's args.yaml"
 
 
 def is_first_process() -> bool:
@@ -38,11 +36,6 @@ def environment_number(name: str, low: int, high: int) -> int:
     if re.fullmatch("0|[1-9][0-9]{0,9}", text) is None or not low <= int(text) <= high:
         raise InputError(f"{name} must be a whole number from {low} to {high}, not {text!r}")
     return int(text)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 file, 2 files."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # --- types of arguments -----------------------------------------------------------------------------------------------
@@ -83,16 +76,6 @@ def step_range(text: str) -> str:
         reason = "must be the first and the last of at most 100 steps, as 20:25 (in a YAML file in quotes)"
         raise argparse.ArgumentTypeError(f"{reason}, not {text!r}")
     return text
-
-
-def json_value(text: str, noun: str):
-    """What the JSON of a flag says. noun: what it should be. Raises ArgumentTypeError."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON ({error.msg})") from None
-    except (RecursionError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"not {noun} ({error})") from None
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
@@ -160,7 +143,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, also: dict[str, str] | None = None) -> None:
-    """Add the flags that mean the same in every script. also: {flag: a guide's name for it}."""
+    """Add the flags that every script has. also: {flag: a guide's name for it}."""
     _add_run_arguments(parser)
     _add_speed_arguments(parser)
     _add_safety_arguments(parser)
@@ -317,8 +300,6 @@ def check_config_value(path: str, action: argparse.Action, value):
         if not isinstance(value, bool):
             raise wrong(f"must be true or false, not {value!r}")
         return value
-    if action.metavar == "JSON" and not isinstance(value, str):
-        value = json.dumps(value)
 
     # A list where the flag takes several words, and as long as the flag wants it.
     exactly = action.nargs if isinstance(action.nargs, int) else None
@@ -349,39 +330,8 @@ def _check_item(action: argparse.Action, item):
     return item
 
 
-def flatten_sections(path: str, values: dict, sections: dict[str, dict[str, str]]) -> dict:
-    """{flag: value} of a config whose keys may stand in sections, {section: {key: flag}}. Raises InputError."""
-    flat: dict = {}
-    for name, value in values.items():
-        inside = {name: value}
-        if name in sections:
-            inside = _flags_of_section(path, name, value, sections[name])
-        for key in inside:
-            if key in flat:
-                raise InputError(f"{path}: {key} is given twice; remove one")
-        flat |= inside
-    return flat
-
-
-def _flags_of_section(path: str, name: str, value, flags: dict[str, str]) -> dict:
-    """{flag: value} of one section. flags: {key: flag}."""
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: {name}: must be a section of keys, not {value!r}; correct the file")
-    for key in value:
-        if key not in flags:
-            near = difflib.get_close_matches(str(key), flags, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(flags)}"
-            raise InputError(f"{path}: unknown key {key!r} in {name}; {advice}")
-    return {flags[key]: item for key, item in value.items()}
-
-
-def parse_arguments(
-    parser: argparse.ArgumentParser, argv: list[str] | None = None, sections: dict[str, dict[str, str]] | None = None
-) -> argparse.Namespace:
-    """Parse with the precedence defaults < --config file < command line; mistakes end the process with code 2.
-
-    sections: see flatten_sections.
-    """
+def parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse with the precedence defaults < --config file < command line; mistakes end the process with code 2."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--config")
     try:
@@ -391,7 +341,7 @@ def parse_arguments(
         path = None
     if path:
         try:
-            _set_defaults_from(path, parser, sections or {})
+            _set_defaults_from(path, parser)
         except RecursionError:
             end_with(InputError(f"{path}: nested too deeply for a config; correct the file"))
         except InputError as error:
@@ -414,7 +364,7 @@ def parse_arguments(
     return args
 
 
-def _set_defaults_from(path: str, parser: argparse.ArgumentParser, sections: dict[str, dict[str, str]]) -> None:
+def _set_defaults_from(path: str, parser: argparse.ArgumentParser) -> None:
     """The values of a config file become the parser's defaults. Raises InputError."""
     actions = {}
     for action in parser._actions:
@@ -429,9 +379,9 @@ def _set_defaults_from(path: str, parser: argparse.ArgumentParser, sections: dic
                 actions[name] = action
 
     given: dict[str, str] = {}
-    for key, value in flatten_sections(path, read_config(path), sections).items():
+    for key, value in read_config(path).items():
         if key not in actions or actions[key].dest in ("config", "local_rank"):
-            near = difflib.get_close_matches(str(key), [*actions, *sections], n=1)
+            near = difflib.get_close_matches(str(key), actions, n=1)
             advice = f"did you mean {near[0]!r}?" if near else "see --help"
             raise InputError(f"{path}: unknown key {key!r}; {advice}")
         action = actions[key]
@@ -449,8 +399,8 @@ def prepare_rehearsal(parser: argparse.ArgumentParser, args: argparse.Namespace)
     """--rehearse: load what torch must find when it is imported. Mistakes end the process with one line and code 2."""
     from old.fake_cuda_utils import load_before_torch
 
-    if args.eval_only or getattr(args, "sample", None):
-        parser.error("--rehearse is about a training step and goes without --eval_only and --sample")
+    if args.eval_only:
+        parser.error("--rehearse is about a training step and goes without --eval_only")
     if not is_first_process():
         # Of a launcher's processes one tells.
         sys.exit(0)
@@ -472,15 +422,11 @@ def ask_for_fixed_order() -> None:
 # --- where values come from -------------------------------------------------------------------------------------------
 
 
-def value_sources(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None, sections: dict | None = None
-) -> dict[str, str]:
+def value_sources(parser: argparse.ArgumentParser, args: argparse.Namespace, argv: list[str] | None) -> dict[str, str]:
     """{name: "command line", the --config file's name, or "default"} of every argument, for a banner."""
     words = sys.argv[1:] if argv is None else argv
     flags = {word.split("=")[0] for word in words}
-    in_file = {}
-    if args.config:
-        in_file = flatten_sections(args.config, read_config(args.config), sections or {})
+    in_file = read_config(args.config) if args.config else {}
 
     sources = {}
     for action in parser._actions:
@@ -492,40 +438,6 @@ def value_sources(
         else:
             sources.setdefault(action.dest, "default")
     return sources
-
-
-def take_from_run(parser: argparse.ArgumentParser, args: argparse.Namespace, run_folder: str, names: tuple) -> None:
-    """For --eval_only and --sample: what no flag gives is as in the run that is used, from its args.yaml.
-
-    args.source must be there. Mistakes in the file end the process with one line and code 2.
-    """
-    path = Path(run_folder) / "args.yaml"
-    try:
-        # The file lies beside the checkpoint.
-        if args.resume_from not in (None, "auto"):
-            source = Path(args.resume_from)
-            path = (source if source.is_dir() else source.parent) / "args.yaml"
-        if not path.is_file():
-            return
-    except OSError:
-        # Such as a name that is too long: what looks for the checkpoint says so.
-        return
-
-    actions = {action.dest: action for action in parser._actions}
-    taken = []
-    try:
-        values = read_config(str(path))
-        for name in names:
-            value = values.get(name)
-            if args.source[name] != "default" or value in (None, getattr(args, name)):
-                continue
-            setattr(args, name, check_config_value(str(path), actions[name], value))
-            args.source[name] = FROM_RUN
-            taken.append(f"--{name} {value}")
-    except InputError as error:
-        end_with(error)
-    if taken and is_first_process():
-        print(f"from {path}: {' '.join(taken)}", flush=True)
 
 
 def asked_values(args: argparse.Namespace) -> dict:

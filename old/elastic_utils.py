@@ -1,10 +1,10 @@
 """Training on whatever GPUs there are: each has a torchrun agent of its own, so that one can go and come back.
 
-python old/elastic_utils.py --agents 4 --ranks 1:4 train_accelerate.py ...
+python old/elastic_utils.py --agents 4 --ranks 1:4 train.py ...
 
-The launchers start this for --elastic. torchrun's elastic rendezvous drops and takes in whole agents, so there is one
-agent for each rank. This process starts those of its machine, holds the store that they meet at, passes on signals,
-starts a killed agent again after a while, and ends as the training ended. See docs/elastic.md.
+torchrun's elastic rendezvous drops and takes in whole agents, so there is one agent for each rank. This process starts
+those of its machine, holds the store that they meet at, passes on signals, starts a killed agent again after a while,
+and ends as the training ended. See docs/elastic.md.
 """
 
 import argparse
@@ -60,12 +60,12 @@ def crash_code() -> int:
 def check_elastic(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Flags of a script that a training must have, or cannot have, whose ranks may come and go; ends it with code 2."""
     if args.overwrite:
-        parser.error("--overwrite: would delete the run at each restart of --elastic; remove the run folder yourself")
+        parser.error("--overwrite: would delete the run at each restart; remove the run folder yourself")
     if args.effective_batch_size is None:
-        parser.error("--elastic: the batch must not change with the GPUs; give --effective_batch_size N")
+        parser.error("--ranks: the batch must not change with the GPUs; give --effective_batch_size N")
     if args.resume_from != "auto":
         # each restart would go back to it
-        parser.error("--resume_from: with --elastic only auto, as it restarts from the newest checkpoint")
+        parser.error("--resume_from: with --ranks only auto, as it restarts from the newest checkpoint")
 
 
 def die_with(parent: int) -> None:
@@ -171,7 +171,7 @@ def end_of_rendezvous(error: Exception) -> int:
     reason = "the node that holds the rendezvous is gone; start the training again, it goes on from its checkpoint"
     if isinstance(error, RendezvousTimeoutError):
         least = os.environ["ELASTIC_RANKS"].partition(":")[0]
-        reason = f"fewer than {least} ranks for too long; start more nodes, or lower MIN of --elastic=MIN:MAX"
+        reason = f"fewer than {least} ranks for too long; start more nodes, or lower MIN of --ranks=MIN:MAX"
     print(f"error: {reason}", file=sys.stderr, flush=True)
     return 1
 
@@ -197,10 +197,10 @@ def read_ranks(text: str, agents: int) -> tuple[int, int]:
     """(least, most) of MIN:MAX. Raises InputError."""
     found = re.fullmatch(r"([1-9][0-9]{0,6}):([1-9][0-9]{0,6})", text)
     if not found or int(found[1]) > int(found[2]):
-        raise InputError(f"--elastic: must be MIN:MAX with MIN <= MAX, such as 1:4, not {text!r}")
+        raise InputError(f"--ranks: must be MIN:MAX with MIN <= MAX, such as 1:4, not {text!r}")
     least, most = int(found[1]), int(found[2])
     if most < agents:
-        raise InputError(f"--elastic: {text} with {agents} processes on this machine; raise MAX")
+        raise InputError(f"--ranks: {text} with {agents} processes on this machine; raise MAX")
     return least, most
 
 
@@ -337,7 +337,7 @@ def main() -> int:
     except InputError as error:
         end_with(error)
     if sys.platform == "win32":
-        end_with(InputError("--elastic: torchrun on Windows cannot; start without it, or under Linux"))
+        end_with(InputError("torchrun on Windows has no elastic agents; start without it, or under Linux"))
 
     os.environ["ELASTIC_RANKS"] = f"{least}:{most}"
     # A worker takes no store of a start before.

@@ -1,41 +1,11 @@
-"""Figures: how a user's text is drawn, how a figure becomes a PNG, and the curves of a run."""
+"""Figures: how a figure becomes a PNG, and the curves of a run."""
 
 import contextlib
-import functools
 import io
 import json
-import textwrap
 import warnings
 from pathlib import Path
 from typing import NamedTuple
-
-
-@functools.cache
-def drawable_characters() -> frozenset[int]:
-    """Code points that matplotlib's default font has."""
-    from matplotlib import font_manager
-
-    path = font_manager.findfont(font_manager.FontProperties())
-    font = font_manager.get_font(path)
-    return frozenset(font.get_charmap())
-
-
-def figure_text(text: str, most: int = 32) -> str:
-    """A user's text as a figure can show it, on one line of at most so many characters.
-
-    What the font lacks becomes a question mark, and a dollar sign begins no formula.
-    """
-    line = " ".join(str(text).split())
-    if len(line) > most:
-        line = line[: most - 3] + "..."
-    known = drawable_characters()
-    letters = [letter if ord(letter) in known else "?" for letter in line]
-    return "".join(letters).replace("$", r"\$")
-
-
-def wrap(text: str, width: int) -> str:
-    """The text in lines of at most `width` characters, for a figure."""
-    return textwrap.fill(text, width)
 
 
 def figure_png(figure) -> bytes:

@@ -66,19 +66,6 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, half, enabled=precision != "no")
 
 
-class GroupNorm(torch.nn.GroupNorm):
-    """GroupNorm in the precision of its input; sums are in fp32 all the same.
-
-    Autocast would raise it to fp32, which at full resolution is most of a network's memory.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            weight = self.weight.to(x.dtype)
-            bias = self.bias.to(x.dtype)
-            return torch.nn.functional.group_norm(x, self.num_groups, weight, bias, self.eps)
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Most memory this process has held, GiB: of the GPU, or resident memory on CPU."""
     if device.type == "cuda":

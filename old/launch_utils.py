@@ -1,7 +1,6 @@
-"""Runs torchrun or `accelerate launch` in this process and ends as the training script ended.
+"""Runs torchrun in this process and ends as the training script ended.
 
-python old/launch_utils.py torchrun --standalone --nproc_per_node=2 train_accelerate.py ...
-python old/launch_utils.py accelerate launch --multi_gpu --num_processes=2 train_accelerate.py ...
+python old/launch_utils.py torchrun --standalone --nproc_per_node=2 train.py ...
 
 A script says by itself, in one line, what was wrong or where it saved. torchrun alone would print a traceback of its
 own below that and end with code 1, whatever the script's code was.
@@ -107,10 +106,7 @@ def main() -> int:
 
     # What is started here reads sys.argv as its own command line.
     sys.argv = sys.argv[1:]
-    if sys.argv[0] == "accelerate":
-        from accelerate.commands.accelerate_cli import main as launch
-    else:
-        from torch.distributed.run import main as launch
+    from torch.distributed.run import main as launch
 
     # torchrun says nothing of ends that the script has told.
     for name in NOISY:
@@ -122,7 +118,7 @@ def main() -> int:
     def stop(number: int, _frame) -> None:
         raise SignalException(f"signal {number}", signal.Signals(number))
 
-    # torchrun replaces these by the same; accelerate with one process has none.
+    # torchrun replaces these by the same.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
 
@@ -130,8 +126,6 @@ def main() -> int:
         launch()
     except ChildFailedError as error:
         return end_of_failures(error.failures)
-    except subprocess.CalledProcessError as error:
-        return report_end("rank 0", error.returncode)
     except RendezvousError as error:
         if not is_elastic():
             raise

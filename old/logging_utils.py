@@ -77,8 +77,7 @@ class RunLog:
         self.lr: float | None = None
         self.restart_clock()
 
-        # what each line holds beside step and epoch, such as the stage, and the last value of each metric
-        self.context: dict[str, int] = {}
+        # the last value of each metric
         self.last: dict[str, float] = {}
         # samples/s of each interval
         self.rates: list[float] = []
@@ -91,7 +90,7 @@ class RunLog:
         self.matmul_rate = matmul_rate(ranks.device, precision) if self.counts else 0.0
         self.flops = 0
         self.counting: FlopCount | None = None
-        self.forget_flops()
+        self.counted_samples = 0
 
         # open files, and how many bytes of metrics.jsonl are on the disk
         self.writer = None
@@ -174,10 +173,6 @@ class RunLog:
             return contextlib.nullcontext()
         self.counting = self.counting or FlopCount()
         return self.counting
-
-    def forget_flops(self) -> None:
-        """The next step is counted again, as it will differ from those before: another stage, other trained layers."""
-        self.counted_samples = 0
 
     def step(self, values: torch.Tensor, samples: int, lr: float, batch: str = "") -> None:
         """Keep one optimizer step's numbers, its samples (of all ranks) and its learning rate.
@@ -322,12 +317,11 @@ class RunLog:
             return
 
         # a line says the rest, too
-        context = "".join(f"{name} {value} " for name, value in self.context.items())
         if self.lr is not None:
             parts.append(f"lr {self.lr:.2e}")
         parts.append(f"{values['train/peak_memory_gb']:.2f} GB")
         parts.append(f"{tqdm.format_interval(seconds_left)} left")
-        print_main(f"{context}epoch {epoch} step {step}/{self.total_steps} | {' | '.join(parts)}")
+        print_main(f"epoch {epoch} step {step}/{self.total_steps} | {' | '.join(parts)}")
 
     def speed_facts(self) -> dict[str, str]:
         """For the banner: the rate that train/mfu is a share of."""
@@ -354,7 +348,7 @@ class RunLog:
             return
 
         def write() -> None:
-            line = {"step": step, "epoch": epoch, **self.context, **values}
+            line = {"step": step, "epoch": epoch, **values}
             if each_step:
                 line["steps"] = each_step
             self.jsonl.write(json.dumps(line) + "\n")
@@ -364,7 +358,7 @@ class RunLog:
                 if value is not None:
                     self.writer.add_scalar(name, value, step)
             if self.wandb:
-                self.wandb.log({**values, **self.context, "epoch": epoch}, step=step)
+                self.wandb.log({**values, "epoch": epoch}, step=step)
 
         self._guard(write)
 

@@ -121,12 +121,12 @@ def safety_flags(args: Namespace) -> dict:
     return flags | {"check_every": args.check_every, "profile": StepProfile(args.profile)}
 
 
-def resume(progress: Progress, checkpoint: dict, this_run: dict, run_folder: Path, best: str = "best.pt") -> None:
+def resume(progress: Progress, checkpoint: dict, this_run: dict, run_folder: Path) -> None:
     """All ranks: put the progress where a checkpoint stands.
 
-    this_run: what may not differ from the run that wrote it. best: the best checkpoint's file name. The best value so
-    far counts only while the run folder holds that checkpoint: another folder, or one that went back, holds another
-    one or none. Raises InputError for a checkpoint of another run.
+    this_run: what may not differ from the run that wrote it. The best value so far counts only while the run folder
+    holds that checkpoint: another folder, or one that went back, holds another one or none. Raises InputError for a
+    checkpoint of another run.
     """
     check_same_run(checkpoint, this_run)
     known = {item.name for item in fields(progress)}
@@ -134,7 +134,7 @@ def resume(progress: Progress, checkpoint: dict, this_run: dict, run_folder: Pat
         if name in known:
             setattr(progress, name, value)
     progress.saved = None
-    if best_sha256(run_folder, best) != progress.best_sha256 or not math.isfinite(progress.best or 0.0):
+    if best_sha256(run_folder) != progress.best_sha256 or not math.isfinite(progress.best or 0.0):
         progress.best = None
 
 
@@ -314,32 +314,10 @@ def end_step(training: TrainingRun, step: Step, losses: torch.Tensor, grad_norm:
         training.check_weights()
 
 
-# --- the end of an epoch and of a run ---------------------------------------------------------------------------------
+# --- the end of a run ---------------------------------------------------------------------------------
 
 
-def end_epoch(training: TrainingRun) -> int:
-    """All ranks, before the evaluation of an epoch: save; returns the exit code of a stop signal, else 0."""
-    progress = training.progress
-    training.save()
-    if training.stop.agreed:
-        say_saved(progress.step)
-    elif progress.step >= training.last_step:
-        training.log.write_rest(progress.step, progress.epoch + 1)
-    return training.stop.agreed
-
-
-def next_epoch(training: TrainingRun) -> bool:
-    """After the evaluation of an epoch: go to the next one; False at the end of the run."""
-    if training.progress.step >= training.last_step:
-        return False
-    training.progress.epoch += 1
-    training.progress.samples = 0
-    return True
-
-
-def keep_best(
-    training: TrainingRun, value: float, planned: bool, lower: bool = False, names: tuple[str, ...] = ("best.pt",)
-) -> bool:
+def keep_best(training: TrainingRun, value: float, planned: bool, lower: bool = False) -> bool:
     """All ranks, after an evaluation: best.pt becomes the checkpoint of this step if its value is the best so far.
 
     planned: False where --max_steps cut an epoch short. Such an evaluation is no part of the uninterrupted run, so it
@@ -351,10 +329,10 @@ def keep_best(
     better = best is None or (value <= best if lower else value >= best)
     if planned and better and math.isfinite(value):
         progress.best = value
-        progress.best_sha256 = mark_best(training.run_folder, progress.step, names)
+        progress.best_sha256 = mark_best(training.run_folder, progress.step)
         return True
     if progress.best is None:
-        mark_best(training.run_folder, progress.step, names)
+        mark_best(training.run_folder, progress.step)
         return True
     return False
 

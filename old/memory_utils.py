@@ -37,9 +37,8 @@ class Trial(NamedTuple):
 class BatchSize(NamedTuple):
     """How one process's share of an optimizer step is split: samples of a micro-batch, and how many micro-batches.
 
-    source: where they come from, for the banner. recomputed: activations are computed again in the backward pass.
-    asked: (size, accumulation) of the flags, where memory has changed them. peak_gib: of the trial step, over all
-    ranks; None without one and on a CPU.
+    source: where they come from, for the banner. asked: (size, accumulation) of the flags, where memory has changed
+    them. peak_gib: of the trial step, over all ranks; None without one and on a CPU.
 
     total: --effective_batch_size, of which size and accumulation are those of the process with most; None where they
     and the processes make it. most: samples of a micro-batch as the flag has them.
@@ -48,7 +47,6 @@ class BatchSize(NamedTuple):
     size: int
     accumulation: int
     source: str
-    recomputed: bool = False
     asked: tuple[int, int] | None = None
     peak_gib: float | None = None
     total: int | None = None
@@ -106,7 +104,8 @@ class BatchSize(NamedTuple):
         """For a checkpoint: a resumed run splits its steps in the same way, see fit_batch_to_memory."""
         used = [self.size, self.accumulation]
         asked = list(self.asked) if self.asked else used
-        record = {"world_size": world()[1], "asked": asked, "used": used, "recomputed": bool(self.recomputed)}
+        # activations are never computed again; checkpoints say so
+        record = {"world_size": world()[1], "asked": asked, "used": used, "recomputed": False}
         if self.total:
             record |= {"effective_batch_size": self.total, "batch_size": self.most}
         return record
@@ -146,10 +145,10 @@ def gpu_memory(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.max_memory_reserved(device), int(min(room, limit))
 
 
-def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, passes: int = 2) -> Trial:
+def try_step(try_once: Callable[[], None], model: nn.Module, copies: float) -> Trial:
     """Run try_once with `copies` times the trained parameters' bytes held beside. Leaves no trace but the time it took.
 
-    In the second pass, the gradients of the first are there already. Raises what is not a lack of memory.
+    It runs twice: the second time, the gradients of the first are there already. Raises what is not a lack of memory.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = trained[0].device
@@ -163,7 +162,7 @@ def try_step(try_once: Callable[[], None], model: nn.Module, copies: float, pass
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             held.append(torch.empty(count, dtype=torch.uint8, device=device))
-            for _ in range(passes):
+            for _ in range(2):
                 try_once()
             if device.type == "cuda":
                 # what a kernel ran out of is told when one waits for it
@@ -231,35 +230,27 @@ def fit_batch_to_memory(
     wanted: BatchSize,
     words: Callable[[int, int | None], str],
     advice: str,
-    copies: float | None = None,
-    recompute: Callable[[], None] | None = None,
     checkpoint: dict | None = None,
 ) -> BatchSize:
     """The batch and accumulation that fit into memory, the effective batch as wanted; all ranks decide together.
 
-    The batch is halved and the accumulation doubled until a step fits. Where not even one sample does, `recompute`
-    turns on the recomputation of activations, and the batch starts again from the wanted one.
+    The batch is halved and the accumulation doubled until a step fits.
 
     try_once(size): forward and backward pass of the largest batch, without talking to other ranks. words(size,
-    accumulation): how a user asks for them. copies: see copies_held. recompute: None where the model cannot, or a flag
-    decided. checkpoint: a resumed run starts at its own split, to add up in the same order. Raises RunError with
-    advice.
+    accumulation): how a user asks for them. checkpoint: a resumed run starts at its own split, to add up in the same
+    order. Raises RunError with advice.
     """
     asked = (wanted.size, wanted.accumulation)
     size, accumulation = asked
     source = wanted.source
-    recomputed = False
     # a resumed run splits its steps as it was begun
     if before := begun_with(checkpoint, asked):
         size, accumulation = before["used"]
         source = "as the run was begun" if size < wanted.size else wanted.source
-        recomputed = before["recomputed"] and recompute is not None
-        if recomputed:
-            recompute()
 
-    # try smaller micro-batches, then recomputation, until all have room; a step that lacks its margin is made after all
+    # try smaller micro-batches until all have room; a step that lacks its margin is made after all
     while True:
-        trial = try_step(partial(try_once, size), model, copies_held() if copies is None else copies)
+        trial = try_step(partial(try_once, size), model, copies_held())
         agreed = agree_on_trial(trial)
         if agreed.fits:
             break
@@ -268,12 +259,6 @@ def fit_batch_to_memory(
             size, accumulation = wanted.smaller(size, accumulation)
             source = f"fitted: {wanted.size} did not fit into {agreed.room_text}"
             print_main(f"out of memory: going on with {words(size, wanted.flag(accumulation))}")
-        elif recompute is not None and not recomputed:
-            recompute()
-            recomputed = True
-            size, accumulation = asked
-            source = wanted.source
-            print_main(f"out of memory: going on with {words(size, wanted.flag(accumulation))}, activations recomputed")
         # nothing is left to lower
         elif agreed.ran_out:
             reason = trial.error or "on another process"
@@ -284,7 +269,7 @@ def fit_batch_to_memory(
             break
 
     fitted = wanted._replace(size=size, accumulation=accumulation, source=source, asked=asked)
-    return fitted._replace(recomputed=recomputed or wanted.recomputed, peak_gib=agreed.peak_gib)
+    return fitted._replace(peak_gib=agreed.peak_gib)
 
 
 def release_memory() -> None:

@@ -409,20 +409,17 @@ class Rehearsed(NamedTuple):
 @doing("rehearsing a step")
 def rehearse_step(
     trace: Trace, model: nn.Module, optimizer: torch.optim.Optimizer, trial: Callable[[], None],
-    accumulation: int = 1, processes: int = 1, beside: nn.Module | None = None,
+    accumulation: int = 1, processes: int = 1,
 ) -> Rehearsed:  # fmt: skip
     """Trace one optimizer step inside imaginary_gpu: `trial` (a micro-batch, forward and backward), clip, update.
 
     As in a real run from the second step on, the optimizer has its state, and from the second micro-batch on there are
-    gradients. beside: another model that the GPU holds. The counters of `trace` are those of one micro-batch and one
-    update.
+    gradients. The counters of `trace` are those of one micro-batch and one update.
     """
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = [parameter for parameter in trained if parameter.requires_grad]
     device = trained[0].device
     trace.hold_all(model)
-    if beside is not None:
-        trace.hold_all(beside)
 
     # What is there before a step: the optimizer's state, and the buckets in which DDP exchanges gradients.
     with trace:

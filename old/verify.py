@@ -1,10 +1,10 @@
 """Repeats a part of a run and compares every number, or finds where two runs part; the run itself is not touched.
 
-    python -m old.verify RUN_FOLDER                          # from the last checkpoint but one to the newest
-    python -m old.verify RUN_FOLDER --steps 100:200          # steps 101 to 200, from the checkpoint before them
-    python -m old.verify RUN_FOLDER --world_size 1           # by another number of processes: within 1e-5
-    python -m old.verify RUN_FOLDER -- --data /copy  # flags behind -- go to the training script
-    python -m old.verify runs/first runs/second                     # two runs of the same flags
+    python -m old.verify runs/demo/compressed_ad                       # from the last checkpoint but one to the newest
+    python -m old.verify runs/demo/compressed_ad --steps 100:200       # steps 101 to 200, from the checkpoint before
+    python -m old.verify runs/demo/compressed_ad --world_size 1        # by another number of processes: within 1e-5
+    python -m old.verify runs/demo/compressed_ad -- --data /copy       # flags behind -- go to the training script
+    python -m old.verify runs/first runs/second                        # two runs of the same flags
 
 Exit code 0: equal to the bit, or within 1e-5 where processes, versions or device have changed. 1: the first step and
 number that differs. 2: it could not be compared.

@@ -129,7 +129,7 @@ def test_flags(tmp_path, words, question, expected):
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_another_script(tmp_path, script):
-    """It gets no flag of an engine; that on the old foundation is started by torch's own torchrun."""
+    """It gets no flag of an engine; the one on the old foundation is started by torch's own torchrun."""
     machine = Machine(tmp_path, 4)
     launched = machine.run(f"--script={script} --debug --seed 3", "--nodes 1 --no_deepspeed")
     expected = f"{FOUR} --seed 3 --max_steps 2"

@@ -170,7 +170,7 @@ def test_files_that_a_page_names_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_that_a_page_names_exist(page):
     """On a command line behind the script's name; else of the page's script, or of any where the page is of all."""
-    others = read("launch_distributed_training.sh") + read("train_4gpu.sh") + read("utils/hardware_utils.py")
+    others = read("launch_distributed_training.sh") + read("utils/launch_4gpu.py") + read("utils/hardware_utils.py")
     scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
     anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("tools/prepare_data.py")
     for words in command_lines(page):

@@ -1,4 +1,4 @@
-"""tools/rehearse.py: a step counted by hand, and PRS-Med's on a GPU that is not there, where the host must not wait."""
+"""tools/rehearse.py: a step counted by hand, and scripts' steps on a GPU that is not there; the host must not wait."""
 
 import json
 import os
@@ -91,6 +91,18 @@ def test_survival_at_published_size():
     assert step["state_gib"] == pytest.approx(46.2e6 * 16 / 2**30, rel=0.01)
     # 32.47 have been seen
     assert step["peak_gib"] == pytest.approx(32.5, rel=0.01)
+
+
+@needs_compiler
+def test_cascade_at_published_size():
+    """The last stage, of 256^3 voxels, with its own batch; tables that stay are copied once, in the first step."""
+    done = rehearse("train_accelerate.py", "--config", "configs/multi_view_config.json")
+    step = last_object(done)
+    assert "2 samples per GPU x 2 accumulation" in done.stdout
+    assert all("cpu -> cuda in geometry.py" in wait for wait in step["waits"])
+    assert step["fits"]
+    # 11.49 have been seen
+    assert step["peak_gib"] == pytest.approx(11.5, rel=0.1)
 
 
 @needs_compiler

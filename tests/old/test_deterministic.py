@@ -1,4 +1,4 @@
-"""--deterministic, TF32, and noise that is a function of its key: what the README promises of them."""
+"""--deterministic and TF32: what the README promises of them."""
 
 import ast
 import os
@@ -85,9 +85,6 @@ def test_gradients_of_three_processes_before_and_after_ddp_lays_out_its_buckets(
     done = zygote(str(ROOT / "tests/old/ddp_buckets.py"), buckets, ranks=3)
     assert done.code == 0, done.stderr[-2000:]
     assert done.stdout.split() == (["same"] if buckets == "kept" else ["different"])
-
-
-# --- operations in a fixed order -------------------------------------------------------------------------------------
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

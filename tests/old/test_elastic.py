@@ -1,4 +1,4 @@
-"""GPUs that come and go: agents that are killed and come back, ends that are final, and the launcher's command line."""
+"""GPUs that come and go: agents that are killed and come back, and ends that are final."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-# the fixtures of a small run of each script
+# the fixtures of a small run
 from test_contract import TASKS, ended_well, train_losses
 from test_contract import run_script, run_task, small_run  # noqa: F401
 
@@ -104,7 +104,7 @@ def test_three_then_two_then_three(tmp_path):
     assert "ended by signal 9; the others go on, it joins again in 8 s" in training.log.read_text()
 
 
-# Flags that make the small runs of the script long enough for what follows.
+# Flags that make the small runs long enough for what follows.
 LONG = {
     "compressed_ad": ["--train_timesteps", "300", "--eval_interval", "300"],
 }
@@ -208,8 +208,8 @@ def test_an_input_error_ends_all_at_once(tmp_path):
     ("flags", "message"),
     [
         (["--seed", "1"], "the batch must not change with the GPUs; give --effective_batch_size N"),
-        (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart of --elastic"),
-        (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --elastic only auto"),
+        (["--effective_batch_size", "8", "--overwrite"], "would delete the run at each restart"),
+        (["--effective_batch_size", "8", "--resume_from", "run/last.pt"], "with --ranks only auto"),
     ],
 )
 def test_flags_of_a_script(zygote, tmp_path, flags, message):
@@ -218,9 +218,6 @@ def test_flags_of_a_script(zygote, tmp_path, flags, message):
     assert done.code == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-# --- the launcher -----------------------------------------------------------------------------------------------------
 
 
 def test_too_few_agents_wait(capsys):
@@ -235,4 +232,4 @@ def test_more_processes_than_the_range(tmp_path):
     command = [sys.executable, ELASTIC, "--agents=4", "--ranks=1:2", "train.py"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "error: --elastic: 1:2 with 4 processes on this machine; raise MAX\n"
+    assert done.stderr == "error: --ranks: 1:2 with 4 processes on this machine; raise MAX\n"

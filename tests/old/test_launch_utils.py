@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from test_hostile_values import CASCADE, DETECT, Stubs
+from test_hostile_values import DETECT, Stubs
 
 LAUNCHER = ROOT / "old/launch_utils.py"
 
@@ -34,11 +34,7 @@ time.sleep(60)
 """
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
-ACCELERATE = ["accelerate", "launch", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-ACCELERATE += ["--main_process_port=0"]
 SEGMENTATION_FAULT = "error: rank 0 ended with signal 11 (SIGSEGV)"
-TWO = [*ACCELERATE, "--multi_gpu", "--num_processes=2"]
-ONE = [*ACCELERATE, "--num_processes=1"]
 
 
 # The launcher, a word for each rank's worker, the exit code, and the launcher's last line.
@@ -52,11 +48,6 @@ ENDS = [
     (TORCHRUN, ["saves", "stops the launcher"], 143, ""),
     (TORCHRUN, ["waits", "stops the launcher"], 143, ""),
     (TORCHRUN, ["cannot save", "stops the launcher"], 1, ""),
-    # accelerate, with two processes and with one
-    (TWO, ["2", "2"], 2, ""),
-    (ONE, ["2"], 2, ""),
-    (ONE, ["signal 9"], 137, "error: rank 0 ended with signal 9 (SIGKILL)"),
-    (ONE, ["stops the launcher"], 143, ""),
 ]
 
 
@@ -64,8 +55,6 @@ ENDS = [
 def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
-    if launcher is ONE:
-        (tmp_path / "worker.py.ready").touch()
     done = zygote(LAUNCHER, *launcher, worker, *ranks)
     assert done.code == code, done.stderr
 
@@ -77,27 +66,18 @@ def test_how_workers_end(zygote, tmp_path, launcher, ranks, code, line):
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("launcher", "words", "name"),
-    [
-        (DETECT, ["--script", "train.py"], "torchrun"),
-        (CASCADE, ["--cpu", "--num_gpus", "2"], "accelerate"),
-        (CASCADE, ["--cpu", "--method", "torchrun"], "torchrun"),
-    ],
-)
-def test_launchers_start_the_python_beside_torchrun(tmp_path, launcher, words, name):
+def test_the_launcher_starts_the_python_beside_torchrun(tmp_path):
     """The command of before, behind `python old/launch_utils.py`; a torchrun that is not torch's own runs as it is."""
     stubs = Stubs(tmp_path)
 
     def started() -> list[str]:
-        return stubs.run(launcher, *words)[1].splitlines()
+        return stubs.run(DETECT, "--script", "train.py")[1].splitlines()
 
     before = started()
-    assert before[0] == name
+    assert before[0] == "torchrun"
 
     # a command of torch's own, and a python that says how it was started
-    modules = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
-    stubs.write(name, f"exit 9\nfrom {modules[name]} import main")
+    stubs.write("torchrun", "exit 9\nfrom torch.distributed.run import main")
     answer = f'[ "$2" = utils.hardware_utils ] && exec cat "{tmp_path}/facts"'
     stubs.write("python", f'{answer}\nprintf "%s\\n" "$@" >"{stubs.started}"')
     assert started() == [str(LAUNCHER), *before]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from old.checkpoint_utils import lock_run_folder, settle_checkpoint
 from old.distributed_utils import Ranks, create_distributed_dataloader, schedule
 from old.logging_utils import RunLog
-from old.loop_utils import LossScaler, Progress, TrainingRun, clip_and_step, end_epoch, end_step
+from old.loop_utils import LossScaler, Progress, TrainingRun, clip_and_step, end_step
 from old.loop_utils import keep_best, optimizer_steps, resume
 
 ONE = Ranks(0, 0, 1, torch.device("cpu"), "python")
@@ -67,7 +67,8 @@ def fit(run_folder: Path, log_every: int, save_every: int = 0) -> TrainingRun:
             losses += loss.detach()
         grad_norm = clip_and_step(optimizer, scaler, grad_clip=0, lr=1e-4)
         end_step(training, step, losses, grad_norm, lr=1e-4)
-    assert end_epoch(training) == 0
+    training.save()
+    log.write_rest(STEPS, 1)
     settle_checkpoint()
     log.close()
     del lock

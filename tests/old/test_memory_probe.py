@@ -77,7 +77,7 @@ def test_the_batch_is_halved_until_it_fits_with_its_margin(model, reserve, capsy
     reserve(30, 21, 15)
     fitted = fit(sizes.append, model)
     reason = "fitted: 8 did not fit into 22.0 GiB"
-    assert fitted == BatchSize(2, 4, reason, recomputed=False, asked=(8, 1), peak_gib=15)
+    assert fitted == BatchSize(2, 4, reason, asked=(8, 1), peak_gib=15)
     assert sizes == [8, 8, 4, 4, 2, 2]
     assert capsys.readouterr().out.splitlines() == [
         "out of memory: going on with --batch_size 4 --gradient_accumulation_steps 2",
@@ -88,28 +88,13 @@ def test_the_batch_is_halved_until_it_fits_with_its_margin(model, reserve, capsy
 def test_nothing_is_changed_where_the_batch_fits(model, reserve):
     reserve(10)
     fitted = fit(fits_at_once, model, default_batch(8, 3))
-    assert fitted == BatchSize(8, 3, "default", recomputed=False, asked=(8, 3), peak_gib=10)
-
-
-def test_recomputation_comes_after_the_smallest_batch(model, reserve):
-    """And begins with the batch that was asked for again."""
-    turned_on = []
-    reserve(90, 50, 30, 40, 19)
-    fitted = fit(fits_at_once, model, default_batch(4, 2), recompute=lambda: turned_on.append(True))
-    reason = "fitted: 4 did not fit into 22.0 GiB"
-    assert fitted == BatchSize(2, 4, reason, recomputed=True, asked=(4, 2), peak_gib=19)
-    assert turned_on == [True]
+    assert fitted == BatchSize(8, 3, "default", asked=(8, 3), peak_gib=10)
 
 
 def test_what_never_fits_is_an_error(model, reserve):
-    """Where recomputation was forbidden, or does not help, the advice is what is left."""
     reserve(22, 22, 22)
     with pytest.raises(RunError, match=r"--grad\S+ 8 \(CUDA out of memory.\); buy memory"):
         fit(run_out, model, default_batch(4, 2))
-
-    reserve(22, 22)
-    with pytest.raises(RunError, match="buy memory"):
-        fit(run_out, model, default_batch(1, 2), recompute=lambda: None)
 
 
 def test_a_step_that_only_lacks_its_margin_is_made(model, reserve, capsys):
@@ -121,17 +106,14 @@ def test_a_step_that_only_lacks_its_margin_is_made(model, reserve, capsys):
     assert "warning: a step takes 21.5 of 22.0 GiB" in capsys.readouterr().out
 
 
-BEGUN = BatchSize(2, 4, "", recomputed=True, asked=(8, 1))
+BEGUN = BatchSize(2, 4, "", asked=(8, 1))
 
 
 def test_a_resumed_run_starts_at_the_split_it_was_begun_with(model, reserve):
     """Also where more would fit by now."""
-    turned_on = []
     reserve(10)
-    checkpoint = {"split": BEGUN.record()}
-    fitted = fit(fits_at_once, model, checkpoint=checkpoint, recompute=lambda: turned_on.append(True))
-    assert fitted == BatchSize(2, 4, "as the run was begun", recomputed=True, asked=(8, 1), peak_gib=10)
-    assert turned_on == [True]
+    fitted = fit(fits_at_once, model, checkpoint={"split": BEGUN.record()})
+    assert fitted == BatchSize(2, 4, "as the run was begun", asked=(8, 1), peak_gib=10)
 
 
 @pytest.mark.parametrize(("wanted", "processes"), [(default_batch(4, 2), 1), (default_batch(8, 1), 2)])
@@ -139,14 +121,14 @@ def test_a_resumed_run_is_fitted_anew_where_it_is_another_one(model, reserve, wa
     """Where another batch is asked for, and at another number of processes."""
     reserve(10)
     checkpoint = {"split": BEGUN.record() | {"world_size": processes}}
-    fitted = fit(fits_at_once, model, wanted, checkpoint=checkpoint, recompute=lambda: None)
+    fitted = fit(fits_at_once, model, wanted, checkpoint=checkpoint)
     assert fitted == wanted._replace(asked=(wanted.size, wanted.accumulation), peak_gib=10)
 
 
 def test_a_resumed_run_that_no_longer_fits_is_fitted_further(model, reserve):
     reserve(30, 10)
     fitted = fit(fits_at_once, model, checkpoint={"split": BEGUN.record()})
-    assert fitted == BatchSize(1, 8, "fitted: 8 did not fit into 22.0 GiB", False, asked=(8, 1), peak_gib=10)
+    assert fitted == BatchSize(1, 8, "fitted: 8 did not fit into 22.0 GiB", asked=(8, 1), peak_gib=10)
 
 
 def room_for_two(size: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers and config files that are out of all proportion, in the script on old/."""
+"""Numbers and config files that are out of all proportion, in train.py."""
 
 import json
 
@@ -7,8 +7,6 @@ from conftest import ROOT
 
 from old.distributed_utils import create_distributed_dataloader
 from old.hardware_utils import usable_cores
-
-SCRIPTS = ("train",)
 
 
 def nested(opening: str, closing: str) -> str:
@@ -42,55 +40,27 @@ CONFIGS = {
 }
 
 
-# The scripts read them by the same function: each kind by the first, one of each format by the other.
-FEW = ("deep.json", "laughs.yaml", "seed.yaml")
-
-
-@pytest.mark.parametrize(
-    ("script", "names"),
-    [
-        (SCRIPTS[0], tuple(CONFIGS)),
-        *((name, FEW) for name in SCRIPTS[1:]),
-        *(pytest.param(name, tuple(CONFIGS), marks=pytest.mark.soak) for name in SCRIPTS[1:]),
-    ],
-)
-def test_configs_that_explode_and_seeds_of_70_bits(zygote, tmp_path, script, names):
-    for name in names:
-        text, message = CONFIGS[name]
+def test_configs_that_explode_and_seeds_of_70_bits(zygote, tmp_path):
+    for name, (text, message) in CONFIGS.items():
         (tmp_path / name).write_text(text)
-        done = zygote(ROOT / f"{script}.py", "--config", tmp_path / name)
+        done = zygote(ROOT / "train.py", "--config", tmp_path / name)
         assert done.code == 2, (name, done.stderr[-500:])
         assert done.stderr.count("\n") == 1, (name, done.stderr[-500:])
         assert done.stderr.startswith(f"error: {tmp_path / name}: {message}"), (name, done.stderr[:300])
     for seed in (2**70, -(2**70), "9" * 5000):
-        done = zygote(ROOT / f"{script}.py", "--seed", seed)
+        done = zygote(ROOT / "train.py", "--seed", seed)
         assert done.code == 2, done.stderr[-500:]
         assert done.stderr.count("\n") == 1, done.stderr[-500:]
         assert "--seed: must be a whole number from -2^63 to 2^64 - 1, not" in done.stderr
 
 
 @pytest.fixture
-def small_run(request, tmp_path):
-    """small_run(script) -> the script and the flags of a small run; only the data of this script is written."""
-    run_folder = tmp_path / "run"
-    fixture = request.getfixturevalue
+def one_step(compressed_ad_flags, zygote, tmp_path):
+    """one_step(seed, num_workers): one optimizer step; returns its output and its training losses."""
 
-    def flags_of(script: str) -> list:
-        return fixture("compressed_ad_flags")(run_folder)
-
-    def make(script: str) -> list:
-        return [ROOT / f"{script}.py", *flags_of(script)]
-
-    return make
-
-
-@pytest.fixture
-def one_step(small_run, zygote, tmp_path):
-    """one_step(script, seed, num_workers): one optimizer step; returns its output and its training losses."""
-
-    def run(script: str, seed: int, num_workers: int) -> tuple[str, list]:
+    def run(seed: int, num_workers: int) -> tuple[str, list]:
         flags = ["--max_steps", 1, "--log_every", 1, "--overwrite", "--seed", seed, "--num_workers", num_workers]
-        done = zygote(small_run(script), flags)
+        done = zygote(ROOT / "train.py", *compressed_ad_flags(tmp_path / "run"), *flags)
         assert done.code == 0, done.stdout[-2000:] + done.stderr[-3000:]
         lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         return done.stdout, [line["train/loss"] for line in lines if "train/loss" in line]
@@ -98,19 +68,17 @@ def one_step(small_run, zygote, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_largest_seed_and_ten_thousand_workers(one_step, script):
+def test_the_largest_seed_and_ten_thousand_workers(one_step):
     """Both are taken: the seed as it is, of the workers as many as there are cores; the result is that of none."""
     cores = usable_cores()
-    output, losses = one_step(script, seed=2**64 - 1, num_workers=10_000)
+    output, losses = one_step(seed=2**64 - 1, num_workers=10_000)
     assert output.count("--num_workers 10000: this machine has ") == 1
     assert f"so {cores} are started per process" in output
     assert len(losses) == 1
 
-    if script == "train":
-        output, without_workers = one_step(script, seed=2**64 - 1, num_workers=0)
-        assert "--num_workers" not in output
-        assert without_workers == losses
+    output, without_workers = one_step(seed=2**64 - 1, num_workers=0)
+    assert "--num_workers" not in output
+    assert without_workers == losses
 
 
 def test_the_shared_loader_is_limited_by_the_cores():

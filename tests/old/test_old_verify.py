@@ -1,6 +1,6 @@
 """A trial of verify.py, part of the soak: planted differences are found, clean repetitions are equal.
 
-For each script: an edited checkpoint, edited moments of the optimizer, another seed, a changed line of the log, changed
+In a small run: an edited checkpoint, edited moments of the optimizer, another seed, a changed line of the log, changed
 and exchanged data, and a linear layer that rounds another way from some step on, as another library might.
 """
 
@@ -31,30 +31,14 @@ from test_contract import (  # noqa: F401
 )
 
 VERIFY = ROOT / "tests/old/verify_in_fork.py"
-DATA_FLAGS = {
-    "compressed_ad": "--data",
-}
-FILES = {
-    "compressed_ad": "datasets/*.hdf5",
-}
 
 
 def change_file(path: Path) -> None:
-    """Change what a training reads from a file; the last bits of all or some of it would do."""
-    with h5py.File(path, "r+") as file:
-        change_history(file)
-
-
-def change_history(file: h5py.File) -> None:
     """Two learning histories of each of some goals change places."""
-    for goal in range(20):
-        for dataset in file[str(goal)].values():
-            dataset[...] = dataset[...][:, [1, 0, *range(2, dataset.shape[1])]]
-
-
-CHANGE_AGAIN = {
-    "compressed_ad": lambda files: exchange_histories(files[0]),
-}
+    with h5py.File(path, "r+") as file:
+        for goal in range(20):
+            for dataset in file[str(goal)].values():
+                dataset[...] = dataset[...][:, [1, 0, *range(2, dataset.shape[1])]]
 
 
 def exchange_histories(path: Path) -> None:
@@ -119,16 +103,15 @@ def edit_log(run_folder: Path, step: int) -> None:
 @pytest.fixture
 def planted(finished, run_task, run_script, tmp_path, darkroom_data):  # noqa: F811
     """planted(task) yields (what was planted, run folder, flags and environment of verify.py, the first wrong step)."""
-    data_folders = {"compressed_ad": darkroom_data}
 
     def copy(task: str, name: str) -> Path:
         return Path(shutil.copytree(finished(task), tmp_path / name))
 
     def change_data(task: str, number: int, change: Callable) -> tuple[list[str], int]:
         """(flags that lead to changed data, the first step that is another with them)."""
-        folder = Path(shutil.copytree(data_folders[task], tmp_path / f"data{number}"))
-        change(sorted(folder.glob(FILES[task])))
-        flags = [DATA_FLAGS[task], str(folder)]
+        folder = Path(shutil.copytree(darkroom_data, tmp_path / f"data{number}"))
+        change(next(folder.glob("datasets/*.hdf5")))
+        flags = ["--data", str(folder)]
         other = tmp_path / f"other{number}"
         ended_well(run_task(task, other, flags))
         return flags, first_difference(finished(task), other)
@@ -161,9 +144,9 @@ def planted(finished, run_task, run_script, tmp_path, darkroom_data):  # noqa: F
             flags = ["--steps", f"{begin}:{end}"]
             yield "other rounding", finished(task), flags, {"PLANT": f"linear:{number}"}, begin + number
 
-        flags, step = change_data(task, 1, lambda files: change_file(files[0]))
+        flags, step = change_data(task, 1, change_file)
         yield "changed file", finished(task), ["--steps", f"0:{end}", "--", *flags], {}, step
-        flags, step = change_data(task, 2, CHANGE_AGAIN[task])
+        flags, step = change_data(task, 2, exchange_histories)
         yield "exchanged files", finished(task), ["--steps", f"0:{end}", "--", *flags], {}, step
 
     return plant

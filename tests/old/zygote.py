@@ -37,7 +37,7 @@ MADV_COLLAPSE = 25
 HEAVY_MODULES = """
 torch.utils.tensorboard accelerate h5py peft
 contourpy matplotlib.figure
-monai.metrics monai.networks.schedulers monai.data
+monai.metrics monai.data
 deepspeed deepspeed.runtime.zero.muon.muon_optimizer
 pyarrow.parquet nibabel
 torchmetrics.functional.classification
