@@ -38,6 +38,17 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
     return ("bf16" if major >= 8 else "fp16", capability) if wanted == "auto" else (wanted, "as asked")
 
 
+def check_accelerate(accumulation: int) -> None:
+    """Raises InputError for what `accelerate launch` or its config file asks for and no script here reads."""
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
+    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if launched not in ("1", "auto", str(accumulation)):
+        advice = f"give --gradient_accumulation_steps {launched} to the script, after its name"
+        raise InputError(f"accelerate launch --gradient_accumulation_steps {launched}: not read; {advice}")
+
+
 def set_numerics(device: torch.device, precision: str, deterministic: bool) -> str:
     """Apply --mixed_precision no and --deterministic to torch; returns a remark for the banner, "" for none.
 

@@ -19,6 +19,7 @@ import json
 import math
 import re
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
@@ -217,7 +218,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import Subset
 
 import distributed_utils as du
-from hardware_utils import GroupNorm, autocast, choose_precision, set_numerics
+from hardware_utils import GroupNorm, autocast, check_accelerate, choose_precision, set_numerics
 from tasks.cascade import report
 from tasks.cascade.data import KNOWN, PRIOR_SIDE, Data, XrayCtDataset, find_patients, make_drrs
 from tasks.cascade.geometry import (
@@ -438,8 +439,9 @@ LOSS_DRAWS = 4
 CT_MEAN, CT_STD = -0.75, 0.25
 
 
-def hashed_normal(shape: tuple, seeds: Tensor, stream: int) -> Tensor:
-    """Gaussian noise (B, *shape[1:]), each part a function of its seed (B,), the stream and the place alone.
+def hashed_normal(shape: tuple, seeds: Tensor, stream: int | Tensor) -> Tensor:
+    """Gaussian noise (B, *shape[1:]), each part a function of its seed (B,), the stream, which may be (B,), too, and
+    the place alone.
 
     CUDA's own generator deals its numbers out by the GPU's number of multiprocessors. This is splitmix64 (Steele et al.
     2014) of a counter, then Box-Muller, so integers decide: the same on any device, but for a logarithm's last bit.
@@ -507,7 +509,7 @@ class Cascade(nn.Module):
     def forward(self, *inputs) -> Tensor:
         return self.net(*inputs)
 
-    def know(self, k: int, batch: dict, previous: Tensor | None, level: Tensor, stream: int) -> Known:
+    def know(self, k: int, batch: dict, previous: Tensor | None, level: Tensor, stream: int | Tensor) -> Known:
         """What stage k knows. previous: volume of the stage before, to which noise of a level (B,) is added."""
         size = self.stages[k].volume_size
         with torch.autocast(self.device.type, enabled=False):
@@ -532,10 +534,10 @@ class Cascade(nn.Module):
         return v, known.start + self.stds[k] * (signal * noisy - noise * v)
 
     @torch.no_grad()
-    def sample(self, batch: dict, stages: int, number: int = 0, one_step: bool = False) -> list[Tensor]:
+    def sample(self, batch: dict, stages: int, number: int | Tensor = 0, one_step: bool = False) -> list[Tensor]:
         """The volumes (B, 1, X, Y, Z) of so many stages by DDIM (Song et al. 2021), a function of (patient, number).
 
-        one_step: the models' answers at the last timestep alone.
+        number: of the sample, one for all or (B,). one_step: the models' answers at the last timestep alone.
         """
         volumes: list[Tensor] = []
         every = self.args.num_timesteps // self.args.ddim_steps
@@ -579,12 +581,12 @@ def volume_of(batch: dict) -> Tensor:
     return normalise(batch["volume"].float())[:, None]
 
 
-def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: int | None = None) -> tuple:
+def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: Tensor | None = None) -> tuple:
     """(diffusion loss, physics loss) of each patient for stage k, (B,) fp32.
 
     Mean square errors of v, or of the noise, and of the projections of the clean volume that it implies; at high noise
-    levels that is a guess, so it counts by alpha_bar(t). draw: in validation, one of LOSS_DRAWS, which spread the noise
-    levels evenly over the patients.
+    levels that is a guess, so it counts by alpha_bar(t). draw (B,): in validation, numbers below LOSS_DRAWS, which
+    spread the noise levels evenly over the patients.
     """
     args, last = cascade.args, cascade.last
     if draw is None:
@@ -599,7 +601,7 @@ def patient_losses(cascade: Cascade, k: int, net: nn.Module, batch: dict, draw: 
     if args.regression:
         timestep = torch.full_like(timestep, last)
 
-    stream = 10 * (draw or 0)
+    stream = 0 if draw is None else 10 * draw
     previous = cascade.sample(batch, k, one_step=True)[-1] if k else None
     known = cascade.know(k, batch, previous, level, stream)
     noise = hashed_normal(known.start.shape, batch["seed"], stream + 1)
@@ -627,6 +629,25 @@ def loader_of(dataset: XrayCtDataset | Subset, size: int, args: Namespace):
     return du.create_distributed_dataloader(dataset, size, train=False, num_workers=workers)
 
 
+def repeated(batch: dict, times: int) -> Iterator[tuple[dict, Tensor]]:
+    """(the batch twice, or once at the end, number of each one's repetition): on a CPU a single patient is slow."""
+    size = len(batch["seed"])
+    for numbers in torch.arange(times, device=batch["seed"].device).split(2):
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        yield (
+            {name: torch.cat([value] * len(numbers)) for name, value in tensors.items()},
+            numbers.repeat_interleave(size),
+        )
+
+
+def draw_samples(cascade: Cascade, batch: dict, args: Namespace) -> Tensor:
+    """(K, B, 1, X, Y, Z): --num_samples volumes of each patient by the last stage."""
+    parts = [
+        cascade.sample(part, len(cascade.averaged), number)[-1] for part, number in repeated(batch, args.num_samples)
+    ]
+    return torch.cat(parts).unflatten(0, (args.num_samples, -1))
+
+
 @torch.no_grad()
 def validation_loss(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> dict[str, float]:
     """val/loss and its parts of the stage that learns, at fixed noise; the same on all ranks. Raises RunError."""
@@ -634,9 +655,11 @@ def validation_loss(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Na
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
     for batch in run.batches(loader_of(dataset, cascade.stages[k].eval_batch, args)):
         losses = [
-            torch.stack(patient_losses(cascade, k, cascade.averaged[k], batch, draw), 1) for draw in range(LOSS_DRAWS)
+            torch.stack(patient_losses(cascade, k, cascade.averaged[k], *part), 1)
+            for part in repeated(batch, LOSS_DRAWS)
         ]
-        table[batch["index"].cpu()] = torch.stack(losses).double().mean(0).cpu()
+        losses = torch.cat(losses).unflatten(0, (LOSS_DRAWS, -1))
+        table[batch["index"].cpu()] = losses.double().mean(0).cpu()
     diffusion, physics = du.reduce_sum(table).mean(0).tolist()
     loss = diffusion + cascade.stages[k].physics_weight * physics
     if not math.isfinite(loss):
@@ -688,10 +711,9 @@ def spread(samples: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
 def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> float:
     """By how many standard deviations 90 % of the validation patients' voxels lie from the mean of --num_samples."""
     # counted in hundredths, so that the sum over ranks is exact
-    counts, stages = torch.zeros(10_000, dtype=torch.int64), len(cascade.averaged)
-    for batch in run.batches(loader_of(dataset, cascade.stages[stages - 1].eval_batch, args)):
-        samples = torch.stack([cascade.sample(batch, stages, draw)[-1] for draw in range(args.num_samples)])
-        ratio, body = spread(samples, volume_of(batch))
+    counts, size = torch.zeros(10_000, dtype=torch.int64), cascade.stages[len(cascade.averaged) - 1].eval_batch
+    for batch in run.batches(loader_of(dataset, size, args)):
+        ratio, body = spread(draw_samples(cascade, batch, args), volume_of(batch))
         places = (ratio[body] * 100).clamp(max=9999).long().cpu()
         counts += torch.bincount(places, minlength=10_000)
     shares = du.reduce_sum(counts).cumsum(0) / counts.sum()
@@ -712,7 +734,7 @@ def reconstruct(
     at_once = cascade.sample(batch, stages, one_step=True)
     rows = {"regression" if args.regression else "one step": at_once[-1]}
     if not args.regression:
-        samples = torch.stack([cascade.sample(batch, stages, draw)[-1] for draw in range(args.num_samples)])
+        samples = draw_samples(cascade, batch, args)
         rows["one sample"] = samples[0]
         if args.num_samples > 1:
             rows["mean of samples"] = samples.mean(0)
@@ -801,7 +823,7 @@ def predict_folder(cascade: Cascade, data: Data, run: Run, extent: list[float], 
             batch = du.to_device(batch | {"seed": torch.tensor([seed])}, cascade.device)
             answers = {"": cascade.sample(batch, stages, one_step=True)[-1][0, 0]}
             if not args.regression:
-                samples = torch.stack([cascade.sample(batch, stages, draw)[-1] for draw in range(args.num_samples)])
+                samples = draw_samples(cascade, batch, args)
                 answers["_sample"] = samples[0, 0, 0]
                 if args.num_samples > 1:
                     answers["_std"] = samples.std(0)[0, 0]
@@ -810,7 +832,7 @@ def predict_folder(cascade: Cascade, data: Data, run: Run, extent: list[float], 
                     out / f"{patient.id}{ending}.nii.gz", volume, extent, is_difference=ending == "_std"
                 )
     size = " x ".join(map(str, cascade.stages[stages - 1].volume_size))
-    du.print_main(f"{len(patients)} patients: volumes of {size} voxels in {out}")
+    du.print_main(f"volumes of {len(patients)} patient{'s' * (len(patients) > 1)}, {size} voxels each, in {out}")
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -996,8 +1018,12 @@ def adopt_stages(args: Namespace, saved: dict) -> None:
         raise InputError("--num_samples: the checkpoint's model is a regression, which gives one volume; leave it out")
     flags = {stage["name"]: stage for stage in args.stage_configs}
     free, shape = ("num_epochs", "physics_weight"), ("volume_size", "voxel_dim", "vit_depth", "num_heads", "token_grid")
-    if any(
-        [one[key] for key in shape] != [flags.get(one["name"], one)[key] for key in shape] for one in saved["stages"]
+    for stage in saved["stages"] if not args.eval_only and not args.predict else ():
+        wanted, has = flags.get(stage["name"], {}).get("effective_batch_size"), stage["effective_batch_size"]
+        if wanted not in (None, has):
+            raise InputError(f"--effective_batch_size {wanted}: {stage['name']} of this run has {has}; leave it out")
+    if list(flags) != [stage["name"] for stage in saved["stages"]] or any(
+        stage[key] != flags[stage["name"]][key] for stage in saved["stages"] for key in shape
     ):
         du.print_main("--stage_configs: as in the checkpoint")
     args.stage_configs = [
@@ -1039,6 +1065,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if not args.predict:
         args.flip_drrs_vertical = args.flip_drrs_vertical is not False
         args.flip_drrs_horizontal = args.flip_drrs_horizontal or "none"
+    check_accelerate(args.gradient_accumulation_steps)
     precision, reason = choose_precision(args.mixed_precision, ranks.device)
     if precision == "bf16" and ranks.device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")

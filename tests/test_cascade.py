@@ -16,7 +16,7 @@ from scipy import stats as scipy_stats
 import train_accelerate as script
 from tasks.cascade import geometry as geo
 from tasks.cascade import report
-from tasks.cascade.data import Data, XrayCtDataset, move
+from tasks.cascade.data import Data, XrayCtDataset, find_patients, move, split_patients
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_NUMBERS = [1.084303, -1.091417, -0.093704, 0.337714]
@@ -425,13 +425,48 @@ def test_dicom_series_without_gaps(tmp_path):
         one.ImageOrientationPatient, one.ImagePositionPatient = [1, 0, 0, 0, 1, 0], [0, 0, 4.0 * k]
         one.InstanceNumber = k
         one.PixelData = hu[:, :, k].T.tobytes()
-        one.save_as(tmp_path / f"{(k * 5) % 8}.dcm", enforce_file_format=True)
+        one.save_as(tmp_path / f"{(k * 5) % 8}.{'dcm' if k else 'DCM'}", enforce_file_format=True)
+    # pictures may lie beside the slices
+    (tmp_path / "p_pa_drr.png").write_bytes(b"a picture")
     found, spacing = read_ct(tmp_path)
     np.testing.assert_array_equal(found, hu[::-1, ::-1])
     np.testing.assert_allclose(spacing, [3, 2, 4])
+    # of another scan, at the place of the first; then one is missing
+    one.ImagePositionPatient, one.SOPInstanceUID = [0, 0, 0.0], generate_uid()
+    one.save_as(tmp_path / "other.dcm", enforce_file_format=True)
+    with pytest.raises(InputError, match="not evenly spaced"):
+        read_ct(tmp_path)
+    (tmp_path / "other.dcm").unlink()
     (tmp_path / "4.dcm").unlink()
     with pytest.raises(InputError, match="slices are missing"):
         read_ct(tmp_path)
+
+
+def test_a_split_is_the_same_however_its_lists_are_sorted(folder, data, tmp_path):
+    names = [*data.ids["train"], *data.ids["val"]]
+    splits = []
+    for number, part in enumerate([names, names[::-1]]):
+        (tmp_path / f"train{number}.txt").write_text("\n".join(part))
+        (tmp_path / "test.txt").write_text("\n".join(data.ids["test"]))
+        files = [str(tmp_path / f"train{number}.txt"), str(tmp_path / "test.txt")]
+        splits.append(split_patients(data.patients, 42, files))
+    assert splits[0] == splits[1]
+    assert sorted(sum(splits[0].values(), [])) == list(range(12))
+
+
+def test_a_damaged_file_in_the_cache_is_named_and_made_anew(folder, tmp_path):
+    from utils.cli import InputError
+
+    args = make_args(folder, "--cache_dir", str(tmp_path / "cache"))
+    patient = find_patients(folder, 2)[0]
+    data = Data(args, [[8, 8, 8], [16, 16, 16]])
+    whole = data.volume(patient, [16, 16, 16])[0]
+    path = data.kept(patient.ct, (16, 16, 16))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(InputError, match="damaged file in --cache_dir"):
+        data.volume(patient, [16, 16, 16])
+    np.testing.assert_array_equal(data.volume(patient, [16, 16, 16])[0], whole)
+    assert not list((tmp_path / "cache").glob("*.[0-9]*.*"))
 
 
 @pytest.mark.parametrize("turn", [(1, ""), (0, "pa"), (0, "lat"), (0, "both"), (1, "both"), (1, "lat")], ids=str)
@@ -508,7 +543,7 @@ def test_the_right_v_gives_the_true_volume_and_no_loss(data, cascade):
     residual = (script.volume_of(batch) - known.start) / cascade.stds[0]
     oracle = Oracle(cascade, residual)
     for draw in range(script.LOSS_DRAWS):
-        diffusion, physics = script.patient_losses(cascade, 0, oracle, batch, draw)
+        diffusion, physics = script.patient_losses(cascade, 0, oracle, batch, torch.full((3,), draw))
         assert diffusion.max() < 1e-4
         assert physics.max() < 1e-3
     t = torch.full((3,), 400)
@@ -530,10 +565,11 @@ def test_gradients_reach_all_weights_that_learn(data, cascade):
 def test_samples_are_a_function_of_patient_and_number(data, cascade):
     """A patient's sample is the same beside others, and another one by another number."""
     dataset = XrayCtDataset(data, "train", [16, 16, 16])
-    both = cascade.sample(batch_of(dataset, [0, 1]), 2, 1)[-1]
-    alone = cascade.sample(batch_of(dataset, [1]), 2, 1)[-1]
-    torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
-    assert (cascade.sample(batch_of(dataset, [1]), 2, 2)[-1] - alone).abs().max() > 1e-3
+    both = script.draw_samples(cascade, batch_of(dataset, [0, 1]), Namespace(num_samples=3))
+    for number in range(3):
+        alone = cascade.sample(batch_of(dataset, [1]), 2, number)[-1]
+        torch.testing.assert_close(both[number, 1:], alone, atol=1e-5, rtol=0)
+    assert (both[0] - both[2]).abs().max() > 1e-3
 
 
 def test_the_plateau_scheduler_is_torchs():
@@ -724,8 +760,11 @@ def test_a_run_leaves_what_the_page_says(finished):
 
 
 def test_eval_only_gives_the_runs_own_numbers(folder, finished):
-    start(folder, finished, "--eval_only", "--num_samples", "2")
-    assert read(finished / "eval_test.json") == read(finished / "summary.json")
+    """The checkpoint's stages count, and other ones are not passed over in silence."""
+    for words, told in (([], False), (["--stage_configs", json.dumps(STAGES[0])], True)):
+        output = start(folder, finished, "--eval_only", "--num_samples", "2", *words)
+        assert ("--stage_configs: as in the checkpoint" in output) is told
+        assert read(finished / "eval_test.json") == read(finished / "summary.json")
 
 
 def test_a_resumed_run_may_have_other_epochs(folder, tmp_path):
@@ -742,12 +781,18 @@ def test_a_resumed_run_may_have_other_epochs(folder, tmp_path):
     assert all(json.loads(line).get("train/lr", 1) > 0 for line in (out / "metrics.jsonl").read_text().splitlines())
 
 
-def test_a_flag_that_the_checkpoint_does_not_allow(folder, finished):
-    command = [sys.executable, "train_accelerate.py", *FLAGS, "--dataset_path", str(folder), "--eval_only"]
-    command += ["--checkpoint_dir", str(finished), "--num_timesteps", "700", "--ddim_steps", "7"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--eval_only --num_timesteps 700 --ddim_steps 7", "--ddim_steps 7: must divide"),
+        ("--resume_from auto --effective_batch_size 12", "--effective_batch_size 12: stage1 of this run has 4"),
+    ],
+)
+def test_a_flag_that_the_checkpoint_does_not_allow(folder, finished, words, error):
+    command = [sys.executable, "train_accelerate.py", *FLAGS, "--dataset_path", str(folder), *words.split()]
+    done = subprocess.run([*command, "--checkpoint_dir", str(finished)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: --ddim_steps 7: must divide")
+    assert done.stderr.startswith(f"error: {error}")
 
 
 def test_predict_writes_the_volumes_that_were_tested(folder, finished, data):

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import shutil
 
 import pytest
 import torch
@@ -153,3 +154,13 @@ def test_going_back_makes_later_checkpoints_of_the_run_disappear(folder):
     saved = checkpoint.load_checkpoint(str(folder / "step_00000003.pt"), folder, "test/1")
     assert checkpoint.begin_run(folder, saved) is False
     assert [path.name for path in folder.glob("*.pt")] == ["step_00000003.pt"]
+
+
+def test_going_back_to_the_best_of_an_earlier_part(folder):
+    """It is the best again, and what a later part had as its best is gone."""
+    shutil.copy(folder / "step_00000003.pt", folder / "first_best.pt")
+    shutil.copy(folder / "step_00000009.pt", folder / "second_best.pt")
+    saved = checkpoint.load_checkpoint(str(folder / "first_best.pt"), folder, "test/1")
+    assert checkpoint.begin_run(folder, saved, best_names=("first_best.pt", "best.pt")) is True
+    assert {path.name for path in folder.glob("*.pt")} == {"step_00000003.pt", "first_best.pt", "best.pt"}
+    assert checkpoint.read_seal(folder / "best.pt").step == 3

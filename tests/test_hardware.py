@@ -151,6 +151,17 @@ def test_precision(monkeypatch):
         hw.choose_precision("bf16", gpu)
 
 
+def test_what_accelerate_launch_may_not_ask_for(monkeypatch):
+    hw.check_accelerate(1)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    hw.check_accelerate(2)
+    with pytest.raises(InputError, match="give --gradient_accumulation_steps 2 to the script"):
+        hw.check_accelerate(1)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(InputError, match="DEEPSPEED is not supported here"):
+        hw.check_accelerate(2)
+
+
 NUMERICS = """
 import os, sys, torch, hardware_utils as hw
 assert "psutil" not in sys.modules

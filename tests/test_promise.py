@@ -409,10 +409,19 @@ def test_forty_kills(start, run, tmp_path_factory, tmp_path, chain):
 def test_killed_in_an_evaluation(run, whole, tmp_path):
     """The evaluation of an epoch's end is made again, and logged once."""
     folder = tmp_path / "run"
-    run(MINIMAL, folder, "--eval_every_steps 6", 2, code=137, fault="kill_eval@9@1")
+    run(MINIMAL, folder, "--eval_every_steps 6", 2, code=137, fault="kill_eval1@9@1")
     run(MINIMAL, folder, "--resume_from auto --eval_every_steps 6", 2)
     run(MINIMAL, tmp_path / "whole", "--eval_every_steps 6")
     assert_same(folder, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("fault", ["kill_eval2@6@1", "kill_eval3@10@0"], ids=["between stages", "in sampling"])
+def test_cascade_killed_in_what_only_it_has(run, whole, tmp_path, fault):
+    """While a stage's start is measured on the stages before; while the samples of the test are drawn."""
+    folder = tmp_path / "run"
+    run(CASCADE, folder, "", 2, code=137, fault=fault)
+    run(CASCADE, folder, "--resume_from auto", 3)
+    assert_same(folder, whole(CASCADE))
 
 
 def test_ctrl_c(start, run, whole, tmp_path):

@@ -2,8 +2,9 @@
 
 nan: the loss is not a number. hang: the rank stands still before the step. hang_inside: between forward and backward
 pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a crash in C code. slow_loader: a batch
-that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval: SIGKILL in the evaluation that follows
-the step. slow: each step takes 50 ms longer, on all ranks. oom: no memory is left. numpy: metrics are NumPy's numbers.
+that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval1: SIGKILL in the first evaluation after
+the step, of those that have a batch on this rank; kill_eval2: in the second. slow: each step takes 50 ms longer, on all
+ranks. oom: no memory is left. numpy: metrics are NumPy's numbers.
 RANK is a number or `all`.
 """
 
@@ -25,6 +26,8 @@ from utils import loop
 KIND, STEPS, RANK = (sys.argv[1] + "@0@0").split("@")[:3]
 FIRST, LAST = [*map(int, STEPS.split("-")), int(STEPS.split("-")[0])][:2]
 
+EVALUATIONS: list[str] = []
+
 
 def is_here(run: loop.Run, done: int = 0) -> bool:
     """Whether this rank is at one of the steps; done: how many of them it has counted already."""
@@ -36,8 +39,10 @@ def alive(run: loop.Run, place: str) -> None:
     REAL_ALIVE(run, place)
     if KIND == "slow":
         time.sleep(0.05)
-    if KIND == "kill_eval" and "evaluation" in place and is_here(run, done=1):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if KIND.startswith("kill_eval") and place.startswith("batch 1 of the evaluation") and is_here(run, done=1):
+        EVALUATIONS.append(place)
+        if len(EVALUATIONS) == int(KIND[-1]):
+            os.kill(os.getpid(), signal.SIGKILL)
     if place.startswith("step") and is_here(run):
         if KIND == "hang":
             time.sleep(10_000)

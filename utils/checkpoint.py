@@ -368,11 +368,15 @@ def begin_run(
         for path in folder.glob("step_*.pt"):
             if path.name > first.name:
                 path.unlink()
-        seals = {name: read_seal(folder / name) for name in best_names}
-        late = [name for name, seal in seals.items() if not _counts(seal, run_id, checkpoint["step"])]
-        for name in late:
-            (folder / name).unlink(missing_ok=True)
-        return best_names[0] not in late
+        # every *best.pt, of later parts of the run too
+        for path in folder.glob("*best.pt"):
+            if not _counts(read_seal(path), run_id, checkpoint["step"]):
+                path.unlink()
+        best = folder / best_names[0]
+        for path in (folder / name for name in best_names[1:]):
+            if best.exists() and not path.exists():
+                _link(best, path)
+        return best.exists()
 
     if checkpoint and run_id and not overwrite:
         raise InputError(f"{folder}: holds another run; choose another folder or --overwrite")

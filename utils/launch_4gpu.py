@@ -96,9 +96,8 @@ def run(command: list[str]) -> int:
     # for a single process, Accelerate's child, which saves; for several, torchrun sets handlers of its own
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
-    torchrun.torchrun = accelerate
     try:
-        return torchrun.main()
+        return torchrun.main(accelerate)
     except subprocess.CalledProcessError as error:
         return error.returncode if error.returncode >= 0 else 128 - error.returncode
 

@@ -173,7 +173,7 @@ def read_dicom(folder: Path):
     import pydicom
     from monai.data import PydicomReader
 
-    reader = PydicomReader()
+    reader = PydicomReader(fname_regex=r"(?i).*\.dcm$")
     values, facts = reader.get_data(reader.read(folder))
     places = [pydicom.dcmread(file, stop_before_pixels=True) for file in slices_of(folder)]
     gaps = np.diff(np.sort([np.dot(np.cross(p[:3], p[3:]), q) for p, q in (
