@@ -100,6 +100,7 @@ def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
     own = [row for row in ("regression", "one step", "one sample") if row in rows]
     volumes = {"true CT": true} | {row: rows[row] for row in (*own, "linear posterior, consistent")}
     views = range(len(greys))
+    greys_shown = [(float(image.min()), float(image.max())) for image in batch["xrays"][0]]
     titles = [f"X-ray, {VIEWS[view]}" for view in views] + ["frontal slice", "lateral slice", "axial slice", "error"]
     figure = Figure(figsize=(1.9 * len(titles), 2.0 * len(volumes) + 0.4), layout="constrained")
     axes = figure.subplots(len(volumes), len(titles), squeeze=False)
@@ -111,7 +112,8 @@ def draw(rows: dict[str, Tensor], batch: dict, true: Tensor, greys: list[Grey]):
                 grey.slope * project(first, batch["extent"][:1], view)[0, 0] + grey.offset
                 for view, grey in enumerate(greys)
             ]
-        pictures = [(image, -1, 1) for image in images] + [(part, *WINDOW) for part in slices_of(first[0, 0])]
+        pictures = [(image, *greys_shown[view]) for view, image in zip(views, images, strict=True)]
+        pictures += [(part, *WINDOW) for part in slices_of(first[0, 0])]
         pictures.append((slices_of((first - true[:1])[0, 0])[0], -DIFFERENCE, DIFFERENCE))
         for ax, title, (picture, low, high) in zip(line, titles, pictures, strict=True):
             is_error = title == "error"
