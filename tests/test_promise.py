@@ -415,7 +415,7 @@ def test_killed_in_an_evaluation(run, whole, tmp_path):
     assert_same(folder, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("fault", ["kill_eval2@6@1", "kill_eval3@10@0"], ids=["between stages", "in sampling"])
+@pytest.mark.parametrize("fault", ["kill_eval2@6@0", "kill_eval3@10@0"], ids=["between stages", "in sampling"])
 def test_cascade_killed_in_what_only_it_has(run, whole, tmp_path, fault):
     """While a stage's start is measured on the stages before; while the samples of the test are drawn."""
     folder = tmp_path / "run"
