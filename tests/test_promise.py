@@ -54,7 +54,7 @@ PRS_MED = Script(
 )
 SURVIVAL = Script(
     "train_survival_distributed.py",
-    "--effective_batch_size 9 --batch_size 2 --num_epochs 2 --resnet resnet10 --base_channels 8 --image_size 16 14 10 "
+    "--effective_batch_size 9 --batch_size 2 --num_epochs 3 --resnet resnet10 --base_channels 8 --image_size 16 14 10 "
     "--clinical_columns Age Sex --freeze_epochs 1 --lr 3e-3 --hu_window -200 600 --eval_years 1 3 --cache_dir= "
     "--use_smart_cache --cache_rate 0.6 --replace_rate 0.4",
     steps_before_kill=3,
