@@ -199,8 +199,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     except (ArgumentTypeError, TypeError, ValueError) as error:
         parser.error(f"--stage_configs: {error}")
     # of the last stage, for a tool that tries one step; each stage brings its own
-    args.batch_size, args.gradient_accumulation_steps = (
-        args.stage_configs[-1][name] for name in ("batch_size", "accumulation_steps")
+    args.batch_size, args.gradient_accumulation_steps, args.effective_batch_size = (
+        args.stage_configs[-1][name] for name in ("batch_size", "accumulation_steps", "effective_batch_size")
     )
     return args
 
@@ -1065,7 +1065,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if not args.predict:
         args.flip_drrs_vertical = args.flip_drrs_vertical is not False
         args.flip_drrs_horizontal = args.flip_drrs_horizontal or "none"
-    check_accelerate(args.gradient_accumulation_steps)
+    for stage in args.stage_configs:
+        check_accelerate(stage["accumulation_steps"])
     precision, reason = choose_precision(args.mixed_precision, ranks.device)
     if precision == "bf16" and ranks.device.type == "cpu":
         raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")

@@ -4,6 +4,7 @@ import contextlib
 import os
 from functools import partial
 
+from hardware_utils import check_accelerate
 from old import hardware_utils
 from old.cli_utils import InputError
 from old.distributed_utils import Ranks, keep_buckets, print_main
@@ -17,7 +18,7 @@ def make_accelerator(precision: str, accumulation: int, ranks: Ranks):
     learning rate and the step are ours: its prepared loader pads the last batch, its prepared scheduler steps once per
     process.
     """
-    _check_launch(accumulation)
+    check_accelerate(accumulation)
 
     # srun sets names of its own, and may show each task one GPU only
     if ranks.world_size > 1:
@@ -45,17 +46,6 @@ def make_accelerator(precision: str, accumulation: int, ranks: Ranks):
     )
     assert accelerator.num_processes == ranks.world_size, accelerator.distributed_type
     return accelerator
-
-
-def _check_launch(accumulation: int) -> None:
-    """InputError for what `accelerate launch` was asked for and this project does not read."""
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
-            raise InputError(f"accelerate config: {name} is not supported here; choose multi-GPU, or give --multi_gpu")
-    launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if launched not in ("1", "auto", str(accumulation)):
-        advice = f"give --gradient_accumulation_steps {launched} to the script, after its name"
-        raise InputError(f"accelerate launch --gradient_accumulation_steps {launched}: not read; {advice}")
 
 
 def agree_on_launched_precision(wanted: str, source: str, ranks: Ranks) -> tuple[str, str]:

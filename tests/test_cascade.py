@@ -795,6 +795,17 @@ def test_a_flag_that_the_checkpoint_does_not_allow(folder, finished, words, erro
     assert done.stderr.startswith(f"error: {error}")
 
 
+def test_accumulation_that_accelerate_is_asked_for_must_be_every_stages(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    stages = [STAGES[0], STAGES[1] | {"accumulation_steps": 2}]
+    command = [sys.executable, "train_accelerate.py", *FLAGS, "--stage_configs", *map(json.dumps, stages)]
+    done = subprocess.run(
+        [*command, "--checkpoint_dir", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: accelerate launch --gradient_accumulation_steps 2: not read")
+
+
 def test_predict_writes_the_volumes_that_were_tested(folder, finished, data):
     """Of a test patient's X-rays alone: the CT in HU, as near to the truth as the table says, and its uncertainty."""
     start(folder, finished, "--predict", str(folder), "--num_samples", "2")
@@ -815,7 +826,8 @@ def test_predict_writes_the_volumes_that_were_tested(folder, finished, data):
 def test_resume_from_a_stages_best(folder, finished, tmp_path):
     """Guide 3's command: from stage1_best.pt into a new folder, on to the end of the last stage."""
     output = start(folder, tmp_path / "run", "--resume_from", str(finished / "stage1_best.pt"), "--num_samples", "2")
-    assert "test, 1 patients" in output
+    assert "test, 1 patient " in output
+    assert "nan" not in output
     # the best so far comes along
     assert {path.name for path in (tmp_path / "run").glob("*best.pt")} == {
         "stage1_best.pt",

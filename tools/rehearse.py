@@ -272,13 +272,8 @@ def main(args: Namespace) -> None:
     precision, _ = choose_precision(settings.mixed_precision, device)
     set_numerics(device, precision, settings.deterministic)
     world_size, size, leaves = settings.world_size or 1, settings.batch_size, settings.gradient_accumulation_steps
-    effective = settings.effective_batch_size
-    if hasattr(settings, "stage_configs"):
-        # of a cascade the last stage, which takes most
-        last = settings.stage_configs[-1]
-        size, leaves, effective = last["batch_size"], last["accumulation_steps"], last["effective_batch_size"]
-    if effective:
-        leaves = math.ceil(effective / size / world_size)
+    if settings.effective_batch_size:
+        leaves = math.ceil(settings.effective_batch_size / size / world_size)
 
     trace = Trace()
     with FakeTensorMode(allow_non_fake_inputs=True), trace:

@@ -296,15 +296,11 @@ class Data:
                 images = resize(self.xrays(patient)[None], (CHECK, CHECK))[0].numpy()
                 _, extent, rays = self.volume(patient, self.sizes[-1])
                 return rays, images, extent, None
-            except InputError as error:
-                return None, None, None, error
-            except OSError as error:
-                return (
-                    None,
-                    None,
-                    None,
-                    InputError(f"{patient.id}: {error.filename}: {error.strerror}; replace the file"),
-                )
+            except InputError as reason:
+                error = reason
+            except OSError as reason:
+                error = InputError(f"{patient.id}: {reason.filename}: {reason.strerror}; replace the file")
+            return None, None, None, error
 
         with ThreadPoolExecutor(max(1, self.args.num_workers)) as pool:
             own = self.patients[rank::world_size]
