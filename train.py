@@ -509,7 +509,7 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
     notes = notes | report.describe(histories, segments, splits["unseen"], model, args)
     if ranks.device.type == "cpu":
         notes["time"] = say_how_long(model, segments.max_depth, run, args)
-    facts = {"histories": histories.digest} | {name: getattr(args, name) for name in RUN_FLAGS}
+    facts = {name: getattr(args, name) for name in RUN_FLAGS} | {"histories": histories.digest}
     wrapped = run.begin(model, optimizer, precision, args.train_timesteps, ["loss", "accuracy"], facts, notes)
 
     def count(batches: list[dict]) -> list[float]:

@@ -152,7 +152,8 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
 
         def step_wait(self):
             after, reward = env.step(np.full(streams, task), self.state, self.action, self.rng)
-            self.log.append((self.state, self.action, after, reward))
+            # the learner adds to the rewards of last steps
+            self.log.append((self.state, self.action, after, reward.copy()))
             self.t += 1
             self.state = after
             done = self.t % env.horizon == 0
