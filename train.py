@@ -46,7 +46,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
     text += "task, what the history has shown"
     add("--objective", choices=("ad", "dpt", "search"), default="ad", help=text)
-    add("--from_start", action="store_true", help="segments begin where their history does, not anywhere in it")
+    text = "share of segments that begin where their history does; the others may begin anywhere in it"
+    add("--from_start", type=number(0, 1), default=0.0, help=text)
     text = "tell rows and columns as codes, of a room that training moves by 0 to N; 0: as coordinates"
     add("--shift", type=whole(0), default=0, metavar="N", help=text)
 

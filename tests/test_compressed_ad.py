@@ -37,7 +37,7 @@ class Here:
 def small_args(**more) -> Namespace:
     flags = {"tf_n_embd": 24, "tf_n_layer": 2, "tf_n_head": 3, "tf_dim_feedforward": 32, "encoder_n_layer": 2}
     flags |= {"n_transit": 50, "n_latent": 5, "shift": 0, "seed": 0, "temperature": 1.0, "test_batch_size": 256}
-    flags |= {"max_compression_depth": 3, "from_start": False, "objective": "ad", "model": "compressed_ad"}
+    flags |= {"max_compression_depth": 3, "from_start": 0.0, "objective": "ad", "model": "compressed_ad"}
     return Namespace(**flags | more)
 
 
@@ -670,7 +670,7 @@ def test_segments_reach_the_whole_history_at_every_depth(histories):
 
 
 def test_segments_from_the_start_in_a_moved_room(histories):
-    data = segments_of(histories, [0, 1], from_start=True, shift=4)
+    data = segments_of(histories, [0, 1], from_start=1.0, shift=4)
     _, depth, end, shift = data.draw(np.arange(4000), 0)
     assert np.array_equal(end, 20 * (depth + 1))
     assert {tuple(row) for row in shift.tolist()} == {(row, column) for row in range(5) for column in range(5)}

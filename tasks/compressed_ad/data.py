@@ -406,8 +406,8 @@ class SegmentDataset(Dataset):
     """Pieces of histories: up to `max_depth` whole blocks of n_transit transitions, and the context after them.
 
     In training depth and end are a function of (seed, epoch, sample), and a pass has about as many contexts as cover
-    the histories. A piece reaches as far back as its blocks do; with from_start all begin where their history does, as
-    an acting agent's past does. shift: each is told as if the room were moved by 0 to so many rows and columns, so that
+    the histories. A piece reaches as far back as its blocks do; from_start: a share of them begins where the history
+    does, as an acting agent's past does. shift: each is told as if the room were moved by 0 to so many rows and columns, so that
     no goal can be learnt by heart. To evaluate: of the first histories of each task a piece of every depth.
     """
 
@@ -428,18 +428,18 @@ class SegmentDataset(Dataset):
         if self.train:
             history = samples // self.pieces
             depth = (hashed(self.seed, epoch, samples, 0) * (self.max_depth + 1)).astype(np.int64)
-            share = hashed(self.seed, epoch, samples, 1)
+            share, which = (hashed(self.seed, epoch, samples, draw) for draw in (1, 2))
             moved = [hashed(self.seed, epoch, samples, draw) * (self.shift + 1) for draw in (3, 4)]
             shift = np.stack(moved, 1).astype(np.int64)
         else:
             # the deepest come first
             number, history = np.divmod(samples, len(self.tasks) * self.streams)
-            depth, share = self.max_depth - number, history * 0.618034 % 1
+            depth, share, which = self.max_depth - number, history * 0.618034 % 1, history * 0.381966 % 1
             shift = np.full((len(samples), 2), self.shift // 2)
         least = depth * self.n_transit + 1
         end = least + (share * (self.histories.steps + 1 - least)).astype(np.int64)
-        if self.from_start:
-            end = np.minimum((depth + 1) * self.n_transit, self.histories.steps)
+        whole = np.minimum((depth + 1) * self.n_transit, self.histories.steps)
+        end = np.where(which < self.from_start, whole, end)
         return history, depth, end, shift
 
     def __getitems__(self, samples: list[int]) -> dict:
