@@ -283,7 +283,7 @@ def find_file(path: str) -> Path:
             raise InputError(f"{path}: holds {len(found)} .hdf5 files, also in datasets/; name one with --data")
         place = found[0]
     if not place.is_file():
-        make = "python -m tools.sample_data compressed_ad data/demo/compressed_ad --source search"
+        make = "python -m tools.sample_data compressed_ad data/demo/compressed_ad/search --source search"
         use = "python train.py --config configs/compressed_ad_demo.yaml"
         raise InputError(f"{place}: no such file. Histories in seconds: `{make}`; then minutes on a CPU: `{use}`")
     return place
@@ -407,8 +407,9 @@ class SegmentDataset(Dataset):
 
     In training depth and end are a function of (seed, epoch, sample), and a pass has about as many contexts as cover
     the histories. A piece reaches as far back as its blocks do; from_start: a share of them begins where the history
-    does, as an acting agent's past does. shift: each is told as if the room were moved by 0 to so many rows and columns, so that
-    no goal can be learnt by heart. To evaluate: of the first histories of each task a piece of every depth.
+    does, as an acting agent's past does. shift: each is told as if the room were moved by 0 to so many rows and
+    columns, so that no goal can be learnt by heart. To evaluate: of the first histories of each task a piece of every
+    depth.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
