@@ -825,7 +825,7 @@ def test_eval_only_gives_the_runs_own_numbers(folder, finished):
 def test_beside_a_run_without_compression(folder, finished, tmp_path):
     start(folder, tmp_path / "ad", "--model", "ad")
     output = start(folder, tmp_path / "run", "--ad_run", str(tmp_path / "ad"))
-    assert "ad (--rival_run)" in output
+    assert "rival run: ad/ad" in output
     output = start(folder, tmp_path / "run2", "--ad_run", str(tmp_path / "ad"), "--split_seed", "1", code=2)
     assert "--rival_run" in output
     assert "tested on darkroom:9: 38 60 62" in output or "tested on darkroom:9: " in output

@@ -1,6 +1,7 @@
 """CompressedAD's results: returns raw and normalized with their interval, rivals, the table and the figure."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from utils.cli import InputError
 from utils.stats import interval_of_mean
 
 # of the table; and the episodes whose return is a metric
-COLUMNS, METRICS = (1, 2, 5, 10, 20, 50, 100, 500), (5, 10, 20, 50)
+COLUMNS, METRICS = (1, 5, 10, 20, 50, 100, 500), (5, 10, 20, 50)
 # agents of each rival on each task
 RIVAL_AGENTS = 5
 
@@ -117,13 +118,13 @@ def read_rival(folder: str, env: Env, tasks: list[int]) -> tuple[str, np.ndarray
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
         curve = np.loadtxt(path / "returns.csv", delimiter=",", skiprows=1, usecols=1, ndmin=1)
-        model, tested = summary["model"], summary["tasks"]
+        agent, tested = summary["agent"], summary["tasks"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"not the folder of a finished run ({type(error).__name__}: {str(error)[:60]})"
         raise InputError(f"--rival_run {folder}: {reason}") from None
     if tested != told(env, tasks):
         raise InputError(f"--rival_run {folder}: tested on {tested}; give one of {told(env, tasks)}")
-    return f"{model} (--rival_run)", curve
+    return f"rival run: {agent}", curve
 
 
 # --- table and figure -------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def read_rival(folder: str, env: Env, tasks: list[int]) -> tuple[str, np.ndarray
 def report_test(metrics: dict, returns: np.ndarray, unseen: SegmentDataset, folder: Path, args: Namespace) -> tuple:
     """Rank 0: print the table and write returns.csv; ({metric: value}, figure). metrics: of the test so far."""
     histories, tasks = unseen.histories, unseen.tasks.tolist()
-    env, own = histories.env, f"{args.model}, --objective {args.objective}"
+    env, own = histories.env, f"{args.model}/{args.objective}"
     episodes = returns.shape[-1]
     random, optimum = metrics["test/return_random"], metrics["test/return_optimal"]
     curves = {own: returns.mean((0, 1))} | run_rivals(histories, tasks, episodes, args.seed)
@@ -143,15 +144,15 @@ def report_test(metrics: dict, returns: np.ndarray, unseen: SegmentDataset, fold
 
     shown = [episode for episode in COLUMNS if episode <= episodes]
     title = f"test, {len(tasks)} unseen tasks, episode"
-    print(f"{title:<36}{''.join(f'{episode:7}' for episode in shown)}   last  normalized")
-    found = {"model": args.model, "tasks": told(env, tasks)}
+    print(f"{title:<30}{''.join(f'{episode:7}' for episode in shown)}   last  normalized")
+    found = {"agent": own, "tasks": told(env, tasks)}
     for name, curve in curves.items():
         values = [curve[episode - 1] if episode <= len(curve) else np.nan for episode in shown]
         last = last_tenth(curve)
         score = (last - random) / (optimum - random)
         cells = "".join(f"{value:7.2f}" if np.isfinite(value) else " " * 7 for value in values)
-        print(f"{name:<36}{cells}{last:7.2f}{score:12.3f}")
-        key = "test" if name == own else f"test/rival/{name.partition(' (')[0].replace(' ', '_').replace('-', '_')}"
+        print(f"{name:<30}{cells}{last:7.2f}{score:12.3f}")
+        key = "test" if name == own else f"test/rival/{re.sub(r'\W+', '_', name)}"
         found |= {f"{key}/return_episode_{e}": float(curve[e - 1]) for e in METRICS if e <= len(curve)}
         found |= {f"{key}/return_last": float(last), f"{key}/normalized_last": float(score)}
     low, high = metrics["test/return_last_low"], metrics["test/return_last_high"]
