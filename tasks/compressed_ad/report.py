@@ -152,7 +152,7 @@ def report_test(metrics: dict, returns: np.ndarray, unseen: SegmentDataset, fold
         score = (last - random) / (optimum - random)
         cells = "".join(f"{value:7.2f}" if np.isfinite(value) else " " * 7 for value in values)
         print(f"{name:<30}{cells}{last:7.2f}{score:12.3f}")
-        key = "test" if name == own else f"test/rival/{re.sub(r'\W+', '_', name)}"
+        key = "test" if name == own else "test/rival/" + re.sub(r"\W+", "_", name)
         found |= {f"{key}/return_episode_{e}": float(curve[e - 1]) for e in METRICS if e <= len(curve)}
         found |= {f"{key}/return_last": float(last), f"{key}/normalized_last": float(score)}
     low, high = metrics["test/return_last_low"], metrics["test/return_last_high"]
