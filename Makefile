@@ -65,12 +65,16 @@ demo-cascade:
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
 	    train_accelerate.py --config configs/cascade_demo.json
 
+# a rival first: the same network, predicting what a learner does in its own histories
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
+demo-compressed_ad: D := data/demo/compressed_ad
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad
 demo-compressed_ad:
-	$(BIN)/python -m tools.sample_data compressed_ad data/demo/compressed_ad
-	$(BIN)/python $(T) --output_dir $(AD) --model ad --train_timesteps 4700
-	$(BIN)/python $(T) --ad_run $(AD)
+	$(BIN)/python -m tools.sample_data compressed_ad $(D)/tabular
+	$(BIN)/python -m tools.sample_data compressed_ad $(D)/search --source search
+	processes=$(PROCESSES) && \
+	$(BIN)/python $(T) --world_size $$processes --data $(D)/tabular --objective ad --output_dir $(AD) && \
+	$(BIN)/python $(T) --world_size $$processes --rival_run $(AD)
 
 demo-all: setup
 	$(MAKE) demo TASK=prs_med

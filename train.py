@@ -1,92 +1,100 @@
-"""CompressedAD: a transformer that learns in its context, without gradient steps, from histories of learners (guide 4).
+"""Guide 4, CompressedAD: a transformer that learns in its context, without gradient steps, from histories of learners.
 
     python train.py                                                               # one GPU, or CPU
-    accelerate launch --config_file configs/accelerate_config.yaml train.py       # 2 GPUs, fp16
+    accelerate launch --config_file accelerate_config.yaml train.py               # 2 GPUs, fp16
     accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train.py
     torchrun --nproc_per_node=gpu train.py                                        # every GPU there is
     torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=29500 train.py
-    python train.py --model ad                                                    # without compression, to compare with
-    python train.py --eval_only                                                   # 500 episodes on the 8 unseen goals
+    python train.py --config configs/ad_darkroom.yaml                             # without compression, to compare with
+    python train.py --objective search                                            # other answers for the same histories
+    python train.py --eval_only                                                   # 500 episodes on the unseen tasks
 
-Data: learning histories, see tasks/compressed_ad/history_file.py; `tools.sample_data compressed_ad .` makes some.
+Data: learning histories, see tasks/compressed_ad/README.md; `python -m tools.sample_data compressed_ad .` makes some.
 """
 
-import argparse
-import contextlib
+import copy
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
-from old.cli_utils import Parser, add_common_arguments, number, parse_arguments
-from old.cli_utils import run_main, seed_number, value_sources, whole
-from tasks.compressed_ad.settings import FIXED, GUIDE_NAMES, KEPT, MODELS
-from tasks.compressed_ad.settings import adopt_settings, check_warmup, fill_in, find_conflict
+from utils.cli import Parser, add_common_arguments, number, run_main, whole
 
-FORMAT = "compressed_ad/1"
-LOSSES = ["loss", "accuracy", "grad_norm", "skipped"]
-
-# agents per goal in the evaluations during training
-VAL_SEEDS = 5
-# histories of each unseen goal on which the action accuracy is taken
-EVAL_STREAMS = 20
+FORMAT = "compressed_ad/2"
+ADVICE = "lower --n_transit or --tf_n_embd"
+# what a model is made of
+MODEL_FLAGS = (
+    "model", "tf_n_embd", "tf_n_layer", "tf_n_head", "tf_dim_feedforward", "encoder_n_layer", "n_latent", "n_transit",
+    "shift",
+)  # fmt: skip
+# what else belongs to a run that is resumed
+RUN_FLAGS = ("objective", "split_seed", "max_compression_depth", "from_start")
+# agents per task in the evaluations during training
+VAL_AGENTS = 5
+# the random numbers of acting are apart from all others of a seed
+ACTING = 5
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """The flags, with what --model stands for filled in; args.source tells where each value comes from."""
     parser = Parser(__doc__)
-    yes_no = argparse.BooleanOptionalAction
-    positive = whole(1)
     add = parser.add_argument_group("data").add_argument
     histories = "datasets/history_darkroom_PPO_alg-seed42.hdf5"
     add("--data", default=histories, metavar="FILE", help="HDF5 file of histories, or a folder with one in datasets/")
-    add("--split_seed", type=seed_number, default=0, help="seed of the split into 73 training goals and 8 unseen ones")
-    add("--cache_in_memory", action=yes_no, default=True, help="decode all histories (60 MB a process) or map the file")
+    text = "darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1; left out: as the file says, else darkroom"
+    add("--env", metavar="NAME", help=text)
+    add("--split_seed", type=whole(0), default=0, help="seed of the split into training tasks and unseen ones")
+    text = (
+        "what to predict: the source's action; that of one who knows the task; or of one who knows the map and, of the "
+    )
+    text += "task, what the history has shown"
+    add("--objective", choices=("ad", "dpt", "search"), default="ad", help=text)
+    text = "share of segments that begin where their history does; the others may begin anywhere in it"
+    add("--from_start", type=number(0, 1), default=0.0, help=text)
+    text = "tell rows and columns as codes, of a room that training moves by 0 to N; 0: as coordinates"
+    add("--shift", type=whole(0), default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("model").add_argument
-
-    def by_model(name: str, kind, text: str, *aliases: str) -> None:
-        published, without = (MODELS[model][name] for model in MODELS)
-        add(f"--{name}", *aliases, type=kind, help=f"{text}; left out: {published:g}, for ad {without:g}")
-
-    add("--model", choices=tuple(MODELS), default="compressed_ad", help="ad: no compression; sets what is left out")
-    by_model("tf_n_embd", whole(8), "width of the transformer; lower it on OOM")
-    by_model("tf_n_layer", positive, "layers of the decoder")
-    by_model("tf_n_head", positive, "attention heads, must divide --tf_n_embd")
-    by_model("tf_dim_feedforward", whole(8), "width inside the layers")
-    add("--encoder_n_layer", type=positive, default=3, help="layers of the encoder that compresses")
-    by_model("n_latent", whole(0), "latent tokens of compressed context")
+    add("--model", choices=("compressed_ad", "ad"), default="compressed_ad", help="ad: no compression")
+    add("--tf_n_embd", type=whole(8), default=128, help="width of the transformer; lower it on OOM")
+    add("--tf_n_layer", type=whole(1), default=4, help="layers of the decoder")
+    add("--tf_n_head", type=whole(1), default=8, help="attention heads, must divide --tf_n_embd")
+    add("--tf_dim_feedforward", type=whole(8), default=512, help="width inside the layers")
+    add("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
+    add("--n_latent", type=whole(1), default=40, help="latent tokens of compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
     add("--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit")
 
-    add = parser.add_argument_group("optimisation").add_argument
-    by_model("train_batch_size", positive, "segments per step and GPU; halve it on OOM", "--batch_size")
-    by_model("train_timesteps", positive, "optimizer steps, and end of the cosine")
-    by_model("lr", number(0, above=True), "learning rate at its height")
-    scalings = ("none", "sqrt", "linear")
-    add("--lr_scaling", choices=scalings, default="none", help="how --lr grows with the batch, from 128 (ad: 512) on")
-    by_model("num_warmup_steps", whole(0), "optimizer steps of linear warm-up")
+    add = parser.add_argument_group("optimizer and schedule").add_argument
+    add("--train_timesteps", type=whole(1), default=150_000, help="optimizer steps, and end of the cosine")
+    add("--num_warmup_steps", type=whole(0), default=5000, help="optimizer steps of linear warm-up")
     add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
+    text = "times the GPUs (or effective batch / batch size), its root, or 1"
+    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="none", help=text)
 
-    add = parser.add_argument_group("output and evaluation").add_argument
-    add("--output_dir", help="run folder: checkpoints, logs, figures; left out: runs/compressed_ad, or runs/ad")
-    add("--eval_interval", type=whole(0), default=1000, help="optimizer steps between evaluations; 0: at the end alone")
+    add = parser.add_argument_group("evaluation").add_argument
     add("--eval_episodes", type=whole(2), default=500, help="episodes of each agent in the test")
     add("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
-    add("--eval_seeds", type=positive, default=20, help="agents on each unseen goal in the test")
-    add("--test_batch_size", type=positive, default=256, help="agents or segments evaluated at once; lower it on OOM")
-    add("--ad_run", metavar="DIR", help="run folder of a finished --model ad on the same goals, shown in the test")
+    add("--eval_seeds", type=whole(1), default=20, help="agents on each unseen task in the test")
+    add("--temperature", type=number(0), default=1.0, help="of acting; 0: always the most likely action")
+    add("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
+    text = "another run on the same tasks, of --model ad say: a row of the table"
+    add("--rival_run", "--ad_run", metavar="DIR", help=text)
 
-    add_common_arguments(parser, GUIDE_NAMES)
-    parser.set_defaults(log_every=100, save_every=1000, wandb_project="compressed-ad")
-    args = parse_arguments(parser, argv)
-    args.source = value_sources(parser, args, argv)
-    fill_in(vars(args), args.source)
-    if conflict := find_conflict(vars(args), args.source):
-        parser.error(conflict)
+    add_common_arguments(parser, output_dir="runs/compressed_ad", num_epochs=None, learning_rate=1e-4, batch_size=128)
+    # the guide's names
+    add = parser.add_argument_group("as the guide has it").add_argument
+    add("--train_batch_size", dest="batch_size", type=whole(1), help="the same as --batch_size")
+    add("--summary_interval", dest="log_every", type=whole(1), help="the same as --log_every")
+    add("--eval_interval", dest="eval_every_steps", type=whole(0), help="the same as --eval_every_steps")
+    add("--ckpt_interval", dest="save_every", type=whole(0), help="the same as --save_every")
+    add("--grad_clip_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
+    parser.set_defaults(log_every=100, eval_every_steps=1000, save_every=1000)
+    args = parser.parse(argv)
+    if args.tf_n_embd % args.tf_n_head:
+        parser.error(f"--tf_n_head {args.tf_n_head}: must divide --tf_n_embd {args.tf_n_embd}")
+    if args.num_warmup_steps >= args.train_timesteps:
+        parser.error(f"--num_warmup_steps {args.num_warmup_steps}: must be below --train_timesteps")
+    if args.model == "ad":
+        # so that a config of the other serves both
+        args.n_latent = 0
     return args
 
 
@@ -96,507 +104,457 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-# several processes, and the device and precision of each
-from old.accelerate_utils import agree_on_launched_precision, keep_precision, make_accelerator
-from old.distributed_utils import Ranks, StopSignal, agree_on_errors, broadcast_object, choose_workers, launch_workers
-from old.distributed_utils import (
-    print_main,
-    reduce_sum,
-    scale_learning_rate,
-    schedule,
-    setup_distributed,
-    to_device,
-    world,
-)
-from old.hardware_utils import autocast, set_numerics
+import distributed_utils as du
+from hardware_utils import autocast, check_accelerate, choose_precision, set_numerics
+from tasks.compressed_ad import report
+from tasks.compressed_ad.data import Env, Histories, SegmentDataset, make_env, split_tasks
+from utils.cli import InputError
+from utils.loop import Run
 
-# the run: its steps, its checkpoints and its log
-from old.checkpoint_utils import checkpoint_to_use, export_weights, load_checkpoint
-from old.checkpoint_utils import load_trained, lock_run_folder, prepare_checkpoint, trained_state
-from old.logging_utils import RunLog
-from old.loop_utils import LossScaler, Progress, Step, TrainingRun, clip_and_step, end_step
-from old.loop_utils import explain_out_of_memory, finish_run, keep_best, optimizer_steps, print_start
-from old.loop_utils import restore_training, resume, safety_flags, say_if_finished, say_saved, say_where
-from old.loop_utils import stopped_in_evaluation, sync_gradients
-from old.memory_utils import BatchSize
-
-# the task
-from tasks.compressed_ad.acting import ActedEpisodes, act_in_context
-from tasks.compressed_ad.data import DarkroomData, evaluation_batches, make_loader, read_darkroom
-from tasks.compressed_ad.memory import RehearsedParts, asked_batch, fit_segments_to_memory
-from tasks.compressed_ad.memory import out_of_memory_advice, rehearse_segments
-from tasks.compressed_ad.model import InContextNet
-from tasks.compressed_ad.report import FinalTest, accuracy_metrics, describe_evaluation
-from tasks.compressed_ad.report import describe_run, draw_inputs, draw_test, print_processes
-from tasks.compressed_ad.report import read_baseline, report_test, return_metrics, save_figures, warn_of_histories
-
-# --- data, model, loss ------------------------------------------------------------------------------------------------
+# --- model ------------------------------------------------------------------------------------------------------------
 
 
-class Experiment(NamedTuple):
-    """A model, with what it learns from and is measured on. baseline: a run without compression, see read_baseline."""
+class Layer(nn.Module):
+    """Pre-norm transformer layer: x attends to `memory` or to what is in `cache`, and to itself, as `mask` allows."""
 
-    model: InContextNet
-    data: DarkroomData
-    precision: str
-    args: Namespace
-    baseline: dict | None = None
+    def __init__(self, dim: int, heads: int, hidden: int):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.query, self.key_value, self.out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
-
-def read_data(args: Namespace) -> DarkroomData:
-    """All ranks: the histories, the goals, and the segments to train on. Raises InputError."""
-    return read_darkroom(
-        path=args.data,
-        in_memory=args.cache_in_memory,
-        split_seed=args.split_seed,
-        n_transit=args.n_transit,
-        max_depth=args.max_compression_depth if args.n_latent else 0,
-        seed=args.seed,
-    )
-
-
-def build_model(args: Namespace, device: torch.device) -> InContextNet:
-    """The model with the same random weights on every rank."""
-    torch.manual_seed(args.seed)
-    model = InContextNet(
-        dim=args.tf_n_embd,
-        layers=args.tf_n_layer,
-        heads=args.tf_n_head,
-        hidden=args.tf_dim_feedforward,
-        n_transit=args.n_transit,
-        n_latent=args.n_latent,
-        encoder_layers=args.encoder_n_layer,
-    )
-    return model.to(device)
+    def forward(
+        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, cache=None, used: int = 0
+    ) -> Tensor:
+        """x (B, N, D) -> the same. memory (B, M, D): tokens before x. mask (..., N, M + N): True where a row may look.
+        cache (2, B, heads, places, D / heads): keys and values of `used` tokens before x; those of x are added."""
+        normed = self.norm(x)
+        source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
+        queries = self.query(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        halves = self.key_value(source).chunk(2, -1)
+        keys, values = (half.unflatten(-1, (self.heads, -1)).transpose(1, 2) for half in halves)
+        if cache is not None:
+            until = used + x.shape[1]
+            cache[0, :, :, used:until], cache[1, :, :, used:until] = keys, values
+            keys, values = cache[:, :, :, :until]
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_mlp(x))
 
 
-def action_losses(model: nn.Module, batch: dict) -> tuple[Tensor, Tensor]:
-    """(cross-entropy, whether the most likely action is right), both (B, n_transit) fp32, zero on padding."""
-    logits = model(batch).float()
-    target = batch["action"]
-    losses = F.cross_entropy(
-        logits.transpose(1, 2),
-        target,
-        reduction="none",
-        ignore_index=-100,
-    )
-    right = logits.argmax(-1) == target
-    return losses, right.float()
+class InContextNet(nn.Module):
+    """One token per transition (s, a, r, s'), a query for the state to act in (Laskin et al. 2022).
 
-
-def make_optimizer(model: InContextNet, args: Namespace) -> torch.optim.AdamW:
-    """Fused AdamW with the guide's betas."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=args.lr,
-        betas=(0.9, 0.99),
-        weight_decay=args.weight_decay,
-        fused=True,
-    )
-
-
-def scale_lr(effective_batch_size: int, args: Namespace) -> float:
-    """--lr, changed as --lr_scaling says for another effective batch than the published one."""
-    published = MODELS[args.model]["train_batch_size"]
-    return scale_learning_rate(args.lr, effective_batch_size / published, args.lr_scaling)
-
-
-def describe_lr(effective_batch_size: int, args: Namespace) -> str:
-    """The banner's row of the learning rate."""
-    lr = scale_lr(effective_batch_size, args)
-    scaling = f"--lr_scaling {args.lr_scaling}, published batch {MODELS[args.model]['train_batch_size']}"
-    return f"{args.lr:g} -> {lr:g} ({scaling}), {args.num_warmup_steps} warm-up steps, then cosine"
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
-def count_actions(step: Step) -> list[float]:
-    """Actions to predict in this rank's share of a step."""
-    actions = 0.0
-    for batch in step.batches:
-        actions += float(batch["length"].sum())
-    return [actions]
-
-
-def train_one_epoch(
-    model: nn.Module,
-    loader,
-    optimizer,
-    scaler: LossScaler,
-    training: TrainingRun,
-    args: Namespace,
-) -> None:
-    """Train from the run's position to the end of the epoch, to `training.last_step`, or to a stop signal.
-
-    model: InContextNet, or DDP around it. Between log lines nothing is read back from the GPU.
+    An encoder turns a full context and the latents before it into new latents, so the past has no end. Without latents
+    it is plain Algorithm Distillation: what leaves the context is forgotten.
     """
-    model.train()
-    world_size = world()[1]
-    device = next(model.parameters()).device
-    base_lr = scale_lr(training.effective_batch_size, args)
 
-    # each epoch cuts other segments out of the histories
-    loader.dataset.epoch = training.progress.epoch
-    for step in optimizer_steps(loader, training, count=count_actions):
-        factor = schedule(training.progress.step, training.planned_steps, args.num_warmup_steps, "cosine")
-        lr = base_lr * factor
+    def __init__(self, env: Env, args: Namespace):
+        super().__init__()
+        dim, heads, hidden = args.tf_n_embd, args.tf_n_head, args.tf_dim_feedforward
+        self.n_transit, self.n_latent, self.heads, self.actions = args.n_transit, args.n_latent, heads, env.actions
+        # a cell is told as coordinates, or as a code for each of them
+        places = torch.from_numpy(env.places)
+        size = int(places.max()) + 1
+        self.shift, self.codes = args.shift, size + args.shift if args.shift or not env.is_grid else 0
+        self.register_buffer("places", places if self.codes else places.float() / (size // 2) - 1, persistent=False)
+        facts = places.shape[1] * max(1, self.codes)
+        self.embed = nn.Sequential(nn.Linear(2 * facts + env.actions + 1, dim), nn.LayerNorm(dim))
+        self.embed_query = nn.Linear(facts, dim) if self.codes else nn.Embedding(env.cells, dim)
+        self.positions = nn.Parameter(torch.randn(args.n_transit, dim) * 0.02)
+        self.layers = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(args.tf_n_layer))
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, env.actions))
+        if self.n_latent:
+            self.latents = nn.Parameter(torch.randn(self.n_latent, dim) * 0.02)
+            self.encoder = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(args.encoder_n_layer))
+            self.encoder_norm = nn.LayerNorm(dim)
 
-        # forward and backward: each micro-batch gives its share of the mean over the global batch's actions
-        share = step.weight / step.totals[0]
-        losses = torch.zeros(2, device=device)
-        for batch, last in step.micro_batches():
-            batch = to_device(batch, device)
-            with training.log.count_flops(step.samples), sync_gradients(model, now=last):
-                with autocast(device, scaler.precision):
-                    action_loss, right = action_losses(model, batch)
-                loss = action_loss.sum() * share
-                accuracy = right.sum() * share
-                # DDP averages over the ranks; these are shares of a sum, so undo the division
-                scaler.scale(loss * world_size).backward()
-            losses += torch.stack([loss.detach(), accuracy])
+    def compile(self) -> None:
+        """Layer by layer, as the samples that have a first, second ... block differ in number at each step."""
+        for layer in self.modules():
+            if isinstance(layer, Layer):
+                layer.compile(dynamic=True)
 
-        # update the weights; a non-finite gradient skips the step on all ranks together
-        grad_norm = clip_and_step(optimizer, scaler, args.grad_clip, lr)
-        end_step(training, step, losses, grad_norm, lr)
+    def facts(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, N, F): what is told of cells (B, N), in a room that is moved by shift (B, 2)."""
+        places = self.places[cells]
+        if self.codes:
+            moved = places + shift[:, None, : places.shape[-1]]
+            places = F.one_hot(moved, self.codes).flatten(2)
+        return places.to(dtype)
+
+    def tokens(self, cells: Tensor, rewards: Tensor, shift: Tensor, first: int = 0) -> Tensor:
+        """Transitions (B, N, 3) of (cell, action, next cell) and rewards (B, N) -> (B, N, D), at positions first ..."""
+        cell, action, after = cells.long().unbind(-1)
+        before, after = (self.facts(place, shift, rewards.dtype) for place in (cell, after))
+        action = F.one_hot(action, self.actions).to(rewards.dtype)
+        embedded = self.embed(torch.cat([before, action, rewards[..., None], after], -1))
+        return embedded + self.positions[first : first + cells.shape[1]]
+
+    def queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
+        """Cells to act in, (B, N) -> (B, N, D); each takes the position that its transition will take."""
+        cells = cells.long()
+        embedded = self.embed_query(self.facts(cells, shift, self.positions.dtype) if self.codes else cells)
+        return embedded + self.positions[first : first + cells.shape[1]]
+
+    def compress(self, latents: Tensor | None, tokens: Tensor) -> Tensor:
+        """Old latents (B, n_latent, D), none the first time, and a full context (B, n_transit, D) -> new latents."""
+        memory = tokens if latents is None else torch.cat([latents, tokens], 1)
+        x = self.latents.expand(len(tokens), -1, -1)
+        for layer in self.encoder:
+            x = layer(x, memory=memory)
+        return self.encoder_norm(x)
+
+    def decode(self, x: Tensor, mask: Tensor | None, cache: list[Tensor] | None = None, used: int = 0) -> Tensor:
+        """(B, N, D) through the decoder -> the same. cache: one for each layer, see Layer."""
+        for place, layer in enumerate(self.layers):
+            x = layer(x, mask=mask, cache=cache and cache[place], used=used)
+        return x
+
+    def forward(self, batch: dict) -> Tensor:
+        """Logits (B, n_transit, actions) at every place of the context, given what came before it.
+
+        batch: `cells` (B, depth + 1, n_transit, 3) and `rewards` (B, depth + 1, n_transit): blocks to compress, from
+        the oldest on, and last the context; `depth` (B,) how many blocks a sample has, the deepest samples first;
+        `compressed`: list of how many samples have a first, second ... block; `length` (B,) of the context; `shift`.
+        """
+        cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
+        parts = [self.tokens(cells[:, -1], rewards[:, -1], shift), self.queries(cells[:, -1, :, 0], shift)]
+        has_past = None
+        if self.n_latent:
+            # latents come first, zero where a sample has no past
+            latents = self._compress_blocks(cells, rewards, shift, batch["compressed"])
+            latents = F.pad(latents, (0, 0, 0, 0, 0, len(cells) - len(latents)))
+            parts.insert(0, latents.to(parts[0].dtype))
+            has_past = batch["depth"] > 0
+        mask = visible(has_past, self.n_latent, batch["length"], self.n_transit)
+        x = self.decode(torch.cat(parts, 1), mask)
+        return self.head(x[:, -self.n_transit :])
+
+    def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
+        """The latents of the first samples, as many as have a block, and at least of one: DDP wants a gradient, if of
+        zeros, for the encoder also where no sample of a rank has a block."""
+        first, *later = compressed or [0]
+        first = max(1, first)
+        latents = self.compress(None, self.tokens(cells[:first, 0], rewards[:first, 0], shift[:first]))
+        for block, count in enumerate(later, start=1):
+            if count:
+                # samples without this block keep the latents that they have
+                tokens = self.tokens(cells[:count, block], rewards[:count, block], shift[:count])
+                latents = torch.cat([self.compress(latents[:count], tokens), latents[count:]])
+        return latents
+
+
+def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
+    """(B, 1, N, N), True where a row of [latents | context | queries] may look.
+
+    Latents look at all latents, the context at latents and what is not later, a query at latents, the context before
+    it and itself. Padding (latents of a sample without a past, context from `length` on) is seen by nobody but itself:
+    a row needs something to see.
+    """
+    index = torch.arange(n_latent + 2 * n_transit, device=length.device)
+    is_latent, is_query = index < n_latent, index >= n_latent + n_transit
+    is_context = ~(is_latent | is_query)
+    column = (index - n_latent) % n_transit
+    row = column[:, None]
+    seen = is_latent | is_context & (is_context[:, None] & (column <= row) | is_query[:, None] & (column < row))
+    real = is_context & (column < length[:, None, None])
+    if has_past is not None:
+        real = real | is_latent & has_past[:, None, None]
+    return (seen & real | (index == index[:, None]))[:, None]
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
+    """(cross-entropy, whether the most likely action is right), both (B, n_transit) fp32, zero on padding.
+
+    One loss for all objectives: they differ in the action that the data hold as right.
+    """
+    target = batch["action"]
+    with autocast(target.device, precision):
+        logits = model(batch)
+    logits = logits.float()
+    losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none", ignore_index=-100)
+    return losses, (logits.argmax(-1) == target).float()
+
+
+# --- acting -----------------------------------------------------------------------------------------------------------
+
+
+class Agents:
+    """Agents that act side by side, each by its own past; keys and values of what they have seen are kept.
+
+    They act in float64, so that who acts beside whom, or on which GPU, changes no action.
+    """
+
+    def __init__(self, model: InContextNet, count: int, forget: int):
+        """model: in float64. forget: transitions to drop at once from a full context, by one that does not compress."""
+        self.model, self.forget = model, forget
+        like = model.positions
+        self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
+        self.rewards = like.new_zeros(count, model.n_transit)
+        # in training the room is moved by 0 to model.shift; here by half of it
+        self.shift = self.cells.new_full((count, 2), model.shift // 2)
+        shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
+        self.cache = [like.new_zeros(shape) for _ in model.layers]
+        self.latents: Tensor | None = None
+        # transitions in the context; those not in the cache yet; tokens in the cache
+        self.length = self.new = self.used = 0
+
+    def act(self, cells: Tensor) -> Tensor:
+        """Logits (count, actions) for the cells (count,) that the agents are in."""
+        x = self.model.queries(cells[:, None], self.shift, self.length)
+        if self.new:
+            part = slice(self.length - self.new, self.length)
+            x = torch.cat([self.model.tokens(self.cells[:, part], self.rewards[:, part], self.shift, part.start), x], 1)
+        # each row sees all that is kept, the rows before it and itself; the query's own place is written over later
+        mask = torch.ones(self.new + 1, self.used + self.new + 1, device=x.device).tril(self.used).bool()
+        out = self.model.decode(x, mask, self.cache, self.used)
+        self.used += self.new
+        self.new = 0
+        return self.model.head(out[:, -1])
+
+    def observe(self, cell: Tensor, action: Tensor, after: Tensor, reward: Tensor) -> None:
+        """Take in the transitions that followed, all (count,)."""
+        self.cells[:, self.length] = torch.stack([cell, action, after], 1)
+        self.rewards[:, self.length] = reward
+        self.length += 1
+        self.new += 1
+        if self.length < self.model.n_transit:
+            return
+        if self.model.n_latent:
+            tokens = self.model.tokens(self.cells, self.rewards, self.shift)
+            self.latents = self.model.compress(self.latents, tokens)
+            self.model.decode(self.latents, None, self.cache)
+            self.length, self.used = 0, self.model.n_latent
+        else:
+            # every position changes, so that all is encoded anew at the next act()
+            self.cells, self.rewards = self.cells.roll(-self.forget, 1), self.rewards.roll(-self.forget, 1)
+            self.length, self.used = self.length - self.forget, 0
+        self.new = self.length
+
+
+@torch.no_grad()
+def act_in_context(
+    model: InContextNet, env: Env, tasks: list[int], count: int, episodes: int, run: Run, args: Namespace
+) -> np.ndarray:
+    """All ranks: returns (tasks, count, episodes) of `count` agents on each task.
+
+    The same on all ranks, at any world size: an agent's chance is a function of (seed, task, agent) alone.
+    """
+    rank, world_size = du.world()
+    device = model.positions.device
+    actor = copy.deepcopy(model).double().eval()
+    follow, gain = (torch.from_numpy(np.ascontiguousarray(part[tasks])).to(device) for part in (env.next, env.reward))
+    shares = None if env.chance is None else torch.from_numpy(env.chance[tasks]).to(device)
+    returns = torch.zeros(len(tasks) * count, episodes, dtype=torch.float64)
+    # agents are numbered task by task; the ranks take them in turn
+    local = range(rank, len(returns), world_size)
+    for first in range(0, len(local), args.test_batch_size):
+        numbers = list(local[first : first + args.test_batch_size])
+        row = torch.tensor(numbers, device=device) // count
+        chances = [np.random.default_rng([args.seed % 2**63, ACTING, tasks[n // count], n % count]) for n in numbers]
+        agents = Agents(actor, len(numbers), max(1, min(env.horizon, model.n_transit // 2)))
+        for episode in range(episodes):
+            run.alive(f"episode {episode + 1} of an evaluation at step {run.position.step}")
+            # the most likely action plus this noise is a draw from the softmax
+            uniform = np.stack([chance.random((env.horizon, env.actions)) for chance in chances], 1)
+            noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
+            noise = args.temperature * torch.from_numpy(noise).to(device)
+            if shares is not None:
+                luck = np.stack([chance.random(env.horizon) for chance in chances], 1)
+                luck = torch.from_numpy(luck).to(device)
+            state, total = torch.full_like(row, env.start), torch.zeros_like(row, dtype=torch.float64)
+            for t in range(env.horizon):
+                action = (agents.act(state % env.cells) + noise[t]).argmax(-1)
+                outcome = 0 if shares is None else (luck[t, :, None] >= shares[row, state, action]).sum(1)
+                after, reward = (part[row, state, action, outcome] for part in (follow, gain))
+                agents.observe(state % env.cells, action, after % env.cells, reward)
+                total, state = total + reward, after
+            returns[numbers, episode] = total.cpu()
+    return du.reduce_sum(returns).numpy().reshape(len(tasks), count, episodes)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def action_accuracy(
-    split: str,
-    goals: list[int],
-    experiment: Experiment,
-) -> tuple[dict[str, float], np.ndarray]:
-    """Loss and accuracy of the next action on some goals' histories; the accuracy (depth + 1, n_transit) by place."""
-    model = experiment.model
-    data = experiment.data
-    args = experiment.args
+def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, args: Namespace) -> dict:
+    """{"loss", "accuracy"} of the next action on some tasks' histories, the same on all ranks."""
     model.eval()
-    device = model.positions.device
-
-    # for each depth and place in the context: the loss, how many were right, and how many there were
-    depths = data.segments.max_depth + 1
-    table = torch.zeros(depths, 3, args.n_transit, dtype=torch.float64)
-    for batch in evaluation_batches(data, goals, EVAL_STREAMS, args.test_batch_size):
-        batch = to_device(batch, device)
-        with autocast(device, experiment.precision):
-            losses, right = action_losses(model, batch)
-        there = (batch["action"] >= 0).float()
-        numbers = torch.stack([losses, right, there], 1)
-        depth = batch["depth"].cpu()
-        table.index_add_(0, depth, numbers.double().cpu())
-
-    return accuracy_metrics(split, reduce_sum(table))
+    sums = torch.zeros(3, dtype=torch.float64)
+    loader = du.create_distributed_dataloader(segments, args.test_batch_size, train=False, collate_fn=as_it_is)
+    for batch in run.batches(loader):
+        losses, right = action_losses(model, batch, precision)
+        parts = (losses, right, batch["action"] >= 0)
+        # rounded so that the sum is the same in any order
+        sums += torch.stack([du.on_grid(part.double().sum()) for part in parts]).cpu()
+    loss, right, count = du.reduce_sum(sums).tolist()
+    return {"loss": loss / count, "accuracy": right / count}
 
 
-def act(
-    experiment: Experiment,
-    goals: list[int],
-    agents: int,
-    episodes: int,
-    stop: StopSignal | None,
-) -> ActedEpisodes | None:
-    """All ranks: so many agents on each goal, for so many episodes; None after a signal to any rank."""
-    args = experiment.args
-    return act_in_context(experiment.model, goals, agents, episodes, args.seed, args.test_batch_size, stop)
+def as_it_is(batch: dict) -> dict:
+    """collate_fn of a data set that makes whole batches."""
+    return batch
 
 
-def evaluate_briefly(experiment: Experiment, stop: StopSignal) -> dict[str, float] | None:
-    """In training: `val/` of 8 training goals, whose loss chooses best.pt, and `unseen/` of the test's, to look at.
-
-    None after a signal to any rank.
-    """
-    args = experiment.args
-    unseen = experiment.data.unseen_goals
-    watched = experiment.data.train_goals[: len(unseen)]
-    agents = min(VAL_SEEDS, args.eval_seeds)
-    acted = act(experiment, watched + unseen, agents, args.val_episodes, stop)
-    if acted is None:
-        return None
-    metrics, _ = action_accuracy("val", watched, experiment)
-    unseen_metrics, _ = action_accuracy("unseen", unseen, experiment)
-    metrics |= unseen_metrics
-    watched_returns, unseen_returns = np.split(acted.returns, [len(watched)])
-    metrics |= return_metrics("val", watched_returns, watched)
-    metrics |= return_metrics("unseen", unseen_returns, unseen)
-    return metrics
+def evaluate(
+    model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace, test: bool
+) -> tuple[dict[str, float], np.ndarray]:
+    """All ranks: ({"split/metric": value}, returns of the last split (tasks, agents, episodes)); all agents act at
+    once. test: with as many agents and episodes as the test has."""
+    env = next(iter(splits.values())).histories.env
+    tasks = {split: segments.tasks.tolist() for split, segments in splits.items()}
+    count = args.eval_seeds if test else min(VAL_AGENTS, args.eval_seeds)
+    episodes = args.eval_episodes if test else args.val_episodes
+    returns = act_in_context(model, env, sum(tasks.values(), []), count, episodes, run, args)
+    parts = np.split(returns, np.cumsum([len(part) for part in tasks.values()])[:-1])
+    metrics = {}
+    for (split, segments), part in zip(splits.items(), parts, strict=True):
+        found = action_accuracy(model, segments, run, precision, args)
+        found |= report.return_metrics(part, env, tasks[split])
+        metrics |= {f"{split}/{name}": value for name, value in found.items()}
+    return metrics, parts[-1]
 
 
-def final_test(experiment: Experiment, step: int, stop: StopSignal | None = None) -> FinalTest | None:
-    """All ranks: the full evaluation on the unseen goals; None after a signal to any rank.
-
-    step: of the checkpoint that is tested.
-    """
-    data = experiment.data
-    args = experiment.args
-    acted = act(experiment, data.unseen_goals, args.eval_seeds, args.eval_episodes, stop)
-    if acted is None:
-        return None
-    metrics, accuracy = action_accuracy("test", data.unseen_goals, experiment)
-    return FinalTest(args.model, step, data, metrics, acted, accuracy, experiment.baseline)
-
-
-def evaluate_only(experiment: Experiment, checkpoint: dict, path: Path) -> None:
-    """--eval_only: the test of a checkpoint. path: its file."""
-    args = experiment.args
-    with agree_on_errors():
-        load_trained(experiment.model, checkpoint["net"])
-    test = final_test(experiment, checkpoint["step"])
-    if world()[0] == 0:
-        # beside the checkpoint, not in another model's run
-        run_folder = path.parent if args.source["output_dir"] == "default" else Path(args.output_dir)
-        # of another checkpoint than the best: beside the run's own test, not in its place
-        name = "test" if path.stem == "best" else path.stem
-        report_test(test, run_folder, name)
-        save_figures(test, run_folder, name)
+def final_test(model: InContextNet, unseen: SegmentDataset, run: Run, precision: str, args: Namespace) -> dict:
+    """All ranks: the test on the unseen tasks, its table and figure; {metric: value}."""
+    metrics, returns = evaluate(model, {"test": unseen}, run, precision, args, test=True)
+    found, figure = report.report_test(metrics, returns, unseen, run.folder, args) if run.ranks.is_main else ({}, None)
+    run.figure("test" if run.trains else "eval_test", figure)
+    return metrics | du.broadcast_object(found)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def trial_step(model: InContextNet, precision: str, batch: dict) -> None:
-    """Forward and backward pass of one micro-batch, as in training; the gradients stay in the model."""
-    device = model.positions.device
-    with autocast(device, precision):
-        losses, _ = action_losses(model, to_device(batch, device))
-    losses.mean().backward()
+def build_model(args: Namespace, precision: str, device: torch.device, env: Env | None = None) -> InContextNet:
+    """The model with the same random weights on every rank."""
+    torch.manual_seed(args.seed)
+    return InContextNet(env or make_env(args.env or "darkroom"), args).to(device)
 
 
-def checkpoint_contents(
-    model: InContextNet, optimizer, scaler: LossScaler, this_run: dict, batch: BatchSize, args: Namespace
-) -> dict:
-    """What a checkpoint holds beside position, log and random state."""
-    settings = {name: getattr(args, name) for name in (*FIXED, *KEPT)}
-    return {
-        "format": FORMAT,
-        "net": trained_state(model),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict() if scaler.precision == "fp16" else {},
-        "run": this_run,
-        "settings": settings | {"mixed_precision": scaler.precision},
-        "split": batch.record(),
-    }
-
-
-def run(args: Namespace, ranks: Ranks) -> int:
-    """Everything between joining and leaving the process group; returns the exit code."""
-    begun = time.time()
-    asked_by = args.source["mixed_precision"]
-    precision, reason = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
-
-    # what is tested, or resumed; a training has the run folder to itself from here on
-    run_folder = Path(args.output_dir)
-    used = args.resume_from
-    lock = None
-    if args.eval_only:
-        used = str(checkpoint_to_use(used, run_folder))
-    else:
-        lock = lock_run_folder(run_folder, bool(used) or args.overwrite, overwrite=args.overwrite)
-    checkpoint = load_checkpoint(used, run_folder, FORMAT, resume=not args.eval_only)
-    changes = adopt_settings(vars(args), args.source, checkpoint, used) if checkpoint else []
-    if not args.eval_only:
-        for change in changes:
-            print_main(f"warning: {change}")
-        precision, reason = keep_precision(precision, reason, checkpoint, asked_by, ranks)
-        check_warmup(vars(args), args.source)
-    reason = set_numerics(ranks.device, precision, reason, args.deterministic)
-
-    # the test, or the training
-    accelerator = make_accelerator(precision, args.gradient_accumulation_steps, ranks)
-    baseline = read_baseline(args.ad_run, args.split_seed, args.eval_episodes)
-    print_processes(accelerator.distributed_type.value, precision, ranks)
-    data = read_data(args)
-    experiment = Experiment(build_model(args, ranks.device), data, precision, args, baseline)
-    code = 0
-    if args.eval_only:
-        evaluate_only(experiment, checkpoint, Path(used))
-    else:
-        code = fit(experiment, checkpoint, reason, accelerator.prepare_model, begun, ranks)
-    accelerator.free_memory()
-    del lock
-    return code
-
-
-def fit(
-    experiment: Experiment, checkpoint: dict | None, reason: str, wrap: Callable, begun: float, ranks: Ranks
-) -> int:
-    """Train, and test the best checkpoint; returns the exit code.
-
-    reason: for the precision. wrap: of a model, for several processes. begun: time.time() at the start.
-    """
-    model, data, precision, args, _ = experiment
-    run_folder = Path(args.output_dir)
-    batch = asked_batch(args)
-    try_batch = partial(trial_step, model, precision)
-    batch = fit_segments_to_memory(try_batch, model, batch, data.segments.max_depth, args.auto_batch, checkpoint)
-    workers = choose_workers(args.num_workers, args.source["num_workers"], ranks.device)
-    loader = make_loader(data.segments, batch, args.seed, workers)
-    effective_batch_size = loader.batch_sampler.effective_batch_size
-
-    # begin, or resume where the checkpoint stands
-    optimizer = make_optimizer(model, args)
-    scaler = LossScaler(ranks.device, precision)
-    progress = Progress()
-    this_run = {"seed": args.seed, "training_data": data.fingerprint, "effective_batch_size": effective_batch_size}
-    if checkpoint:
-        resume(progress, checkpoint, this_run, run_folder)
-        with agree_on_errors():
-            load_trained(model, checkpoint["net"])
-        restore_training(checkpoint, optimizer, scaler, args.weight_decay)
-
-    # --max_steps ends a run earlier, with the same schedule
-    last_step = min(args.max_steps or args.train_timesteps, args.train_timesteps)
-    log = RunLog(run_folder, ranks, LOSSES, last_step, args.log_every, precision, args.compile)
-    log.curves = ["val/return_first", "val/return_last", "unseen/return_first", "unseen/return_last"]
-    log.open(args, checkpoint)
-    training = TrainingRun(
-        run_folder=run_folder,
-        progress=progress,
-        last_step=last_step,
-        planned_steps=args.train_timesteps,
-        effective_batch_size=effective_batch_size,
-        precision=precision,
-        log=log,
-        contents=partial(checkpoint_contents, model, optimizer, scaler, this_run, batch, args),
-        model=model,
-        **safety_flags(args),
+def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
+    """Fused AdamW with the guide's betas."""
+    return torch.optim.AdamW(
+        model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True
     )
 
-    # say what will be done
-    prepare_checkpoint(model)
-    rows = describe_run(data, model, batch, loader, describe_lr(effective_batch_size, args), reason)
-    print_start("COMPRESSED AD" if args.n_latent else "ALGORITHM DISTILLATION", ranks, training, rows)
-    warn_of_histories(data, args.data)
-    if args.compile:
-        model.compile_layers()
 
-    advice = partial(out_of_memory_advice, batch.size, batch.accumulation_flag, args.auto_batch, ranks.device)
-    with explain_out_of_memory(advice), training, contextlib.closing(log):
-        train_epoch = partial(train_one_epoch, wrap(model), loader, optimizer, scaler)
-        code = train(experiment, train_epoch, loader.batch_sampler.used, training)
-        return code or test_best(experiment, training, begun)
+def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
+    """Made-up segments with as many blocks as there are."""
+    depth = depth if model.n_latent else 0
+    shape, whole = (size, depth + 1, model.n_transit), torch.zeros(size, dtype=torch.long)
+    batch = {"cells": torch.zeros(*shape, 3, dtype=torch.int16), "rewards": torch.zeros(shape), "depth": whole + depth}
+    batch |= {"length": whole + model.n_transit, "action": torch.zeros(size, model.n_transit, dtype=torch.long)}
+    return batch | {"shift": torch.zeros(size, 2, dtype=torch.long), "compressed": [size] * depth}
 
 
-def train(experiment: Experiment, train_epoch: Callable, epoch_samples: int, training: TrainingRun) -> int:
-    """All steps, with an evaluation every --eval_interval and at the end; the exit code of a stop signal or 0.
-
-    train_epoch: train_one_epoch, of a TrainingRun and the flags. epoch_samples: of all ranks.
-    """
-    args = experiment.args
-    progress = training.progress
-    if progress.step == 0:
-        training.log.figures(lambda: {"inputs": draw_inputs(experiment.data.segments)}, 0)
-    say_if_finished(training, "--train_timesteps")
-    while True:
-        # also after a resume from here, as the evaluation may have been cut short
-        is_end = progress.step >= training.last_step
-        due = is_end or is_planned(progress.step, training, args)
-        code = evaluate_and_keep(experiment, training) if due and progress.step else 0
-        if code or is_end:
-            return code
-
-        # to the next evaluation, through as many epochs as that takes
-        interval = args.eval_interval or training.last_step
-        evaluations = progress.step // interval
-        until = min(training.last_step, (evaluations + 1) * interval)
-        stretch = replace(training, last_step=until)
-        while progress.step < until:
-            train_epoch(stretch, args)
-            if training.stop.agreed:
-                training.save()
-                say_saved(progress.step)
-                return training.stop.agreed
-            if progress.samples >= epoch_samples:
-                progress.epoch += 1
-                progress.samples = 0
+def trial_step(model: nn.Module, batch: dict, args: Namespace, precision: str = "bf16") -> None:
+    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    device = next(model.parameters()).device
+    action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
 
 
-def is_planned(step: int, training: TrainingRun, args: Namespace) -> bool:
-    """Whether the uninterrupted run, which --max_steps does not end, has an evaluation at this step."""
-    on_interval = args.eval_interval > 0 and step % args.eval_interval == 0
-    return on_interval or step >= training.planned_steps
+def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> str:
+    """On a CPU: how long all steps take, by one of a few segments; where that is days, what to try instead."""
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        trial_step(model, largest_batch(model, 4, depth), args, "no")
+        seconds.append(time.perf_counter() - begun)
+    model.zero_grad()
+    steps = min(args.max_steps or args.train_timesteps, args.train_timesteps)
+    # not the first, which warms up
+    days = seconds[1] / 4 * run.effective / run.ranks.world_size * steps / 86400
+    trial = "; a trial of minutes: python train.py --config configs/compressed_ad_demo.yaml" if days > 1 else ""
+    return f"about {days * 24:.1f} hours on this CPU" if days < 1 else f"about {days:.0f} days on this CPU{trial}"
 
 
-def evaluate_and_keep(experiment: Experiment, training: TrainingRun) -> int:
-    """Save, evaluate, and keep the checkpoint if it is the best; the exit code of a stop signal or 0."""
-    step = training.progress.step
-    epochs = epochs_begun(training.progress)
-    training.save()
-    if step >= training.last_step:
-        training.log.write_rest(step, epochs)
-    metrics = evaluate_briefly(experiment, training.stop)
-    if metrics is None:
-        return stopped_in_evaluation(training)
-    training.log.write(step, epochs, metrics)
-    print_main(f"step {step}: {describe_evaluation(metrics)}")
+def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
+    """Train and evaluate, test the best checkpoint, or --eval_only; returns the exit code of a stop signal, else 0."""
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    with du.agree_on_errors():
+        histories = Histories(args.data, args.env, args.objective, args.seed)
+        if args.n_transit > histories.steps:
+            raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
+        if args.shift and not histories.env.is_grid:
+            raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
+        train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
+        if args.rival_run:
+            report.read_rival(args.rival_run, histories.env, unseen_tasks)
+    segments = SegmentDataset(histories, train_tasks, args, train=True)
+    # val: training tasks, whose loss chooses best.pt; unseen: the test's, to look at
+    splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
+    splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
+    model = build_model(args, precision, ranks.device, histories.env)
+    if args.eval_only:
+        run.load_best(model)
+        results = final_test(model, splits["unseen"], run, precision, args)
+        run.write_summary("eval_test", results | {"step": run.position.step})
+        return 0
 
-    # no rank decides by itself
-    loss = broadcast_object(metrics["val/loss"])
-    keep_best(training, loss, is_planned(step, training, experiment.args), lower=True)
+    run.choose_batch(
+        model, lambda size: trial_step(model, largest_batch(model, size, segments.max_depth), args, precision)
+    )
+    options = {"seed": args.seed, "num_workers": args.num_workers, "collate_fn": as_it_is}
+    loader = du.create_distributed_dataloader(segments, run.leaf, True, run.effective, run.shares, **options)
+    optimizer = make_optimizer(model, args)
+    base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
+    notes = notes | report.describe(histories, segments, splits["unseen"], model, args)
+    if ranks.device.type == "cpu":
+        notes["time"] = say_how_long(model, segments.max_depth, run, args)
+    facts = {name: getattr(args, name) for name in RUN_FLAGS} | {"histories": histories.digest}
+    wrapped = run.begin(model, optimizer, precision, args.train_timesteps, ["loss", "accuracy"], facts, notes)
+
+    def count(batches: list[dict]) -> list[float]:
+        return [float(sum(int(batch["length"].sum()) for batch in batches))]
+
+    with run:
+        while not run.is_over():
+            model.train()
+            for step in run.steps(loader, count):
+                # of an action in the mean over the step's
+                share = 1 / step.totals[0]
+                for batch in step.leaves():
+                    step.backward(*(part.sum() * share for part in action_losses(wrapped, batch, precision)))
+                factor = du.schedule(run.position.step, args.train_timesteps, args.num_warmup_steps, "cosine")
+                step.update(base_lr * factor)
+            if run.stopped:
+                return run.save_and_stop()
+            # an epoch's end alone is no reason to evaluate
+            due = run.evaluation_due or run.is_over()
+            metrics = evaluate(model, splits, run, precision, args, test=False)[0] if due else {}
+            run.keep(metrics, headline="val/loss", lower=True)
+        run.load_best(model)
+        run.finish(final_test(model, splits["unseen"], run, precision, args))
     return 0
 
 
-def test_best(experiment: Experiment, training: TrainingRun, begun: float) -> int:
-    """Test best.pt, and write the weights and the summary; the exit code of a stop signal or 0."""
-    run_folder = training.run_folder
-    best = load_checkpoint(str(run_folder / "best.pt"), run_folder, FORMAT)
-    load_trained(experiment.model, best["net"])
-    train_seconds = time.time() - begun
-    test = final_test(experiment, best["step"], training.stop)
-    if test is None:
-        return stopped_in_evaluation(training)
-    if world()[0] == 0:
-        report_test(test, run_folder)
-
-    step = training.progress.step
-    epochs = epochs_begun(training.progress)
-    training.log.write(step, epochs, test.metrics | {"best_step": best["step"]})
-    export_weights(trained_state(experiment.model), run_folder / "model.safetensors")
-    times = {"epochs": epochs, "train_seconds": round(train_seconds, 1)}
-    finish_run(training, begun, times)
-    training.log.figures(partial(draw_test, test), step)
-    print_main(f"{train_seconds:.0f} seconds of training, {time.time() - begun:.0f} in all")
-    say_where(run_folder)
-    return 0
-
-
-def epochs_begun(progress: Progress) -> int:
-    """Epochs that were begun; at the end of one the position is the start of the next."""
-    within = int(progress.samples > 0)
-    return max(1, progress.epoch + within)
-
-
-def rehearse(args: Namespace) -> None:
-    """--rehearse: memory and FLOPs of one optimizer step of segments of the greatest depth; ends the process."""
-
-    def parts(ranks: Ranks) -> RehearsedParts:
-        asked_by = args.source["mixed_precision"]
-        precision, _ = agree_on_launched_precision(args.mixed_precision, asked_by, ranks)
-        set_numerics(ranks.device, precision, "", args.deterministic)
-        with ranks.device:
-            model = build_model(args, ranks.device)
-        return RehearsedParts(model, make_optimizer(model, args), partial(trial_step, model, precision), precision)
-
-    depth = args.max_compression_depth if args.n_latent else 0
-    rehearse_segments(parts, depth, asked_batch(args), args.world_size, args.gpu_memory)
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, or --eval_only; returns the exit code."""
+    check_accelerate(args.gradient_accumulation_steps)
+    precision, reason = choose_precision(args.mixed_precision, ranks.device)
+    remark = set_numerics(ranks.device, precision, args.deterministic)
+    # as the guide wants to see it
+    kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
+    du.print_main(f"Distributed training: {kind}")
+    du.print_main(f"Number of processes: {ranks.world_size}\nMixed precision: {precision}")
+    for rank, device in enumerate(du.gather_objects(str(ranks.device))):
+        du.print_main(f"Process {rank} using device: {device}")
+    return train(args, ranks, precision, {"precision": f"{precision} ({reason}) {remark}".strip()})
 
 
 def main(args: Namespace) -> int:
-    """Rehearse, or join the other processes and run; returns the exit code."""
-    if args.rehearse:
-        rehearse(args)
-    launch_workers(args.world_size or 1)
-    with setup_distributed(timeout=args.dist_timeout) as ranks:
-        asked = asked_batch(args)
-        advice = partial(out_of_memory_advice, asked.size, asked.accumulation_flag, args.auto_batch, ranks.device)
-        with explain_out_of_memory(advice):
-            return run(args, ranks)
+    du.launch_workers(args.world_size or 1)
+    with du.setup_distributed(args.dist_timeout) as ranks:
+        return run_task(args, ranks)
 
 
 if __name__ == "__main__":

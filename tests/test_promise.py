@@ -80,7 +80,16 @@ CASCADE = Script(
     data=("cascade", "--num_patients", "14", "--matrix", "16"),
     data_flag="--dataset_path {0} --cache_dir {0}_cache",
 )
-SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR, CASCADE]
+COMPRESSED_AD = Script(
+    "train.py",
+    "--effective_batch_size 7 --batch_size 2 --tf_n_embd 16 --tf_n_layer 1 --tf_n_head 2 --tf_dim_feedforward 16 "
+    "--encoder_n_layer 1 --n_transit 16 --n_latent 4 --train_timesteps 20 --num_warmup_steps 2 --lr 3e-3 "
+    "--eval_interval 9 --val_episodes 3 --eval_episodes 4 --eval_seeds 2 --from_start 0.5 --shift 2 --objective search",
+    steps_before_kill=6,
+    data=("compressed_ad", "--env", "darkroom:3", "--streams", "2", "--steps", "96"),
+    data_flag="--data {0}",
+)
+SCRIPTS = [MINIMAL, PRS_MED, SURVIVAL, MIMIC_CXR, CASCADE, COMPRESSED_AD]
 # a number of these is another at each run
 TIMES = ("samples_per_s", "data_wait", "peak_memory_gb", "seconds")
 

@@ -167,19 +167,20 @@ def read_config(path: str) -> dict:
 def add_common_arguments(
     parser: argparse.ArgumentParser,
     output_dir: str,
-    num_epochs: int,
+    num_epochs: int | None,
     learning_rate: float,
     batch_size: int,
     batch_of_all: bool = False,
 ) -> None:
     """The flags that mean the same in every script, with the guide's defaults; each guide's names are synonyms.
 
-    batch_of_all: --batch_size is that of all GPUs, as guide 2 has it.
+    num_epochs: None where the guide counts steps. batch_of_all: --batch_size is that of all GPUs, as guide 2 has it.
     """
     add = parser.add_argument_group("run").add_argument
     text = "run folder: checkpoints, log, figures, summary"
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
-    add("--num_epochs", "--epochs", type=whole(1), default=num_epochs, help="passes over the training set")
+    if num_epochs:
+        add("--num_epochs", "--epochs", type=whole(1), default=num_epochs, help="passes over the training set")
     add("--seed", type=int, default=0, help="initial weights, sample order, and all else that is drawn")
     add("--max_steps", type=whole(0), default=0, help="stop after N optimizer steps in all; 0: at the end")
     add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")

@@ -1,359 +1,473 @@
-"""CompressedAD's data: learning histories of Darkroom's goals, and the segments of them that a model is trained on."""
+"""Environments as tables, learning histories in them (HDF5 in the original's layout), and the segments to train on.
 
+    history.hdf5 /0 ... /80   states, next_states (T, streams, D) int   actions (T, streams) int
+                              rewards (T, streams) number               dones (T, streams) bool: ends of episodes
+
+Group k has the histories of task k: what a learner did there, from its first step on. The attribute `env` of the file
+names the environment as --env does; the original's files have none and are of Darkroom.
+"""
+
+import functools
 import hashlib
-import json
-from collections.abc import Iterator
+import random
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy import ndarray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from old.cli_utils import InputError
-from old.distributed_utils import agree_on_errors, create_distributed_dataloader, reduce_sum, world
-from old.memory_utils import BatchSize
-from old.sampler_utils import EvalBatchSampler
-from tasks.compressed_ad.darkroom import CELLS, HORIZON, NEXT, split_goals, to_cells
-from tasks.compressed_ad.history_file import check_goal, find_histories, name_goal, read_goals
+from utils.cli import InputError
+
+FIELDS = ("states", "next_states", "actions", "rewards", "dones")
+# what a reward one step later is worth to those who plan
+DISCOUNT = 0.95
+# histories of each task on which loss and accuracy are taken
+EVAL_STREAMS = 20
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+class Env(NamedTuple):
+    """A family of tasks in a world of finitely many states, as tables; what is seen of a state s is s % cells.
+
+    places (cells, D): what history files say of a cell. next, reward (tasks, states, actions, outcomes); chance, where
+    there is any: of the outcomes, added up. An episode has `horizon` steps from `start` on; where a world ends earlier,
+    its last state is kept, without reward.
+    """
+
+    name: str
+    places: np.ndarray
+    start: int
+    horizon: int
+    next: np.ndarray
+    reward: np.ndarray
+    chance: np.ndarray | None = None
+
+    @property
+    def cells(self) -> int:
+        return len(self.places)
+
+    @property
+    def tasks(self) -> int:
+        return len(self.next)
+
+    @property
+    def actions(self) -> int:
+        return self.next.shape[2]
+
+    @property
+    def is_grid(self) -> bool:
+        return self.places.shape[1] == 2
+
+    def only(self, task: int) -> "Env":
+        """One task of it, as task 0."""
+        chance = None if self.chance is None else self.chance[task : task + 1]
+        return self._replace(next=self.next[task : task + 1], reward=self.reward[task : task + 1], chance=chance)
+
+    def step(self, task, state, action, rng=None) -> tuple[np.ndarray, np.ndarray]:
+        """(next state, reward) of each agent; rng: for worlds of chance."""
+        outcome = 0
+        if self.chance is not None:
+            outcome = (rng.random((len(state), 1)) >= self.chance[task, state, action]).sum(1)
+        return self.next[task, state, action, outcome], self.reward[task, state, action, outcome]
+
+    def _expected(self, values: np.ndarray) -> np.ndarray:
+        """(tasks, states, actions): reward and values (tasks, states) of what follows, the mean over the outcomes."""
+        following = self.reward + values[np.arange(len(values))[:, None, None, None], self.next]
+        if self.chance is None:
+            return following[..., 0]
+        return (following * np.diff(self.chance, axis=-1, prepend=0)).sum(-1)
+
+    def value(self, choose) -> np.ndarray:
+        """(tasks,): exact return of an episode; choose: np.max over the actions for the optimum, np.mean at random."""
+        values = np.zeros(self.next.shape[:2])
+        for _ in range(self.horizon):
+            values = choose(self._expected(values), axis=-1)
+        return values[:, self.start]
+
+    def best_actions(self) -> np.ndarray:
+        """(tasks, states, actions) bool: what one would do who knows the task, rewards sooner being better."""
+        values = np.zeros(self.next.shape[:2])
+        for _ in range(10 * self.horizon):
+            q = self._expected(DISCOUNT * values)
+            values = q.max(-1)
+        return q > q.max(-1, keepdims=True) - 1e-6
+
+
+def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(places (cells, 2), where the actions +i, -i, +j, -j, stay lead (cells, 5)) of a square room; walls hold."""
+    places = np.stack(np.divmod(np.arange(size * size), size), -1)
+    after = np.clip(places[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
+    return places, after @ (size, 1)
+
+
+def darkroom(size: int) -> Env:
+    """A hidden goal, cell k in task k, which rewards each step that ends on it. The published one has size 9."""
+    places, after = grid_moves(size)
+    cells = size * size
+    following = np.broadcast_to(after[None, ..., None], (cells, cells, 5, 1))
+    reward = (following == np.arange(cells)[:, None, None, None]).astype(np.float32)
+    return Env(f"darkroom:{size}", places, cells // 2, 2 * size + 2, following, reward)
+
+
+def key_to_door(size: int, tasks: int = 200) -> Env:
+    """A hidden key, then a hidden door: 1 for each, once. States: cell, + cells with the key, + 2 cells when done."""
+    places, after = grid_moves(size)
+    cells = size * size
+    pairs = np.random.default_rng(0).permutation(cells * cells)[:tasks]
+    key, door = (half[:, None, None] for half in np.divmod(pairs, cells))
+    with_key = np.where(after == key, after + cells, after)
+    with_door = np.where(after == door, after + 2 * cells, after + cells)
+    done = np.broadcast_to(after + 2 * cells, with_key.shape)
+    following = np.concatenate([with_key, with_door, done], 1)[..., None]
+    before = np.arange(3 * cells)[:, None, None]
+    reward = (following // cells > before // cells).astype(np.float32)
+    return Env(f"key_to_door:{size}", places, cells // 2, 50, following, reward)
+
+
+def gymnasium_env(name: str, most_tasks: int = 120) -> Env:
+    """A Gymnasium world with a table P of its transitions (FrozenLake, CliffWalking, Taxi).
+
+    Task k has its own order of the actions, so that there is something to find out. Raises InputError.
+    """
+    try:
+        import gymnasium
+
+        env = gymnasium.make(name)
+        table = env.unwrapped.P
+        start, states, actions = int(env.reset(seed=0)[0]), int(env.observation_space.n), int(env.action_space.n)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        raise InputError(f"--env gym:{name}: {reason}; it needs Discrete spaces and a table P") from None
+    outcomes = max(len(found) for row in table.values() for found in row.values())
+    following, reward, chance = (np.zeros((states, actions, outcomes), kind) for kind in (int, np.float32, float))
+    ends = {after for row in table.values() for found in row.values() for _, after, _, is_end in found if is_end}
+    for state in range(states):
+        for action in range(actions):
+            for k, (share, after, gain, _) in enumerate(table[state][action]):
+                following[state, action, k], reward[state, action, k], chance[state, action, k] = after, gain, share
+        if state in ends:
+            following[state], reward[state], chance[state] = state, 0, [1] + [0] * (outcomes - 1)
+    rng, orders = random.Random(0), {}
+    for _ in range(50 * most_tasks):
+        orders[tuple(rng.sample(range(actions), actions))] = None
+    order = np.array(list(orders)[:most_tasks])
+    following, reward, chance = (part[:, order].swapaxes(0, 1) for part in (following, reward, chance.cumsum(-1)))
+    horizon = min(env.spec.max_episode_steps or 50, 2 * states)
+    return Env(f"gym:{name}", np.arange(states)[:, None], start, horizon, following, reward, chance)
+
+
+@functools.cache
+def make_env(spec: str) -> Env:
+    """The environment of --env: darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1. Raises InputError."""
+    kind, _, rest = spec.partition(":")
+    if kind == "gym":
+        return gymnasium_env(rest)
+    makers = {"darkroom": darkroom, "key_to_door": key_to_door}
+    if kind not in makers or (rest and not (rest.isdecimal() and 2 < int(rest) < 16)):
+        raise InputError(f"--env {spec}: give darkroom, key_to_door (with a size of 3 to 15 behind `:`), or gym:NAME")
+    return makers[kind](int(rest or 9))
+
+
+def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
+    """(training tasks, unseen ones: 8, or a tenth of fewer than 80). Darkroom's seed 0 is the published split."""
+    order = list(range(tasks))
+    random.Random(seed).shuffle(order)
+    unseen = 8 if tasks >= 80 else max(1, tasks // 10)
+    return order[:-unseen], order[-unseen:]
+
+
+# --- who acts without a network ---------------------------------------------------------------------------------------
+
+
+def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: None) -> list[np.ndarray]:
+    """[states, actions, next states, rewards], each (steps, agents), of an agent for each entry of `task`.
+
+    choose(t, state) -> actions; learn(t, state, action, next state, reward) after each step.
+    """
+    parts = [np.empty((steps, len(task)), kind) for kind in (np.int32, np.int8, np.int32, np.float32)]
+    state = np.full(len(task), env.start)
+    for t in range(steps):
+        action = choose(t, state)
+        after, reward = env.step(task, state, action, rng)
+        for part, value in zip(parts, (state, action, after, reward), strict=True):
+            part[t] = value
+        learn(t, state, action, after, reward)
+        state = np.full(len(task), env.start) if (t + 1) % env.horizon == 0 else after
+    return parts
+
+
+class Search:
+    """Agents that know the map, where each action leads, but of their task only what they have seen.
+
+    They go to the nearest cell not yet seen, by the first such action, and from the first reward on the best way to it.
+    Each phase of a task with hidden states (without the key, with it) is searched by itself.
+    """
+
+    def __init__(self, env: Env, task: np.ndarray):
+        self.env, self.task, self.n = env, task, np.arange(len(task))
+        phases = env.next.shape[1] // env.cells
+        self.seen = np.zeros((len(task), phases, env.cells), bool)
+        self.found = np.zeros((len(task), phases), bool)
+        self.best = env.best_actions().argmax(-1)
+        self.follow = env.next[:, : env.cells, :, 0] % env.cells
+        # steps from each cell to each other one
+        self.far = np.where(np.eye(env.cells, dtype=bool), 0, env.cells)
+        for _ in range(env.cells):
+            self.far = np.minimum(self.far, self.far[self.follow[0]].min(1) + 1)
+
+    def choose(self, _, state: np.ndarray) -> np.ndarray:
+        phase, cell = np.divmod(state, self.env.cells)
+        action = self.best[self.task, state]
+        lost = np.flatnonzero(~self.found[self.n, phase] & ~self.seen[self.n, phase].all(1))
+        unseen = ~self.seen[lost, phase[lost]]
+        away = np.where(unseen[:, None], self.far[self.follow[self.task[lost], cell[lost]]], self.env.cells + 1)
+        action[lost] = away.min(-1).argmin(-1)
+        return action
+
+    def learn(self, _, state: np.ndarray, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
+        self.found[self.n, state // self.env.cells] |= reward > 0
+        for phase in (state // self.env.cells, after // self.env.cells):
+            self.seen[self.n, phase, after % self.env.cells] = True
+
 
 # --- histories --------------------------------------------------------------------------------------------------------
 
 
 class Histories:
-    """The histories of every goal, decoded in memory (8 bytes a step), or mapped and decoded where they are needed.
+    """The histories of every task, in memory.
 
-    steps, streams: the least that a goal has. shortest: a goal with so few steps. longest: the most steps of a goal.
-    repaired: episodes that are logged with the next one's start as their end. digest: of all values that are used.
+    words (tasks, streams, steps, 4) int16: cell, action, next cell, and the action that is to be predicted; rewards
+    (tasks, streams, steps) float32; curves: {task: (episodes,) mean return of the source}.
     """
 
-    def __init__(self, path: Path, in_memory: bool = True):
-        """All ranks; each checks a part of the goals. Raises InputError, on all, that names goal, field and place."""
-        self.path = path
-        self.in_memory = in_memory
-        rank, world_size = world()
-        repaired = 0
-        with agree_on_errors():
-            self.arrays = read_goals(path, in_memory)
-            for goal in range(rank, CELLS, world_size):
-                with name_goal(path, goal):
-                    repaired += check_goal(goal, self.arrays[goal])
-        self.repaired = int(reduce_sum([repaired])[0])
+    def __init__(self, path: str, env: str | None, objective: str, seed: int):
+        """objective: whose action is to be predicted, see find_targets. Raises InputError that names what is wrong."""
+        self.path = find_file(path)
+        self.env, groups = read_file(self.path, env)
+        shapes = np.array([group["actions"].shape for group in groups])
+        # of each task as many steps and streams as all of them have
+        self.steps, self.streams = shapes.min(0).tolist()
+        self.longest = int(shapes[:, 0].max())
+        self.words = np.empty((len(groups), self.streams, self.steps, 4), np.int16)
+        self.rewards = np.empty(self.words.shape[:3], np.float32)
+        self.repaired, self.curves = 0, []
+        rng = np.random.default_rng([seed % 2**63, 6])
+        for task, group in enumerate(groups):
+            states, after, repaired = replay(self.path, task, group, self.env)
+            self.repaired += repaired
+            parts = states, after, group["actions"], group["rewards"]
+            states, after, actions, rewards = (part[: self.steps, : self.streams] for part in parts)
+            target = find_targets(objective, self.env, task, states, actions, after, rewards, rng)
+            words = np.stack([states % self.env.cells, actions, after % self.env.cells, target], -1)
+            self.words[task], self.rewards[task] = words.swapaxes(0, 1), rewards.T
+            whole = rewards[: self.steps - self.steps % self.env.horizon]
+            self.curves.append(whole.reshape(-1, self.env.horizon, self.streams).sum(1, dtype=float).mean(1))
+        self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
-        # of each goal as many steps and streams as all of them have
-        steps = []
-        streams = []
-        for arrays in self.arrays:
-            steps.append(arrays["actions"].shape[0])
-            streams.append(arrays["actions"].shape[1])
-        self.steps = min(steps)
-        self.shortest = steps.index(self.steps)
-        self.longest = max(steps)
-        self.streams = min(streams)
-        if in_memory:
-            self._decode_all()
-        self.digest = self._make_digest()
-
-    def _decode_all(self) -> None:
-        """Replace the file's arrays by their decoded values."""
-        # a fourth byte, so that a step is gathered as one 32-bit word
-        shape = (CELLS, self.streams, self.steps)
-        self.cells = np.zeros((*shape, 4), np.uint8)
-        self.rewards = np.empty(shape, np.float32)
-        steps = slice(self.steps)
-        streams = slice(self.streams)
-        for goal in range(CELLS):
-            arrays = self.arrays.pop(0)
-            cells, rewards = decode(arrays, steps, streams)
-            self.cells[goal, ..., :3] = cells.swapaxes(0, 1)
-            self.rewards[goal] = rewards.T
-
-    def _make_digest(self) -> str:
-        digest = hashlib.sha256()
-        streams = np.arange(self.streams)
-        steps = np.tile(np.arange(self.steps), (self.streams, 1))
-        for goal in range(CELLS):
-            goals = np.full(self.streams, goal)
-            cells, rewards = self.take(goals, streams, steps)
-            digest.update(cells.tobytes())
-            digest.update(rewards.tobytes())
-        return digest.hexdigest()[:12]
-
-    def take(self, goals: ndarray, streams: ndarray, steps: ndarray) -> tuple[ndarray, ndarray]:
-        """For B histories and steps (B, ...): cells (B, ..., 3) uint8 and rewards (B, ...) float32."""
-        if self.in_memory:
-            # one index of each step into all steps of all histories
-            first = (goals * self.streams + streams) * self.steps
-            index = (steps.T + first).T
-            all_words = self.cells.view(np.uint32).ravel()
-            words = np.take(all_words, index)
-            cells = words[..., None].view(np.uint8)
-            rewards = np.take(self.rewards.ravel(), index)
-            return cells[..., :3], rewards
-
-        # decode what lies between a history's first and last step that is asked for
-        cells = np.empty((*steps.shape, 3), np.uint8)
-        rewards = np.empty(steps.shape, np.float32)
-        for k, wanted in enumerate(steps):
-            first = wanted.min()
-            near = slice(first, wanted.max() + 1)
-            arrays = self.arrays[goals[k]]
-            near_cells, near_rewards = decode(arrays, near, streams[k])
-            cells[k] = near_cells[wanted - first]
-            rewards[k] = near_rewards[wanted - first]
-        return cells, rewards
-
-    def learning_curve(self, goals: list[int]) -> ndarray:
-        """(episodes, goals): the source algorithm's own return per episode, mean over the streams."""
-        episodes = self.steps // HORIZON
-        curves = []
-        for goal in goals:
-            if self.in_memory:
-                rewards = self.rewards[goal]
-                rewards = rewards.T
-            else:
-                rewards = self.arrays[goal]["rewards"]
-            rewards = rewards[: episodes * HORIZON, : self.streams]
-            rewards = rewards.reshape(episodes, HORIZON, -1)
-            returns = rewards.sum(1, dtype=float)
-            curves.append(returns.mean(1))
-        return np.stack(curves, 1)
+    def take(self, tasks: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For B histories and steps (B, ...): words (B, ..., 4) and rewards (B, ...)."""
+        index = (steps.T + (tasks * self.streams + streams) * self.steps).T
+        # four 16-bit words at once
+        words = np.take(self.words.view(np.int64).ravel(), index)[..., None].view(np.int16)
+        return words, np.take(self.rewards.ravel(), index)
 
 
-def decode(arrays: dict[str, ndarray], steps: slice, streams: slice | int) -> tuple[ndarray, ndarray]:
-    """Cells (..., 3) uint8 of (cell, action, next cell), and rewards (...), of a goal's arrays.
+def find_file(path: str) -> Path:
+    """The HDF5 file that --data means. Raises InputError where there is none, with what to do."""
+    place = Path(path)
+    if place.is_dir():
+        found = sorted(file for sub in (place, place / "datasets") for file in sub.glob("*.h*5"))
+        if len(found) != 1:
+            raise InputError(f"{path}: holds {len(found)} .hdf5 files, also in datasets/; name one with --data")
+        place = found[0]
+    if not place.is_file():
+        make = "python -m tools.sample_data compressed_ad data/demo/compressed_ad/search --source search"
+        use = "python train.py --config configs/compressed_ad_demo.yaml"
+        raise InputError(f"{place}: no such file. Histories in seconds: `{make}`; then minutes on a CPU: `{use}`")
+    return place
 
-    The next cell is where the action led, also where an episode's end was logged as the start of the one after.
+
+def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
+    """(the environment, the arrays of each group). Raises InputError."""
+    import h5py
+
+    try:
+        with h5py.File(path) as file:
+            own = str(file.attrs.get("env", env or "darkroom"))
+            groups = [{name: read_array(file, f"{task}/{name}") for name in FIELDS} for task in range(len(file))]
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = f"{str(error)[:100]}; it needs groups '0', '1' ... with {', '.join(FIELDS)}"
+        raise InputError(f"{path}: not readable histories: {reason}") from None
+    world = make_env(own)
+    if env and make_env(env).name != world.name:
+        raise InputError(f"--env {env}: the histories in {path} are of {own}; leave it out")
+    if not 2 <= len(groups) <= world.tasks or (len(groups) < world.tasks and own.startswith("darkroom")):
+        raise InputError(f"{path}: {len(groups)} groups; {own} has {world.tasks} tasks")
+    for task, group in enumerate(groups):
+        shape = group["actions"].shape
+        for name, array in group.items():
+            expected = shape + (world.places.shape[1:] if "states" in name else ())
+            if len(shape) != 2 or array.shape != expected or 0 in shape or array.dtype.kind not in "biuf":
+                raise InputError(f"{path}: group '{task}': {name} is {array.dtype} {array.shape}; expected {expected}")
+        if shape[0] < world.horizon:
+            raise InputError(f"{path}: group '{task}': {shape[0]} steps, less than an episode of {world.horizon}")
+    return world, groups
+
+
+def read_array(file, name: str) -> np.ndarray:
+    """A data set of an open HDF5 file. Raises ValueError for values that lie in another file."""
+    import h5py
+
+    group = file[name.partition("/")[0]]
+    links = file.get(name.partition("/")[0], getlink=True), group.get(name.partition("/")[2], getlink=True)
+    if any(isinstance(link, h5py.ExternalLink) for link in links) or group.file != file:
+        raise ValueError(f"{name} is a link to another file")
+    data = file[name]
+    if data.is_virtual or data.external:
+        raise ValueError(f"{name} keeps its values in another file")
+    return data[()]
+
+
+def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np.ndarray, int]:
+    """(states, next states (T, streams), how many were repaired) of a task's histories, each step checked.
+
+    A last next state that is logged as the start of the next episode is taken to be where the action led. Raises
+    InputError that names group, step and stream.
     """
-    chosen = (steps, streams)
-    states = to_cells(arrays["states"][chosen])
-    actions = arrays["actions"][chosen]
-    actions = actions.astype(np.int64)
-    next_states = NEXT[states, actions]
-    cells = np.stack([states, actions, next_states], -1)
-    rewards = arrays["rewards"][chosen]
-    return cells.astype(np.uint8), rewards
+    corner = env.places.max(0) + 1
+    is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
+    wrong = {"dones must be True at each episode's end alone": group["dones"].astype(bool) != is_last}
+    for name, limit in (("states", corner), ("next_states", corner), ("actions", env.actions)):
+        array = group[name]
+        # NaN fails, too
+        good = (array == np.floor(array)) & (array >= 0) & (array < limit)
+        wrong[f"{name} must be whole numbers from 0 and below {limit}"] = ~(good.all(-1) if good.ndim > 2 else good)
+    fail_at_first(path, task, wrong)
+    radix = np.cumprod([1, *corner[:0:-1]])[::-1]
+    cells, following = (group[name].astype(np.int64) @ radix for name in ("states", "next_states"))
+    actions = group["actions"] = group["actions"].astype(np.int64)
+
+    states, after = cells.copy(), following.copy()
+    if env.chance is None:
+        expected = np.full(cells.shape[1], env.start)
+        for t in range(len(cells)):
+            states[t] = expected
+            after[t] = env.next[task, expected, actions[t], 0]
+            expected = np.full_like(expected, env.start) if is_last[t] else after[t]
+    resets = is_last & (following != after % env.cells) & (following == env.start)
+    wrong = {"states is not where the step before led, or the start of an episode": states % env.cells != cells}
+    wrong["next_states is not where the action leads"] = (after % env.cells != following) & ~resets
+    if env.chance is None:
+        wrong["rewards is not what the task gives"] = env.reward[task, states, actions, 0] != group["rewards"]
+    fail_at_first(path, task, wrong)
+    return states, after, int(resets.sum())
+
+
+def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
+    """Raises InputError for the first place where one of the arrays (T, streams) is True."""
+    for reason, mask in wrong.items():
+        if mask.any():
+            step, stream = np.argwhere(mask)[0]
+            raise InputError(f"{path}: group '{task}', step {step}, stream {stream}: {reason}; correct it")
+
+
+def find_targets(objective: str, env: Env, task: int, states, actions, after, rewards, rng) -> np.ndarray:
+    """(T, streams): ad: the source's own action. dpt: of one who knows the task, by chance among the best ones (Lee et
+    al. 2023). search: of one who knows the map, and of the task what the history has shown, see Search."""
+    if objective == "ad":
+        return actions
+    env = env.only(task)
+    if objective == "dpt":
+        return (env.best_actions()[0][states] * rng.random((*states.shape, env.actions))).argmax(-1)
+    searcher = Search(env, np.zeros(states.shape[1], int))
+    targets = np.empty_like(actions)
+    for t, step in enumerate(zip(states, actions, after, rewards, strict=True)):
+        targets[t] = searcher.choose(t, states[t])
+        searcher.learn(t, *step)
+    return targets
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
-def hashed(seed: int, epoch: int, samples: ndarray, draw: int) -> ndarray:
+def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
     """A number in [0, 1) for each sample, a function of (seed, epoch, sample, draw) alone (splitmix64)."""
-    sequence = np.random.SeedSequence([seed % 2**63, epoch, draw])
-    key = sequence.generate_state(1, np.uint64)
-    x = samples.astype(np.uint64)
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = x + key
-
-    x = x ^ (x >> np.uint64(30))
-    x = x * np.uint64(0xBF58476D1CE4E5B9)
-    x = x ^ (x >> np.uint64(27))
-    x = x * np.uint64(0x94D049BB133111EB)
+    key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
+    x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x = x ^ (x >> np.uint64(31))
-    fraction = x.astype(np.float64) / 2.0**64
-    return fraction * (1 - 2**-53)
+    return x.astype(np.float64) / 2.0**64 * (1 - 2**-53)
 
 
 class SegmentDataset(Dataset):
     """Pieces of histories: up to `max_depth` whole blocks of n_transit transitions, and the context after them.
 
-    A sample is what an agent would hold at some step of a history: it ends at any step that leaves room for its number
-    of blocks, and reaches as far back as they do, at most to the beginning. Depth and end are a function of (seed,
-    epoch, sample); `epoch` must be set before each pass. A pass has about as many contexts as cover the histories.
+    In training depth and end are a function of (seed, epoch, sample), and a pass has about as many contexts as cover
+    the histories. A piece reaches as far back as its blocks do; from_start: a share of them begins where the history
+    does, as an acting agent's past does. shift: each is told as if the room were moved by 0 to so many rows and
+    columns, so that no goal can be learnt by heart. To evaluate: of the first histories of each task a piece of every
+    depth.
     """
 
-    def __init__(self, histories: Histories, goals: list[int], n_transit: int, max_depth: int, seed: int):
-        """max_depth: as it is wanted; the histories may not be long enough for that."""
-        self.histories = histories
-        self.goals = np.array(goals)
-        self.n_transit = n_transit
-        self.wanted_depth = max_depth
-        room = (histories.steps - 1) // n_transit
-        self.max_depth = min(max_depth, room)
-        self.slots = max(1, histories.steps // n_transit)
-        self.seed = seed
-        self.epoch = 0
+    def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
+        self.histories, self.tasks, self.train = histories, np.array(tasks), train
+        self.n_transit, self.from_start, self.shift = args.n_transit, args.from_start, args.shift
+        self.seed = args.seed if train else 0
+        wanted = args.max_compression_depth if args.n_latent else 0
+        self.max_depth = min(wanted, (histories.steps - 1) // self.n_transit)
+        self.streams = histories.streams if train else min(EVAL_STREAMS, histories.streams)
+        self.pieces = max(1, histories.steps // self.n_transit) if train else self.max_depth + 1
 
     def __len__(self) -> int:
-        histories = len(self.goals) * self.histories.streams
-        return histories * self.slots
+        return len(self.tasks) * self.streams * self.pieces
 
-    def draw(self, samples: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-        """(history, depth, end) of samples in this epoch; the context's last transition is end - 1."""
-        which_depth = hashed(self.seed, self.epoch, samples, 0)
-        which_end = hashed(self.seed, self.epoch, samples, 1)
-        depth = which_depth * (self.max_depth + 1)
-        depth = depth.astype(np.int64)
-        end = self.choose_end(depth, which_end)
-        return samples // self.slots, depth, end
-
-    def choose_end(self, depth: ndarray, share: ndarray) -> ndarray:
-        """Where segments of these depths end: share, in [0, 1), of the way from the first end there can be."""
+    def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
+        """(history, depth, end, shift) of samples; the context's last transition is end - 1."""
+        if self.train:
+            history = samples // self.pieces
+            depth = (hashed(self.seed, epoch, samples, 0) * (self.max_depth + 1)).astype(np.int64)
+            share, which = (hashed(self.seed, epoch, samples, draw) for draw in (1, 2))
+            moved = [hashed(self.seed, epoch, samples, draw) * (self.shift + 1) for draw in (3, 4)]
+            shift = np.stack(moved, 1).astype(np.int64)
+        else:
+            # the deepest come first
+            number, history = np.divmod(samples, len(self.tasks) * self.streams)
+            depth, share, which = self.max_depth - number, history * 0.618034 % 1, history * 0.381966 % 1
+            shift = np.full((len(samples), 2), self.shift // 2)
         least = depth * self.n_transit + 1
-        room = self.histories.steps + 1 - least
-        more = share * room
-        return least + more.astype(np.int64)
-
-    def depths(self) -> ndarray:
-        """How many samples of this epoch have 0, 1, ... blocks."""
-        _, depth, _ = self.draw(np.arange(len(self)))
-        return np.bincount(depth, minlength=self.max_depth + 1)
+        end = least + (share * (self.histories.steps + 1 - least)).astype(np.int64)
+        whole = np.minimum((depth + 1) * self.n_transit, self.histories.steps)
+        end = np.where(which < self.from_start, whole, end)
+        return history, depth, end, shift
 
     def __getitems__(self, samples: list[int]) -> dict:
-        """A batch as `batch` makes it, the deepest sample first, with `sample` (B,)."""
-        samples = np.asarray(samples)
-        history, depth, end = self.draw(samples)
+        """A batch as InContextNet.forward takes it, the deepest sample first, with the target `action` (B, n_transit),
+        -100 on padding, and `index` (B,)."""
+        index = np.asarray(samples)
+        history, depth, end, shift = self.draw(index, getattr(samples[0], "epoch", 0))
         order = np.argsort(-depth, kind="stable")
-        batch = self.batch(
-            history=history[order],
-            depth=depth[order],
-            end=end[order],
-        )
-        batch["sample"] = torch.from_numpy(samples[order])
-        return batch
-
-    def batch(self, history: ndarray, depth: ndarray, end: ndarray) -> dict:
-        """The segments of B histories that end before `end`, depths sorted from the largest.
-
-        It is as InContextNet.forward takes it, with the target `action` (B, n_transit), -100 on padding.
-        """
-        places = np.arange(self.n_transit)
+        index, history, depth, end, shift = (part[order] for part in (index, history, depth, end, shift))
         blocks = np.arange(self.max_depth)
-        compressed = depth * self.n_transit
-        length = np.minimum(self.n_transit, end - compressed)
-
-        # the steps (B, blocks + 1, n_transit) of the blocks and, last, of the context
-        context_begin = end - length
+        length = np.minimum(self.n_transit, end - depth * self.n_transit)
         begin = np.empty((len(end), self.max_depth + 1), np.int64)
-        begin[:, -1] = context_begin
-        begin[:, :-1] = blocks * self.n_transit
-        begin[:, :-1] += (context_begin - compressed)[:, None]
-        steps = begin[..., None] + places
+        begin[:, -1] = end - length
+        begin[:, :-1] = blocks * self.n_transit + (end - length - depth * self.n_transit)[:, None]
+        steps = begin[..., None] + np.arange(self.n_transit)
 
         # which of them the sample has; the others are zero in the batch
         real = np.empty(steps.shape, bool)
-        has_block = depth[:, None] > blocks
-        real[:, :-1] = has_block[..., None]
-        real[:, -1] = places < length[:, None]
-        last = end[:, None, None] - 1
-        steps = np.where(real, steps, last)
-
-        # read them
-        streams = self.histories.streams
-        goals = self.goals[history // streams]
-        stream = history % streams
-        cells, rewards = self.histories.take(goals, stream, steps)
-        cells = cells * real[..., None]
-        rewards = rewards * real
-        action = cells[:, -1, :, 1].astype(np.int64)
+        real[:, :-1] = (depth[:, None] > blocks)[..., None]
+        real[:, -1] = np.arange(self.n_transit) < length[:, None]
+        steps = np.where(real, steps, end[:, None, None] - 1)
+        words, rewards = self.histories.take(self.tasks[history // self.streams], history % self.streams, steps)
+        words = words * real[..., None]
+        action = words[:, -1, :, 3].astype(np.int64)
         action[~real[:, -1]] = -100
-        return {
-            "cells": torch.from_numpy(cells),
-            "rewards": torch.from_numpy(rewards),
-            "depth": torch.from_numpy(depth),
-            "compressed": has_block.sum(0).tolist(),
-            "length": torch.from_numpy(length),
-            "action": torch.from_numpy(action),
-        }
-
-
-def as_it_is(batch: dict) -> dict:
-    """collate_fn of a data set that makes whole batches."""
-    return batch
-
-
-def make_loader(segments: SegmentDataset, batch: BatchSize, seed: int, num_workers: int) -> DataLoader:
-    """This rank's segments, in micro-batches."""
-    return create_distributed_dataloader(
-        segments,
-        batch.size,
-        seed=seed,
-        num_workers=num_workers,
-        accumulation=batch.accumulation,
-        effective_batch_size=batch.total,
-        drop_last=False,
-        collate_fn=as_it_is,
-    )
-
-
-# --- what a run needs -------------------------------------------------------------------------------------------------
-
-
-class DarkroomData(NamedTuple):
-    """What a run learns from, and the goals that it is tested on.
-
-    split_seed: of the goals. segments: of the training goals' histories. fingerprint: a run is resumed on data of the
-    same one only.
-    """
-
-    histories: Histories
-    split_seed: int
-    train_goals: list[int]
-    unseen_goals: list[int]
-    segments: SegmentDataset
-    fingerprint: str
-
-
-def read_darkroom(
-    path: str,
-    in_memory: bool,
-    split_seed: int,
-    n_transit: int,
-    max_depth: int,
-    seed: int,
-) -> DarkroomData:
-    """All ranks: the histories that --data names, split into goals. Raises InputError.
-
-    split_seed: of the goals. max_depth: most compressions of a segment. seed: of depth and end of the segments.
-    """
-    with agree_on_errors():
-        file = find_histories(path)
-    histories = Histories(file, in_memory)
-    steps = histories.steps
-    if n_transit > steps:
-        raise InputError(f"--n_transit {n_transit}: more than the {steps} steps of the histories; lower it")
-
-    train_goals, unseen_goals = split_goals(split_seed)
-    facts = [steps, histories.streams, train_goals, histories.digest]
-    text = json.dumps(facts)
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return DarkroomData(
-        histories=histories,
-        split_seed=split_seed,
-        train_goals=train_goals,
-        unseen_goals=unseen_goals,
-        segments=SegmentDataset(histories, train_goals, n_transit, max_depth, seed),
-        fingerprint=fingerprint[:12],
-    )
-
-
-def evaluation_batches(data: DarkroomData, goals: list[int], streams: int, batch_size: int) -> Iterator[dict]:
-    """This rank's share of the segments on which the action accuracy of some goals is taken, the same at each call.
-
-    Of the first histories of each goal, `streams` at most, one segment of every depth, its end spread over the history.
-    """
-    histories = data.histories
-    trained = data.segments
-    segments = SegmentDataset(
-        histories,
-        goals,
-        n_transit=trained.n_transit,
-        max_depth=trained.max_depth,
-        seed=0,
-    )
-    depths = segments.max_depth + 1
-    streams = min(streams, histories.streams)
-    first = np.arange(len(goals)) * histories.streams
-    chosen = np.add.outer(first, np.arange(streams)).ravel()
-
-    # the deepest come first
-    rank, world_size = world()
-    count = len(chosen)
-    for samples in EvalBatchSampler(count * depths, batch_size, rank, world_size):
-        number, place = np.divmod(samples, count)
-        depth = depths - 1 - number
-        spread = (place * 0.618034) % 1
-        end = segments.choose_end(depth, spread)
-        yield segments.batch(chosen[place], depth, end)
+        found = {"cells": words[..., :3], "rewards": rewards * real, "depth": depth, "length": length}
+        found |= {"action": action, "shift": shift, "index": index}
+        # how many samples have a first, second ... block
+        compressed = (depth[:, None] > blocks).sum(0).tolist()
+        return {name: torch.from_numpy(part) for name, part in found.items()} | {"compressed": compressed}

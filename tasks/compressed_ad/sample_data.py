@@ -1,204 +1,207 @@
-"""Write learning histories of Darkroom for train.py: what a learner did for each of the 81 goals, from its first step.
+"""Write learning histories for train.py: what a learner did in each task, from its first step on.
 
-The file is datasets/history_darkroom_<SOURCE>_alg-seed<SEED>.hdf5. With `tabular` each stream learns alone, by TD(0) on
-a table of state values with a bonus for rare states and less and less chance. With `ppo` the streams of a goal train
-one model together.
+The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. Who learns, by --source:
+  tabular   TD(0) on a table of state values, with a bonus for rare states and less and less chance; each stream alone
+  ppo       of stable-baselines3, as published: the streams of a task train one model (requirements-dev.txt; hours)
+  epsilon   no learner: an expert who knows the task, first all noise, at the end none (Zisman et al. 2023)
+  search    no learner: one who knows the map, not the task, and errs with a fixed chance of 0 to --noise in each stream
 """
 
 import argparse
-import importlib.util
 import io
-import sys
+import multiprocessing
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from old.cli_utils import InputError, RunError, whole
-from tasks.compressed_ad.darkroom import (
-    ACTIONS,
-    CELLS,
-    HORIZON,
-    NEXT,
-    PLACES,
-    START,
-    optimal_return,
-    random_return,
-)
+from tasks.compressed_ad.data import Env, Search, make_env, play
+from utils.checkpoint import write_atomically
+from utils.cli import InputError, RunError, number, whole
 
-# The tabular learner: how fast values change, what a reward one step later is worth, and the bonus of a cell never
-# visited, which falls with the root of its visits.
-TD_LEARNING_RATE = 0.5
-TD_DISCOUNT = 0.9
-TD_BONUS = 0.5
-
-# Its share of random actions, at the first step and at the last.
-FIRST_CHANCE = 0.1
-LAST_CHANCE = 0.02
-
-# Of the learning curve that is printed.
-SHOWN_EPISODES = (1, 2, 5, 10, 20, 50, 100)
-
-
-class Transitions(NamedTuple):
-    """What learners did at each step, as uint8 cells and actions."""
-
-    states: np.ndarray
-    actions: np.ndarray
-    next_states: np.ndarray
+# the tabular learner: how fast values change, what a reward one step later is worth, the bonus of a state never
+# visited, which falls with the root of its visits, and the share of random actions at the first step and at the last
+RATE, TD_DISCOUNT, BONUS, FIRST_CHANCE, LAST_CHANCE = 0.5, 0.9, 0.5, 0.1, 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
-    learners = "tabular TD, all at once; ppo of stable-baselines3 (requirements-dev.txt), about a minute a goal"
     add("out", type=Path, help="folder to write; its datasets/ must not hold the file yet")
-    add("--source", choices=("tabular", "ppo"), default="tabular", help=f"who learns: {learners}")
-    add("--streams", type=whole(1), default=100, help="histories of each goal")
-    add("--steps", type=whole(20), default=1000, help="steps of each history; 20 make an episode")
-    add("--seed", type=int, default=42)
+    add("--env", default="darkroom", help="darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1")
+    add("--source", choices=tuple(SOURCES), default="tabular", help="who learns; ppo takes hours")
+    add("--streams", type=whole(1), default=100, help="histories of each task")
+    add("--steps", type=whole(20), default=1000, help="steps of each history, in whole episodes")
+    add("--noise", type=number(0, 1), default=0.3, help="most chance of an error, of --source search")
+    add("--seed", type=int, default=42, help="of all that is drawn")
 
 
-def write_sample_data(out: Path, source: str, streams: int, steps: int, seed: int) -> None:
+def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, noise: float, seed: int) -> None:
     """Write the histories, and print the learning curve. Raises InputError when the file is there."""
-    learner = {"tabular": "TD", "ppo": "PPO"}[source]
-    path = out / "datasets" / f"history_darkroom_{learner}_alg-seed{seed}.hdf5"
+    world = make_env(env)
+    label = {"tabular": "TD", "ppo": "PPO"}.get(source, source)
+    path = out / "datasets" / f"history_{env.replace(':', '_')}_{label}_alg-seed{seed}.hdf5"
     if path.exists():
         raise InputError(f"{path}: is there already; choose another folder or delete it")
-
-    # The learners of all goals, on axes of steps, goals and streams.
-    if source == "tabular":
-        flat = tabular_histories(range(CELLS), streams, steps, seed)
-        parts = [part.reshape(steps, CELLS, streams) for part in flat]
-        histories = Transitions._make(parts)
-    else:
-        if importlib.util.find_spec("stable_baselines3") is None:
-            raise InputError("--source ppo: needs stable-baselines3; pip install -r requirements-dev.txt")
-        from tasks.compressed_ad.ppo_histories import ppo_histories
-
-        histories = ppo_histories(streams, steps, seed)
-
-    # A step is rewarded that ends on the goal.
-    goals = np.arange(CELLS)
-    rewards = histories.next_states == goals[:, None]
-    write_histories(path, histories, rewards)
-    print(f"{path}: {CELLS} goals x {streams} streams x {steps} steps, by {source}")
-    print_learning_curve(rewards)
+    steps = max(1, steps // world.horizon) * world.horizon
+    task = np.repeat(np.arange(world.tasks), streams)
+    options = {"noise": noise} if source == "search" else {}
+    parts = SOURCES[source](world, task, steps, seed, **options)
+    states, actions, after, rewards = (part.reshape(steps, world.tasks, streams) for part in parts)
+    write_histories(path, world, states, actions, after, rewards)
+    print(f"{path}: {world.tasks} tasks x {streams} streams x {steps} steps, by {source}")
+    curve = rewards.reshape(-1, world.horizon, len(task)).sum(1).mean(1)
+    shown = [episode for episode in (1, 2, 5, 10, 20, 50, 100) if episode < len(curve)] + [len(curve)]
+    points = ", ".join(f"{episode}: {curve[episode - 1]:.2f}" for episode in shown)
+    lowest, highest = world.value(np.mean).mean(), world.value(np.max).mean()
+    print(f"return in episode {points}; random policy {lowest:.2f}, optimum {highest:.2f}")
+    if len(curve) > 1 and curve[-max(1, len(curve) // 10) :].mean() <= curve[0]:
+        print("warning: the source has not learned anything; give more --steps, or another --source")
 
 
-def tabular_histories(goals, streams: int, steps: int, seed: int) -> Transitions:
-    """The histories of len(goals) * streams learners, (steps, learners).
+def with_noise(action: np.ndarray, chance, actions: int, rng: np.random.Generator) -> np.ndarray:
+    """The actions, by `chance` a random one in their place."""
+    return np.where(rng.random(len(action)) < chance, rng.integers(0, actions, len(action)), action)
 
-    Each knows the rewards of one goal only by having met them.
-    """
+
+def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
+    """Each learner knows the map; the rewards of its task only by having met them."""
+    rng, n, episode = np.random.default_rng(seed), np.arange(len(task)), []
+    values, visits = np.zeros((2, len(task), env.next.shape[1]), np.float32)
+
+    def choose(t: int, state: np.ndarray) -> np.ndarray:
+        around = n[:, None], env.next[task, state, :, 0]
+        score = values[around] + BONUS / np.sqrt(1 + visits[around])
+        # ties are broken by a little noise
+        score = score + 0.01 * rng.random((len(n), env.actions), np.float32)
+        chance = FIRST_CHANCE + (LAST_CHANCE - FIRST_CHANCE) * t / steps
+        return with_noise(score.argmax(1), chance, env.actions, rng)
+
+    def learn(t: int, _, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
+        visits[n, after] += 1
+        episode.append((after, reward))
+        if (t + 1) % env.horizon == 0:
+            for state, gain in reversed(episode):
+                around = values[n[:, None], env.next[task, state, :, 0]]
+                values[n, state] += RATE * (gain + TD_DISCOUNT * around.max(1) - values[n, state])
+            episode.clear()
+
+    return play(env, task, steps, rng, choose, learn)
+
+
+def epsilon(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
+    """Noise to expert: a share of random actions that falls from 1 to 0 over the history."""
+    rng, best = np.random.default_rng(seed), env.best_actions()
+
+    def choose(t: int, state: np.ndarray) -> np.ndarray:
+        expert = (best[task, state] * rng.random((len(task), env.actions))).argmax(-1)
+        return with_noise(expert, 1 - t / max(1, steps - 1), env.actions, rng)
+
+    return play(env, task, steps, rng, choose)
+
+
+def search(env: Env, task: np.ndarray, steps: int, seed: int, noise: float) -> list[np.ndarray]:
+    """To the nearest unseen cell, and from a reward on the best way to it; each stream errs with its own chance."""
+    rng, searcher = np.random.default_rng(seed), Search(env, task)
+    chance = np.tile(np.linspace(0, noise, len(task) // env.tasks), env.tasks)
+
+    def choose(t: int, state: np.ndarray) -> np.ndarray:
+        return with_noise(searcher.choose(t, state), chance, env.actions, rng)
+
+    return play(env, task, steps, rng, choose, searcher.learn)
+
+
+def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
+    """As published, one model a task; a process for each core. Raises InputError without stable-baselines3."""
+    try:
+        import stable_baselines3  # noqa: F401
+    except ImportError:
+        raise InputError("--source ppo: needs stable-baselines3; pip install -r requirements-dev.txt") from None
     from tqdm import tqdm
 
-    rng = np.random.default_rng(seed)
-    count = len(goals) * streams
-    goal = np.repeat(np.asarray(goals), streams)
-    learners = np.arange(count)
-    values, visits = np.zeros((2, count, CELLS), np.float32)
-    parts = np.empty((3, steps, count), np.uint8)
-    histories = Transitions._make(parts)
-
-    state = np.full(count, START)
-    hidden = not sys.stderr.isatty()
-    for step in tqdm(range(steps), desc="tabular", unit="step", disable=hidden):
-        # The action that leads to the best cell; ties are broken by a little noise.
-        around = learners[:, None], NEXT[state]
-        bonus = TD_BONUS / np.sqrt(1 + visits[around])
-        score = values[around] + bonus
-        noise = rng.random((count, ACTIONS), np.float32)
-        score = score + 0.01 * noise
-        action = score.argmax(1)
-
-        # Now and then a random one instead.
-        change = LAST_CHANCE - FIRST_CHANCE
-        chance = FIRST_CHANCE + change * step / steps
-        is_random = rng.random(count) < chance
-        random_action = rng.integers(0, ACTIONS, count)
-        action = np.where(is_random, random_action, action)
-
-        # Take the step.
-        histories.states[step] = state
-        histories.actions[step] = action
-        state = NEXT[state, action]
-        histories.next_states[step] = state
-        visits[learners, state] += 1
-
-        # An episode is over: learn from it, and go back to the start.
-        if (step + 1) % HORIZON == 0:
-            begin = step + 1 - HORIZON
-            episode = histories.next_states[begin : step + 1]
-            back_up(values, goal, episode)
-            state = np.full(count, START)
-    return histories
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        learn = partial(ppo_history, env, len(task) // env.tasks, steps, seed)
+        histories = list(tqdm(pool.imap(learn, range(env.tasks)), "ppo", env.tasks))
+    return [np.stack(parts, 1) for parts in zip(*histories, strict=True)]
 
 
-def back_up(values: np.ndarray, goal: np.ndarray, episode: np.ndarray) -> None:
-    """Update the values along an episode's cells, from its end; values is (learners, cells)."""
-    learners = np.arange(len(values))
-    for cell in episode[::-1]:
-        around = values[learners[:, None], NEXT[cell]]
-        target = (cell == goal) + TD_DISCOUNT * around.max(1)
-        change = target - values[learners, cell]
-        values[learners, cell] += TD_LEARNING_RATE * change
+def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tuple[np.ndarray, ...]:
+    """(states, actions, next states, rewards) of one task, each (steps, streams)."""
+    import gymnasium
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class Streams(VecEnv):
+        """All streams of the task, in NumPy; `log` has what happened at each step."""
+
+        def __init__(self):
+            self.log, self.rng, self.t = [], np.random.default_rng(seed + task), 0
+            high = env.places.max(0).astype(np.float32)
+            super().__init__(streams, gymnasium.spaces.Box(0 * high, high), gymnasium.spaces.Discrete(env.actions))
+
+        def seen(self):
+            return env.places[self.state % env.cells].astype(np.float32)
+
+        def reset(self):
+            self.state = np.full(streams, env.start)
+            return self.seen()
+
+        def step_async(self, actions):
+            self.action = actions
+
+        def step_wait(self):
+            after, reward = env.step(np.full(streams, task), self.state, self.action, self.rng)
+            # the learner adds to the rewards of last steps
+            self.log.append((self.state, self.action, after, reward.copy()))
+            self.t += 1
+            self.state = after
+            done = self.t % env.horizon == 0
+            end = [{"terminal_observation": place, "TimeLimit.truncated": True} for place in self.seen()]
+            info = end if done else [{} for _ in range(streams)]
+            return (self.reset() if done else self.seen()), reward, np.full(streams, done), info
+
+        def close(self):
+            pass
+
+        def env_is_wrapped(self, wrapper_class, indices=None):
+            return [False] * streams
+
+        def get_attr(self, name, indices=None):
+            return [getattr(self, name, None)] * streams
+
+        env_method = set_attr = None
+
+    torch.set_num_threads(1)
+    world = Streams()
+    options = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4, "seed": seed + task}
+    # it learns in whole rollouts of 80 steps, and so may do some more than asked for
+    PPO("MlpPolicy", world, device="cpu", **options).learn(steps * streams)
+    return tuple(np.stack(part) for part in zip(*world.log[:steps], strict=True))
 
 
-def write_histories(path: Path, histories: Transitions, rewards: np.ndarray) -> None:
-    """Write one group a goal; rewards are (steps, goals, streams). Raises RunError on a full disk."""
+SOURCES = {"tabular": tabular, "ppo": ppo, "epsilon": epsilon, "search": search}
+
+
+def write_histories(path: Path, env: Env, states, actions, after, rewards) -> None:
+    """One group a task, in the original's layout; arrays (steps, tasks, streams). Raises RunError on a full disk."""
     import h5py
 
-    from old.checkpoint_utils import write_atomically
-
-    steps, goals, streams = rewards.shape
-    step = np.arange(1, steps + 1)
-    is_last = step[:, None] % HORIZON == 0
-    dones = np.broadcast_to(is_last, (steps, streams))
-    places = PLACES.astype(np.int8)
-
-    # The file is made in memory, since the HDF5 library dies on a full disk. Its data sets are contiguous, so that
-    # they can be mapped.
+    places = env.places.astype(np.int8 if env.places.max() < 128 else np.int16)
+    dones = np.repeat((np.arange(1, len(rewards) + 1) % env.horizon == 0)[:, None], rewards.shape[2], 1)
+    # made in memory, since the HDF5 library dies on a full disk
     memory = io.BytesIO()
     with h5py.File(memory, "w") as file:
-        for goal in range(goals):
-            group = file.create_group(str(goal))
-            states = histories.states[:, goal]
-            next_states = histories.next_states[:, goal]
-            actions = histories.actions[:, goal]
-            goal_rewards = rewards[:, goal]
-
-            group["states"] = places[states]
-            group["next_states"] = places[next_states]
-            group["actions"] = actions.astype(np.int8)
+        file.attrs["env"] = env.name
+        for task in range(env.tasks):
+            group = file.create_group(str(task))
+            group["states"] = places[states[:, task] % env.cells]
+            group["next_states"] = places[after[:, task] % env.cells]
+            group["actions"] = actions[:, task].astype(np.int8)
             group["dones"] = dones
-            group["rewards"] = goal_rewards.astype(np.float32)
-
+            group["rewards"] = rewards[:, task].astype(np.float32)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(memory.getbuffer()))
     except OSError as error:
         raise RunError(f"{path}: not written ({error.strerror}); make room") from None
-
-
-def print_learning_curve(rewards: np.ndarray) -> None:
-    """Print the mean return in some episodes, and a warning when the last are no better than the first."""
-    episodes = len(rewards) // HORIZON
-    rewards = rewards[: episodes * HORIZON]
-    rewards = rewards.reshape(episodes, HORIZON, -1)
-    returns = rewards.sum(1)
-    curve = returns.mean(1)
-
-    # Some episodes, and the last one.
-    shown = [episode for episode in SHOWN_EPISODES if episode < episodes]
-    shown.append(episodes)
-    points = [f"{episode}: {curve[episode - 1]:.2f}" for episode in shown]
-    random = random_return(range(CELLS))
-    optimum = optimal_return(range(CELLS))
-    print(f"return in episode {', '.join(points)}; random policy {random.mean():.2f}, optimum {optimum.mean():.2f}")
-
-    # Compare the last tenth with the first episode.
-    tenth = max(1, episodes // 10)
-    last_return = curve[-tenth:].mean()
-    if episodes > 1 and last_return <= curve[0]:
-        print("warning: the source has not learned anything yet; give more --steps", file=sys.stderr)
