@@ -15,24 +15,22 @@ and data are made up; nothing is downloaded. Exit code 0: nothing failed.
 import argparse
 import contextlib
 import datetime
-import json
-import re
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-# the machine, its packages, files and processes
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from gpu_sizes import BATCH, LEAST_MFU, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data, stage_of
 
