@@ -23,13 +23,13 @@ SCRIPTS = {
 TASKS = tuple(SCRIPTS)
 TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
 PAGES = ["README.md", *TASK_PAGES]
-PAGES += [f"docs/{name}.md" for name in ("running", "clusters", "new_task", "determinism", "elastic")]
+PAGES += [f"docs/{name}.md" for name in ("running", "clusters", "new_task", "determinism")]
 GUIDE_TABLE = "As the guide writes it, and as it works here"
 
 # Their flags are not ours, and need not be checked.
 OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "tensorboard", "hf")
 OTHER_PROGRAMS += ("sbatch", "kubectl", "docker")
-OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal")
+OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--rdzv_conf")
 # A path that begins so is a file of this repository; a user's own data lie elsewhere.
 OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "tools/", "utils/", "examples/")
 # What a run writes there, and the example of a sixth task.
