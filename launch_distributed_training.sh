@@ -86,7 +86,6 @@ if [[ $mimic && $engine == torchrun ]]; then words+=(--use_ddp); fi
 command=(python)
 if ((processes * nodes > 1 && tasks <= nodes)); then
   command=(python "$here/utils/torchrun.py")
-  if [[ $name == train.py ]]; then command=(torchrun); fi
   if ((nodes > 1)); then
     rank=${SLURM_NODEID:-${NODE_RANK:-}} first=${MASTER_ADDR:-} hosts=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
     if [[ ! $first && $hosts ]]; then first=$(scontrol show hostnames "$hosts" 2>/dev/null | head -n 1 || true); fi

@@ -90,16 +90,8 @@ print_command() {
 }
 
 # become COMMAND WORD...: run this in place of the shell, so that it gets the signals.
-# torch's own torchrun is run by the python beside it through old/launch_utils.py: the exit code is then the script's,
-# and no traceback of torchrun's follows its error. Any other command of that name is run as it is.
 become() {
-  local found python helper=${BASH_SOURCE[0]%/*}/old/launch_utils.py
-  found=$(command -v "$1") || fail "no command $1; try: make setup"
-  python=${found%/*}/python
-  if [[ -x $python && -f $helper ]] &&
-    grep -qs '^from torch.distributed.run import main$' "$found"; then
-    exec "$python" "$helper" "${1##*/}" "${@:2}"
-  fi
+  command -v "$1" >/dev/null || fail "no command $1; try: make setup"
   exec "$@"
 }
 

@@ -456,9 +456,10 @@ def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
     return batch | {"shift": torch.zeros(size, 2, dtype=torch.long), "compressed": [size] * depth}
 
 
-def trial_step(model: nn.Module, batch: dict, args: Namespace, precision: str = "bf16") -> None:
+def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
     """Forward and backward pass of one leaf; the gradients stay in the model."""
     device = next(model.parameters()).device
+    precision, _ = choose_precision(args.mixed_precision, device)
     action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
 
 
@@ -467,7 +468,7 @@ def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> 
     seconds = []
     for _ in range(2):
         begun = time.perf_counter()
-        trial_step(model, largest_batch(model, 4, depth), args, "no")
+        trial_step(model, largest_batch(model, 4, depth), args)
         seconds.append(time.perf_counter() - begun)
     model.zero_grad()
     steps = min(args.max_steps or args.train_timesteps, args.train_timesteps)
@@ -500,9 +501,7 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
         run.write_summary("eval_test", results | {"step": run.position.step})
         return 0
 
-    run.choose_batch(
-        model, lambda size: trial_step(model, largest_batch(model, size, segments.max_depth), args, precision)
-    )
+    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size, segments.max_depth), args))
     options = {"seed": args.seed, "num_workers": args.num_workers, "collate_fn": as_it_is}
     loader = du.create_distributed_dataloader(segments, run.leaf, True, run.effective, run.shares, **options)
     optimizer = make_optimizer(model, args)

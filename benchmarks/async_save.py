@@ -3,12 +3,11 @@
     python benchmarks/async_save.py            # on CPU about 3 minutes, 5 GB of RAM, 3.3 GB of disk
 
 The state is that of a model of 133 million parameters with AdamW (weights and two moments, fp32, in 150 tensors). The
-disk is slowed to --disk_mb_per_s by sleeping. "Held up" is the time that save_checkpoint takes. The loop makes small
-training steps; its speed with saves is compared with its speed without, in turns.
+disk is slowed to --disk_mb_per_s by sleeping. "Held up" is the time that CheckpointWriter.save takes. The loop makes
+small training steps; its speed with saves is compared with its speed without, in turns.
 """
 
 import argparse
-import functools
 import statistics
 import sys
 import tempfile
@@ -31,15 +30,15 @@ class Timing(NamedTuple):
 
 def slow_down(megabytes_per_s: float) -> None:
     """Make every write to a checkpoint sleep as long as a disk of this speed would take."""
-    from old import manifest_utils
+    from utils import checkpoint
 
-    real = manifest_utils._HashingFile.write
+    real = checkpoint.Hashing.write
 
     def write(self, data) -> int:
         time.sleep(len(data) / (megabytes_per_s * 1e6))
         return real(self, data)
 
-    manifest_utils._HashingFile.write = write
+    checkpoint.Hashing.write = write
 
 
 def make_state(gigabytes: float) -> dict:
@@ -85,22 +84,22 @@ def run(step: Callable[[], None], seconds: float, save: Callable[[], object] | N
     return Timing(steps / (time.perf_counter() - begun), save_seconds, save_cpu_seconds)
 
 
-def compare(options: argparse.Namespace, run_folder: Path, checkpoint: dict) -> list[float]:
+def compare(options: argparse.Namespace, folder: Path, contents: dict) -> list[float]:
     """Print one line for each save; returns the speed with a save over the speed without."""
-    from old.checkpoint_utils import save_checkpoint, settle_checkpoint
+    from utils.checkpoint import CheckpointWriter
 
     step = make_step()
+    writer = CheckpointWriter(folder, keep_last=1)
     ratios = []
     for number in range(1, options.saves + 1):
-        save = functools.partial(save_checkpoint, run_folder, checkpoint, number, keep_last=1)
         plain = run(step, options.seconds)
-        saving = run(step, options.seconds, save)
+        saving = run(step, options.seconds, lambda number=number: writer.save(contents | {"step": number}))
         ratio = saving.steps_per_s / plain.steps_per_s
         ratios.append(ratio)
 
         # What the disk has not taken by now is not part of the comparison.
         begun = time.perf_counter()
-        settle_checkpoint()
+        writer.wait()
         late = time.perf_counter() - begun
 
         held_up = f"held up {saving.save_seconds:.3f} s ({saving.save_cpu_seconds:.3f} s of the CPU)"
@@ -123,22 +122,17 @@ def main() -> None:
     options = parse_args()
     import torch
 
-    from old.async_save_utils import WRITER
-    from old.checkpoint_utils import _write
+    from utils.checkpoint import write_checkpoint
 
     torch.set_num_threads(options.threads)
     slow_down(options.disk_mb_per_s)
-    checkpoint = {"format": "benchmark", "model": make_state(options.gigabytes)}
-
-    # A run prepares its writer before the first step too.
-    WRITER.prepare(int(options.gigabytes * 1e9), on_gpu=False)
+    contents = {"format": "benchmark", "model": make_state(options.gigabytes)}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        run_folder = Path(folder) / "run"
-        ratios = compare(options, run_folder, checkpoint)
+        ratios = compare(options, Path(folder), contents)
 
         # The same state is written once more while the loop waits.
         begun = time.perf_counter()
-        _write(run_folder, run_folder / "step_00000099.pt", {**checkpoint, "step": 99, "rng": []}, 1)
+        write_checkpoint(Path(folder) / "step_00000099.pt", contents | {"step": 99}, "")
         print(f"the same written in place: {time.perf_counter() - begun:.1f} s")
     print(f"loop with a save every {options.seconds:.0f} s over the loop without: {statistics.median(ratios):.3f}")
 

@@ -15,26 +15,24 @@ and data are made up; nothing is downloaded. Exit code 0: nothing failed.
 import argparse
 import contextlib
 import datetime
-import json
-import re
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-# the machine, its packages, files and processes
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from gpu_sizes import BATCH, LEAST_MFU, MOVED, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data, stage_of
+from gpu_sizes import BATCH, LEAST_MFU, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data, stage_of
 
 KEYS = ("part", "name", "value", "low", "high", "result", "reason")
 BEGIN = "<!-- benchmarks/gpu.py writes from here -->"
@@ -237,12 +235,6 @@ def run_process(command: list, log: Path, limit: float, variables: dict[str, str
     return Ended(code, seconds, len(alive))
 
 
-def has_flag(task: str, flag: str) -> bool:
-    """Whether the task's script has this flag."""
-    done = captured([sys.executable, SCRIPTS[task], "--help"])
-    return re.search(rf"{re.escape(flag)}[ \]\n]", done.stdout) is not None
-
-
 def flags_of(setting: Setting, task: str, size: str) -> list[str]:
     """The task's flags for its published or its tiny size, with the data made where it is not there."""
     data = make_data(setting.folder / "data" / size, task, size)
@@ -253,8 +245,7 @@ def command_of(setting: Setting, job: Job, report: Path, out: Path) -> list:
     """The command of a job, under torchrun for several processes."""
     command = [sys.executable]
     if job.processes > 1:
-        command += ["utils/torchrun.py"] if job.task in MOVED else ["old/launch_utils.py", "torchrun"]
-        command += ["--standalone", f"--nproc_per_node={job.processes}"]
+        command += ["utils/torchrun.py", "--standalone", f"--nproc_per_node={job.processes}"]
     command += ["benchmarks/gpu_process.py", "--report", report, *job.observe]
 
     # Random weights of the published size are built in place: none are read.
@@ -391,7 +382,7 @@ def one_script(setting: Setting, task: str) -> Lines:
     for stage, records in stages.items():
         prefix = f"stage {stage}: " if stage else ""
         # The first interval warms up.
-        yield from speed_lines(setting, task, prefix, records[1:] or records)
+        yield from speed_lines(setting, prefix, records[1:] or records)
     yield host_wait_line(setting, run, log_every)
     yield from memory_lines(setting, task, run, records[1:] or records)
 
@@ -401,24 +392,11 @@ def mean_rate(records: list[dict]) -> float:
     return statistics.harmonic_mean([record["train/samples_per_s"] for record in records])
 
 
-def speed_lines(setting: Setting, task: str, prefix: str, records: list[dict]) -> Lines:
-    """Samples/s, share of the peak and share of time waiting for data, of some lines of metrics.jsonl."""
+def speed_lines(setting: Setting, prefix: str, records: list[dict]) -> Lines:
+    """Samples/s and share of time waiting for data, of some lines of metrics.jsonl."""
     full = setting.size == "full"
     steps = f"{len(records)} log lines after the first"
     yield measured(f"{prefix}samples/s", mean_rate(records), reason=steps)
-
-    least = LEAST_MFU[task] if full else None
-    shares = [record.get("train/mfu") for record in records]
-    shares = [share for share in shares if share is not None]
-    reason = "share of a measured matmul rate; "
-    if least is None:
-        reason += "launch-bound, nothing is expected"
-    else:
-        reason += "lower: the GPU waits for launches or memory"
-    if shares:
-        yield measured(f"{prefix}MFU", statistics.median(shares), least, reason=reason)
-    else:
-        yield skipped(f"{prefix}MFU", "no train/mfu in metrics.jsonl")
 
     # The made-up data comes from a cache: the GPU should not wait.
     wait = statistics.mean(record["train/data_wait"] for record in records)
@@ -443,7 +421,7 @@ def host_wait_line(setting: Setting, run: Run, log_every: int) -> dict:
 
 
 def memory_lines(setting: Setting, task: str, run: Run, records: list[dict]) -> Lines:
-    """Peak memory that torch has reserved, what --rehearse predicts, and their ratio, which is to be within 15 %.
+    """Peak memory that torch has reserved, what tools.rehearse predicts, and their ratio, which is to be within 15 %.
 
     records: the log lines of the steps that are rehearsed, a cascade's last stage.
     """
@@ -460,11 +438,9 @@ def memory_lines(setting: Setting, task: str, run: Run, records: list[dict]) -> 
         yield skipped("peak over predicted", "no GPU: resident memory is no counterpart")
         return
 
-    if task in MOVED:
-        # Their logs have no MFU.
-        steps_per_s = mean_rate(records) / run.summary["effective_batch_size"]
-        mfu = steps_per_s * predicted["tflop_per_step"] / product_tflops()
-        yield measured("MFU of the rehearsed step", mfu, LEAST_MFU[task], reason="share of a measured matmul rate")
+    steps_per_s = mean_rate(records) / run.summary["effective_batch_size"]
+    mfu = steps_per_s * predicted["tflop_per_step"] / product_tflops()
+    yield measured("MFU of the rehearsed step", mfu, LEAST_MFU[task], reason="share of a measured matmul rate")
 
     # Questions and segments of a real batch are shorter than the largest, which is predicted.
     least = None if task in ("mimic_cxr", "compressed_ad") else 0.85
@@ -473,13 +449,9 @@ def memory_lines(setting: Setting, task: str, run: Run, records: list[dict]) -> 
 
 
 def rehearse(setting: Setting, task: str, run: Run) -> dict:
-    """The JSON object that tools.rehearse, or the script's --rehearse, ends with, for this GPU's memory."""
-    out = setting.folder / "runs" / f"{task}_rehearsed"
-    log = out.with_suffix(".log")
-    command = [sys.executable, SCRIPTS[task], OUT_FLAG[task], out, "--rehearse"]
-    if task in MOVED:
-        command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task]]
-    command += flags_of(setting, task, setting.size)
+    """The JSON object that tools.rehearse ends with, for this GPU's memory."""
+    log = setting.folder / "runs" / f"{task}_rehearsed.log"
+    command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(setting, task, setting.size)]
     if setting.gpus:
         command += ["--gpu_memory", f"{run.seen['total_gib']:.1f}"]
     ended = run_process(command, log, 120, environment(1, not setting.gpus))
@@ -560,12 +532,7 @@ def kill_and_resume(setting: Setting) -> Lines:
     name = "steps that differ after a kill"
 
     def check(task: str) -> dict:
-        flags = ["--max_steps", "5", "--log_every", "1", "--save_every", "2"]
-        if has_flag(task, "--deterministic"):
-            flags.append("--deterministic")
-        elif setting.gpus:
-            return skipped(f"{task}: {name}", f"{SCRIPTS[task]} has no --deterministic")
-
+        flags = ["--max_steps", "5", "--log_every", "1", "--save_every", "2", "--deterministic"]
         begin = Job(task, "killed", flags)
         kill = begin._replace(observe=("--kill_at", "3"), expect=(-signal.SIGKILL,))
         resume = begin._replace(resume=True)

@@ -46,18 +46,14 @@ def share_first_gpu() -> None:
     import torch.distributed as dist
 
     import distributed_utils
-    from old import distributed_utils as old_distributed_utils
 
-    def on_first_gpu(read):
-        def read_environment() -> tuple[int, int, int, str]:
-            rank, _, world_size, launcher = read()
-            return rank, 0, world_size, launcher
+    read = distributed_utils.read_environment
 
-        return read_environment
+    def on_first_gpu() -> tuple[int, int, int, str]:
+        rank, _, world_size, launcher = read()
+        return rank, 0, world_size, launcher
 
-    # that of the scripts that have moved, and of train.py
-    for module in (distributed_utils, old_distributed_utils):
-        module.read_environment = on_first_gpu(module.read_environment)
+    distributed_utils.read_environment = on_first_gpu
     dist.is_nccl_available = lambda: False
 
 
@@ -137,28 +133,24 @@ class HostWaits:
 
 def watch_steps(waits: HostWaits, kill_at: int) -> None:
     """Note the waits at the end of each optimizer step; SIGKILL the last rank at the end of step kill_at."""
-    from old.logging_utils import RunLog as OldRunLog
     from utils.log import RunLog
 
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     is_last = rank == world_size - 1
 
-    def watched(real):
-        def step(log, *values, **options) -> None:
-            real(log, *values, **options)
-            # The first step prepares kernels and memory, so waits count from its end.
-            if not waits.at_step:
-                waits.start()
-            waits.at_step.append(waits.count)
-            if is_last and len(waits.at_step) == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+    real = RunLog.step
 
-        return step
+    def step(log, *values, **options) -> None:
+        real(log, *values, **options)
+        # The first step prepares kernels and memory, so waits count from its end.
+        if not waits.at_step:
+            waits.start()
+        waits.at_step.append(waits.count)
+        if is_last and len(waits.at_step) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    # the log of the scripts that have moved, and of train.py
-    for log in (RunLog, OldRunLog):
-        log.step = watched(log.step)
+    RunLog.step = step
 
 
 def write_report(path: Path, waits: HostWaits, refused: dict) -> None:

@@ -23,8 +23,6 @@ SCRIPTS = {
     "cascade": "train_accelerate.py",
     "compressed_ad": "train.py",
 }
-# on the new foundation: utils/torchrun.py starts them, tools.rehearse traces a step of them
-MOVED = ("prs_med", "mimic_cxr", "survival", "cascade")
 OUT_FLAG = {
     "prs_med": "--checkpoint_dir",
     "mimic_cxr": "--output_dir",

@@ -4,6 +4,7 @@
     python benchmarks/loop_overhead.py prs_med DATA          # PRS-Med; DATA: by python -m tools.sample_data prs_med
     python benchmarks/loop_overhead.py mimic_cxr DATA        # the same, prepared in DATA/prepared
     python benchmarks/loop_overhead.py cascade DATA          # the second of two small stages; at least 60 patients
+    python benchmarks/loop_overhead.py compressed_ad DATA    # CompressedAD in the demo's size
     torchrun --standalone --nproc_per_node=2 benchmarks/loop_overhead.py exact [--parameters 20e6]
 
 The two loops take turns, a few steps each, on the same batches; a ratio is the median over the turns of bare time by
@@ -20,7 +21,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
 import torch
 from torch import nn
@@ -194,6 +196,32 @@ def cascade(words: list[str]) -> None:
     )
 
 
+def compressed_ad(words: list[str]) -> None:
+    import train as script
+
+    args = script.parse_args(["--config", f"{ROOT}/configs/compressed_ad_demo.yaml", "--data", *words])
+    histories = script.Histories(args.data, args.env, args.objective, args.seed)
+    tasks, _ = script.split_tasks(len(histories.words), args.split_seed)
+    data = script.SegmentDataset(histories, tasks, args, train=True)
+    size = args.batch_size
+
+    def loss_parts(model, batch: dict, totals: list[float]) -> list:
+        return [part.sum() / totals[0] for part in script.action_losses(model, batch, "no")]
+
+    compare_loops(
+        "compressed_ad",
+        script.build_model(args, "no", torch.device("cpu"), histories.env),
+        data,
+        lambda run: du.create_distributed_dataloader(data, run.leaf, collate_fn=script.as_it_is),
+        loss_parts,
+        args,
+        steps=min(30, len(data) // size // TURNS),
+        make_optimizer=lambda model: script.make_optimizer(model, args),
+        losses=("loss", "accuracy"),
+        count=lambda batches: [float(sum(int(batch["length"].sum()) for batch in batches))],
+    )
+
+
 def exact(words: list[str]) -> None:
     """DDP against ExactSum: leaves of one conv net (compute-bound), or of linear layers with --parameters in all."""
     parser = argparse.ArgumentParser()
@@ -231,4 +259,5 @@ def exact(words: list[str]) -> None:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or ["minimal"]
-    {"minimal": minimal, "prs_med": prs_med, "mimic_cxr": mimic_cxr, "cascade": cascade, "exact": exact}[name](rest)
+    parts = (minimal, prs_med, mimic_cxr, cascade, compressed_ad, exact)
+    {part.__name__: part for part in parts}[name](rest)

@@ -1,20 +1,18 @@
-"""What --rehearse predicts for a step, against the bytes of real tensors that the same step makes on a CPU.
+"""What tools.rehearse predicts for a step, against the bytes of real tensors that the same step makes on a CPU.
 
     python benchmarks/rehearsal_check.py              # both models of train.py
 
-The prediction is the script's own command on fake CUDA tensors, in fp32. The count runs the same functions on real
+The prediction is the tool's own command on fake CUDA tensors, in fp32. The count runs the same functions on real
 tensors of the CPU, and adds up what is alive. Exits with 1 when one is further than 10 % from the other, or when a
 rehearsal takes longer than 30 s.
 """
 
+import argparse
 import contextlib
 import json
-import os
-import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,30 +20,31 @@ sys.path.insert(0, str(ROOT))
 
 # The script and its flags, by the name of the setting.
 SETTINGS = {
-    "CompressedAD, batch 16": "train.py --mixed_precision no --train_batch_size 16",
-    "AD, batch 32": "train.py --mixed_precision no --model ad --train_batch_size 32",
+    "CompressedAD, batch 16": "train.py --mixed_precision no --batch_size 16",
+    "AD, batch 32": "train.py --mixed_precision no --model ad --batch_size 32",
 }
 
 
-@contextlib.contextmanager
-def real_cpu(trace) -> Iterator:
-    """In place of rehearsal_utils.imaginary_gpu: the same step on real tensors of the CPU."""
+def count(words: list[str]) -> None:
+    """The step of a script on real tensors; its last line is what they took."""
     import torch
 
-    from old.distributed_utils import Ranks
+    from tools import rehearse
 
-    trace.device_type = "cpu"
-    yield Ranks(0, 0, 1, torch.device("cpu"), "rehearsal")
+    class Count(rehearse.Trace):
+        """Counts what is done on the CPU."""
 
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            for tensor in rehearse.find_tensors((out,)):
+                self.hold(tensor.untyped_storage())
+            return out
 
-def count(words: list[str]) -> None:
-    """Run a script's rehearsal on real tensors; its last line is what they took."""
-    from old import fake_cuda_utils, rehearsal_utils
-
-    fake_cuda_utils.load_before_torch = lambda: None
-    rehearsal_utils.imaginary_gpu = real_cpu
-    sys.argv = [str(ROOT / words[0]), *words[1:], "--rehearse"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    rehearse.WORDS = words[1:]
+    rehearse.Trace = Count
+    rehearse.FakeTensorMode = lambda **_: contextlib.nullcontext()
+    rehearse.pretend_a_gpu = lambda: torch.device("cpu")
+    rehearse.main(argparse.Namespace(script=words[0], gpu_memory=80.0))
 
 
 def last_line(words: list[str]) -> tuple[dict, float]:
@@ -73,7 +72,7 @@ def main() -> int:
     print(f"{'setting':<48} {'predicted':>10} {'counted':>10} {'ratio':>7} {'seconds':>8}")
     for name, flags in SETTINGS.items():
         words = flags.split()
-        predicted, seconds = last_line([*words, "--rehearse", "--gpu_memory", "80"])
+        predicted, seconds = last_line(["-m", "tools.rehearse", *words])
         counted, _ = last_line([__file__, "--count", *words])
         ratio = predicted["peak_gib"] / counted["peak_gib"]
         good = 0.9 <= ratio <= 1.1 and seconds <= 30
@@ -85,6 +84,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(main())

@@ -1,10 +1,10 @@
-"""How long a training stands still when a rank is lost: by old/elastic_utils.py, and by torchrun's own agents.
+"""How long a training stands still when a rank is lost, under torchrun's own agents.
 
     python benchmarks/restart_gap.py FOLDER [ROUNDS] [KIND ...]
 
 Trainings of train.py by three processes take turns. In each a worker is killed, or an agent with its worker;
-the seconds from then to the second step that is new are counted. torchrun's agents notice a lost one after 15 s; they
-are also measured with the settings of old/elastic_utils.py, which takes 5 s. Linux, with nothing else to do.
+the seconds from then to the second step that is new are counted. torchrun's agents notice a lost one after 15 s; with
+SETTINGS after 5 s. Linux, with nothing else to do.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 3
 KINDS = ("worker", "agent")
-WAYS = ("torchrun", "torchrun, settings of elastic_utils.py", "elastic_utils.py")
+WAYS = ("torchrun", "torchrun with SETTINGS")
 SETTINGS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
 MODEL = "--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --n_transit 20 --val_episodes 2 --eval_episodes 3 --eval_seeds 2"
 RUN = "--train_timesteps 100000 --eval_interval 100000 --effective_batch_size 6 --batch_size 2 --save_every 5"
@@ -33,22 +33,18 @@ def start(way: str, words: list[str], log) -> list[psutil.Popen]:
     """Start a training; returns the processes that the test has started itself."""
     # where workers share torchrun's store they meet the addresses of the start before, and seldom come together
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    if way == "elastic_utils.py":
-        flags = [f"--agents={RANKS}", f"--ranks=1:{RANKS}", "--rejoin=10000"]
-        commands = [[sys.executable, "old/elastic_utils.py", *flags, *words]]
-    else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        flags = [f"--nnodes=1:{RANKS}", "--nproc_per_node=1", "--max_restarts=30", "--rdzv_backend=c10d"]
-        flags += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=training", "--local_addr=127.0.0.1"]
-        settings = "" if way == "torchrun" else f",{SETTINGS}"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [f"--nnodes=1:{RANKS}", "--nproc_per_node=1", "--max_restarts=30", "--rdzv_backend=c10d"]
+    flags += [f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=training", "--local_addr=127.0.0.1"]
+    settings = "" if way == "torchrun" else f",{SETTINGS}"
 
-        # the first one holds the store
-        commands = []
-        for number in range(RANKS):
-            own = f"--rdzv_conf=is_host={int(number == 0)}{settings}"
-            commands.append([sys.executable, "-m", "torch.distributed.run", *flags, own, *words])
+    # the first one holds the store
+    commands = []
+    for number in range(RANKS):
+        own = f"--rdzv_conf=is_host={int(number == 0)}{settings}"
+        commands.append([sys.executable, "utils/torchrun.py", *flags, own, *words])
     return [psutil.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) for command in commands]
 
 
@@ -93,8 +89,7 @@ def gap(way: str, kind: str, folder: Path) -> float:
             wait_for(lambda: trained() >= 12, log)
 
             # the agent that holds torchrun's store stays
-            agents = started[0].children() if way == "elastic_utils.py" else started
-            agent = agents[-1]
+            agent = started[-1]
             struck = agent.children(recursive=True)
             if kind == "agent":
                 struck.append(agent)

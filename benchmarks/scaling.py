@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpu import Failed, environment, find_gpus, last_words, mean_rate, read_records, run_process
-from gpu_sizes import MOVED, OUT_FLAG, ROOT, SCRIPTS
+from gpu_sizes import OUT_FLAG, ROOT, SCRIPTS
 
 
 class Guide(NamedTuple):
@@ -81,8 +81,7 @@ def measure(args: argparse.Namespace, flags: list[str], processes: int, threads:
     task = {script: task for task, script in SCRIPTS.items()}[args.script]
     command = [sys.executable]
     if processes > 1:
-        command += [ROOT / "utils/torchrun.py"] if task in MOVED else [ROOT / "old/launch_utils.py", "torchrun"]
-        command += ["--standalone", f"--nproc_per_node={processes}"]
+        command += [ROOT / "utils/torchrun.py", "--standalone", f"--nproc_per_node={processes}"]
     command += [ROOT / args.script, *total_batch(args.script, flags, processes)]
     command += ["--max_steps", args.steps, "--log_every", args.warm_up, "--save_every", "0"]
     variables = environment(processes, on_cpu=False)

@@ -861,7 +861,7 @@ def test_first_minute(tmp_path):
     assert "python -m tools.sample_data compressed_ad" in done.stderr
     assert "python train.py --config configs/compressed_ad_demo.yaml" in done.stderr
     told = script.say_how_long(small_model(4, 20).float(), 3, Namespace(effective=10**9, ranks=Namespace(world_size=1)),
-                               Namespace(max_steps=0, train_timesteps=10**6))  # fmt: skip
+                               Namespace(max_steps=0, train_timesteps=10**6, mixed_precision="no"))  # fmt: skip
     assert "days on this CPU; a trial of minutes: python train.py --config" in told
 
 

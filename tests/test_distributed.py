@@ -201,6 +201,23 @@ def test_launchers(monkeypatch, variables, expected):
     assert du.read_environment() == expected
 
 
+@pytest.mark.parametrize("nodes", ["node[07-09,12]", "node07,node08", "node07"])
+def test_where_sruns_tasks_meet(monkeypatch, nodes):
+    """On the first node of the step, at a port that follows from the job's number."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # set first, so that what the call sets is undone as well
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    slurm = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
+    for name, value in (slurm | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"}).items():
+        monkeypatch.setenv(name, value)
+    assert du.read_environment() == (5, 1, 8, "srun")
+    assert os.environ["MASTER_ADDR"] == "node07"
+    assert 20000 <= int(os.environ["MASTER_PORT"]) < 40000
+
+
 def test_too_many_processes_for_the_gpus_are_told_by_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():

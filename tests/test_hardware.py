@@ -1,5 +1,6 @@
 """hardware_utils: guide 1's table, what a machine is found to have, numerics, and the command."""
 
+import ast
 import json
 import os
 import subprocess
@@ -187,6 +188,31 @@ def test_deterministic_gives_the_same_bits_at_any_number_of_threads():
         command = [sys.executable, "-c", NUMERICS]
         answers.add(subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True).stdout)
     assert len(answers) == 1
+
+
+DRAWING = {"Generator", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "bernoulli"}
+
+
+def draws_on_a_device(call: ast.Call) -> bool:
+    """Whether a call may make a torch.Generator of a device, or a random tensor on one."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr not in DRAWING:
+        return False
+    if ast.unparse(function.value) != "torch":
+        return False
+    if function.attr.endswith("_like") or (function.attr == "Generator" and call.args):
+        return True
+    return any(keyword.arg == "device" for keyword in call.keywords)
+
+
+def test_nothing_is_drawn_by_a_gpus_generator():
+    """Whose numbers depend on the model of the GPU: no torch.Generator but the CPU's, no random tensor on a device."""
+    assert draws_on_a_device(ast.parse("torch.randn(3, device=x.device)").body[0].value)
+    drawn = []
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("utils/*.py"), *ROOT.glob("tasks/**/*.py")]):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        drawn += [f"{path.name}: {ast.unparse(call)}" for call in calls if draws_on_a_device(call)]
+    assert drawn == []
 
 
 OUT_OF_MEMORY = """CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity of 23.65 GiB

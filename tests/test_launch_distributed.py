@@ -129,13 +129,10 @@ def test_flags(tmp_path, words, question, expected):
 
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_another_script(tmp_path, script):
-    """It gets no flag of an engine; the one on the old foundation is started by torch's own torchrun."""
+    """It gets no flag of an engine."""
     machine = Machine(tmp_path, 4)
     launched = machine.run(f"--script={script} --debug --seed 3", "--nodes 1 --no_deepspeed")
-    expected = f"{FOUR} --seed 3 --max_steps 2"
-    if script == "train.py":
-        expected = expected.replace("python TORCHRUN", "torchrun")
-    assert launched.argv == machine.command(expected, script)
+    assert launched.argv == machine.command(f"{FOUR} --seed 3 --max_steps 2", script)
     assert "Gradient accumulation" not in launched.out
 
 
@@ -191,8 +188,9 @@ def test_dry_run_and_exit_code(tmp_path):
     assert shlex.split(line) == machine.command(f"{TWO} --index_dir 'my data' --use_deepspeed")
 
     # the script's own exit code
-    machine.write("torchrun", "#!/bin/sh\nexit 77\n")
-    assert machine.run("--script train.py", "--nodes 1 --no_deepspeed").code == 77
+    answers = f'[ "$2" = utils.hardware_utils ] && exec cat "{tmp_path}/answer"\n'
+    machine.write("python", f"#!/bin/sh\n{answers}exit 77\n")
+    assert machine.run().code == 77
     # no torch in this python, say
     machine.write("python", "#!/bin/sh\nexit 1\n")
     launched = machine.run()

@@ -23,15 +23,15 @@ SCRIPTS = {
 TASKS = tuple(SCRIPTS)
 TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
 PAGES = ["README.md", *TASK_PAGES]
-PAGES += [f"docs/{name}.md" for name in ("running", "clusters", "new_task", "determinism", "elastic")]
+PAGES += [f"docs/{name}.md" for name in ("running", "clusters", "new_task", "determinism")]
 GUIDE_TABLE = "As the guide writes it, and as it works here"
 
 # Their flags are not ours, and need not be checked.
 OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "tensorboard", "hf")
 OTHER_PROGRAMS += ("sbatch", "kubectl", "docker")
-OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal")
+OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--rdzv_conf")
 # A path that begins so is a file of this repository; a user's own data lie elsewhere.
-OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "old/", "tools/", "utils/", "examples/")
+OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "tools/", "utils/", "examples/")
 # What a run writes there, and the example of a sixth task.
 NOT_YET_THERE = ("benchmarks/gpu", "my_task", "<", "*")
 
@@ -80,7 +80,7 @@ def command_lines(page: str) -> list[list[str]]:
 def split_command(words: list[str]) -> tuple[str, list[str]]:
     """(the script or launcher of ours on a command line, the words behind it); ("", words) without one."""
     for place, word in enumerate(words):
-        name = re.sub(r"^(old|tools)\.(\w+)$", r"\1/\2.py", word.removeprefix("./"))
+        name = re.sub(r"^tools\.(\w+)$", r"tools/\1.py", word.removeprefix("./"))
         if name.endswith((".py", ".sh", ".bat")) and (ROOT / name).is_file():
             return name, words[place + 1 :]
     return "", words
@@ -93,7 +93,7 @@ def flags_in(text: str) -> set[str]:
 @cache
 def help_flags(*command: str) -> set[str]:
     """Every flag in the --help of a script of ours, or of a module such as tools.sample_data."""
-    if command[0].startswith(("old.", "tools.")):
+    if command[0].startswith("tools."):
         command = ("-m", *command)
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True

@@ -106,6 +106,16 @@ def test_cascade_at_published_size():
 
 
 @needs_compiler
+@pytest.mark.parametrize(("precision", "peak_gib"), [("bf16", 2.18), ("no", 3.67)])
+def test_compressed_ad_at_published_size(precision, peak_gib):
+    step = last_object(rehearse("train.py", "--mixed_precision", precision))
+    assert step["waits"] == {}
+    assert step["fits"]
+    # the values that have been seen
+    assert step["peak_gib"] == pytest.approx(peak_gib, rel=0.01)
+
+
+@needs_compiler
 def test_prs_med_tiny_in_fp32(tmp_path):
     tiny = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
     sizes = {
@@ -130,10 +140,10 @@ def test_prs_med_tiny_in_fp32(tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("train_prs_med.py", "needs a GPU, or a C++ compiler"), ("train.py", "python train.py --rehearse")],
+    [("train_prs_med.py", "needs a GPU, or a C++ compiler"), ("examples/minimal.py", "has no largest_batch()")],
 )
 def test_one_line_where_it_cannot(script, said, tmp_path):
-    """Without a compiler; for a script that is rehearsed by a flag of its own."""
+    """Without a compiler; a script without what is needed."""
     done = rehearse(script, PATH="/nonexistent", XDG_CACHE_HOME=str(tmp_path), CXX="")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

@@ -56,7 +56,7 @@ def parse_args() -> tuple[Namespace, list[str]]:
     if not path.is_file():
         raise InputError(f"{path}: no such script; check its name")
     if "def largest_batch(" not in path.read_text(encoding="utf-8"):
-        raise InputError(f"{path}: has no largest_batch() but perhaps a flag of its own; python {path} --rehearse")
+        raise InputError(f"{path}: has no largest_batch(); --help says what a script must have")
     return args, words + (["--config", args.config] if args.config else [])
 
 

@@ -5,10 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
-from old.cli_utils import InputError, is_first_process
-from old.distributed_utils import read_environment
+ROOT = Path(__file__).resolve().parents[1]
 
 # What bash arithmetic, eval, an unquoted word or a careless reading of numbers would stumble over.
 # Each MARK is the path of a file that exists only if the value was executed.
@@ -228,41 +226,3 @@ def test_the_words_of_the_hardware_detection_are_shown_as_they_are(stubs):
         assert done.stderr == "", value
         assert done.stdout.startswith(f"Detected: {value}\n"), value
         assert started, value
-
-
-# --- where the scripts read them --------------------------------------------------------------------------------------
-
-RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-TASKS = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
-
-
-LAUNCHED = [(RANKS, name) for name in sorted(RANKS.keys() - {"MASTER_ADDR"})]
-LAUNCHED += [(TASKS, name) for name in sorted(TASKS)]
-
-
-@pytest.mark.parametrize(("variables", "name"), LAUNCHED)
-def test_wrong_ranks_are_refused(monkeypatch, variables, name):
-    """The same variables where the scripts read them."""
-    for key, value in variables.items():
-        monkeypatch.setenv(key, value)
-    for value in [*COMMANDS, *NOT_NUMBERS, "", "2\n", "4" * 5000]:
-        monkeypatch.setenv(name, value)
-        with pytest.raises(InputError, match=f"^{name} must be a whole number from "):
-            read_environment()
-        is_first_process()
-
-
-WRONG_RANKS = [
-    (RANKS, "RANK", "x[$(id)]"),
-    (RANKS, "WORLD_SIZE", "two"),
-    (TASKS, "SLURM_PROCID", "0;id"),
-    (TASKS, "SLURM_JOB_ID", "1e3"),
-]
-
-
-def test_wrong_ranks_end_a_script_in_one_line(zygote):
-    for variables, name, value in WRONG_RANKS:
-        done = zygote(ROOT / "train.py", **variables | {name: value})
-        assert done.code == 2, done.stderr
-        assert done.stderr.startswith(f"error: {name} must be a whole number"), done.stderr
-        assert done.stderr.count("\n") == 1, done.stderr

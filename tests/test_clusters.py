@@ -1,19 +1,18 @@
 """SLURM's job files on stubs, the Kubernetes manifest and the Dockerfile: what they ask for, start and restart."""
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 from slurm_stub import Cluster, warn
-
-sys.path.insert(0, str(ROOT / "tests"))
 from test_launch_distributed import Machine
-from test_pages import SCRIPTS, TASKS, flags_in, known_flags, read
+from test_pages import ROOT, SCRIPTS, TASKS, flags_in, known_flags, read
 
 MANIFEST = "configs/kubernetes/jobset.yaml"
 JOB_FILES = {task: f"configs/slurm/{task}.sbatch" for task in TASKS}
@@ -152,6 +151,40 @@ def test_a_hostile_value(name, cluster):
     assert cluster.calls() == []
 
 
+SMALL = "--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --encoder_n_layer 1 --n_transit 20 --n_latent 4 --batch_size 12"
+SMALL += " --num_warmup_steps 2 --num_workers 0 --val_episodes 2 --eval_episodes 3 --eval_seeds 2"
+
+
+@pytest.fixture(scope="module")
+def darkroom(tmp_path_factory) -> Path:
+    """A few learning histories."""
+    folder = tmp_path_factory.mktemp("data") / "darkroom"
+    command = [sys.executable, "-m", "tools.sample_data", "compressed_ad", folder, "--streams", "3", "--steps", "200"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def test_a_real_job_that_is_requeued_is_the_uninterrupted_run(darkroom, tmp_path, monkeypatch):
+    """configs/slurm/compressed_ad.sbatch with the real launcher: told to leave, and started again."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    flags = [*SMALL.split(), "--data", darkroom, "--train_timesteps", "100", "--log_every", "5", "--save_every", "4"]
+    run, cluster = tmp_path / "run", Cluster(tmp_path / "slurm")
+    words = ["--num_gpus", 1, *flags, "--output_dir", run]
+    assert warn(cluster.start("compressed_ad", words), lambda: any(run.glob("step_*.pt"))) == 143, cluster.log()
+    assert "signal: saved at step" in cluster.log()
+    assert [call[0] for call in cluster.calls()] == ["srun", "scancel", "scontrol"]
+
+    # SLURM starts the same file again
+    job = cluster.start("compressed_ad", words, SLURM_RESTART_COUNT="1")
+    assert job.wait(timeout=240) == 0, cluster.log()
+    assert [call[0] for call in cluster.calls()[3:]] == ["srun"]
+
+    command = [sys.executable, "train.py", *flags, "--output_dir", tmp_path / "whole"]
+    subprocess.run([str(word) for word in command], cwd=ROOT, check=True, capture_output=True)
+    compared = subprocess.run([sys.executable, "-m", "tools.verify", run, tmp_path / "whole"], cwd=ROOT)
+    assert compared.returncode == 0
+
+
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +307,7 @@ def test_the_dockerfile():
 
 
 @pytest.mark.soak
-def test_the_dockerfiles_lines_in_order(tmp_path, darkroom_data):
+def test_the_dockerfiles_lines_in_order(tmp_path, darkroom):
     """In a clean environment, without those that need root: what was installed trains."""
     app = tmp_path / "app"
     app.mkdir()
@@ -293,7 +326,6 @@ def test_the_dockerfiles_lines_in_order(tmp_path, darkroom_data):
     # the project, as git has it, and a run of it by the container's own entry
     run(f"cd {shlex.quote(str(ROOT))} && git ls-files -z | xargs -0 cp --parents -t {shlex.quote(str(app))}")
     launcher = yaml.safe_load(instructions("ENTRYPOINT")[0])[-1]
-    flags = f"--tf_n_embd 16 --tf_n_layer 2 --tf_n_head 2 --n_transit 20 --data {darkroom_data}"
-    flags += " --train_timesteps 3 --num_warmup_steps 1 --val_episodes 2 --eval_episodes 3 --eval_seeds 2"
-    run(f"{launcher} --script train.py --num_gpus 2 {flags} --output_dir {tmp_path}/run")
+    flags = f"{SMALL} --data {darkroom} --train_timesteps 3 --output_dir {tmp_path}/run"
+    run(f"{launcher} --script train.py --num_gpus 2 {flags}")
     assert (tmp_path / "run" / "summary.json").is_file()

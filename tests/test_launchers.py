@@ -1,5 +1,6 @@
 """Every launcher gives the same run of PRS-Med; the exact command line of run_multi_gpu_train.sh."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
-from background import Run
-from conftest import PRS_MED, ROOT, records
 
+ROOT = Path(__file__).resolve().parents[1]
+PRS_MED = str(ROOT / "train_prs_med.py")
 FLAGS = "--lr_scaling none --log_every 1 --max_new_tokens 3 --batch_size 4 --max_steps 2 --num_workers 0".split()
 TORCHRUN = str(ROOT / "utils/torchrun.py")
 
@@ -26,8 +29,25 @@ def free_port() -> int:
 
 def curve(run_folder: Path) -> list[tuple]:
     """(step, loss, gradient norm) of every training line."""
-    lines = [line for line in records(run_folder) if "train/loss" in line]
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "train/loss" in line]
     return [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in lines]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """torchrun, deepspeed and accelerate are those beside this python."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.fixture(scope="module")
+def prs_med_data(tmp_path_factory) -> Path:
+    """A few rows of 48 x 48 pixels, with tiny checkpoints."""
+    folder = tmp_path_factory.mktemp("data") / "prs_med"
+    sizes = "--num_train 9 --num_val 3 --num_test 3 --image_size 48".split()
+    command = [sys.executable, "-m", "tools.sample_data", "prs_med", folder, *sizes]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
 
 
 def script_words(data: Path, run_folder: Path) -> list[str]:
@@ -35,11 +55,11 @@ def script_words(data: Path, run_folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected_curve(prs_med_data, zygote, tmp_path_factory):
-    """The losses of two processes that no launcher started."""
-    run_folder = tmp_path_factory.mktemp("launch") / "forked"
-    done = zygote(*script_words(prs_med_data, run_folder), ranks=2)
-    assert done.code == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def expected_curve(prs_med_data, tmp_path_factory):
+    """The losses of two processes under utils/torchrun.py."""
+    run_folder = tmp_path_factory.mktemp("launch") / "run"
+    command = [sys.executable, TORCHRUN, "--standalone", "--nproc_per_node=2", *script_words(prs_med_data, run_folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     return curve(run_folder)
 
 
@@ -96,28 +116,6 @@ def test_two_nodes_on_one_machine(prs_med_data, tmp_path, expected_curve):
     assert "2 by torchrun, cpu" in output_of(first)
     assert not output_of(second)
     assert curve(tmp_path / "run") == expected_curve
-
-
-@pytest.mark.parametrize("value", ["node[07-09,12]", "node07,node08", "node07"])
-def test_slurm_environment(monkeypatch, value):
-    from old.distributed_utils import read_environment
-
-    # set first, so that what the call sets is undone as well
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": value, "SLURM_JOB_ID": "123456"}
-    for name, given in slurm.items():
-        monkeypatch.setenv(name, given)
-
-    # `python` in an sbatch script, without srun
-    assert read_environment() == (0, 0, 1, "python")
-
-    # one of srun's eight tasks
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    assert read_environment() == (5, 1, 8, "srun")
-    assert os.environ["MASTER_ADDR"] == "node07"
-    assert 20000 <= int(os.environ["MASTER_PORT"]) < 40000
 
 
 RECORDER = """\
@@ -276,19 +274,50 @@ def test_no_data_is_one_line():
     assert "python -m tools.prepare_data prs_med" in line
 
 
-def background(data: Path, run_folder: Path, *flags: str) -> Run:
+class Background:
     """The launcher with two processes of a run that saves each step."""
-    words = [*script_words(data, run_folder)[3:], "--max_steps", "0", "--save_every", "1", *flags]
-    return Run([ROOT / "run_multi_gpu_train.sh", data, "2", "--", *words], PRS_MED, run_folder)
+
+    def __init__(self, data: Path, run_folder: Path, *flags: str):
+        self.folder, self.log = run_folder, run_folder.with_suffix(".log")
+        words = [*script_words(data, run_folder)[3:], "--max_steps", "0", "--save_every", "1", *flags]
+        with open(self.log, "w") as log:
+            command = [str(ROOT / "run_multi_gpu_train.sh"), str(data), "2", "--", *words]
+            self.launcher = psutil.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until there is a checkpoint of this step or a later one, or the run is over."""
+        deadline = time.monotonic() + 90
+        while self.launcher.poll() is None and time.monotonic() < deadline:
+            if any(int(path.stem[5:]) >= step for path in self.folder.glob("step_*.pt")):
+                return
+            time.sleep(0.02)
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes of the script, without their launcher."""
+        found = []
+        for process in self.launcher.children():
+            # it may have just ended
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "train_prs_med.py" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def end(self) -> int:
+        """The launcher's exit code; a process left behind fails the test."""
+        everyone = self.launcher.children(recursive=True)
+        code = self.launcher.wait(timeout=200)
+        _, alive = psutil.wait_procs(everyone, timeout=30)
+        assert not alive, f"left behind: {alive}"
+        return code
 
 
 def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
-    run = background(prs_med_data, tmp_path / "run", "--num_epochs", "200")
+    run = Background(prs_med_data, tmp_path / "run", "--num_epochs", "200")
     run.wait_for_step(1)
-    run.kill("launcher", signal.SIGTERM)
+    run.launcher.send_signal(signal.SIGTERM)
     assert run.end() == 143
 
-    text = (tmp_path / "run.log").read_text()
+    text = run.log.read_text()
     saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
     assert (tmp_path / "run" / f"step_{saved:08d}.pt").exists()
     for noise in ("Traceback", "SignalException", "Sending process", "death signal", "OMP_NUM_THREADS"):
@@ -300,13 +329,13 @@ def test_a_killed_process_begins_again(prs_med_data, tmp_path, monkeypatch):
     monkeypatch.setenv("NNODES", "1:1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    run = background(prs_med_data, tmp_path / "run", "--num_epochs", "12", "--resume_from", "auto")
+    run = Background(prs_med_data, tmp_path / "run", "--num_epochs", "12", "--resume_from", "auto")
     run.wait_for_step(2)
-    run.kill("worker")
-    assert run.end(200) == 0, (tmp_path / "run.log").read_text()
+    run.workers()[-1].kill()
+    assert run.end() == 0, run.log.read_text()
     steps = [step for step, _, _ in curve(tmp_path / "run")]
     assert steps == list(range(1, len(steps) + 1))
-    assert (tmp_path / "run.log").read_text().count("2 by torchrun, cpu") == 2
+    assert run.log.read_text().count("2 by torchrun, cpu") == 2
 
 
 def test_guide_commands_parse():

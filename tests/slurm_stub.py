@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import ROOT
+ROOT = Path(__file__).resolve().parents[1]
 
 # srun's step is a session of its own, which no signal to the batch script's processes reaches. A SIGTERM to srun itself
 # kills it, and scancel sends a signal to all its processes.
