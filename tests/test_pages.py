@@ -126,7 +126,7 @@ def test_the_demos_flags_stand_in_its_config(task):
     makefile = read("Makefile")
     target = makefile.split(f"\ndemo-{task}:\n")[1].split("\n\n")[0]
     variables = "".join(re.findall(rf"^demo-{task}: \w+ := .*$", makefile, flags=re.MULTILINE))
-    assert f"-m tools.sample_data {task} data/demo/{task}\n" in target
+    assert re.search(rf"-m tools.sample_data {task} (data/demo/{task}|\$\(D\)/\w+)( --source search)?\n", target)
     assert f"--config configs/{config.name}" in target + variables
     assert f"\t$(MAKE) demo TASK={task}\n" in makefile
 
