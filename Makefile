@@ -65,7 +65,7 @@ demo-cascade:
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
 	    train_accelerate.py --config configs/cascade_demo.json
 
-# a rival first: the same network, predicting what a learner does in its own histories
+# a rival first: plain Algorithm Distillation, without compression, on the histories of a learner
 demo-compressed_ad: T := train.py --config configs/compressed_ad_demo.yaml
 demo-compressed_ad: D := data/demo/compressed_ad
 demo-compressed_ad: AD := runs/demo/compressed_ad/ad
@@ -73,7 +73,7 @@ demo-compressed_ad:
 	$(BIN)/python -m tools.sample_data compressed_ad $(D)/tabular
 	$(BIN)/python -m tools.sample_data compressed_ad $(D)/search --source search
 	processes=$(PROCESSES) && \
-	$(BIN)/python $(T) --world_size $$processes --data $(D)/tabular --objective ad --output_dir $(AD) && \
+	$(BIN)/python $(T) --world_size $$processes --data $(D)/tabular --model ad --objective ad --from_start 0.5 --output_dir $(AD) && \
 	$(BIN)/python $(T) --world_size $$processes --rival_run $(AD)
 
 demo-all: setup

@@ -9,7 +9,8 @@
     python train.py --objective search                                            # other answers for the same histories
     python train.py --eval_only                                                   # 500 episodes on the unseen tasks
 
-Data: learning histories, see tasks/compressed_ad/README.md; `python -m tools.sample_data compressed_ad .` makes some.
+Data: learning histories, see tasks/compressed_ad/README.md. `python -m tools.sample_data compressed_ad .` makes some
+for `--data .`, in seconds.
 """
 
 import copy
@@ -20,13 +21,11 @@ from utils.cli import Parser, add_common_arguments, number, run_main, whole
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
-# what a model is made of
+# what the model and its task are made of
 MODEL_FLAGS = (
     "model", "tf_n_embd", "tf_n_layer", "tf_n_head", "tf_dim_feedforward", "encoder_n_layer", "n_latent", "n_transit",
-    "shift",
+    "shift", "from_start", "max_compression_depth", "objective", "split_seed",
 )  # fmt: skip
-# what else belongs to a run that is resumed
-RUN_FLAGS = ("objective", "split_seed", "max_compression_depth", "from_start")
 # agents per task in the evaluations during training
 VAL_AGENTS = 5
 # the random numbers of acting are apart from all others of a seed
@@ -41,14 +40,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1; left out: as the file says, else darkroom"
     add("--env", metavar="NAME", help=text)
     add("--split_seed", type=whole(0), default=0, help="seed of the split into training tasks and unseen ones")
-    text = (
-        "what to predict: the source's action; that of one who knows the task; or of one who knows the map and, of the "
-    )
-    text += "task, what the history has shown"
+    text = "action to predict; ad: the source's; dpt: that of one who knows the task; search: that of one who knows "
+    text += "the map, and of the task what the history has shown"
     add("--objective", choices=("ad", "dpt", "search"), default="ad", help=text)
     text = "share of segments that begin where their history does; the others may begin anywhere in it"
     add("--from_start", type=number(0, 1), default=0.0, help=text)
-    text = "tell rows and columns as codes, of a room that training moves by 0 to N; 0: as coordinates"
+    text = "one-hot positions, in a room that training shifts by a random 0 to N rows and columns; 0: plain coordinates"
     add("--shift", type=whole(0), default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("model").add_argument
@@ -393,8 +390,8 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
-        # rounded so that the sum is the same in any order
-        sums += torch.stack([du.on_grid(part.double().sum()) for part in parts]).cpu()
+        # rounded so that the sum is the same in any order; in thousands, as that holds for sums below 8192
+        sums += torch.stack([du.on_grid(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}
 
@@ -423,11 +420,17 @@ def evaluate(
     return metrics, parts[-1]
 
 
-def final_test(model: InContextNet, unseen: SegmentDataset, run: Run, precision: str, args: Namespace) -> dict:
-    """All ranks: the test on the unseen tasks, its table and figure; {metric: value}."""
+def final_test(
+    model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, precision: str, args: Namespace
+) -> dict:
+    """All ranks: the test on the unseen tasks, its table and figure; {metric: value}. rival: curves of other runs."""
     metrics, returns = evaluate(model, {"test": unseen}, run, precision, args, test=True)
-    found, figure = report.report_test(metrics, returns, unseen, run.folder, args) if run.ranks.is_main else ({}, None)
-    run.figure("test" if run.trains else "eval_test", figure)
+    found, name = {}, "test" if run.trains else "eval_test"
+    with du.agree_on_errors():
+        if run.ranks.is_main:
+            path = run.folder / f"{name}_returns.csv"
+            found, figure = report.report_test(metrics, returns, unseen, path, rival, args)
+            run.figure(name, figure)
     return metrics | du.broadcast_object(found)
 
 
@@ -464,7 +467,7 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 
 
 def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> str:
-    """On a CPU: how long all steps take, by one of a few segments; where that is days, what to try instead."""
+    """On a CPU: how long the steps take, by one of a few segments; where that is days, what to try instead."""
     seconds = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -472,10 +475,13 @@ def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> 
         seconds.append(time.perf_counter() - begun)
     model.zero_grad()
     steps = min(args.max_steps or args.train_timesteps, args.train_timesteps)
+    steps -= run.checkpoint["step"] if run.checkpoint else 0
     # not the first, which warms up
-    days = seconds[1] / 4 * run.effective / run.ranks.world_size * steps / 86400
-    trial = "; a trial of minutes: python train.py --config configs/compressed_ad_demo.yaml" if days > 1 else ""
-    return f"about {days * 24:.1f} hours on this CPU" if days < 1 else f"about {days:.0f} days on this CPU{trial}"
+    minutes = seconds[1] / 4 * run.effective / run.ranks.world_size * steps / 60
+    if minutes < 1440:
+        return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.0f} hours"
+    trial = "python train.py --config configs/compressed_ad_demo.yaml"
+    return f"about {minutes / 1440:.0f} days on this CPU; a trial of minutes: {trial}"
 
 
 def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
@@ -487,17 +493,22 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
             raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
         if args.shift and not histories.env.is_grid:
             raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
+        trained_in = run.checkpoint["run"]["env"] if run.checkpoint else histories.env.name
+        if trained_in != histories.env.name:
+            raise InputError(f"{args.data}: of {histories.env.name}; the checkpoint is of {trained_in}")
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
-        if args.rival_run:
-            report.read_rival(args.rival_run, histories.env, unseen_tasks)
-    segments = SegmentDataset(histories, train_tasks, args, train=True)
+        rival = report.read_rival(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}
+        segments = SegmentDataset(histories, train_tasks, args, train=True)
+        if args.n_latent and not segments.max_depth:
+            few = f"--n_transit {args.n_transit}: with histories of {histories.steps} steps nothing would be compressed"
+            raise InputError(f"{few} in training; halve it, or take --model ad")
     # val: training tasks, whose loss chooses best.pt; unseen: the test's, to look at
     splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
     if args.eval_only:
         run.load_best(model)
-        results = final_test(model, splits["unseen"], run, precision, args)
+        results = final_test(model, splits["unseen"], rival, run, precision, args)
         run.write_summary("eval_test", results | {"step": run.position.step})
         return 0
 
@@ -509,7 +520,7 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
     notes = notes | report.describe(histories, segments, splits["unseen"], model, args)
     if ranks.device.type == "cpu":
         notes["time"] = say_how_long(model, segments.max_depth, run, args)
-    facts = {name: getattr(args, name) for name in RUN_FLAGS} | {"histories": histories.digest}
+    facts = {"env": histories.env.name, "digest": histories.digest}
     wrapped = run.begin(model, optimizer, precision, args.train_timesteps, ["loss", "accuracy"], facts, notes)
 
     def count(batches: list[dict]) -> list[float]:
@@ -532,7 +543,7 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
             metrics = evaluate(model, splits, run, precision, args, test=False)[0] if due else {}
             run.keep(metrics, headline="val/loss", lower=True)
         run.load_best(model)
-        run.finish(final_test(model, splits["unseen"], run, precision, args))
+        run.finish(final_test(model, splits["unseen"], rival, run, precision, args))
     return 0
 
 

@@ -3,6 +3,7 @@ runs it."""
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -357,7 +358,7 @@ def test_split_is_the_published_one():
     train, unseen = ad.split_tasks(81, 0)
     assert [divmod(goal, 9) for goal in unseen] == [(4, 2), (5, 6), (6, 8), (7, 2), (3, 6), (0, 5), (5, 8), (5, 4)]
     assert sorted(train + unseen) == list(range(81))
-    assert len(ad.split_tasks(24, 1)[1]) == 2
+    assert len(ad.split_tasks(24, 1)[1]) == 3
 
 
 def test_returns_of_the_random_and_the_best_policy():
@@ -396,6 +397,15 @@ def test_key_to_door_by_hand():
         found += [target] * int(reward[0])
     assert found == [key[task], door[task]]
     assert seen == [0, 1, 1, 2, 2]
+
+
+def test_rooms_begin_in_the_middle():
+    for size in (4, 5, 6):
+        for kind in ("darkroom", "key_to_door"):
+            env = ad.make_env(f"{kind}:{size}")
+            assert env.places[env.start].tolist() == [size // 2, size // 2]
+    with pytest.raises(InputError, match="environment darkroom:26: give darkroom or key_to_door"):
+        ad.make_env("darkroom:26")
 
 
 def test_gymnasium_world_is_gymnasiums():
@@ -520,6 +530,16 @@ def test_targets_of_the_objectives(folder, histories):
                 assert nearest(DARKROOM.next[0, cells[t], targets[t], 0]) == max(0, nearest(cells[t]) - 1)
 
 
+def test_the_best_actions_of_dpt_are_drawn_alike(folder):
+    """Where two actions lead nearer, each is the target of half of the steps."""
+    words = ad.Histories(str(folder), None, "dpt", 0).words[0].reshape(-1, 4)
+    # the goal in the corner above and to the left: up and left are best wherever both lead on
+    inner = (words[:, 0] >= 9) & (words[:, 0] % 9 > 0)
+    shares = np.bincount(words[inner, 3], minlength=5) / inner.sum()
+    assert inner.sum() > 200
+    assert shares == pytest.approx([0, 0.5, 0, 0.5, 0], abs=0.15)
+
+
 def spoil(name: str, place: tuple, value):
     def write(file) -> None:
         values = file[name][()].astype(float) if isinstance(value, float) else file[name][()]
@@ -555,6 +575,18 @@ def link(name: str, make):
     return write
 
 
+def virtual(file) -> None:
+    layout = h5py.VirtualLayout((200, 3), np.int8)
+    layout[:] = h5py.VirtualSource("other.h5", "7/actions", (200, 3))
+    del file["7/actions"]
+    file.create_virtual_dataset("7/actions", layout)
+
+
+def external(file) -> None:
+    del file["7/actions"]
+    file["7"].create_dataset("actions", (200, 3), np.int8, external=[("raw", 0, 600)])
+
+
 WRONG = {
     "beyond the grid": (spoil("7/states", (5, 2), 9), r"group '7', step 5, stream 2: states must be whole numbers"),
     "half a cell": (spoil("7/states", (0, 0), 4.5), r"step 0, stream 0: states must be whole numbers"),
@@ -571,8 +603,19 @@ WRONG = {
     "missing group": (lambda file: file.__delitem__("80"), r"80 groups; darkroom:9 has 81 tasks"),
     "missing field": (lambda file: file.__delitem__("7/rewards"), r"needs groups '0', '1' ... with states"),
     "other shape": (lambda file: link("7/states", file["7/states"][:, :, 0])(file), r"states is int8 \(200, 3\)"),
-    "linked group": (link("7", h5py.ExternalLink("other.h5", "/7")), r"link to another file"),
-    "linked field": (link("7/actions", h5py.ExternalLink("other.h5", "/7/actions")), r"link to another file"),
+    "linked group": (link("7", h5py.ExternalLink("other.h5", "/7")), r"values in another file"),
+    "linked field": (link("7/actions", h5py.ExternalLink("other.h5", "/7/actions")), r"values in another file"),
+    "virtual": (virtual, r"values in another file"),
+    "external": (external, r"values in another file"),
+    "words": (lambda file: link("7/actions", "words")(file), r"7/actions is no array of numbers"),
+    "null": (lambda file: link("7/actions", h5py.Empty("f"))(file), r"not readable histories"),
+    "huge": (
+        lambda file: (
+            file.__delitem__("7/actions"),
+            file["7"].create_dataset("actions", (10**7, 10**7), float, chunks=True),
+        ),
+        r"not readable histories: Unable to allocate",
+    ),
     "circle": (link("7", h5py.SoftLink("/7")), r"not readable histories"),
 }
 
@@ -588,12 +631,50 @@ def test_wrong_histories_are_named(name, folder, tmp_path):
         ad.Histories(str(path), None, "ad", 0)
 
 
+def test_wrong_histories_of_a_world_of_chance(tmp_path):
+    """Each step must be an outcome that the world has."""
+    sample_data.write_sample_data(tmp_path, "gym:FrozenLake-v1", "epsilon", 3, 64, 0.3, 0)
+    path = next(tmp_path.glob("datasets/*"))
+    ad.Histories(str(path), None, "dpt", 0)
+    whole = path.read_bytes()
+    for name, place, value, message in (
+        ("7/states", (32, 1), 5, "step 32, stream 1: states is not where"),
+        ("7/next_states", (31, 1), 15, "step 31, stream 1: next_states is not where the action leads"),
+        ("7/rewards", (5, 2), 1.0, "step 5, stream 2: rewards is not what the task gives"),
+        ("7/rewards", (5, 2), math.nan, "step 5, stream 2: rewards is not what the task gives"),
+    ):
+        path.write_bytes(whole)
+        with h5py.File(path, "r+") as file:
+            spoil(name, place, value)(file)
+        with pytest.raises(InputError, match=message):
+            ad.Histories(str(path), None, "dpt", 0)
+    with pytest.raises(InputError, match="no room, whose map one could know"):
+        sample_data.write_sample_data(tmp_path / "other", "gym:FrozenLake-v1", "search", 3, 64, 0.3, 0)
+    path.write_bytes(whole)
+    with pytest.raises(InputError, match="no room, whose map one could know"):
+        ad.Histories(str(path), None, "search", 0)
+
+
+def test_a_file_names_no_module(folder, tmp_path):
+    """Gymnasium would import what stands before a colon."""
+    path = tmp_path / "history.hdf5"
+    shutil.copy(next(folder.glob("datasets/*")), path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["env"] = "gym:antigravity:X-v0"
+    with pytest.raises(InputError, match="no module may be named"):
+        ad.Histories(str(path), None, "ad", 0)
+    assert "antigravity" not in sys.modules
+
+
 def test_files_that_are_not_there_or_no_hdf5(folder, tmp_path):
-    with pytest.raises(InputError, match="no such file. Histories in seconds: `python -m tools.sample_data"):
+    with pytest.raises(InputError, match="no such file; histories in seconds: `python -m tools.sample_data"):
         ad.Histories(str(tmp_path / "none.hdf5"), None, "ad", 0)
     with pytest.raises(InputError, match=r"holds 0 .hdf5 files, also in datasets/; name one"):
         ad.Histories(str(tmp_path), None, "ad", 0)
-    whole = next(folder.glob("datasets/*")).read_bytes()
+    beside = next(folder.glob("datasets/*"))
+    with pytest.raises(InputError, match=f"no such file; beside it lies {beside.name}"):
+        ad.Histories(str(beside.with_name("none.hdf5")), None, "ad", 0)
+    whole = beside.read_bytes()
     (tmp_path / "cut.hdf5").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="not readable histories"):
         ad.Histories(str(tmp_path), None, "ad", 0)
@@ -764,6 +845,23 @@ def test_action_accuracy_against_a_loop(histories):
     assert found["accuracy"] == pytest.approx(hits / count, rel=1e-6)
 
 
+def test_action_accuracy_in_any_order(histories):
+    """To the bit, also where losses are large: that is how ranks share the batches."""
+    model = small_model(4, 20).float()
+    model.head[1].weight.data *= 100
+    data = segments_of(histories, list(range(81)), train=False)
+
+    def found(order: int) -> dict:
+        return script.action_accuracy(
+            model, data, Namespace(batches=lambda loader: [*loader][::order]), "no", small_args(test_batch_size=16)
+        )
+
+    forwards = found(1)
+    assert forwards == found(-1)
+    # the sum, which float64 alone would round
+    assert forwards["loss"] * 20 * len(data) > 8192
+
+
 def test_numbers_of_the_table():
     """8 goals, 10 agents, 40 episodes; the goals differ by far more than the agents."""
     rng = np.random.default_rng(1)
@@ -796,7 +894,9 @@ def start(folder: Path, out: Path, *words: str, code: int = 0) -> str:
 @pytest.fixture(scope="module")
 def finished(folder, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run") / "run"
-    start(folder, out)
+    # flags that --eval_only takes from the checkpoint
+    output = start(folder, out, "--split_seed", "1", "--objective", "search", "--from_start", "0.5", "--shift", "1")
+    assert re.search("  time +about 0 minutes", output)
     return out
 
 
@@ -805,21 +905,40 @@ def read(path: Path) -> dict:
 
 
 def test_a_run_leaves_what_the_page_says(finished):
-    assert {"best.pt", "model.safetensors", "summary.json", "returns.csv"} <= {path.name for path in finished.iterdir()}
+    assert {"best.pt", "model.safetensors", "summary.json", "test_returns.csv"} <= {
+        path.name for path in finished.iterdir()
+    }
     assert (finished / "figures" / "test.png").stat().st_size > 10_000
     summary = read(finished / "summary.json")
     names = {"test/normalized_last", "test/loss", "test/rival/R_max_from_scratch/return_last", "tasks"}
     names |= {f"test/rival/{name}/normalized_last" for name in ("source_of_the_histories", "tabular_Q_from_scratch")}
     assert names <= summary.keys()
-    assert (finished / "returns.csv").read_text().splitlines()[0] == "episode,agent,low,high"
+    assert (finished / "test_returns.csv").read_text().splitlines()[0] == "episode,agent,low,high"
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "val/loss" in line] == [3, 6]
 
 
 def test_eval_only_gives_the_runs_own_numbers(folder, finished):
-    """The model's flags come from the checkpoint."""
+    """What the model and its task are made of comes from the checkpoint."""
+    curve = (finished / "test_returns.csv").read_bytes()
     start(folder, finished, "--eval_only", "--tf_n_embd", "32", "--tf_n_head", "4")
     assert read(finished / "eval_test.json") == read(finished / "summary.json")
+    # other chances: the run's own curve stays
+    start(folder, finished, "--eval_only", "--seed", "1", "--temperature", "0")
+    assert (finished / "test_returns.csv").read_bytes() == curve != (finished / "eval_test_returns.csv").read_bytes()
+    sample_data.write_sample_data(finished.parent / "door", "key_to_door:9", "search", 1, 50, 0.3, 0)
+    assert "of key_to_door:9; the checkpoint is of darkroom:9" in start(
+        finished.parent / "door", finished, "--eval_only", code=2
+    )
+
+
+def test_the_last_evaluation_counts_and_an_epochs_end_alone_saves_nothing(folder, tmp_path):
+    flags = "--train_timesteps 9 --batch_size 600 --save_every 6 --eval_interval 100 --keep_last 20 --lr 1e-2"
+    output = start(folder, tmp_path / "run", *flags.split())
+    assert "epoch 3 step 9/9" in output
+    steps = sorted(path.name for path in (tmp_path / "run").glob("step_*.pt"))
+    assert steps == ["step_00000006.pt", "step_00000009.pt"]
+    assert "best.pt (step 9)" in output
 
 
 def test_beside_a_run_without_compression(folder, finished, tmp_path):
@@ -828,7 +947,7 @@ def test_beside_a_run_without_compression(folder, finished, tmp_path):
     assert "rival run: ad/ad" in output
     output = start(folder, tmp_path / "run2", "--ad_run", str(tmp_path / "ad"), "--split_seed", "1", code=2)
     assert "--rival_run" in output
-    assert "tested on darkroom:9: 38 60 62" in output or "tested on darkroom:9: " in output
+    assert "tested on darkroom:9: 38 51 62 65 33 5 53 49; give one of darkroom:9: " in output
 
 
 @pytest.mark.parametrize(
@@ -837,6 +956,8 @@ def test_beside_a_run_without_compression(folder, finished, tmp_path):
         ("--tf_n_head 3", "--tf_n_head 3: must divide --tf_n_embd 16"),
         ("--num_warmup_steps 6", "--num_warmup_steps 6: must be below --train_timesteps"),
         ("--n_transit 201", "--n_transit 201: more than the 200 steps of the histories"),
+        ("--n_transit 200", "--n_transit 200: with histories of 200 steps nothing would be compressed"),
+        ("--max_compression_depth 0", "nothing would be compressed in training; halve it, or take --model ad"),
         ("--env key_to_door", "--env key_to_door: the histories in"),
     ],
 )
@@ -847,10 +968,14 @@ def test_bad_flags(folder, tmp_path, words, message):
     assert not (tmp_path / "run" / "run_id").exists()
 
 
-def test_a_flag_of_another_run_is_refused(folder, tmp_path):
-    start(folder, tmp_path / "run", "--max_steps", "2")
-    output = start(folder, tmp_path / "run", "--resume_from", "auto", "--objective", "dpt", code=2)
-    assert "a run with objective ad, now dpt; give the same again" in output
+def test_a_resumed_run_keeps_its_task_and_its_histories(folder, tmp_path):
+    out, others = tmp_path / "run", ["--resume_from", "auto", "--max_steps", "3"]
+    start(folder, out, "--max_steps", "2", "--split_seed", "1", "--from_start", "0.5", "--max_compression_depth", "2")
+    output = start(folder, out, *others, "--objective", "dpt", "--max_compression_depth", "1")
+    for name, value in (("objective", "ad"), ("split_seed", 1), ("from_start", 0.5), ("max_compression_depth", 2)):
+        assert f"--{name}: {value}, as in the checkpoint" in output
+    sample_data.write_sample_data(tmp_path / "data", "darkroom", "tabular", 3, 200, 0.3, 43)
+    assert "--resume_from: a run with digest" in start(tmp_path / "data", out, *others, code=2)
 
 
 def test_first_minute(tmp_path):
@@ -860,15 +985,16 @@ def test_first_minute(tmp_path):
     assert done.returncode == 2
     assert "python -m tools.sample_data compressed_ad" in done.stderr
     assert "python train.py --config configs/compressed_ad_demo.yaml" in done.stderr
-    told = script.say_how_long(small_model(4, 20).float(), 3, Namespace(effective=10**9, ranks=Namespace(world_size=1)),
-                               Namespace(max_steps=0, train_timesteps=10**6, mixed_precision="no"))  # fmt: skip
+    run = Namespace(effective=10**9, ranks=Namespace(world_size=1), checkpoint=None)
+    args = Namespace(max_steps=0, train_timesteps=10**6, mixed_precision="no")
+    told = script.say_how_long(small_model(4, 20).float(), 3, run, args)
     assert "days on this CPU; a trial of minutes: python train.py --config" in told
 
 
 def test_a_gymnasium_world_from_end_to_end(tmp_path):
     sample_data.write_sample_data(tmp_path / "data", "gym:FrozenLake-v1", "epsilon", 4, 320, 0.3, 0)
     output = start(tmp_path / "data", tmp_path / "run", "--objective", "dpt", "--temperature", "0.5")
-    assert "2 unseen tasks" in output
+    assert "3 unseen tasks" in output
     assert "tabular Q from scratch" in output
     # it is no world without chance, and no room
     assert "R-max" not in output

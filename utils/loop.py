@@ -62,8 +62,8 @@ class Run:
         """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before begin().
 
         format: name and version of what the script saves. advice: what to do when the memory is too small. model_flags:
-        what the model is made of; where there is a checkpoint, `args` takes these from it. With --eval_only or
-        --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
+        what the model and its task are made of; where there is a checkpoint, `args` takes these from it. With
+        --eval_only or --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
         """
         self.folder = Path(args.output_dir)
         self.format = format
@@ -439,14 +439,14 @@ class Run:
         """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
 
         metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error. Without
-        --save_every what is neither the best nor the end is saved once a minute.
+        --save_every what is neither the best nor the end is saved once a minute; with it, an epoch's end alone is not.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
             du.print_main(" | ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         position, epoch = self.position, self.position.epoch + 1
-        planned = self.epoch_over or self.evaluation_due
         at_end = position.step == self.planned_steps
+        planned = self.epoch_over or self.evaluation_due or at_end
         if at_end:
             self.log.write_interval(position.step, epoch, self.last_step)
 
@@ -460,7 +460,9 @@ class Run:
                 position.best, position.best_metrics = value, metrics
         if self.epoch_over:
             position.epoch, position.samples, self.stream = position.epoch + 1, 0, None
-        if best or self.is_over() or self._save_is_due():
+        every = self.args.save_every
+        due = metrics or every is None or (every and position.step % every == 0)
+        if best or self.is_over() or (due and self._save_is_due()):
             self.save(best)
 
         # what --max_steps alone brings is logged after the checkpoint: the run that is resumed has no such line

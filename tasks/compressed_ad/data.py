@@ -108,7 +108,7 @@ def darkroom(size: int) -> Env:
     cells = size * size
     following = np.broadcast_to(after[None, ..., None], (cells, cells, 5, 1))
     reward = (following == np.arange(cells)[:, None, None, None]).astype(np.float32)
-    return Env(f"darkroom:{size}", places, cells // 2, 2 * size + 2, following, reward)
+    return Env(f"darkroom:{size}", places, size // 2 * (size + 1), 2 * size + 2, following, reward)
 
 
 def key_to_door(size: int, tasks: int = 200) -> Env:
@@ -123,7 +123,7 @@ def key_to_door(size: int, tasks: int = 200) -> Env:
     following = np.concatenate([with_key, with_door, done], 1)[..., None]
     before = np.arange(3 * cells)[:, None, None]
     reward = (following // cells > before // cells).astype(np.float32)
-    return Env(f"key_to_door:{size}", places, cells // 2, 50, following, reward)
+    return Env(f"key_to_door:{size}", places, size // 2 * (size + 1), 50, following, reward)
 
 
 def gymnasium_env(name: str, most_tasks: int = 120) -> Env:
@@ -134,6 +134,8 @@ def gymnasium_env(name: str, most_tasks: int = 120) -> Env:
     try:
         import gymnasium
 
+        if ":" in name:
+            raise ValueError("no module may be named")
         env = gymnasium.make(name)
         table = env.unwrapped.P
         start, states, actions = int(env.reset(seed=0)[0]), int(env.observation_space.n), int(env.action_space.n)
@@ -146,16 +148,18 @@ def gymnasium_env(name: str, most_tasks: int = 120) -> Env:
     for state in range(states):
         for action in range(actions):
             for k, (share, after, gain, _) in enumerate(table[state][action]):
-                following[state, action, k], reward[state, action, k], chance[state, action, k] = after, gain, share
+                # beyond the last the same again, which never happens
+                following[state, action, k:], reward[state, action, k:] = after, gain
+                chance[state, action, k] = share
         if state in ends:
             following[state], reward[state], chance[state] = state, 0, [1] + [0] * (outcomes - 1)
-    rng, orders = random.Random(0), {}
-    for _ in range(50 * most_tasks):
-        orders[tuple(rng.sample(range(actions), actions))] = None
-    order = np.array(list(orders)[:most_tasks])
+    rng = np.random.default_rng(0)
+    orders = np.unique(rng.permuted(np.tile(np.arange(actions), (50 * most_tasks, 1)), axis=1), axis=0)
+    order = rng.permutation(orders)[:most_tasks]
     following, reward, chance = (part[:, order].swapaxes(0, 1) for part in (following, reward, chance.cumsum(-1)))
     horizon = min(env.spec.max_episode_steps or 50, 2 * states)
-    return Env(f"gym:{name}", np.arange(states)[:, None], start, horizon, following, reward, chance)
+    places = np.arange(states)[:, None]
+    return Env(f"gym:{name}", places, start, horizon, following, reward, chance if outcomes > 1 else None)
 
 
 @functools.cache
@@ -165,16 +169,16 @@ def make_env(spec: str) -> Env:
     if kind == "gym":
         return gymnasium_env(rest)
     makers = {"darkroom": darkroom, "key_to_door": key_to_door}
-    if kind not in makers or (rest and not (rest.isdecimal() and 2 < int(rest) < 16)):
-        raise InputError(f"--env {spec}: give darkroom, key_to_door (with a size of 3 to 15 behind `:`), or gym:NAME")
+    if kind not in makers or (rest and not (rest.isdecimal() and 2 < int(rest) < 26)):
+        raise InputError(f"environment {spec}: give darkroom or key_to_door, perhaps with :3 to :25, or gym:NAME")
     return makers[kind](int(rest or 9))
 
 
 def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
-    """(training tasks, unseen ones: 8, or a tenth of fewer than 80). Darkroom's seed 0 is the published split."""
+    """(training tasks, unseen ones: 8, or 2 to 7 of fewer than 64). Darkroom's seed 0 is the published split."""
     order = list(range(tasks))
     random.Random(seed).shuffle(order)
-    unseen = 8 if tasks >= 80 else max(1, tasks // 10)
+    unseen = min(8, max(2, tasks // 8))
     return order[:-unseen], order[-unseen:]
 
 
@@ -202,10 +206,13 @@ class Search:
     """Agents that know the map, where each action leads, but of their task only what they have seen.
 
     They go to the nearest cell not yet seen, by the first such action, and from the first reward on the best way to it.
-    Each phase of a task with hidden states (without the key, with it) is searched by itself.
+    Each phase of a task with hidden states (without the key, with it) is searched by itself. Raises InputError for what
+    is no room.
     """
 
     def __init__(self, env: Env, task: np.ndarray):
+        if not env.is_grid:
+            raise InputError(f"search: {env.name} is no room, whose map one could know; take another")
         self.env, self.task, self.n = env, task, np.arange(len(task))
         phases = env.next.shape[1] // env.cells
         self.seen = np.zeros((len(task), phases, env.cells), bool)
@@ -283,9 +290,11 @@ def find_file(path: str) -> Path:
             raise InputError(f"{path}: holds {len(found)} .hdf5 files, also in datasets/; name one with --data")
         place = found[0]
     if not place.is_file():
+        beside = ", ".join(sorted(file.name for file in place.parent.glob("*.h*5"))[:3])
         make = "python -m tools.sample_data compressed_ad data/demo/compressed_ad/search --source search"
         use = "python train.py --config configs/compressed_ad_demo.yaml"
-        raise InputError(f"{place}: no such file. Histories in seconds: `{make}`; then minutes on a CPU: `{use}`")
+        begin = f"histories in seconds: `{make}`; then minutes on a CPU: `{use}`"
+        raise InputError(f"{place}: no such file; {f'beside it lies {beside}' if beside else begin}")
     return place
 
 
@@ -295,18 +304,19 @@ def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
 
     try:
         with h5py.File(path) as file:
-            own = str(file.attrs.get("env", env or "darkroom"))
+            own = file.attrs.get("env", env or "darkroom")
+            own = own.decode() if isinstance(own, bytes) else str(own)
             groups = [{name: read_array(file, f"{task}/{name}") for name in FIELDS} for task in range(len(file))]
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError) as error:
         reason = f"{str(error)[:100]}; it needs groups '0', '1' ... with {', '.join(FIELDS)}"
         raise InputError(f"{path}: not readable histories: {reason}") from None
     world = make_env(own)
     if env and make_env(env).name != world.name:
         raise InputError(f"--env {env}: the histories in {path} are of {own}; leave it out")
-    if not 2 <= len(groups) <= world.tasks or (len(groups) < world.tasks and own.startswith("darkroom")):
-        raise InputError(f"{path}: {len(groups)} groups; {own} has {world.tasks} tasks")
+    if not 3 <= len(groups) <= world.tasks or (len(groups) < world.tasks and own.startswith("darkroom")):
+        raise InputError(f"{path}: {len(groups)} groups; {own} has {world.tasks} tasks; --env says another")
     for task, group in enumerate(groups):
-        shape = group["actions"].shape
+        shape = group["rewards"].shape
         for name, array in group.items():
             expected = shape + (world.places.shape[1:] if "states" in name else ())
             if len(shape) != 2 or array.shape != expected or 0 in shape or array.dtype.kind not in "biuf":
@@ -320,14 +330,12 @@ def read_array(file, name: str) -> np.ndarray:
     """A data set of an open HDF5 file. Raises ValueError for values that lie in another file."""
     import h5py
 
-    group = file[name.partition("/")[0]]
-    links = file.get(name.partition("/")[0], getlink=True), group.get(name.partition("/")[2], getlink=True)
-    if any(isinstance(link, h5py.ExternalLink) for link in links) or group.file != file:
-        raise ValueError(f"{name} is a link to another file")
     data = file[name]
-    if data.is_virtual or data.external:
-        raise ValueError(f"{name} keeps its values in another file")
-    return data[()]
+    if not isinstance(data, h5py.Dataset) or data.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is no array of numbers")
+    if data.file.filename != file.filename or data.is_virtual or data.external:
+        raise ValueError(f"{name} has its values in another file")
+    return np.array(data)
 
 
 def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np.ndarray, int]:
@@ -350,17 +358,18 @@ def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np
     actions = group["actions"] = group["actions"].astype(np.int64)
 
     states, after = cells.copy(), following.copy()
-    if env.chance is None:
-        expected = np.full(cells.shape[1], env.start)
-        for t in range(len(cells)):
-            states[t] = expected
+    expected = np.full(cells.shape[1], env.start)
+    for t in range(len(cells)):
+        states[t] = expected
+        if env.chance is None:
             after[t] = env.next[task, expected, actions[t], 0]
-            expected = np.full_like(expected, env.start) if is_last[t] else after[t]
+        expected = np.full_like(expected, env.start) if is_last[t] else after[t]
     resets = is_last & (following != after % env.cells) & (following == env.start)
     wrong = {"states is not where the step before led, or the start of an episode": states % env.cells != cells}
-    wrong["next_states is not where the action leads"] = (after % env.cells != following) & ~resets
-    if env.chance is None:
-        wrong["rewards is not what the task gives"] = env.reward[task, states, actions, 0] != group["rewards"]
+    led, gain = (part[task, states, actions] for part in (env.next, env.reward))
+    leads = led == after[..., None]
+    wrong["next_states is not where the action leads"] = ((after % env.cells != following) & ~resets) | ~leads.any(-1)
+    wrong["rewards is not what the task gives"] = ~(leads & (gain == group["rewards"][..., None])).any(-1)
     fail_at_first(path, task, wrong)
     return states, after, int(resets.sum())
 

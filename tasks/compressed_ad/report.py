@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from tasks.compressed_ad.data import DISCOUNT, Env, Histories, Search, SegmentDataset, play
-from utils.cli import InputError
+from utils.checkpoint import write_atomically
+from utils.cli import InputError, RunError
 from utils.stats import interval_of_mean
 
 # of the table; and the episodes whose return is a metric
@@ -107,45 +108,48 @@ def run_rivals(histories: Histories, tasks: list[int], episodes: int, seed: int)
     return rows
 
 
-def told(env: Env, tasks: list[int]) -> str:
+def name_tasks(env: Env, tasks: list[int]) -> str:
     """Which tasks a run was tested on, in its summary.json."""
     return f"{env.name}: {' '.join(map(str, tasks))}"
 
 
-def read_rival(folder: str, env: Env, tasks: list[int]) -> tuple[str, np.ndarray]:
-    """(name, mean return in each episode) of another run's test. Raises InputError."""
+def read_rival(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
+    """{name: mean return in each episode} of another run's test. Raises InputError."""
     path = Path(folder)
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        curve = np.loadtxt(path / "returns.csv", delimiter=",", skiprows=1, usecols=1, ndmin=1)
+        curve = np.loadtxt(path / "test_returns.csv", delimiter=",", skiprows=1, usecols=1, ndmin=1)
         agent, tested = summary["agent"], summary["tasks"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"not the folder of a finished run ({type(error).__name__}: {str(error)[:60]})"
         raise InputError(f"--rival_run {folder}: {reason}") from None
-    if tested != told(env, tasks):
-        raise InputError(f"--rival_run {folder}: tested on {tested}; give one of {told(env, tasks)}")
-    return f"rival run: {agent}", curve
+    if tested != name_tasks(env, tasks):
+        raise InputError(f"--rival_run {folder}: tested on {tested}; give one of {name_tasks(env, tasks)}")
+    return {f"rival run: {agent}": curve}
 
 
 # --- table and figure -------------------------------------------------------------------------------------------------
 
 
-def report_test(metrics: dict, returns: np.ndarray, unseen: SegmentDataset, folder: Path, args: Namespace) -> tuple:
-    """Rank 0: print the table and write returns.csv; ({metric: value}, figure). metrics: of the test so far."""
+def report_test(
+    metrics: dict, returns: np.ndarray, unseen: SegmentDataset, path: Path, rival: dict, args: Namespace
+) -> tuple:
+    """Rank 0: print the table, write the curve to `path`; ({metric: value}, figure). metrics: of the test so far.
+
+    Raises RunError where the disk is full.
+    """
     histories, tasks = unseen.histories, unseen.tasks.tolist()
     env, own = histories.env, f"{args.model}/{args.objective}"
     episodes = returns.shape[-1]
     random, optimum = metrics["test/return_random"], metrics["test/return_optimal"]
     curves = {own: returns.mean((0, 1))} | run_rivals(histories, tasks, episodes, args.seed)
-    if args.rival_run:
-        name, curve = read_rival(args.rival_run, env, tasks)
-        curves[name] = curve[:episodes]
+    curves |= {name: curve[:episodes] for name, curve in rival.items()}
     curves["random actions"], curves["optimum"] = np.full(episodes, random), np.full(episodes, optimum)
 
     shown = [episode for episode in COLUMNS if episode <= episodes]
     title = f"test, {len(tasks)} unseen tasks, episode"
     print(f"{title:<30}{''.join(f'{episode:7}' for episode in shown)}   last  normalized")
-    found = {"agent": own, "tasks": told(env, tasks)}
+    found = {"agent": own, "tasks": name_tasks(env, tasks)}
     for name, curve in curves.items():
         values = [curve[episode - 1] if episode <= len(curve) else np.nan for episode in shown]
         last = last_tenth(curve)
@@ -161,7 +165,11 @@ def report_test(metrics: dict, returns: np.ndarray, unseen: SegmentDataset, fold
 
     bands = np.array([interval(part) for part in returns.transpose(2, 0, 1)])
     table = np.column_stack([np.arange(1, episodes + 1), curves[own], bands])
-    np.savetxt(folder / "returns.csv", table, "%.10g", ",", header="episode,agent,low,high", comments="")
+    header = "episode,agent,low,high"
+    try:
+        write_atomically(path, lambda file: np.savetxt(file, table, "%.10g", ",", header=header, comments=""))
+    except OSError as error:
+        raise RunError(f"{path}: not written ({error.strerror}); make room and resume") from None
     return found, draw_returns(curves, bands, f"{len(tasks)} unseen tasks of {env.name}")
 
 
@@ -185,11 +193,13 @@ def describe(histories: Histories, segments: SegmentDataset, unseen: SegmentData
     """The banner's rows of this task."""
     size = sum(parameter.numel() for parameter in model.parameters())
     rows = {"model": f"{args.model}, {size} parameters, context {model.n_transit}, {model.n_latent} latents"}
-    tasks = f"{len(segments.tasks)} tasks of {histories.env.name}, {len(unseen.tasks)} unseen"
-    rows["histories"] = f"{histories.streams} of {histories.steps} steps for each of {tasks}, digest {histories.digest}"
+    tasks = f"{len(segments.tasks)} tasks, {len(unseen.tasks)} unseen by split {args.split_seed}"
+    rows["histories"] = f"{histories.streams} of {histories.steps} steps for each of {tasks}"
+    rows["objective"] = args.objective
     if histories.longest > histories.steps:
         rows["histories"] += f"; of up to {histories.longest} steps the first {histories.steps} are used"
     if histories.repaired:
         rows["repaired"] = f"{histories.repaired} episodes whose last next state is the start of the next"
-    rows["segments"] = f"{len(segments)} an epoch, of at most {segments.max_depth} compressed blocks and a context"
+    rows["segments"] = f"{len(segments)} an epoch, of at most {segments.max_depth} compressed blocks and a context; "
+    rows["segments"] += f"{args.from_start:.0%} from a history's start"
     return rows
