@@ -2,9 +2,7 @@
 
     python train.py                                                               # one GPU, or CPU
     accelerate launch --config_file accelerate_config.yaml train.py               # 2 GPUs, fp16
-    accelerate launch --multi_gpu --num_processes=4 --mixed_precision=fp16 train.py
     torchrun --nproc_per_node=gpu train.py                                        # every GPU there is
-    torchrun --nproc_per_node=4 --nnodes=2 --node_rank=0 --master_addr=192.168.1.1 --master_port=29500 train.py
     python train.py --config configs/ad_darkroom.yaml                             # without compression, to compare with
     python train.py --objective search                                            # other answers for the same histories
     python train.py --eval_only                                                   # 500 episodes on the unseen tasks
@@ -16,16 +14,17 @@ for `--data .`, in seconds.
 import copy
 import time
 from argparse import Namespace
+from datetime import timedelta
 
 from utils.cli import Parser, add_common_arguments, number, run_main, whole
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
 # what the model and its task are made of
-MODEL_FLAGS = (
-    "model", "tf_n_embd", "tf_n_layer", "tf_n_head", "tf_dim_feedforward", "encoder_n_layer", "n_latent", "n_transit",
-    "shift", "from_start", "max_compression_depth", "objective", "split_seed",
-)  # fmt: skip
+MODEL_FLAGS = tuple(
+    "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
+    "max_compression_depth objective split_seed".split()
+)
 # agents per task in the evaluations during training
 VAL_AGENTS = 5
 # the random numbers of acting are apart from all others of a seed
@@ -76,13 +75,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--rival_run", "--ad_run", metavar="DIR", help=text)
 
     add_common_arguments(parser, output_dir="runs/compressed_ad", num_epochs=None, learning_rate=1e-4, batch_size=128)
-    # the guide's names
-    add = parser.add_argument_group("as the guide has it").add_argument
-    add("--train_batch_size", dest="batch_size", type=whole(1), help="the same as --batch_size")
-    add("--summary_interval", dest="log_every", type=whole(1), help="the same as --log_every")
-    add("--eval_interval", dest="eval_every_steps", type=whole(0), help="the same as --eval_every_steps")
-    add("--ckpt_interval", dest="save_every", type=whole(0), help="the same as --save_every")
-    add("--grad_clip_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
     parser.set_defaults(log_every=100, eval_every_steps=1000, save_every=1000)
     args = parser.parse(argv)
     if args.tf_n_embd % args.tf_n_head:
@@ -340,8 +332,9 @@ class Agents:
 @torch.no_grad()
 def act_in_context(
     model: InContextNet, env: Env, tasks: list[int], count: int, episodes: int, run: Run, args: Namespace
-) -> np.ndarray:
-    """All ranks: returns (tasks, count, episodes) of `count` agents on each task.
+) -> tuple[np.ndarray, np.ndarray]:
+    """All ranks: returns (tasks, count, episodes) of `count` agents on each task; and, on rank 0, the states (episodes,
+    horizon + 1) that the first agent went through.
 
     The same on all ranks, at any world size: an agent's chance is a function of (seed, task, agent) alone.
     """
@@ -351,6 +344,7 @@ def act_in_context(
     follow, gain = (torch.from_numpy(np.ascontiguousarray(part[tasks])).to(device) for part in (env.next, env.reward))
     shares = None if env.chance is None else torch.from_numpy(env.chance[tasks]).to(device)
     returns = torch.zeros(len(tasks) * count, episodes, dtype=torch.float64)
+    path = torch.full((episodes, env.horizon + 1), env.start, device=device)
     # agents are numbered task by task; the ranks take them in turn
     local = range(rank, len(returns), world_size)
     for first in range(0, len(local), args.test_batch_size):
@@ -374,8 +368,10 @@ def act_in_context(
                 after, reward = (part[row, state, action, outcome] for part in (follow, gain))
                 agents.observe(state % env.cells, action, after % env.cells, reward)
                 total, state = total + reward, after
+                if first == 0:
+                    path[episode, t + 1] = state[0]
             returns[numbers, episode] = total.cpu()
-    return du.reduce_sum(returns).numpy().reshape(len(tasks), count, episodes)
+    return du.reduce_sum(returns).numpy().reshape(len(tasks), count, episodes), path.cpu().numpy()
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -386,7 +382,8 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
     """{"loss", "accuracy"} of the next action on some tasks' histories, the same on all ranks."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    loader = du.create_distributed_dataloader(segments, args.test_batch_size, train=False, collate_fn=as_it_is)
+    # a data set of whole batches
+    loader = du.create_distributed_dataloader(segments, args.test_batch_size, train=False, collate_fn=dict)
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
@@ -396,40 +393,37 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
     return {"loss": loss / count, "accuracy": right / count}
 
 
-def as_it_is(batch: dict) -> dict:
-    """collate_fn of a data set that makes whole batches."""
-    return batch
-
-
 def evaluate(
     model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace, test: bool
-) -> tuple[dict[str, float], np.ndarray]:
-    """All ranks: ({"split/metric": value}, returns of the last split (tasks, agents, episodes)); all agents act at
-    once. test: with as many agents and episodes as the test has."""
+) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+    """All ranks: {"split/metric": value}, returns of the last split (tasks, agents, episodes), the first agent's path.
+
+    All agents act at once. test: with as many agents and episodes as the test has.
+    """
     env = next(iter(splits.values())).histories.env
     tasks = {split: segments.tasks.tolist() for split, segments in splits.items()}
-    count = args.eval_seeds if test else min(VAL_AGENTS, args.eval_seeds)
+    count = args.eval_seeds if test else VAL_AGENTS
     episodes = args.eval_episodes if test else args.val_episodes
-    returns = act_in_context(model, env, sum(tasks.values(), []), count, episodes, run, args)
+    returns, path = act_in_context(model, env, sum(tasks.values(), []), count, episodes, run, args)
     parts = np.split(returns, np.cumsum([len(part) for part in tasks.values()])[:-1])
     metrics = {}
     for (split, segments), part in zip(splits.items(), parts, strict=True):
         found = action_accuracy(model, segments, run, precision, args)
         found |= report.return_metrics(part, env, tasks[split])
         metrics |= {f"{split}/{name}": value for name, value in found.items()}
-    return metrics, parts[-1]
+    return metrics, parts[-1], path
 
 
 def final_test(
     model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, precision: str, args: Namespace
 ) -> dict:
     """All ranks: the test on the unseen tasks, its table and figure; {metric: value}. rival: curves of other runs."""
-    metrics, returns = evaluate(model, {"test": unseen}, run, precision, args, test=True)
+    metrics, *acted = evaluate(model, {"test": unseen}, run, precision, args, test=True)
     found, name = {}, "test" if run.trains else "eval_test"
     with du.agree_on_errors():
         if run.ranks.is_main:
-            path = run.folder / f"{name}_returns.csv"
-            found, figure = report.report_test(metrics, returns, unseen, path, rival, args)
+            csv = run.folder / f"{name}_returns.csv"
+            found, figure = report.report_test(metrics, *acted, unseen, csv, rival, args)
             run.figure(name, figure)
     return metrics | du.broadcast_object(found)
 
@@ -468,24 +462,32 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 
 def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> str:
     """On a CPU: how long the steps take, by one of a few segments; where that is days, what to try instead."""
-    seconds = []
+    # twice, as the first warms up
     for _ in range(2):
         begun = time.perf_counter()
         trial_step(model, largest_batch(model, 4, depth), args)
-        seconds.append(time.perf_counter() - begun)
+    seconds = (time.perf_counter() - begun) / 4
     model.zero_grad()
     steps = min(args.max_steps or args.train_timesteps, args.train_timesteps)
     steps -= run.checkpoint["step"] if run.checkpoint else 0
-    # not the first, which warms up
-    minutes = seconds[1] / 4 * run.effective / run.ranks.world_size * steps / 60
-    if minutes < 1440:
-        return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.0f} hours"
-    trial = "python train.py --config configs/compressed_ad_demo.yaml"
-    return f"about {minutes / 1440:.0f} days on this CPU; a trial of minutes: {trial}"
+    seconds *= run.effective / run.ranks.world_size * steps
+    trial = "; a trial of minutes: python train.py --config configs/compressed_ad_demo.yaml"
+    return f"about {timedelta(seconds=round(seconds))} on this CPU{trial if seconds > 86400 else ''}"
 
 
-def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
     """Train and evaluate, test the best checkpoint, or --eval_only; returns the exit code of a stop signal, else 0."""
+    check_accelerate(args.gradient_accumulation_steps)
+    precision, reason = choose_precision(args.mixed_precision, ranks.device)
+    notes = {"precision": f"{precision} ({reason}) {set_numerics(ranks.device, precision, args.deterministic)}".strip()}
+    # as the guide wants to see it
+    kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
+    du.print_main(
+        f"Distributed training: {kind}\nNumber of processes: {ranks.world_size}\nMixed precision: {precision}"
+    )
+    for rank, device in enumerate(du.gather_objects(str(ranks.device))):
+        du.print_main(f"Process {rank} using device: {device}")
+
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     with du.agree_on_errors():
         histories = Histories(args.data, args.env, args.objective, args.seed)
@@ -513,11 +515,12 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
         return 0
 
     run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size, segments.max_depth), args))
-    options = {"seed": args.seed, "num_workers": args.num_workers, "collate_fn": as_it_is}
-    loader = du.create_distributed_dataloader(segments, run.leaf, True, run.effective, run.shares, **options)
+    loader = du.create_distributed_dataloader(
+        segments, run.leaf, True, run.effective, run.shares, args.seed, args.num_workers, collate_fn=dict
+    )
     optimizer = make_optimizer(model, args)
     base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
-    notes = notes | report.describe(histories, segments, splits["unseen"], model, args)
+    notes |= report.describe(histories, segments, splits["unseen"], model, args)
     if ranks.device.type == "cpu":
         notes["time"] = say_how_long(model, segments.max_depth, run, args)
     facts = {"env": histories.env.name, "digest": histories.digest}
@@ -534,8 +537,9 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
                 share = 1 / step.totals[0]
                 for batch in step.leaves():
                     step.backward(*(part.sum() * share for part in action_losses(wrapped, batch, precision)))
-                factor = du.schedule(run.position.step, args.train_timesteps, args.num_warmup_steps, "cosine")
-                step.update(base_lr * factor)
+                step.update(
+                    base_lr * du.schedule(run.position.step, args.train_timesteps, args.num_warmup_steps, "cosine")
+                )
             if run.stopped:
                 return run.save_and_stop()
             # an epoch's end alone is no reason to evaluate
@@ -545,20 +549,6 @@ def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
         run.load_best(model)
         run.finish(final_test(model, splits["unseen"], rival, run, precision, args))
     return 0
-
-
-def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, or --eval_only; returns the exit code."""
-    check_accelerate(args.gradient_accumulation_steps)
-    precision, reason = choose_precision(args.mixed_precision, ranks.device)
-    remark = set_numerics(ranks.device, precision, args.deterministic)
-    # as the guide wants to see it
-    kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
-    du.print_main(f"Distributed training: {kind}")
-    du.print_main(f"Number of processes: {ranks.world_size}\nMixed precision: {precision}")
-    for rank, device in enumerate(du.gather_objects(str(ranks.device))):
-        du.print_main(f"Process {rank} using device: {device}")
-    return train(args, ranks, precision, {"precision": f"{precision} ({reason}) {remark}".strip()})
 
 
 def main(args: Namespace) -> int:

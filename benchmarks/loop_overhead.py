@@ -212,7 +212,7 @@ def compressed_ad(words: list[str]) -> None:
         "compressed_ad",
         script.build_model(args, "no", torch.device("cpu"), histories.env),
         data,
-        lambda run: du.create_distributed_dataloader(data, run.leaf, collate_fn=script.as_it_is),
+        lambda run: du.create_distributed_dataloader(data, run.leaf, collate_fn=dict),
         loss_parts,
         args,
         steps=min(30, len(data) // size // TURNS),

@@ -181,14 +181,20 @@ def add_common_arguments(
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
     if num_epochs:
         add("--num_epochs", "--epochs", type=whole(1), default=num_epochs, help="passes over the training set")
-    add("--seed", type=int, default=0, help="initial weights, sample order, and all else that is drawn")
+    add("--seed", type=whole(-(10**18)), default=0, help="initial weights, sample order, and all else that is drawn")
     add("--max_steps", type=whole(0), default=0, help="stop after N optimizer steps in all; 0: at the end")
     add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")
     add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
     add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
-    add("--eval_every_steps", type=whole(0), default=0, help="evaluate every N steps, besides after each epoch")
+    add(
+        "--eval_every_steps",
+        "--eval_interval",
+        type=whole(0),
+        default=0,
+        help="evaluate every N steps, besides after each epoch",
+    )
     text = "save every N steps and after evaluations; left out, N is 500, and not more often than once a minute"
-    add("--save_every", type=whole(0), help=text)
+    add("--save_every", "--ckpt_interval", type=whole(0), help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -196,14 +202,14 @@ def add_common_arguments(
     if batch_of_all:
         text = "samples over ALL GPUs and forward pass; with --effective_batch_size PER GPU"
         product = "batch size x accumulation"
-    add("--batch_size", type=whole(1), default=batch_size, help=text)
+    add("--batch_size", "--train_batch_size", type=whole(1), default=batch_size, help=text)
     text = "forward passes PER GPU summed into one step"
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
     text = f"samples of a step over ALL GPUs, however many; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
     text = "at its highest, before any scaling"
     add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
-    add("--grad_clip", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--grad_clip", "--grad_clip_norm", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
     add("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
 
     add = parser.add_argument_group("speed and memory").add_argument
@@ -222,7 +228,7 @@ def add_common_arguments(
     add("--profile", type=window, metavar="A:B", help=text)
 
     add = parser.add_argument_group("logging and launch").add_argument
-    add("--log_every", type=whole(1), default=10, help="optimizer steps between log lines")
+    add("--log_every", "--summary_interval", type=whole(1), default=10, help="optimizer steps between log lines")
     text = "log to Weights & Biases, too"
     add("--wandb", "--wandb_project", metavar="PROJECT", nargs="?", const=Path(output_dir).name, help=text)
     add("--world_size", type=whole(1), help="with plain `python`: start N processes through torchrun")

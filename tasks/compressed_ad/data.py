@@ -126,7 +126,7 @@ def key_to_door(size: int, tasks: int = 200) -> Env:
     return Env(f"key_to_door:{size}", places, size // 2 * (size + 1), 50, following, reward)
 
 
-def gymnasium_env(name: str, most_tasks: int = 120) -> Env:
+def gymnasium_env(name: str) -> Env:
     """A Gymnasium world with a table P of its transitions (FrozenLake, CliffWalking, Taxi).
 
     Task k has its own order of the actions, so that there is something to find out. Raises InputError.
@@ -143,19 +143,18 @@ def gymnasium_env(name: str, most_tasks: int = 120) -> Env:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
         raise InputError(f"--env gym:{name}: {reason}; it needs Discrete spaces and a table P") from None
     outcomes = max(len(found) for row in table.values() for found in row.values())
-    following, reward, chance = (np.zeros((states, actions, outcomes), kind) for kind in (int, np.float32, float))
-    ends = {after for row in table.values() for found in row.values() for _, after, _, is_end in found if is_end}
-    for state in range(states):
-        for action in range(actions):
-            for k, (share, after, gain, _) in enumerate(table[state][action]):
-                # beyond the last the same again, which never happens
-                following[state, action, k:], reward[state, action, k:] = after, gain
-                chance[state, action, k] = share
-        if state in ends:
-            following[state], reward[state], chance[state] = state, 0, [1] + [0] * (outcomes - 1)
+    # those with fewer have their last once more, which never happens
+    rows = [
+        [(found + outcomes * [(0, *found[-1][1:])])[:outcomes] for found in table[state].values()]
+        for state in range(states)
+    ]
+    chance, following, reward, is_end = np.moveaxis(np.array(rows, float), -1, 0)
+    following = following.astype(int)
+    over = np.unique(following[is_end > 0])
+    following[over], reward[over] = over[:, None, None], 0
     rng = np.random.default_rng(0)
-    orders = np.unique(rng.permuted(np.tile(np.arange(actions), (50 * most_tasks, 1)), axis=1), axis=0)
-    order = rng.permutation(orders)[:most_tasks]
+    orders = np.unique(rng.permuted(np.tile(np.arange(actions), (6000, 1)), axis=1), axis=0)
+    order = rng.permutation(orders)[:120]
     following, reward, chance = (part[:, order].swapaxes(0, 1) for part in (following, reward, chance.cumsum(-1)))
     horizon = min(env.spec.max_episode_steps or 50, 2 * states)
     places = np.arange(states)[:, None]
@@ -202,6 +201,12 @@ def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: N
     return parts
 
 
+def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
+    """(episodes,): mean return of agents with rewards (steps, agents); a part of an episode is left out."""
+    whole = rewards[: len(rewards) // env.horizon * env.horizon]
+    return whole.reshape(-1, env.horizon, rewards.shape[1]).sum(1, dtype=float).mean(1)
+
+
 class Search:
     """Agents that know the map, where each action leads, but of their task only what they have seen.
 
@@ -210,7 +215,7 @@ class Search:
     is no room.
     """
 
-    def __init__(self, env: Env, task: np.ndarray):
+    def __init__(self, env: Env, task: np.ndarray, _=None):
         if not env.is_grid:
             raise InputError(f"search: {env.name} is no room, whose map one could know; take another")
         self.env, self.task, self.n = env, task, np.arange(len(task))
@@ -269,8 +274,7 @@ class Histories:
             target = find_targets(objective, self.env, task, states, actions, after, rewards, rng)
             words = np.stack([states % self.env.cells, actions, after % self.env.cells, target], -1)
             self.words[task], self.rewards[task] = words.swapaxes(0, 1), rewards.T
-            whole = rewards[: self.steps - self.steps % self.env.horizon]
-            self.curves.append(whole.reshape(-1, self.env.horizon, self.streams).sum(1, dtype=float).mean(1))
+            self.curves.append(learning_curve(rewards, self.env))
         self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
     def take(self, tasks: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -313,7 +317,7 @@ def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
     world = make_env(own)
     if env and make_env(env).name != world.name:
         raise InputError(f"--env {env}: the histories in {path} are of {own}; leave it out")
-    if not 3 <= len(groups) <= world.tasks or (len(groups) < world.tasks and own.startswith("darkroom")):
+    if len(groups) != world.tasks:
         raise InputError(f"{path}: {len(groups)} groups; {own} has {world.tasks} tasks; --env says another")
     for task, group in enumerate(groups):
         shape = group["rewards"].shape
@@ -331,10 +335,9 @@ def read_array(file, name: str) -> np.ndarray:
     import h5py
 
     data = file[name]
-    if not isinstance(data, h5py.Dataset) or data.dtype.kind not in "biuf":
-        raise ValueError(f"{name} is no array of numbers")
-    if data.file.filename != file.filename or data.is_virtual or data.external:
-        raise ValueError(f"{name} has its values in another file")
+    is_here = isinstance(data, h5py.Dataset) and data.file.filename == file.filename
+    if not is_here or data.is_virtual or data.external or data.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is no array of numbers in this file")
     return np.array(data)
 
 
@@ -353,8 +356,8 @@ def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np
         good = (array == np.floor(array)) & (array >= 0) & (array < limit)
         wrong[f"{name} must be whole numbers from 0 and below {limit}"] = ~(good.all(-1) if good.ndim > 2 else good)
     fail_at_first(path, task, wrong)
-    radix = np.cumprod([1, *corner[:0:-1]])[::-1]
-    cells, following = (group[name].astype(np.int64) @ radix for name in ("states", "next_states"))
+    places = (group[name].astype(np.int64) for name in ("states", "next_states"))
+    cells, following = (np.ravel_multi_index(place.T, corner).T for place in places)
     actions = group["actions"] = group["actions"].astype(np.int64)
 
     states, after = cells.copy(), following.copy()
@@ -405,8 +408,8 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
     """A number in [0, 1) for each sample, a function of (seed, epoch, sample, draw) alone (splitmix64)."""
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     x = x ^ (x >> np.uint64(31))
     return x.astype(np.float64) / 2.0**64 * (1 - 2**-53)
 
@@ -437,10 +440,9 @@ class SegmentDataset(Dataset):
         """(history, depth, end, shift) of samples; the context's last transition is end - 1."""
         if self.train:
             history = samples // self.pieces
-            depth = (hashed(self.seed, epoch, samples, 0) * (self.max_depth + 1)).astype(np.int64)
-            share, which = (hashed(self.seed, epoch, samples, draw) for draw in (1, 2))
-            moved = [hashed(self.seed, epoch, samples, draw) * (self.shift + 1) for draw in (3, 4)]
-            shift = np.stack(moved, 1).astype(np.int64)
+            deep, share, which, *moved = (hashed(self.seed, epoch, samples, draw) for draw in range(5))
+            depth = (deep * (self.max_depth + 1)).astype(np.int64)
+            shift = (np.stack(moved, 1) * (self.shift + 1)).astype(np.int64)
         else:
             # the deepest come first
             number, history = np.divmod(samples, len(self.tasks) * self.streams)

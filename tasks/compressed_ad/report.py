@@ -6,14 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
-from tasks.compressed_ad.data import DISCOUNT, Env, Histories, Search, SegmentDataset, play
+from tasks.compressed_ad.data import DISCOUNT, Env, Histories, Search, SegmentDataset, learning_curve, play
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError
 from utils.stats import interval_of_mean
 
-# of the table; and the episodes whose return is a metric
-COLUMNS, METRICS = (1, 5, 10, 20, 50, 100, 500), (5, 10, 20, 50)
+# episodes of the table
+COLUMNS = (1, 5, 10, 20, 50, 100, 500)
 # agents of each rival on each task
 RIVAL_AGENTS = 5
 
@@ -98,13 +99,13 @@ def run_rivals(histories: Histories, tasks: list[int], episodes: int, seed: int)
     if env.chance is None:
         kinds["R-max from scratch"] = RMax
     if env.is_grid:
-        kinds["search that knows the map"] = lambda env, task, _: Search(env, task)
+        kinds["search that knows the map"] = Search
     rows = {"source of the histories": np.mean([histories.curves[task] for task in tasks], 0)[:episodes]}
     for name, kind in kinds.items():
         rng = np.random.default_rng([seed % 2**63, 7])
         agents = kind(env, task, rng)
         rewards = play(env, task, episodes * env.horizon, rng, agents.choose, agents.learn)[-1]
-        rows[name] = rewards.reshape(episodes, -1, len(task)).sum(1, dtype=float).mean(1)
+        rows[name] = learning_curve(rewards, env)
     return rows
 
 
@@ -118,8 +119,8 @@ def read_rival(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]
     path = Path(folder)
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
-        curve = np.loadtxt(path / "test_returns.csv", delimiter=",", skiprows=1, usecols=1, ndmin=1)
         agent, tested = summary["agent"], summary["tasks"]
+        curve = pd.read_csv(path / "test_returns.csv")[agent].to_numpy()
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"not the folder of a finished run ({type(error).__name__}: {str(error)[:60]})"
         raise InputError(f"--rival_run {folder}: {reason}") from None
@@ -132,11 +133,18 @@ def read_rival(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]
 
 
 def report_test(
-    metrics: dict, returns: np.ndarray, unseen: SegmentDataset, path: Path, rival: dict, args: Namespace
+    metrics: dict,
+    returns: np.ndarray,
+    path: np.ndarray,
+    unseen: SegmentDataset,
+    csv: Path,
+    rival: dict,
+    args: Namespace,
 ) -> tuple:
-    """Rank 0: print the table, write the curve to `path`; ({metric: value}, figure). metrics: of the test so far.
+    """Rank 0: print the table, write the curve; ({metric: value}, figure).
 
-    Raises RunError where the disk is full.
+    metrics: of the test so far. path (episodes, states): of the first agent on the first task. Raises RunError where
+    the disk is full.
     """
     histories, tasks = unseen.histories, unseen.tasks.tolist()
     env, own = histories.env, f"{args.model}/{args.objective}"
@@ -146,60 +154,72 @@ def report_test(
     curves |= {name: curve[:episodes] for name, curve in rival.items()}
     curves["random actions"], curves["optimum"] = np.full(episodes, random), np.full(episodes, optimum)
 
-    shown = [episode for episode in COLUMNS if episode <= episodes]
-    title = f"test, {len(tasks)} unseen tasks, episode"
-    print(f"{title:<30}{''.join(f'{episode:7}' for episode in shown)}   last  normalized")
-    found = {"agent": own, "tasks": name_tasks(env, tasks)}
+    rows, found = {}, {"agent": own, "tasks": name_tasks(env, tasks)}
     for name, curve in curves.items():
-        values = [curve[episode - 1] if episode <= len(curve) else np.nan for episode in shown]
-        last = last_tenth(curve)
-        score = (last - random) / (optimum - random)
-        cells = "".join(f"{value:7.2f}" if np.isfinite(value) else " " * 7 for value in values)
-        print(f"{name:<30}{cells}{last:7.2f}{score:12.3f}")
+        row = {f"return_episode_{episode}": curve[episode - 1] for episode in COLUMNS if episode <= len(curve)}
+        row["return_last"] = last_tenth(curve)
+        row["normalized_last"] = (row["return_last"] - random) / (optimum - random)
         key = "test" if name == own else "test/rival/" + re.sub(r"\W+", "_", name)
-        found |= {f"{key}/return_episode_{e}": float(curve[e - 1]) for e in METRICS if e <= len(curve)}
-        found |= {f"{key}/return_last": float(last), f"{key}/normalized_last": float(score)}
-    low, high = metrics["test/return_last_low"], metrics["test/return_last_high"]
-    mean = metrics["test/return_last"]
+        found |= {f"{key}/{metric}": float(value) for metric, value in row.items()}
+        rows[name] = row
+    header = [*(str(episode) for episode in COLUMNS if episode <= episodes), "last", "normalized"]
+    print(f"test, {len(tasks)} unseen tasks: return in episode")
+    print(pd.DataFrame(rows).T.to_string(header=header, na_rep="", float_format="{:.2f}".format))
+    mean, low, high = (metrics[f"test/return_last{end}"] for end in ("", "_low", "_high"))
     print(f"{own}: {mean:.2f} ({low:.2f} to {high:.2f}) in the last tenth of {episodes} episodes")
 
     bands = np.array([interval(part) for part in returns.transpose(2, 0, 1)])
-    table = np.column_stack([np.arange(1, episodes + 1), curves[own], bands])
-    header = "episode,agent,low,high"
+    frame = pd.DataFrame({name: pd.Series(curve) for name, curve in curves.items()})
     try:
-        write_atomically(path, lambda file: np.savetxt(file, table, "%.10g", ",", header=header, comments=""))
+        write_atomically(csv, frame.set_axis(frame.index + 1).rename_axis("episode").to_csv)
     except OSError as error:
-        raise RunError(f"{path}: not written ({error.strerror}); make room and resume") from None
-    return found, draw_returns(curves, bands, f"{len(tasks)} unseen tasks of {env.name}")
+        raise RunError(f"{csv}: not written ({error.strerror}); make room and resume") from None
+    return found, draw_test(curves, bands, path, env, tasks)
 
 
-def draw_returns(curves: dict[str, np.ndarray], bands: np.ndarray, title: str):
-    """Return against episode, with the interval (episodes, 2) of the first curve, beside all that it is measured by."""
+def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
+    """Return against episode, with the interval (episodes, 2) of the first curve, beside all that it is measured by.
+
+    Below, in a room: the way of an agent on the first task in some episodes (rows of `path`), from the circle on, and
+    stars where a reward waits.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
+    axes = above.subplots()
     for place, (name, curve) in enumerate(curves.items()):
         style = {"random actions": "k:", "optimum": "k--"}.get(name, "-")
         axes.plot(np.arange(1, len(curve) + 1), curve, style, linewidth=1 if place else 2.5, label=name)
     axes.fill_between(np.arange(1, len(bands) + 1), *bands.T, alpha=0.2)
-    axes.set(xlabel="episode in the context", ylabel="return", xscale="log", title=title)
+    axes.set(
+        xlabel="episode in the context", ylabel="return", xscale="log", title=f"{len(tasks)} unseen tasks of {env.name}"
+    )
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+
+    shown = sorted({episode for episode in (1, 2, 3, 5) if episode < len(path)} | {len(path)}) if env.is_grid else []
+    rewarded = env.places[np.unique(env.next[tasks[0]][env.reward[tasks[0]] > 0] % env.cells)]
+    limits = (-0.5, env.places.max() + 0.5)
+    for place, episode in enumerate(shown):
+        axes = below.add_subplot(1, len(shown), place + 1)
+        rows, columns = env.places[path[episode - 1] % env.cells].T
+        axes.plot(columns, rows, "o-", markevery=[0])
+        axes.plot(rewarded[:, 1], rewarded[:, 0], "r*", markersize=10)
+        axes.set(title=f"episode {episode}", xlim=limits, ylim=limits[::-1], xticks=[], yticks=[], aspect="equal")
     return figure
 
 
 def describe(histories: Histories, segments: SegmentDataset, unseen: SegmentDataset, model, args: Namespace) -> dict:
     """The banner's rows of this task."""
     size = sum(parameter.numel() for parameter in model.parameters())
-    rows = {"model": f"{args.model}, {size} parameters, context {model.n_transit}, {model.n_latent} latents"}
     tasks = f"{len(segments.tasks)} tasks, {len(unseen.tasks)} unseen by split {args.split_seed}"
-    rows["histories"] = f"{histories.streams} of {histories.steps} steps for each of {tasks}"
-    rows["objective"] = args.objective
-    if histories.longest > histories.steps:
-        rows["histories"] += f"; of up to {histories.longest} steps the first {histories.steps} are used"
-    if histories.repaired:
-        rows["repaired"] = f"{histories.repaired} episodes whose last next state is the start of the next"
-    rows["segments"] = f"{len(segments)} an epoch, of at most {segments.max_depth} compressed blocks and a context; "
-    rows["segments"] += f"{args.from_start:.0%} from a history's start"
-    return rows
+    longest = f"the longest has {histories.longest}; {histories.repaired} next states were the next start"
+    context = f"{segments.max_depth} compressed blocks and a context, {args.from_start:.0%} from a history's start"
+    return {
+        "model": f"{args.model}, {size} parameters, context {model.n_transit}, {model.n_latent} latents",
+        "objective": args.objective,
+        "histories": f"{histories.streams} of {histories.steps} steps ({longest}) for each of {tasks}",
+        "segments": f"{len(segments)} an epoch, of at most {context}",
+    }

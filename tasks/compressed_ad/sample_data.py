@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.compressed_ad.data import Env, Search, make_env, play
+from tasks.compressed_ad.data import Env, Search, learning_curve, make_env, play
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, number, whole
 
@@ -47,12 +47,10 @@ def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int
     task = np.repeat(np.arange(world.tasks), streams)
     options = {"noise": noise} if source == "search" else {}
     parts = SOURCES[source](world, task, steps, seed, **options)
-    states, actions, after, rewards = (part.reshape(steps, world.tasks, streams) for part in parts)
-    write_histories(path, world, states, actions, after, rewards)
+    write_histories(path, world, *(part.reshape(steps, world.tasks, streams) for part in parts))
     print(f"{path}: {world.tasks} tasks x {streams} streams x {steps} steps, by {source}")
-    curve = rewards.reshape(-1, world.horizon, len(task)).sum(1).mean(1)
-    shown = [episode for episode in (1, 2, 5, 10, 20, 50, 100) if episode < len(curve)] + [len(curve)]
-    points = ", ".join(f"{episode}: {curve[episode - 1]:.2f}" for episode in shown)
+    curve = learning_curve(parts[-1], world)
+    points = ", ".join(f"{e}: {curve[e - 1]:.2f}" for e in (1, 2, 5, 10, 20, 50, 100, len(curve)) if e <= len(curve))
     lowest, highest = world.value(np.mean).mean(), world.value(np.max).mean()
     print(f"return in episode {points}; random policy {lowest:.2f}, optimum {highest:.2f}")
     if len(curve) > 1 and curve[-max(1, len(curve) // 10) :].mean() <= curve[0]:
@@ -188,18 +186,17 @@ def write_histories(path: Path, env: Env, states, actions, after, rewards) -> No
     import h5py
 
     places = env.places.astype(np.int8 if env.places.max() < 128 else np.int16)
-    dones = np.repeat((np.arange(1, len(rewards) + 1) % env.horizon == 0)[:, None], rewards.shape[2], 1)
+    is_last = np.arange(1, len(rewards) + 1) % env.horizon == 0
+    parts = {"states": places[states % env.cells], "next_states": places[after % env.cells]}
+    parts |= {"actions": actions.astype(np.int8), "rewards": rewards.astype(np.float32)}
+    parts["dones"] = np.broadcast_to(is_last[:, None, None], rewards.shape)
     # made in memory, since the HDF5 library dies on a full disk
     memory = io.BytesIO()
     with h5py.File(memory, "w") as file:
         file.attrs["env"] = env.name
-        for task in range(env.tasks):
-            group = file.create_group(str(task))
-            group["states"] = places[states[:, task] % env.cells]
-            group["next_states"] = places[after[:, task] % env.cells]
-            group["actions"] = actions[:, task].astype(np.int8)
-            group["dones"] = dones
-            group["rewards"] = rewards[:, task].astype(np.float32)
+        for name, part in parts.items():
+            for task in range(env.tasks):
+                file[f"{task}/{name}"] = part[:, task]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(memory.getbuffer()))
