@@ -61,6 +61,8 @@ def compare_loops(
 
     loss_parts(model, batch, totals): the numbers of `losses`; totals: what `count` gives for [batch].
     """
+    if not steps:
+        sys.exit(f"{name}: fewer than {TURNS} batches in the data; make more")
     models = [model, copy.deepcopy(model)]
     optimizers = [make_optimizer(model) for model in models]
     trained = [parameter for group in optimizers[0].param_groups for parameter in group["params"]]
@@ -199,7 +201,15 @@ def cascade(words: list[str]) -> None:
 def compressed_ad(words: list[str]) -> None:
     import train as script
 
-    args = script.parse_args(["--config", f"{ROOT}/configs/compressed_ad_demo.yaml", "--data", *words])
+    flags = [
+        "--config",
+        f"{ROOT}/configs/compressed_ad_demo.yaml",
+        "--batch_size",
+        "32",
+        "--effective_batch_size",
+        "32",
+    ]
+    args = script.parse_args([*flags, "--data", *words])
     histories = script.Histories(args.data, args.env, args.objective, args.seed)
     tasks, _ = script.split_tasks(len(histories.words), args.split_seed)
     data = script.SegmentDataset(histories, tasks, args, train=True)
@@ -258,6 +268,8 @@ def exact(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    name, *rest = sys.argv[1:] or ["minimal"]
-    parts = (minimal, prs_med, mimic_cxr, cascade, compressed_ad, exact)
-    {part.__name__: part for part in parts}[name](rest)
+    parts = {part.__name__: part for part in (minimal, prs_med, mimic_cxr, cascade, compressed_ad, exact)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=parts, default="minimal")
+    given, rest = parser.parse_known_args()
+    parts[given.part](rest)

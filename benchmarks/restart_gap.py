@@ -7,6 +7,7 @@ the seconds from then to the second step that is new are counted. torchrun's age
 SETTINGS after 5 s. Linux, with nothing else to do.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -102,9 +103,12 @@ def gap(way: str, kind: str, folder: Path) -> float:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
-    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    kinds = sys.argv[3:] or KINDS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=lambda text: Path(text).resolve())
+    parser.add_argument("rounds", type=int, nargs="?", default=5)
+    parser.add_argument("kinds", choices=KINDS, nargs="*")
+    given = parser.parse_args()
+    folder, rounds, kinds = given.folder, given.rounds, given.kinds or KINDS
     data = folder / "data"
     if not data.exists():
         sizes = "--streams 3 --steps 200".split()

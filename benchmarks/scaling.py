@@ -1,7 +1,7 @@
 """The guides' speed-up tables, measured on this machine: samples/s by the number of GPUs.
 
     python benchmarks/scaling.py --gpus 1,2,4,8 --script train_mimic_cxr.py --config configs/default_config.yaml
-    python benchmarks/scaling.py --gpus 1,2 --script train.py --data data/demo/compressed_ad --json scaling.json
+    python benchmarks/scaling.py --gpus 1,2 --script train.py --data data/demo/compressed_ad/search --json scaling.json
 
 All flags that are not listed by --help are the script's own. The batch of each GPU stays the same, as in the guides, so
 the effective batch grows. Without GPUs it starts CPU processes, each with the same number of threads. Each number of

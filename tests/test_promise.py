@@ -119,9 +119,13 @@ def data_root(tmp_path_factory):
 def start(data_root):
     """start(script, folder, flags, processes, fault): a run begun; its output goes to <folder>.txt."""
 
-    def begin(script, folder, flags="", processes=1, fault="", exact=True, env=None, **options) -> subprocess.Popen:
+    def begin(
+        script, folder, flags="", processes=1, fault="", exact=True, env=None, launcher="", **options
+    ) -> subprocess.Popen:
         command = [sys.executable]
-        if processes > 1:
+        if launcher:
+            command = [str(Path(sys.executable).with_name(launcher.split()[0])), *launcher.split()[1:]]
+        elif processes > 1:
             command += [str(ROOT / "utils/torchrun.py"), "--standalone", f"--nproc_per_node={processes}"]
         if fault:
             command += [str(ROOT / "tests/with_fault.py"), fault]
@@ -628,6 +632,27 @@ def test_metrics_may_be_numpys(run, whole, tmp_path):
     run(MINIMAL, tmp_path / "run", "--max_steps 20", fault="numpy@0")
     run(MINIMAL, tmp_path / "run", "--resume_from auto")
     assert_same(tmp_path / "run", whole(MINIMAL))
+
+
+def test_a_leaf_is_fitted_to_the_smallest_memory(run, tmp_path):
+    """16 samples at once do not fit one of two ranks: both take 4, and go on with them where all would fit."""
+    folder, small = tmp_path / "run", replace(MINIMAL, flags=f"{MINIMAL.flags} --lr_scaling none")
+    large = replace(small, flags=small.flags.replace("--batch_size 4", "--batch_size 16"))
+    text = run(large, folder, "--auto_batch --max_steps 5", 2, fault="small@7@1")
+    assert "memory: 16 samples at once do not fit, 4 do" in text
+    run(large, folder, "--auto_batch --resume_from auto", 2)
+    run(small, tmp_path / "small")
+    assert read_log(folder) == read_log(tmp_path / "small")
+    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "small" / "model.safetensors").read_bytes()
+    text = run(MINIMAL, tmp_path / "other", "--auto_batch", fault="small@0@all", code=1)
+    assert error_lines(text) == ["error: out of memory at one sample per GPU; lower --image_size"]
+
+
+def test_accelerate_launch_word_for_word(run, whole, tmp_path):
+    """Guide 4's first command: two processes by its config."""
+    text = run(COMPRESSED_AD, tmp_path / "run", launcher="accelerate launch --config_file accelerate_config.yaml")
+    assert "Distributed training: MULTI_CPU\nNumber of processes: 2\nMixed precision: no\n" in text
+    assert_same(tmp_path / "run", whole(COMPRESSED_AD))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

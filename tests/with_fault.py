@@ -4,7 +4,7 @@ nan: the loss is not a number. hang: the rank stands still before the step. hang
 pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a crash in C code. slow_loader: a batch
 that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval1: SIGKILL in the first evaluation after
 the step, of those that have a batch on this rank; kill_eval2: in the second. slow: each step takes 50 ms longer, on all
-ranks. oom: no memory is left. numpy: metrics are NumPy's numbers.
+ranks. oom: no memory is left. small: more than STEPS samples at once do not fit. numpy: metrics are NumPy's numbers.
 RANK is a number or `all`.
 """
 
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+import distributed_utils as du
 from utils import loop
 
 KIND, STEPS, RANK = (sys.argv[1] + "@0@0").split("@")[:3]
@@ -76,6 +77,15 @@ def update(step: loop.Step, lr: float) -> None:
         step.run.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
 
 
+def fit(try_once, model, size: int) -> float:
+    def within(count: int) -> None:
+        if KIND == "small" and count > FIRST and RANK in ("all", str(du.world()[0])):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        try_once(count)
+
+    return REAL_FIT(within, model, size)
+
+
 def keep(run: loop.Run, metrics: dict, headline: str = "", lower: bool = False) -> None:
     if KIND == "numpy":
         metrics = {name: np.float64(value) for name, value in metrics.items()}
@@ -83,6 +93,7 @@ def keep(run: loop.Run, metrics: dict, headline: str = "", lower: bool = False) 
 
 
 REAL_KEEP, loop.Run.keep = loop.Run.keep, keep
+REAL_FIT, loop._try = loop._try, fit
 REAL_ALIVE, REAL_BACKWARD, REAL_UPDATE = loop.Run.alive, loop.Step.backward, loop.Step.update
 loop.Run.alive, loop.Step.backward, loop.Step.update = alive, backward, update
 sys.argv = sys.argv[2:]
