@@ -71,20 +71,30 @@ class Ranks:
 
 
 def read_environment() -> tuple[int, int, int, str]:
-    """(rank, local_rank, world_size, launcher) from the launcher's variables; (0, 0, 1, "python") without one."""
+    """(rank, local_rank, world_size, launcher) from the launcher's variables; (0, 0, 1, "python") without one.
+
+    Raises InputError for what is no number.
+    """
     env = os.environ
+
+    def whole(name: str, default: str = "") -> int:
+        text = env.get(name, default)
+        if not text.isdecimal():
+            raise InputError(f"{name} must be a whole number, not {text!r}; start by a launcher, or unset it")
+        return int(text)
+
     if "RANK" in env and "WORLD_SIZE" in env:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed or torch.distributed"
-        return int(env["RANK"]), int(env.get("LOCAL_RANK", 0)), int(env["WORLD_SIZE"]), launcher
+        return whole("RANK"), whole("LOCAL_RANK", "0"), whole("WORLD_SIZE"), launcher
 
     # this variable is set by srun alone: `python` inside an sbatch script is one process
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+    tasks = whole("SLURM_STEP_NUM_TASKS", "1")
     if tasks == 1:
         return 0, 0, 1, "python"
     hosts = env.get("SLURM_STEP_NODELIST", "localhost")
     env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+).*", r"\1", hosts if "[" in hosts else hosts.split(",")[0]))
-    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-    return int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), tasks, "srun"
+    env.setdefault("MASTER_PORT", str(20000 + whole("SLURM_JOB_ID", "0") % 20000))
+    return whole("SLURM_PROCID"), whole("SLURM_LOCALID"), tasks, "srun"
 
 
 @contextlib.contextmanager

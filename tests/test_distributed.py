@@ -201,6 +201,14 @@ def test_launchers(monkeypatch, variables, expected):
     assert du.read_environment() == expected
 
 
+@pytest.mark.parametrize("values", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": ""}])
+def test_wrong_numbers_of_a_launcher_are_named(monkeypatch, values):
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"(RANK|WORLD_SIZE) must be a whole number, not '(x|)'"):
+        du.read_environment()
+
+
 @pytest.mark.parametrize("nodes", ["node[07-09,12]", "node07,node08", "node07"])
 def test_where_sruns_tasks_meet(monkeypatch, nodes):
     """On the first node of the step, at a port that follows from the job's number."""
