@@ -173,6 +173,7 @@ def test_flags_that_a_page_names_exist(page):
     others = read("launch_distributed_training.sh") + read("utils/launch_4gpu.py") + read("utils/hardware_utils.py")
     scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
     anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("tools/prepare_data.py")
+    anywhere |= known_flags("tools/sample_data.py")
     for words in command_lines(page):
         name, behind = split_command(words)
         if not name and words and words[0] in OTHER_PROGRAMS:
