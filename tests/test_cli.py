@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from utils import cli
 from utils.cli import Parser, add_common_arguments, number, read_config, whole
 
 
@@ -60,7 +61,7 @@ def test_json_with_comments(tmp_path):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("batch_size: 0", "argument --batch_size: must be a whole number of at least 1, not '0'"),
+        ("batch_size: 0", "argument --batch_size/--train_batch_size: must be a whole number of at least 1, not '0'"),
         ("batchsize: 1", "unknown key batchsize; did you mean batch_size?"),
         ("compil: false", "unknown key compil; did you mean compile?"),
         ("- a", "must hold `flag: value` lines"),
@@ -93,9 +94,13 @@ def test_a_mistaken_flag_is_one_line(refused, words, line):
     assert told.count("\n") == 1
 
 
-def test_other_ranks_say_nothing(refused, monkeypatch):
+def test_other_ranks_say_nothing_and_wait_for_the_first(refused, monkeypatch):
+    """Whoever ends first ends all: a launcher stops the others, before they may have said why."""
     monkeypatch.setenv("RANK", "1")
+    waits = []
+    monkeypatch.setattr(cli.time, "sleep", waits.append)
     assert refused("--batch_size", 0) == ""
+    assert waits == [5]
 
 
 def test_args_yaml_is_a_config(parser, tmp_path):

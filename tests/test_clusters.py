@@ -322,6 +322,8 @@ def test_the_dockerfiles_lines_in_order(tmp_path, darkroom):
     _, install, _ = instructions("RUN")
     shutil.copy2(ROOT / "requirements.txt", app)
     run(install)
+    # cp of many files replaces none
+    (app / "requirements.txt").unlink()
 
     # the project, as git has it, and a run of it by the container's own entry
     run(f"cd {shlex.quote(str(ROOT))} && git ls-files -z | xargs -0 cp --parents -t {shlex.quote(str(app))}")

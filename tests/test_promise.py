@@ -261,7 +261,7 @@ def test_nan_on_one_rank(script, run, tmp_path):
 def test_bad_flag(script, run, tmp_path, processes):
     text = run(script, tmp_path / "run", "--batch_size 0", processes, code=2)
     assert text.splitlines() == [
-        "error: argument --batch_size: must be a whole number of at least 1, not '0'; see --help"
+        "error: argument --batch_size/--train_batch_size: must be a whole number of at least 1, not '0'; see --help"
     ]
     assert not (tmp_path / "run").exists()
 

@@ -243,6 +243,9 @@ def report(error: Exception) -> int:
     """Print the one line of an InputError or RunError (first process only); returns its exit code."""
     if is_first_process():
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
+    else:
+        # a launcher ends all processes with the first that has failed: the one that says why goes before
+        time.sleep(5)
     return 2 if isinstance(error, InputError) else 1
 
 
@@ -252,9 +255,6 @@ def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Na
         code = main(args) or 0
     except (InputError, RunError) as error:
         code = report(error)
-        if not is_first_process():
-            # a launcher ends all processes with the first that has failed: the one that says why goes before
-            time.sleep(5)
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         # all is written; torch 2.13's threads abort in one of some dozen shutdowns of Python
         sys.stdout.flush()
