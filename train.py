@@ -23,7 +23,7 @@ ADVICE = "lower --n_transit or --tf_n_embd"
 # what the model and its task are made of
 MODEL_FLAGS = tuple(
     "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
-    "max_compression_depth objective split_seed".split()
+    "max_compression_depth objective split_seed env".split()
 )
 # agents per task in the evaluations during training
 VAL_AGENTS = 5
@@ -495,9 +495,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
         if args.shift and not histories.env.is_grid:
             raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
-        trained_in = run.checkpoint["run"]["env"] if run.checkpoint else histories.env.name
-        if trained_in != histories.env.name:
-            raise InputError(f"{args.data}: of {histories.env.name}; the checkpoint is of {trained_in}")
+        run.model_flags["env"] = histories.env.name
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
         rival = report.read_rival(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}
         segments = SegmentDataset(histories, train_tasks, args, train=True)
@@ -523,7 +521,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     notes |= report.describe(histories, segments, splits["unseen"], model, args)
     if ranks.device.type == "cpu":
         notes["time"] = say_how_long(model, segments.max_depth, run, args)
-    facts = {"env": histories.env.name, "digest": histories.digest}
+    facts = {"digest": histories.digest}
     wrapped = run.begin(model, optimizer, precision, args.train_timesteps, ["loss", "accuracy"], facts, notes)
 
     def count(batches: list[dict]) -> list[float]:

@@ -186,13 +186,8 @@ def add_common_arguments(
     add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")
     add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
     add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
-    add(
-        "--eval_every_steps",
-        "--eval_interval",
-        type=whole(0),
-        default=0,
-        help="evaluate every N steps, besides after each epoch",
-    )
+    text = f"evaluate every N steps{', besides after each epoch' if num_epochs else ''}"
+    add("--eval_every_steps", "--eval_interval", type=whole(0), default=0, help=text)
     text = "save every N steps and after evaluations; left out, N is 500, and not more often than once a minute"
     add("--save_every", "--ckpt_interval", type=whole(0), help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")

@@ -152,6 +152,7 @@ def gymnasium_env(name: str) -> Env:
     following = following.astype(int)
     over = np.unique(following[is_end > 0])
     following[over], reward[over] = over[:, None, None], 0
+    # at most 120 of them, in an order by chance
     rng = np.random.default_rng(0)
     orders = np.unique(rng.permuted(np.tile(np.arange(actions), (6000, 1)), axis=1), axis=0)
     order = rng.permutation(orders)[:120]
@@ -215,7 +216,7 @@ class Search:
     is no room.
     """
 
-    def __init__(self, env: Env, task: np.ndarray, _=None):
+    def __init__(self, env: Env, task: np.ndarray, rng=None):
         if not env.is_grid:
             raise InputError(f"search: {env.name} is no room, whose map one could know; take another")
         self.env, self.task, self.n = env, task, np.arange(len(task))
@@ -316,7 +317,7 @@ def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
         raise InputError(f"{path}: not readable histories: {reason}") from None
     world = make_env(own)
     if env and make_env(env).name != world.name:
-        raise InputError(f"--env {env}: the histories in {path} are of {own}; leave it out")
+        raise InputError(f"--env {env}: the histories in {path} are of {own}")
     if len(groups) != world.tasks:
         raise InputError(f"{path}: {len(groups)} groups; {own} has {world.tasks} tasks; --env says another")
     for task, group in enumerate(groups):

@@ -92,14 +92,30 @@ class RMax(TabularQ):
             change = np.abs(value - before).max()
 
 
+class Posterior:
+    """Knows all tasks of a world, not which one it is in; acts as the likeliest by what it has seen wants."""
+
+    def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
+        share = np.ones(env.next.shape) if env.chance is None else np.diff(env.chance, axis=-1, prepend=0)
+        self.tables, self.best = (env.next, env.reward, share), env.best_actions().argmax(-1)
+        # log-likelihoods (agents, tasks), ties broken by chance
+        self.score = 1e-3 * rng.random((len(task), env.tasks))
+
+    def choose(self, _, state: np.ndarray) -> np.ndarray:
+        return self.best[self.score.argmax(1), state]
+
+    def learn(self, _, state: np.ndarray, action: np.ndarray, after: np.ndarray, reward: np.ndarray) -> None:
+        led, gain, share = (table[:, state, action] for table in self.tables)
+        self.score += np.log((share * (led == after[:, None]) * (gain == reward[:, None])).sum(-1).T + 1e-9)
+
+
 def run_rivals(histories: Histories, tasks: list[int], episodes: int, seed: int) -> dict[str, np.ndarray]:
     """{name: mean return in each episode} of those that begin anew in each task, and of the histories' source."""
     env, task = histories.env, np.repeat(tasks, RIVAL_AGENTS)
     kinds = {"tabular Q from scratch": TabularQ}
     if env.chance is None:
         kinds["R-max from scratch"] = RMax
-    if env.is_grid:
-        kinds["search that knows the map"] = Search
+    kinds |= {"search that knows the map": Search} if env.is_grid else {"posterior over all tasks": Posterior}
     rows = {"source of the histories": np.mean([histories.curves[task] for task in tasks], 0)[:episodes]}
     for name, kind in kinds.items():
         rng = np.random.default_rng([seed % 2**63, 7])

@@ -53,8 +53,6 @@ def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int
     points = ", ".join(f"{e}: {curve[e - 1]:.2f}" for e in (1, 2, 5, 10, 20, 50, 100, len(curve)) if e <= len(curve))
     lowest, highest = world.value(np.mean).mean(), world.value(np.max).mean()
     print(f"return in episode {points}; random policy {lowest:.2f}, optimum {highest:.2f}")
-    if len(curve) > 1 and curve[-max(1, len(curve) // 10) :].mean() <= curve[0]:
-        print("warning: the source has not learned anything; give more --steps, or another --source")
 
 
 def with_noise(action: np.ndarray, chance, actions: int, rng: np.random.Generator) -> np.ndarray:
