@@ -8,7 +8,7 @@
 PYTHON ?= python3
 TASK ?= prs_med
 BIN := .venv/bin
-SHELL_FILES := launch_functions.sh run_multi_gpu_train.sh launch_distributed_training.sh train_4gpu.sh $(wildcard configs/slurm/*.sbatch) .ci/run
+SHELL_FILES := run_multi_gpu_train.sh launch_distributed_training.sh train_4gpu.sh $(wildcard configs/slurm/*.sbatch) .ci/run
 PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
 # The python that was named has torch already: on a machine without network no .venv can be made.

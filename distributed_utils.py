@@ -174,7 +174,6 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
 def launch_workers(world_size: int) -> None:
     """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
     if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // world_size)))
         torchrun = str(Path(__file__).parent / "utils" / "torchrun.py")
         command = [sys.executable, torchrun, "--standalone", f"--nproc_per_node={world_size}", *sys.argv]
         if os.name == "nt":

@@ -33,6 +33,8 @@ ACTING = 5
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
+    rare = parser.rare.add_argument
+
     add = parser.add_argument_group("data").add_argument
     histories = "datasets/history_darkroom_PPO_alg-seed42.hdf5"
     add("--data", default=histories, metavar="FILE", help="HDF5 file of histories, or a folder with one in datasets/")
@@ -45,32 +47,39 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "share of segments that begin where their history does; the others may begin anywhere in it"
     add("--from_start", type=number(0, 1), default=0.0, help=text)
     text = "one-hot positions, in a room that training shifts by a random 0 to N rows and columns; 0: plain coordinates"
-    add("--shift", type=whole(0), default=0, metavar="N", help=text)
+    rare("--shift", type=whole(0), default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--model", choices=("compressed_ad", "ad"), default="compressed_ad", help="ad: no compression")
-    add("--tf_n_embd", type=whole(8), default=128, help="width of the transformer; lower it on OOM")
-    add("--tf_n_layer", type=whole(1), default=4, help="layers of the decoder")
-    add("--tf_n_head", type=whole(1), default=8, help="attention heads, must divide --tf_n_embd")
-    add("--tf_dim_feedforward", type=whole(8), default=512, help="width inside the layers")
-    add("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
-    add("--n_latent", type=whole(1), default=40, help="latent tokens of compressed context")
+    rare("--tf_n_embd", type=whole(8), default=128, help="width of the transformer; lower it on OOM")
+    rare("--tf_n_layer", type=whole(1), default=4, help="layers of the decoder")
+    rare("--tf_n_head", type=whole(1), default=8, help="attention heads, must divide --tf_n_embd")
+    rare("--tf_dim_feedforward", type=whole(8), default=512, help="width inside the layers")
+    rare("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
+    rare("--n_latent", type=whole(1), default=40, help="latent tokens of compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
-    add("--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit")
+    rare("--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit")
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
     add("--train_timesteps", type=whole(1), default=150_000, help="optimizer steps, and end of the cosine")
-    add("--num_warmup_steps", type=whole(0), default=5000, help="optimizer steps of linear warm-up")
-    add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
+    add(
+        "--warmup_steps",
+        "--num_warmup_steps",
+        dest="num_warmup_steps",
+        type=whole(0),
+        default=5000,
+        help="optimizer steps of linear warm-up",
+    )
+    rare("--weight_decay", type=number(0), default=0.01, help="of AdamW")
     text = "times the GPUs (or effective batch / batch size), its root, or 1"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="none", help=text)
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--eval_episodes", type=whole(2), default=500, help="episodes of each agent in the test")
-    add("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
+    rare("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
     add("--eval_seeds", type=whole(1), default=20, help="agents on each unseen task in the test")
     add("--temperature", type=number(0), default=1.0, help="of acting; 0: always the most likely action")
-    add("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
+    rare("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
     text = "another run on the same tasks, of --model ad say: a row of the table"
     add("--rival_run", "--ad_run", metavar="DIR", help=text)
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Train the X-ray to CT cascade on 4 GPUs of this machine; --help lists the launcher's flags, all others are the script's.
+# Train the X-ray to CT cascade on 4 GPUs of this machine; all other words go to train_accelerate.py as they are.
 #   bash train_4gpu.sh --config configs/multi_view_config.json --method accelerate --wandb
+#   --method accelerate|torchrun   --num_gpus N   --help
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
-if ! command -v accelerate >/dev/null; then PATH=$here/.venv/bin:$PATH; fi
-exec python "$here/utils/launch_4gpu.py" "$@"
+if [[ ! ${VIRTUAL_ENV:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
+exec python3 "$here/utils/launch_4gpu.py" "$@"

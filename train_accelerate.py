@@ -138,39 +138,48 @@ def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str], 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__, sections=("xray_config", "training", "data"))
+    rare = parser.rare.add_argument
+
     yes_no = BooleanOptionalAction
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
     add("--split_seed", type=whole(0), default=42, help="seed of the 80/10/10 split by patient")
     add("--split_files", nargs="+", metavar="FILE", help="ids of TRAIN VAL TEST, or of TRAIN TEST: a tenth validates")
-    add("--flip_drrs_vertical", action=yes_no, help="X-rays show the head at the top; --no-...: the feet")
-    add("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views stored mirrored")
-    add("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
+    rare("--flip_drrs_vertical", action=yes_no, help="X-rays show the head at the top; --no-...: the feet")
+    rare("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views stored mirrored")
+    rare("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
     add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
     add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
-    add("--cache_in_memory", action="store_true", help="patients in EACH process, too: 35 MB each at 256^3")
+    rare("--cache_in_memory", action="store_true", help="patients in EACH process, too: 35 MB each at 256^3")
     add("--make_drrs", metavar="DIR", help="no training: render the missing X-rays of every CT below DIR")
 
     add = parser.add_argument_group("model").add_argument
     add("--img_size", type=whole(32), default=512, help="side of the X-rays, pixels; lower it on OOM")
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
-    add("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
+    rare("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
     text = "a JSON object per stage; left out: 64^3, 128^3, 256^3"
     add("--stage_configs", type=json_object, nargs="+", metavar="JSON", help=text)
-    add("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
-    add("--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise")
-    add("--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling")
+    rare("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
+    rare("--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise")
+    rare("--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling")
     add("--regression", action="store_true", help="no diffusion: the model's one-step answer alone")
     add("--gradient_checkpointing", action=yes_no, default=False, help="less memory, a third slower")
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
     text = "plateau: halved after 5 evaluations without a lower val/loss; cosine: to 0 in a stage"
-    add("--scheduler", choices=("plateau", "cosine", "constant"), default="plateau", help=text)
+    add(
+        "--lr_schedule",
+        "--scheduler",
+        dest="scheduler",
+        choices=("plateau", "cosine", "constant"),
+        default="plateau",
+        help=text,
+    )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up in each stage")
-    add("--weight_decay", type=number(0), default=0.01, help="of AdamW")
-    add("--ema_decay", type=number(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
-    add("--physics_weight", type=number(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
+    rare("--weight_decay", type=number(0), default=0.01, help="of AdamW")
+    rare("--ema_decay", type=number(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
+    rare("--physics_weight", type=number(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")
@@ -181,11 +190,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     defaults = {"output_dir": "checkpoints_4gpu", "num_epochs": 100, "learning_rate": 1e-4, "batch_size": 8}
     add_common_arguments(parser, **defaults)
     # the guide's other names
-    add = parser.add_argument_group("as the guide has it").add_argument
     text = "the same as --num_epochs; a stage may have its own"
-    add("--num_epochs_per_stage", dest="num_epochs", type=whole(1), help=text)
+    rare("--num_epochs_per_stage", dest="num_epochs", type=whole(1), help=text)
     text = "the same as --gradient_accumulation_steps"
-    add("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
+    rare("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
     args = parser.parse(argv)
     if args.encoder_dim % 16 or args.img_size % 8 or args.num_timesteps % args.ddim_steps:
         parser.error("--encoder_dim must be a multiple of 16, --img_size of 8, and --ddim_steps divide --num_timesteps")

@@ -34,21 +34,22 @@ DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimize
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__, sections=("training", "deepspeed"))
+    rare = parser.rare.add_argument
 
     add = parser.add_argument_group("data").add_argument
     add("--data_path", metavar="DIR", default="data/mimic", help="what tools.prepare_data mimic_cxr wrote")
-    add("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
+    rare("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
     add("--questions_per_image", type=whole(1), default=8, help="train on up to N questions about an image together")
-    add("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
+    rare("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast")
-    add("--image_size", type=whole(32), help="side of the images; default: as prepared")
+    rare("--image_size", type=whole(32), help="side of the images; default: as prepared")
 
     add = parser.add_argument_group("model").add_argument
     for name, path in ENCODERS.items():
         add(f"--{name}", default=path, help="Hugging Face folder or hub name")
-    add("--fusion_layers", type=whole(1), default=2, help="layers in which the question attends to the image")
-    add("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
-    add("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
+    rare("--fusion_layers", type=whole(1), default=2, help="layers in which the question attends to the image")
+    rare("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
+    rare("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
     add("--freeze_image", action="store_true", help="do not train the image encoder")
     add("--freeze_text", action="store_true", help="do not train the text encoder")
     text = "recompute activations: less memory, a third slower; default: where the GPU is small"
@@ -56,10 +57,16 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--pretrained_weights", metavar="FILE", help="another run's model.safetensors to start from")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
-    add("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
-    add("--lr_schedule", choices=("constant", "cosine"), default="cosine", help="after warm-up; cosine ends at 0")
+    rare("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
+    add(
+        "--lr_schedule",
+        "--scheduler",
+        choices=("constant", "cosine"),
+        default="cosine",
+        help="after warm-up; cosine ends at 0",
+    )
     add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
-    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay; norms and biases have none")
+    rare("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay; norms and biases have none")
 
     add = parser.add_argument_group("engine").add_argument
     text = "batch, accumulation, workers and checkpointing from the hardware, unless a flag or a file sets them"
@@ -68,15 +75,15 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default for 2 processes and more")
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
     add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON; default: configs/deepspeed_config.json")
-    add("--prefetch_factor", type=whole(1), help="batches that each worker prepares; default: by the RAM")
+    rare("--prefetch_factor", type=whole(1), help="batches that each worker prepares; default: by the RAM")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
-    add("--eval_samples", type=whole(0), default=20_000, help="questions of a validation, evenly spaced; 0: all")
+    rare("--eval_samples", type=whole(0), default=20_000, help="questions of a validation, evenly spaced; 0: all")
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet, a row a question")
     add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: answers; a CSV has image and question")
     add("--question", help="with --predict: the question about each image")
-    add("--head", choices=HEAD_WEIGHT, help="which head answers; default: as the question begins")
+    rare("--head", choices=HEAD_WEIGHT, help="which head answers; default: as the question begins")
 
     # the guide's YAML beside our flags; num_workers is per process, and its workers are those of a node
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)

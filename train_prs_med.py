@@ -24,16 +24,17 @@ FORMAT = "prs_med/2"
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
+    rare = parser.rare.add_argument
 
     add = parser.add_argument_group("data").add_argument
     add("--data_root", default="data", help="folder with annotations/*.csv, and the two models unless named below")
     add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
-    add("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
-    add("--skip_data_check", action="store_true", help="do not read every image and mask before training")
+    rare("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
+    rare("--skip_data_check", action="store_true", help="do not read every image and mask before training")
     add("--patient_column", metavar="NAME", help="CSV column that names the patient; none may be in two splits")
-    add("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
+    rare("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
     add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image in a row")
-    add("--cache_gb", type=number(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
+    rare("--cache_gb", type=number(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
 
     add = parser.add_argument_group("model").add_argument
@@ -41,8 +42,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--sam_path", help="SAM-format folder or hub name; default: found in a folder of --data_root")
     add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's own; lower it on OOM")
     add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices")
-    add("--lora_alpha", type=number(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
-    add("--lora_dropout", type=number(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
+    rare("--lora_alpha", type=number(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
+    rare("--lora_dropout", type=number(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
     add("--gradient_checkpointing", action=BooleanOptionalAction, default=False, help="less memory, a third slower")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
@@ -50,14 +51,20 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
     text = "times the GPUs (or effective batch / batch size), its root, or 1"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
-    add("--lr_schedule", choices=("constant", "cosine"), default="constant", help="after warm-up; cosine ends at 0")
+    add(
+        "--lr_schedule",
+        "--scheduler",
+        choices=("constant", "cosine"),
+        default="constant",
+        help="after warm-up; cosine ends at 0",
+    )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
-    add("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
+    rare("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
-    add("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
-    add("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
+    rare("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
+    rare("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: masks and answers; a CSV has image and question")
     add("--question", help="with --predict: the question about each image")
 
@@ -579,8 +586,8 @@ def read_data(args: Namespace, needed: str) -> list[Row]:
     root, patients = Path(args.data_root), (args.patient_column, args.patient_pattern)
     if not root.is_dir():
         raise InputError(
-            f"{root}: no such folder; give --data_root, or make data up (make demo) or of your own images: "
-            "python -m tools.prepare_data prs_med --help"
+            f"{root}: no such folder; give --data_root. No data yet? `make demo` makes some up and trains; "
+            "`python -m tools.prepare_data prs_med --help` shows how to use your own images and masks"
         )
     rows = annotations.read_rows(root, args.annotations, *patients, args.skip_bad_rows)
     if not args.skip_data_check:

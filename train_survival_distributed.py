@@ -30,54 +30,71 @@ MODEL_FLAGS = (
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
+    rare = parser.rare.add_argument
 
     add = parser.add_argument_group("data").add_argument
     add("--csv_path", metavar="FILE", default="data/dataset.csv", help="table of cases")
     add("--data_dir", metavar="DIR", help="folder that relative paths start from; default: the table's own")
     add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
     for kind in ("path", "time", "event", "id"):
-        add(f"--{kind}_column", metavar="NAME", help=f"column of the {kind}, where it has no usual name")
+        rare(f"--{kind}_column", metavar="NAME", help=f"column of the {kind}, where it has no usual name")
     add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
-    add("--train_fold", default="train", help="its value for training rows")
+    rare("--train_fold", default="train", help="its value for training rows")
     add("--val_fold", help="its value for validation rows, default val; with --folds: this fold alone")
     add("--folds", type=whole(2), help="make so many folds, events spread evenly, and train them one after another")
-    add("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
+    rare("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
     add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns that the risk follows, too")
     add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
-    add("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
-    add("--mask_margin", type=number(0), default=10.0, help="mm around the box; an empty mask crops nothing")
+    rare("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
+    rare("--mask_margin", type=number(0), default=10.0, help="mm around the box; an empty mask crops nothing")
 
     add = parser.add_argument_group("volumes").add_argument
     xyz = {"nargs": 3, "metavar": ("X", "Y", "Z")}
-    add("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
+    rare("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
     add("--image_size", type=whole(8), **xyz, default=[256, 256, 64], help="voxels of the input; lower on OOM")
     add(
         "--hu_window", type=number(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1"
     )
     add("--spacing", type=number(0, above=True), **xyz, help="resample to voxels of so many mm first")
-    add("--orientation", metavar="CODES", help="turn the axes first: RAS, LPS ...; default: as in the file")
-    add("--augment", action=BooleanOptionalAction, default=True, help="random flips and quarter turns")
+    rare("--orientation", metavar="CODES", help="turn the axes first: RAS, LPS ...; default: as in the file")
+    add(
+        "--augmentation",
+        "--augment",
+        dest="augment",
+        action=BooleanOptionalAction,
+        default=True,
+        help="random flips and quarter turns",
+    )
     add("--cache_dir", default="runs/cache/survival", help="volumes at the model's size; may be deleted; '': none")
     add("--use_smart_cache", action="store_true", help="an epoch takes a part in memory, which changes after each")
-    add("--cache_rate", type=number(0, 1, above=True), default=0.5, help="share of the training cases in memory")
-    add("--replace_rate", type=number(0, 1, above=True), default=0.5, help="share of those replaced after each epoch")
+    rare("--cache_rate", type=number(0, 1, above=True), default=0.5, help="share of the training cases in memory")
+    rare("--replace_rate", type=number(0, 1, above=True), default=0.5, help="share of those replaced after each epoch")
 
     add = parser.add_argument_group("model").add_argument
     resnets = [f"resnet{depth}" for depth in (10, 18, 34, 50, 101, 152)]
     add("--resnet", choices=resnets, default="resnet50", help="MONAI's 3D ResNet; a smaller one on OOM")
-    add("--base_channels", type=whole(8), default=64, help="of the first stage; 64 as published, 8 for a trial")
+    rare("--base_channels", type=whole(8), default=64, help="of the first stage; 64 as published, 8 for a trial")
     text = "1: as the guide; 2: MedicalNet's, an eighth of the cost"
-    add("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
-    add("--norm", choices=("group", "batch"), default="group", help="batch: as published; group: on any number of GPUs")
+    rare("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
+    rare(
+        "--norm", choices=("group", "batch"), default="group", help="batch: as published; group: on any number of GPUs"
+    )
     add("--init", choices=("random", "pretrained"), default="random", help="pretrained: from --pretrained_path")
     add("--pretrained_path", metavar="FILE", help="model.safetensors of a run here, or MedicalNet's .pth")
-    add("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
+    rare("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
-    add("--weight_decay", type=number(0), default=1e-5, help="weight decay")
-    add("--scheduler", choices=("cosine", "constant"), default="cosine", help="after the warm-up")
-    add("--eta_min", type=number(0), default=1e-7, help="learning rate at the end of the cosine")
-    add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
+    rare("--weight_decay", type=number(0), default=1e-5, help="weight decay")
+    add(
+        "--lr_schedule",
+        "--scheduler",
+        dest="scheduler",
+        choices=("cosine", "constant"),
+        default="cosine",
+        help="after the warm-up",
+    )
+    rare("--eta_min", type=number(0), default=1e-7, help="learning rate at the end of the cosine")
+    rare("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     years = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -88,12 +105,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
     add_common_arguments(parser, **defaults, batch_of_all=True)
     # the guide's other names and its own meaning
-    add = parser.add_argument_group("as the guide has it").add_argument
-    add("--output", dest="output_dir", help="the same as --log_dir")
-    add("--max_grad_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
+    rare("--output", dest="output_dir", help="the same as --log_dir")
+    rare("--max_grad_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
-        add(flag, action="store_true", help="accepted; on by itself on a GPU")
-    add("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
+        rare(flag, action="store_true", help="accepted; on by itself on a GPU")
+    rare("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
     args = parser.parse(argv)
     if (args.init == "pretrained") != bool(args.pretrained_path):
         parser.error("--init pretrained and --pretrained_path go together")
@@ -454,8 +470,10 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
 def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
     """read_cohort as the flags want it."""
     if path == "data/dataset.csv" and not Path(path).exists():
-        some = "or make some up: python -m tools.sample_data survival data"
-        raise InputError(f"{path}: no such table; name yours with --csv_path, {some}")
+        raise InputError(
+            f"{path}: no such table; give --csv_path. No data yet? `make demo TASK=survival` makes some up and trains; "
+            "`python -m tools.sample_data survival data` only makes them up"
+        )
     columns = {f"{kind}_column": getattr(args, f"{kind}_column") for kind in ("path", "time", "event", "id", "mask")}
     with du.agree_on_errors():
         return read_cohort(path, args.data_dir, args.time_unit, outcome, args.image == "volume", **columns)

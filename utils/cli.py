@@ -72,8 +72,18 @@ def pattern(form: str, meaning: str) -> Callable[[str], str]:
 # --- the parser -------------------------------------------------------------------------------------------------------
 
 
+RARE = "rarely changed: keys of a --config file (--KEY works, too)"
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults in the help, and the examples as they stand."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        text = super()._format_action_invocation(action)
+        return text.replace("--", "") if action.container.title == RARE else text
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,8 +97,13 @@ class Parser(argparse.ArgumentParser):
         description, _, examples = doc.partition("\n")
         super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
         self.add_argument("--config", metavar="FILE", help="YAML or JSON that sets any flag; the command line wins")
+        self.rare = self.add_argument_group(RARE)
         self.source = ""
         self.sections = sections
+
+    def format_help(self) -> str:
+        self._action_groups.sort(key=lambda group: group is self.rare)
+        return super().format_help()
 
     def error(self, message: str):
         unknown = re.match(r"unrecognized arguments: --([\w-]+)", message)
@@ -104,6 +119,9 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if argv is None else argv
         args = self.parse_args(words)
         if args.config:
+            if args.config.startswith("config/") and not Path(args.config).exists():
+                # as guide 3 names the folder
+                args.config = args.config.replace("config/", "configs/", 1)
             # the command line alone was right, so that a mistake from here on is the file's; its words come first
             self.source = f"{args.config}: "
             args = self.parse_args([*self.config_words(args.config), *words])
@@ -165,7 +183,7 @@ def read_config(path: str) -> dict:
 
 
 def add_common_arguments(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     output_dir: str,
     num_epochs: int | None,
     learning_rate: float,
@@ -176,6 +194,8 @@ def add_common_arguments(
 
     num_epochs: None where the guide counts steps. batch_of_all: --batch_size is that of all GPUs, as guide 2 has it.
     """
+    parser.usage = "%(prog)s [--config FILE] [flags]"
+    rare = parser.rare.add_argument
     add = parser.add_argument_group("run").add_argument
     text = "run folder: checkpoints, log, figures, summary"
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
@@ -192,7 +212,7 @@ def add_common_arguments(
     add("--save_every", "--ckpt_interval", type=whole(0), help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
 
-    add = parser.add_argument_group("optimisation").add_argument
+    add = parser.add_argument_group("optimization").add_argument
     text, product = "samples PER GPU and forward pass; fixed for the run", "batch size x accumulation x GPUs"
     if batch_of_all:
         text = "samples over ALL GPUs and forward pass; with --effective_batch_size PER GPU"
@@ -205,16 +225,16 @@ def add_common_arguments(
     text = "at its highest, before any scaling"
     add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
     add("--grad_clip", "--grad_clip_norm", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
-    add("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
+    rare("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
 
     add = parser.add_argument_group("speed and memory").add_argument
     yes_no = argparse.BooleanOptionalAction
     precisions = ("auto", "no", "bf16", "fp16")
     shares = pattern(r"equal|auto|[1-9]\d{0,5}(,[1-9]\d{0,5})*", "equal, auto or one whole number per process, as 2,1")
     add("--mixed_precision", choices=precisions, default="auto", help="auto: bf16 where the GPU has it, else fp16")
-    add("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
+    rare("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
     text = "how GPUs share a step: equal, auto (by measured speed), or as 2,1 for one twice as fast as the other"
-    add("--gpu_shares", type=shares, default="equal", help=text)
+    rare("--gpu_shares", type=shares, default="equal", help=text)
     add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
     add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
@@ -227,7 +247,7 @@ def add_common_arguments(
     text = "log to Weights & Biases, too"
     add("--wandb", "--wandb_project", metavar="PROJECT", nargs="?", const=Path(output_dir).name, help=text)
     add("--world_size", type=whole(1), help="with plain `python`: start N processes through torchrun")
-    add("--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck")
+    rare("--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 

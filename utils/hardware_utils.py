@@ -2,14 +2,12 @@
 
 python -m utils.hardware_utils            a report
 python -m utils.hardware_utils --json     the same for programs
-python -m utils.hardware_utils --shell    the same for launch_distributed_training.sh
 """
 
 import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -196,8 +194,8 @@ def settings_for(
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def report(facts: dict, settings: dict) -> tuple[str, str]:
-    """The guide's report in two parts: what was found, and the settings."""
+def report(facts: dict, settings: dict) -> str:
+    """The guide's report: what was found, and the settings."""
 
     def heading(title: str) -> list[str]:
         return ["", title.center(70).rstrip(), "-" * 70]
@@ -206,22 +204,22 @@ def report(facts: dict, settings: dict) -> tuple[str, str]:
         return f"  {label + ':':<22} {value}"
 
     gpus = facts["gpus"]
-    found = ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70, *heading("GPU CONFIGURATION")]
-    found.append(row("Number of GPUs", len(gpus) or "none; CPU only"))
+    lines = ["=" * 70, "HARDWARE DETECTION RESULTS", "=" * 70, *heading("GPU CONFIGURATION")]
+    lines.append(row("Number of GPUs", len(gpus) or "none; CPU only"))
     if gpus:
         totals = [gpu["memory_total_gb"] for gpu in gpus]
-        found.append(row("Total GPU Memory", f"{sum(totals):.1f} GB"))
-        found.append(row("Min GPU Memory", f"{min(totals):.1f} GB"))
+        lines.append(row("Total GPU Memory", f"{sum(totals):.1f} GB"))
+        lines.append(row("Min GPU Memory", f"{min(totals):.1f} GB"))
     for index, gpu in enumerate(gpus):
         free = gpu["memory_free_gb"]
         free = "unknown" if free is None else f"{free:.1f} GB"
-        found += ["", f"  GPU {index}: {gpu['name']}"]
-        found.append(f"       Memory: {gpu['memory_total_gb']:.1f} GB (Free: {free})")
-        found.append(f"       Compute: {gpu['compute']}")
-    found += heading("CPU AND MEMORY")
-    found.append(row("CPU cores", facts["cpu_cores"]))
-    found.append(row("RAM available", f"{facts['ram_available_gb']:.1f} GB"))
-    found += [f"  Note: {note}" for note in facts["notes"]]
+        lines += ["", f"  GPU {index}: {gpu['name']}"]
+        lines.append(f"       Memory: {gpu['memory_total_gb']:.1f} GB (Free: {free})")
+        lines.append(f"       Compute: {gpu['compute']}")
+    lines += heading("CPU AND MEMORY")
+    lines.append(row("CPU cores", facts["cpu_cores"]))
+    lines.append(row("RAM available", f"{facts['ram_available_gb']:.1f} GB"))
+    lines += [f"  Note: {note}" for note in facts["notes"]]
 
     switch = ("Disabled", "Enabled")
     precision = settings["mixed_precision"]
@@ -237,16 +235,15 @@ def report(facts: dict, settings: dict) -> tuple[str, str]:
         "Prefetch factor": settings["prefetch_factor"],
         "Engine": settings["engine"],
     }
-    chosen = [*heading("OPTIMAL TRAINING SETTINGS"), *(row(*item) for item in rows.items()), "=" * 70]
-    return "\n".join(found), "\n".join(chosen)
+    lines += [*heading("OPTIMAL TRAINING SETTINGS"), *(row(*item) for item in rows.items()), "=" * 70]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report, or with --json or --shell the facts and settings for programs."""
+    """Print the report, or with --json the facts and settings for programs."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object instead of the report")
-    add("--shell", action="store_true", help="shell assignments instead of the report")
     add("--gpus", type=whole(1), help="processes per node; left out: one per GPU, or one without GPUs")
     add("--nodes", type=whole(1), default=1, help="machines like this one")
     add("--no_deepspeed", action="store_true", help="DDP even if DeepSpeed is installed")
@@ -263,24 +260,10 @@ def main(argv: list[str] | None = None) -> None:
         deepspeed=facts["deepspeed_installed"] and not args.no_deepspeed,
         processes_per_node=processes,
     )
-    found, chosen = report(facts, settings)
     if args.json:
         print(json.dumps(facts | {"processes_per_node": processes, "settings": settings}, indent=2))
-    elif args.shell:
-        values = {
-            "gpu_count": facts["gpu_count"],
-            "cpu_cores": facts["cpu_cores"],
-            "processes_per_node": processes,
-            "engine": settings["engine"],
-            "deepspeed_installed": str(facts["deepspeed_installed"]).lower(),
-            "detected": found,
-            "settings": chosen,
-        }
-        # quoted, so that a shell runs and replaces nothing in a value
-        for name, value in values.items():
-            print(f"{name}={shlex.quote(str(value))}")
     else:
-        print(found, chosen, sep="\n")
+        print(report(facts, settings))
 
 
 if __name__ == "__main__":

@@ -64,8 +64,10 @@ class Patient(NamedTuple):
 def list_files(root: Path) -> dict[str, dict]:
     """{id: {"ct": Path, 0: frontal, 1: lateral}} of a data folder. Raises InputError for two files of a kind."""
     if not root.is_dir():
-        some = "or make some up: python -m tools.sample_data cascade data/demo/cascade"
-        raise InputError(f"{root}: no such folder; name yours with --dataset_path, {some}")
+        raise InputError(
+            f"{root}: no such folder; give --dataset_path. No data yet? `make demo TASK=cascade` makes some up and trains; "
+            f"`python -m tools.sample_data cascade {root}` only makes them up"
+        )
     found: dict[str, dict] = {}
     for path in sorted([*root.glob("*"), *root.glob("*/*"), *root.glob("*/*/*")]):
         if len(path.relative_to(root).parts) == 3 and path.suffix.lower() != ".dcm":

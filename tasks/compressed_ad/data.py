@@ -296,10 +296,12 @@ def find_file(path: str) -> Path:
         place = found[0]
     if not place.is_file():
         beside = ", ".join(sorted(file.name for file in place.parent.glob("*.h*5"))[:3])
-        make = "python -m tools.sample_data compressed_ad data/demo/compressed_ad/search --source search"
-        use = "python train.py --config configs/compressed_ad_demo.yaml"
-        begin = f"histories in seconds: `{make}`; then minutes on a CPU: `{use}`"
-        raise InputError(f"{place}: no such file; {f'beside it lies {beside}' if beside else begin}")
+        raise InputError(
+            f"{place}: no such file; "
+            + (f"beside it lies {beside}; " if beside else "")
+            + "give --data. No histories yet? `make demo TASK=compressed_ad` makes some and trains; "
+            "`python -m tools.sample_data compressed_ad data` only makes them, for --data data"
+        )
     return place
 
 

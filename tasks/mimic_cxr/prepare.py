@@ -474,8 +474,10 @@ def open_prepared(folder: Path) -> Prepared:
         images_file = np.memmap(folder / f"images_{side}.u8", np.uint8, "r").reshape(len(studies), side, side)
         rows = pa.ipc.open_file(pa.memory_map(str(folder / "questions.arrow"))).read_all()
     except FileNotFoundError:
-        command = "python -m tools.prepare_data mimic_cxr CXR_JPG QA_RELEASE OUT"
-        raise InputError(f"{folder}: no prepared data; make it once: {command}, or make demo TASK=mimic_cxr") from None
+        raise InputError(
+            f"{folder}: no prepared data; give --data_path. None yet? `make demo TASK=mimic_cxr` makes some up and trains; "
+            "`python -m tools.prepare_data mimic_cxr --help` shows how to prepare the published data or your own"
+        ) from None
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise InputError(f"{folder}: cannot be used ({error}); prepare the data again") from None
     columns = {name: rows[name].chunk(0) for name in SCHEMA.names}
