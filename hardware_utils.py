@@ -3,6 +3,12 @@
 `python -m hardware_utils` reports what this machine has: utils/hardware_utils.py.
 """
 
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_module("utils.hardware_utils", run_name="__main__")
+    raise SystemExit
+
 import os
 import re
 import sys
@@ -116,9 +122,3 @@ OUT_OF_MEMORY = re.compile(
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the GPU or the host has no memory left."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
-
-
-if __name__ == "__main__":
-    import runpy
-
-    runpy.run_module("utils.hardware_utils", run_name="__main__")

@@ -40,5 +40,7 @@ if [[ $script == *train_mimic_cxr.py ]]; then
 fi
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# Seconds that torchrun leaves its processes to save after a SIGTERM.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}
 exec python3 "$here/utils/torchrun.py" ${processes:+--nproc_per_node="$processes"} \
   "$script" ${words[@]+"${words[@]}"}

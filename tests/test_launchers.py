@@ -1,398 +1,330 @@
-"""Every launcher gives the same run of PRS-Med; the exact command line of run_multi_gpu_train.sh."""
+"""The launchers: the command that each starts, what they refuse, exit codes and signals; job files for clusters.
 
-import contextlib
-import json
+That every launcher starts the same run is in test_promise.py.
+"""
+
 import os
+import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-import psutil
 import pytest
+import yaml
+from test_pages import help_flags
+
+from utils import launch_4gpu, torchrun
+from utils.cli import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
-PRS_MED = str(ROOT / "train_prs_med.py")
-FLAGS = "--lr_scaling none --log_every 1 --max_new_tokens 3 --batch_size 4 --max_steps 2 --num_workers 0".split()
+# what bash arithmetic, eval, an unquoted word or a careless reading of numbers would stumble over
+HOSTILE = ["x[$(touch MARK)]", "`touch MARK`", "2;touch MARK", "2\ntouch MARK", "08", "-1", "2.0", "two", "", "٣", "*"]
 TORCHRUN = str(ROOT / "utils/torchrun.py")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def launch(tmp_path):
+    """launch(file, words, variables): a shell launcher whose python writes down its words and ends with 7."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\n[ "$2" = utils.hardware_utils ] && echo "asked $*" && exit\n'
+                      f'printf "%s\\n" "$@" >{tmp_path}/words\nexit 7\n')  # fmt: skip
+    python.chmod(0o755)
+
+    def run(file: str, words: list[str], **variables: str):
+        (tmp_path / "words").unlink(missing_ok=True)
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "VIRTUAL_ENV": "is set", **variables}
+        command = ["bash", str(ROOT / file), *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        assert not (tmp_path / "MARK").exists()
+        started = (tmp_path / "words").read_text().splitlines() if (tmp_path / "words").exists() else None
+        return done, started
+
+    return run
 
 
-def curve(run_folder: Path) -> list[tuple]:
-    """(step, loss, gradient norm) of every training line."""
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "train/loss" in line]
-    return [(line["step"], line["train/loss"], line["train/grad_norm"]) for line in lines]
+SINGLE, DETECT, CASCADE = "run_multi_gpu_train.sh", "launch_distributed_training.sh", "train_4gpu.sh"
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """torchrun, deepspeed and accelerate are those beside this python."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+@pytest.mark.parametrize(
+    ("file", "words", "expected"),
+    [
+        (SINGLE, "", "PRS_MED --data_root data"),
+        (SINGLE, "'my data' 4", "--nproc_per_node=4 PRS_MED --data_root 'my data'"),
+        (SINGLE, "d 2 -- --batch_size 4", "--nproc_per_node=2 PRS_MED --data_root d --batch_size 4"),
+        (SINGLE, "d --x '$y;z' ''", "PRS_MED --data_root d --x '$y;z' ''"),
+        (DETECT, "--config c.yaml", "MIMIC --config c.yaml"),
+        (DETECT, "--num_gpus 2 --deepspeed", "--nproc_per_node=2 MIMIC --use_deepspeed"),
+        (DETECT, "--num_gpus=2 --torchrun --debug", "--nproc_per_node=2 MIMIC --max_steps 2 --log_every 1 --use_ddp"),
+        (DETECT, "--torchrun --script train_prs_med.py --x 'a  b'", "PRS_MED --x 'a  b'"),
+    ],
+)  # fmt: skip
+def test_command(launch, file, words, expected):
+    done, started = launch(file, shlex.split(words))
+    expected = expected.replace("PRS_MED", f"{ROOT}/train_prs_med.py").replace("MIMIC", f"{ROOT}/train_mimic_cxr.py")
+    assert started == [TORCHRUN, *shlex.split(expected)]
+    assert done.returncode == 7
+    # guide 1's report, for its own script
+    assert ("asked -m utils.hardware_utils" in done.stdout) == ("MIMIC" in expected or "mimic" in expected)
 
 
-@pytest.fixture(scope="module")
-def prs_med_data(tmp_path_factory) -> Path:
-    """A few rows of 48 x 48 pixels, with tiny checkpoints."""
-    folder = tmp_path_factory.mktemp("data") / "prs_med"
-    sizes = "--num_train 9 --num_val 3 --num_test 3 --image_size 48".split()
-    command = [sys.executable, "-m", "tools.sample_data", "prs_med", folder, *sizes]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return folder
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize(("file", "words"), [(SINGLE, ["data"]), (DETECT, ["--num_gpus"])])
+def test_wrong_numbers_are_refused(launch, file, words, value):
+    if (file, value) in ((SINGLE, "-1"), (SINGLE, ""), (DETECT, "")):
+        pytest.skip("no number is given")
+    done, started = launch(file, [*words, value])
+    assert (done.returncode, started) == (2, None)
+    assert done.stderr.startswith("error: ")
 
 
-def script_words(data: Path, run_folder: Path) -> list[str]:
-    return [PRS_MED, "--data_root", str(data), "--output_dir", str(run_folder), *FLAGS]
+@pytest.mark.parametrize("words", [["--num_gpus"], ["--script"], ["--script", "nowhere.py"]])
+def test_a_missing_value_is_refused(launch, words):
+    done, started = launch(DETECT, words)
+    assert (done.returncode, started, done.stderr.count("\n")) == (2, None, 1)
 
 
-@pytest.fixture(scope="module")
-def expected_curve(prs_med_data, tmp_path_factory):
-    """The losses of two processes under utils/torchrun.py."""
-    run_folder = tmp_path_factory.mktemp("launch") / "run"
-    command = [sys.executable, TORCHRUN, "--standalone", "--nproc_per_node=2", *script_words(prs_med_data, run_folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return curve(run_folder)
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
-# How each launcher starts two processes of a script, at a port of their own.
-STARTS = {
-    "deepspeed": ["deepspeed", "--num_gpus=2", "--master_port", "PORT"],
-    "module": ["python", "-m", "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT"],
-    "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes=2", "--main_process_port", "PORT"],
-    "world_size": [sys.executable],
-    "shell": ["./run_multi_gpu_train.sh"],
-}
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "--standalone"),
+        ({"MASTER_PORT": "7"}, "--master_addr=127.0.0.1 --master_port=7"),
+        (NODES, "--nnodes=2 --node_rank=1 --master_addr=10.0.0.1 --master_port=29500"),
+    ],
+)
+def test_where_nodes_meet(variables, expected, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun.where_nodes_meet() == expected.split()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("launcher", STARTS)
-def test_same_curve(prs_med_data, tmp_path, expected_curve, launcher, monkeypatch):
-    """Each of them starts two processes, which have the expected losses."""
-    run_folder = tmp_path / "run"
-    port = str(free_port())
-    monkeypatch.setenv("MASTER_PORT", port)
-    start = [word.replace("PORT", port) for word in STARTS[launcher]]
-    script = script_words(prs_med_data, run_folder)
-    if launcher == "world_size":
-        script += ["--world_size", "2"]
-    if launcher == "shell":
-        script = [str(prs_med_data), "2", "--", *script[3:]]
-    done = subprocess.run([*start, *script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert curve(run_folder) == expected_curve
-    assert json.loads((run_folder / "summary.json").read_text())["world_size"] == 2
+@pytest.mark.parametrize("name", [*NODES, "MASTER_PORT"])
+def test_a_wrong_variable_is_named(name, monkeypatch):
+    for value in (*HOSTILE[: 4 if name == "MASTER_ADDR" else None], None):
+        for other, usual in NODES.items():
+            monkeypatch.setenv(other, usual)
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+        if value is None and name in ("NNODES", "MASTER_PORT"):
+            continue
+        with pytest.raises(InputError, match=f"^{name} must be "):
+            torchrun.where_nodes_meet()
 
 
-def start_node(command: list[str]) -> subprocess.Popen:
-    """Start one node of a job."""
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+ACCELERATE = (
+    "accelerate launch --multi_gpu --num_processes={} --num_machines=1 --mixed_precision=no --dynamo_backend=no"
+)
+ACCELERATE += " --main_process_port=0 SCRIPT"
+CONFIG = "--config configs/multi_view_config.json"
 
 
-def output_of(node: subprocess.Popen) -> str:
-    """What a node printed, once it has ended well."""
-    stdout, stderr = node.communicate(timeout=200)
-    assert node.returncode == 0, stdout[-3000:] + stderr[-3000:]
-    return stdout
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (f"{CONFIG} --method accelerate --wandb", f"{ACCELERATE.format(4)} {CONFIG} --wandb"),
+        (f"{CONFIG} --method=torchrun --wandb", f"--nproc_per_node=4 SCRIPT {CONFIG} --wandb"),
+        ("--num_gpus 1 --lr=-1 -1", "--nproc_per_node=1 SCRIPT --lr=-1 -1"),
+        ("--a 'b  c' --x='$y;z' --num_gpus=2 * ''", f"{ACCELERATE.format(2)} --a 'b  c' --x='$y;z' * ''"),
+        ("--mixed_precision fp16", f"{ACCELERATE.format(4)} --mixed_precision fp16"),
+    ],
+)
+def test_command_of_4gpu(words, expected):
+    script = str(ROOT / "train_accelerate.py")
+    assert launch_4gpu.build_command(shlex.split(words)) == shlex.split(expected.replace("SCRIPT", script))
 
 
-@pytest.mark.soak
-def test_two_nodes_on_one_machine(prs_med_data, tmp_path, expected_curve):
-    """The guide's two-node command: two agents of one process each, told apart by --node_rank."""
-    start = ["torchrun", "--nproc_per_node=1", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    script = script_words(prs_med_data, tmp_path / "run")
-    second = start_node([*start, "--node_rank=1", *script])
-    first = start_node([*start, "--node_rank=0", *script])
-
-    # rank 0 alone speaks
-    assert "2 by torchrun, cpu" in output_of(first)
-    assert not output_of(second)
-    assert curve(tmp_path / "run") == expected_curve
+WORDS = ["--config", "a  b=c.json", "--x=1,2;3", "--wandb_project", "R & D (x)", "--num_gpus=4&echo x>MARK"]
 
 
-RECORDER = """\
-#!{python}
-import json, os, sys
-json.dump({{"argv": sys.argv[1:], "environment": dict(os.environ)}}, open({path!r}, "w"))
+def test_4gpu_sh_hands_on_all_words(launch):
+    words = [*WORDS, "$(touch MARK)", "`touch MARK`", ""]
+    done, started = launch(CASCADE, words)
+    assert started == [str(ROOT / "utils/launch_4gpu.py"), *words]
+    assert done.returncode == 7
+
+
+@pytest.mark.skipif(shutil.which("wine") is None, reason="wine is not installed (.ci/run installs it)")
+def test_4gpu_bat_hands_on_all_words(tmp_path):
+    """Under wine, by the python of .venv."""
+    folder = tmp_path / "my folder"
+    python = folder / ".venv/Scripts/python.exe"
+    python.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "train_4gpu.bat", folder)
+    # wine starts a program of the system's own, too
+    out = tmp_path / "argv"
+    python.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >{out}.part && mv {out}.part {out}\nexit 7\n")
+    python.chmod(0o755)
+    typed = " ".join(f'"{word}"' if any(letter in word for letter in " &;") else word for word in WORDS)
+    (tmp_path / "go.bat").write_bytes(f'@"my folder\\train_4gpu.bat" {typed}\r\n'.encode())
+    environment = os.environ | {"WINEPREFIX": str(tmp_path / "wine"), "WINEDEBUG": "-all"}
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(["wine", "cmd", "/c", "go.bat"], cwd=tmp_path, env=environment, timeout=180, **silent)
+    deadline = time.monotonic() + 20
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    argv = out.read_text().splitlines()
+    assert argv[0].endswith("my folder\\utils\\launch_4gpu.py")
+    assert argv[1:] == WORDS
+    assert not (tmp_path / "MARK").exists()
+
+
+# --- how a run ends ---------------------------------------------------------------------------------------------------
+
+# ends as its first word says, and is quick: it does not import torch
+WORKER = """
+import os, signal, sys, time
+rank = os.environ.get("RANK", "0")
+if sys.argv[1].isdigit():
+    sys.exit(int(sys.argv[1]))
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, f"saved by {rank}\\n".encode()), sys.exit(143)))
+open(sys.argv[2] + rank, "w").close()
+time.sleep(60)
 """
+STARTS = {"torchrun": "--nproc_per_node=2 SCRIPT", "accelerate": ACCELERATE.format(2), "alone": "SCRIPT"}
 
 
-class Launched(NamedTuple):
-    """A launcher that has ended, and what torchrun was called with; argv is None where it was not."""
-
-    done: subprocess.CompletedProcess
-    argv: list[str] | None
-    environment: dict[str, str]
-
-
-class Stubs:
-    """python, torchrun, nvidia-smi and nproc as stubs first on PATH; gpus is None where there is no driver."""
-
-    def __init__(self, folder: Path, gpus: int | None):
-        self.folder = folder
-        self.seen = folder / "seen"
-        for name in ("python", "torchrun"):
-            self.write(name, RECORDER.format(python=sys.executable, path=str(self.seen)))
-        self.write("nproc", "#!/bin/sh\necho 16\n")
-        lines = [f"echo 'GPU {index}: NVIDIA L4 (UUID: GPU-{index})'\n" for index in range(gpus or 0)]
-        self.write("nvidia-smi", "#!/bin/sh\nexit 9\n" if gpus is None else "#!/bin/sh\n" + "".join(lines))
-
-    def write(self, name: str, text: str) -> None:
-        """Make a command of this text."""
-        (self.folder / name).write_text(text)
-        (self.folder / name).chmod(0o755)
-
-    def run(self, arguments: list[str], **variables: str) -> Launched:
-        """Run the shell launcher with these arguments and environment variables."""
-        environment = {"PATH": f"{self.folder}:/usr/bin:/bin", "HOME": "/tmp", **variables}
-        command = [str(ROOT / "run_multi_gpu_train.sh"), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if not self.seen.exists():
-            return Launched(done, None, {})
-        seen = json.loads(self.seen.read_text())
-        return Launched(done, seen["argv"], seen["environment"])
+@pytest.mark.parametrize("name", STARTS)
+def test_exit_code_and_sigterm(name, tmp_path):
+    """The script's own exit code; a SIGTERM reaches all processes, which save."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    words = STARTS[name].replace("SCRIPT", str(tmp_path / "worker.py")).split()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, TORCHRUN, *words]
+    failing = subprocess.Popen([*command, "2"], **pipes)
+    process = subprocess.Popen([*command, "waits", str(tmp_path / "ready")], start_new_session=True, **pipes)
+    _, said = failing.communicate(timeout=100)
+    assert failing.returncode == 2
+    assert "Traceback" not in said
+    count, deadline = 1 if name == "alone" else 2, time.monotonic() + 60
+    while len(list(tmp_path.glob("ready*"))) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    saved, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert sorted(saved.split("\n")) == ["", *(f"saved by {rank}" for rank in range(count))]
+    assert "Traceback" not in errors
 
 
-def started(processes: int, meeting: list[str], *script: str) -> list[str]:
-    """What python is given to start so many processes of the script on this node."""
-    return [TORCHRUN, f"--nproc_per_node={processes}", *meeting, PRS_MED, "--data_root", *script]
+ENTRIES = (
+    "train.py train_accelerate.py train_mimic_cxr.py train_prs_med.py train_survival_distributed.py hardware_utils.py "
+)
+ENTRIES += "examples/minimal.py utils/torchrun.py utils/launch_4gpu.py"
+MODULES = "utils.hardware_utils tools.sample_data tools.prepare_data tools.verify tools.rehearse"
 
 
-NODE = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+@pytest.mark.parametrize("words", [*ENTRIES.split(), *(f"-m {name}" for name in MODULES.split())])
+def test_before_pip_install(words):
+    """-S: a python without installed packages."""
+    done = subprocess.run([sys.executable, "-S", *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {sys.executable} has no torch; run `make setup`, then `source .venv/bin/activate`\n"
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "arguments", "processes", "data_root", "threads"),
+    ("command", "named"),
     [
-        (4, None, ["data"], 4, "data", "4"),
-        (4, None, ["data", "2"], 2, "data", "8"),
-        (8, "1,3", ["d"], 2, "d", "8"),
-        (None, None, ["my data"], 2, "my data", "8"),
-        (2, "", [], 2, "data", "8"),
+        ("run_multi_gpu_train.sh nowhere 1", "make demo` prepare_data prs_med"),
+        ("train_mimic_cxr.py --data_path nowhere", "TASK=mimic_cxr` prepare_data mimic_cxr"),
+        ("train_survival_distributed.py", "TASK=survival` sample_data survival"),
+        ("train_accelerate.py --dataset_path nowhere", "TASK=cascade` sample_data cascade"),
+        ("train.py --data nowhere", "TASK=compressed_ad` sample_data compressed_ad"),
     ],
 )
-def test_launcher_command(tmp_path, gpus, visible, arguments, processes, data_root, threads):
-    """As many processes as GPUs are visible or asked for; the CPU cores are shared out between them."""
-    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    launched = Stubs(tmp_path, gpus).run(arguments, **variables)
-    assert launched.done.returncode == 0, launched.done.stderr
-    assert launched.argv == started(processes, ["--standalone"], data_root)
-    assert launched.environment["OMP_NUM_THREADS"] == threads
-
-
-def test_launcher_command_with_a_port_and_flags(tmp_path):
-    arguments = ["d", "3", "--", "--vlm_path", "a b", "--x=1"]
-    launched = Stubs(tmp_path, None).run(arguments, MASTER_PORT="7", OMP_NUM_THREADS="1")
-    assert launched.done.returncode == 0, launched.done.stderr
-    meeting = ["--master_addr=127.0.0.1", "--master_port=7"]
-    assert launched.argv == started(3, meeting, "d", "--vlm_path", "a b", "--x=1")
-    assert launched.environment["OMP_NUM_THREADS"] == "1"
-
-
-def test_launcher_command_of_a_node(tmp_path):
-    launched = Stubs(tmp_path, 4).run(["d"], **NODE)
-    assert launched.done.returncode == 0, launched.done.stderr
-    meeting = ["--nnodes=2", "--node_rank=1", "--master_addr=10.0.0.1", "--master_port=29500"]
-    assert launched.argv == started(4, meeting, "d")
-    assert launched.environment["OMP_NUM_THREADS"] == "4"
-
-
-def test_launcher_command_of_nodes_that_come_and_go(tmp_path):
-    """The same word on all nodes; one machine makes up a new one each time."""
-    several = {"NNODES": "1:4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "7", "RDZV_ID": "my-run", "MAX_RESTARTS": "9"}
-    stubs = Stubs(tmp_path, 4)
-    meeting = ["--nnodes=1:4", "--max_restarts=9", "--rdzv_id=my-run", "--rdzv_backend=c10d"]
-    assert stubs.run(["d"], **several).argv == started(4, [*meeting, "--rdzv_endpoint=10.0.0.1:7"], "d")
-
-    words = []
-    for _ in range(2):
-        argv = stubs.run(["d"], NNODES="1:1").argv
-        words += [word.removeprefix("--rdzv_id=") for word in argv if word.startswith("--rdzv_id=")]
-        assert "--rdzv_endpoint=127.0.0.1:29500" in argv
-        assert "--max_restarts=3" in argv
-    assert len(set(words)) == 2
-    assert all(len(word) == 32 for word in words)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "arguments", "variables", "message"),
-    [
-        (2, ["data", "4"], {}, "4 GPUs asked for, but there are 2"),
-        (8, ["data", "4"], {"CUDA_VISIBLE_DEVICES": "0"}, "4 GPUs asked for, but there are 1"),
-        (2, ["data", "two"], {}, "NUM_GPUS must be a whole number from 1 to 9999, not 'two'"),
-        (2, ["data", "0"], {}, "not '0'"),
-        (2, ["data", "1.5"], {}, "not '1.5'"),
-        (2, ["data", "1", "more"], {}, "too many arguments"),
-        (2, ["data", "--batch_size", "4"], {}, "unknown option --batch_size"),
-        (2, ["data", "--elastic"], {}, "unknown option --elastic"),
-        (2, ["data"], {"NNODES": "2"}, "NODE_RANK must be a whole number from 0 to 1, not ''"),
-        (2, ["data"], {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK must be a whole number from 0 to 1, not '2'"),
-        (2, ["data"], {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR must be the name or address of a host, not ''"),
-        (2, ["data"], {"NNODES": "1:x"}, "NNODES must be MIN:MAX, such as 1:4, not '1:x'"),
-        (2, ["data"], {"NNODES": "1:2", "MASTER_ADDR": "a"}, "RDZV_ID must be a word, the same on every node, not ''"),
-        (2, ["data"], {"NNODES": "1:2", "RDZV_ID": "a b"}, "RDZV_ID must be a word, the same on every node, not 'a b'"),
-        (2, ["data"], {"NNODES": "1:2", "MAX_RESTARTS": "-1"}, "MAX_RESTARTS must be a whole number from 0 to 9999"),
-        (2, ["data"], {"MASTER_PORT": "65536"}, "MASTER_PORT must be a whole number from 1 to 65535, not '65536'"),
-    ],
-)
-def test_launcher_refuses(tmp_path, gpus, arguments, variables, message):
-    launched = Stubs(tmp_path, gpus).run(arguments, **variables)
-    assert launched.done.returncode == 2
-    assert message in launched.done.stderr
-    assert len(launched.done.stderr.splitlines()) == 1
-    assert launched.argv is None
-
-
-def test_launcher_dry_run_and_exit_code(tmp_path):
-    stubs = Stubs(tmp_path, 2)
-    launched = stubs.run(["my data", "--dry_run", "--", "--seed", "3"])
-    assert launched.argv is None
-    command = f"python {TORCHRUN} --nproc_per_node=2 --standalone {PRS_MED} --data_root my\\ data --seed 3 \n"
-    assert launched.done.stdout == command
-
-    stubs.write("python", "#!/bin/sh\nexit 77\n")
-    assert stubs.run(["data"]).done.returncode == 77
-
-
-# --- real runs --------------------------------------------------------------------------------------------------------
-
-
-def test_no_data_is_one_line():
-    command = [str(ROOT / "run_multi_gpu_train.sh"), "nowhere", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+def test_without_data_two_commands_are_named(command, named, tmp_path):
+    path, *words = command.split()
+    start = ["bash"] if path.endswith(".sh") else [sys.executable]
+    done = subprocess.run([*start, ROOT / path, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: nowhere: no such folder; give --data_root, or make data up (make demo)")
-    assert "python -m tools.prepare_data prs_med" in line
+    assert line.startswith("error: ")
+    assert all(words in line for words in named.split("` ")), line
 
 
-class Background:
-    """The launcher with two processes of a run that saves each step."""
-
-    def __init__(self, data: Path, run_folder: Path, *flags: str):
-        self.folder, self.log = run_folder, run_folder.with_suffix(".log")
-        words = [*script_words(data, run_folder)[3:], "--max_steps", "0", "--save_every", "1", *flags]
-        with open(self.log, "w") as log:
-            command = [str(ROOT / "run_multi_gpu_train.sh"), str(data), "2", "--", *words]
-            self.launcher = psutil.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-
-    def wait_for_step(self, step: int) -> None:
-        """Until there is a checkpoint of this step or a later one, or the run is over."""
-        deadline = time.monotonic() + 90
-        while self.launcher.poll() is None and time.monotonic() < deadline:
-            if any(int(path.stem[5:]) >= step for path in self.folder.glob("step_*.pt")):
-                return
-            time.sleep(0.02)
-
-    def workers(self) -> list[psutil.Process]:
-        """The processes of the script, without their launcher."""
-        found = []
-        for process in self.launcher.children():
-            # it may have just ended
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if "train_prs_med.py" in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
-
-    def end(self) -> int:
-        """The launcher's exit code; a process left behind fails the test."""
-        everyone = self.launcher.children(recursive=True)
-        code = self.launcher.wait(timeout=200)
-        _, alive = psutil.wait_procs(everyone, timeout=30)
-        assert not alive, f"left behind: {alive}"
-        return code
+# --- SLURM, Kubernetes, containers ------------------------------------------------------------------------------------
 
 
-def test_sigterm_saves_and_ends_with_143(prs_med_data, tmp_path):
-    run = Background(prs_med_data, tmp_path / "run", "--num_epochs", "200")
-    run.wait_for_step(1)
-    run.launcher.send_signal(signal.SIGTERM)
-    assert run.end() == 143
-
-    text = run.log.read_text()
-    saved = int(text.split("signal: saved at step ")[-1].split(";")[0])
-    assert (tmp_path / "run" / f"step_{saved:08d}.pt").exists()
-    for noise in ("Traceback", "SignalException", "Sending process", "death signal", "OMP_NUM_THREADS"):
-        assert noise not in text, text
-
-
-def test_a_killed_process_begins_again(prs_med_data, tmp_path, monkeypatch):
-    """By torchrun's own elasticity: all start again from the newest checkpoint, and the steps are those of one run."""
-    monkeypatch.setenv("NNODES", "1:1")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    run = Background(prs_med_data, tmp_path / "run", "--num_epochs", "12", "--resume_from", "auto")
-    run.wait_for_step(2)
-    run.workers()[-1].kill()
-    assert run.end() == 0, run.log.read_text()
-    steps = [step for step, _, _ in curve(tmp_path / "run")]
-    assert steps == list(range(1, len(steps) + 1))
-    assert run.log.read_text().count("2 by torchrun, cpu") == 2
+@pytest.mark.parametrize(
+    ("code", "seconds_left", "requeued"), [(143, 100, True), (143, 9000, False), (1, 100, False), (0, 100, False)]
+)
+def test_a_slurm_job_goes_on_later_when_its_time_is_up(tmp_path, code, seconds_left, requeued):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s " {name} "$@" >>{tmp_path}/calls\nexit {ends}\n')
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_CPUS_PER_TASK": "12",
+        "SLURM_JOB_END_TIME": str(int(time.time()) + seconds_left),
+    }
+    command = ["bash", str(ROOT / "configs/slurm/train.sbatch"), "train.py", "--seed", "3"]
+    done = subprocess.run(command, cwd=tmp_path, env=variables | {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    assert done.returncode == code
+    expected = "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --seed 3 --resume_from auto "
+    assert (tmp_path / "calls").read_text() == expected + "scontrol requeue 77 " * requeued
 
 
-def test_guide_commands_parse():
-    """Every train_prs_med.py command of the guide is accepted, and both spellings of the launchers' local rank."""
-    import train_prs_med
+def test_the_job_set(launch):
+    """Restarts, time to save, addresses, folders, what a pod may do; the launcher takes its words."""
+    claim, policy, job_set = yaml.safe_load_all((ROOT / "configs/kubernetes/jobset.yaml").read_text())
+    name, spec = job_set["metadata"]["name"], job_set["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
 
-    guide = [
-        "--data_root . --batch_size 8 --learning_rate 1e-4 --num_epochs 20",
-        "--data_root . --batch_size 4 --learning_rate 5e-5 --num_epochs 50 --num_workers 4 --checkpoint_dir ./c",
-        "--data_root . --local_rank=1",
-        "--data_root . --local-rank=1",
+    # wrong input ends the set, anything else restarts all pods
+    wrong_input = {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert job["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": wrong_input}]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
+    assert pod["terminationGracePeriodSeconds"] >= 120 + 30
+
+    # the first pod's name, as JobSet makes it up; who may talk to whom
+    environment = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    assert environment["MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{spec['network']['subdomain']}"
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] == int(environment["NNODES"])
+    nodes = {"podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": name}}}
+    assert policy["spec"] | nodes == policy["spec"]
+    assert policy["spec"]["ingress"] == [{"from": [nodes]}]
+
+    # what it may write, and nothing else
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    volumes = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(volumes) == {"/storage", "/dev/shm", "/tmp"}
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+    done, started = launch(DETECT, container["args"], NODE_RANK="1", **environment)
+    assert done.returncode == 7
+    assert started == [TORCHRUN, str(ROOT / "train_prs_med.py"), *container["args"][1:]]
+    assert {word.partition("=")[0] for word in container["args"][1:]} <= help_flags("train_prs_med.py")
+
+
+def test_the_container(tmp_path):
+    """Packages before the project, not root, the manifest's user; only what a run needs gets in."""
+    lines = [
+        line for line in (ROOT / "Dockerfile").read_text().replace("\\\n", "").splitlines() if line[:1] not in ("#", "")
     ]
-    for words in guide:
-        train_prs_med.parse_args(words.split())
-    args = train_prs_med.parse_args(["--data_root", "."])
-    assert args.batch_size == 8
-    assert args.learning_rate == 1e-4
-    assert args.num_epochs == 20
-    assert args.num_workers == 4
-
-
-def ip(command: str) -> None:
-    """Run a command of iproute2."""
-    subprocess.run(["ip", *command.split()], check=True)
-
-
-@pytest.fixture
-def two_hosts():
-    """The names of two network namespaces with addresses 10.77.0.1 and 10.77.0.2, joined by a virtual cable."""
-    first = f"prs{os.getpid()}a"
-    second = f"prs{os.getpid()}b"
-    if not shutil.which("ip") or subprocess.run(["ip", "netns", "add", first], capture_output=True).returncode:
-        pytest.skip("network namespaces need root and iproute2")
-
-    try:
-        ip(f"netns add {second}")
-        ip(f"link add cable0 netns {first} type veth peer name cable1 netns {second}")
-        for index, name in enumerate((first, second)):
-            ip(f"-n {name} addr add 10.77.0.{index + 1}/24 dev cable{index}")
-            ip(f"-n {name} link set lo up")
-            ip(f"-n {name} link set cable{index} up")
-        yield first, second
-    finally:
-        for name in (first, second):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.soak
-def test_two_nodes_in_two_network_namespaces(prs_med_data, tmp_path, expected_curve, two_hosts):
-    """The guide's two-node command between two hosts of their own addresses."""
-    script = script_words(prs_med_data, tmp_path / "run")
-    nodes = []
-    for rank, name in enumerate(two_hosts):
-        inside = ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{rank}"]
-        start = ["torchrun", "--nproc_per_node=1", "--nnodes=2", f"--node_rank={rank}", "--master_addr=10.77.0.1"]
-        nodes.append(start_node([*inside, *start, "--master_port=29500", *script]))
-
-    for node in nodes:
-        output_of(node)
-    assert curve(tmp_path / "run") == expected_curve
+    kinds = [line.split()[0] for line in lines]
+    assert kinds == "FROM RUN ENV WORKDIR COPY RUN COPY RUN USER ENV ENTRYPOINT CMD".split()
+    assert "USER 1000" in lines
+    assert lines[-2].endswith('"./launch_distributed_training.sh"]')
+    first, *allowed = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("#", "")]
+    assert first == "*"
+    for name in (line.removeprefix("!") for line in allowed if line.startswith("!")):
+        found = [*ROOT.glob(name)]
+        assert found, name
+        for path in found:
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / path.name)
+    command = [sys.executable, "train_prs_med.py", "--data_root", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "error: nowhere: no such folder" in done.stderr

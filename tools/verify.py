@@ -19,8 +19,6 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-import yaml
-
 from utils.cli import InputError, Parser, number, pattern, read_config, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,8 +147,8 @@ def repeat(folder: Path, first: int, last: int, script: str | None) -> tuple[lis
     with tempfile.TemporaryDirectory(prefix="verify_") as scratch:
         scratch = Path(scratch)
         # the script's own --config turns entries into flags, checked as on a command line, whose words win over them
-        config = scratch / "args.yaml"
-        config.write_text(yaml.safe_dump({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
+        config = scratch / "flags.json"
+        config.write_text(json.dumps({flag: flags[flag] for flag in flags if flag not in NOT_REPEATED}))
         command = [sys.executable, scripts[name], "--config", config]
         command += ["--output_dir", scratch / "run", "--max_steps", str(last)]
         if first > 1:
