@@ -5,6 +5,7 @@ Light on purpose (no torch): `--help` and a mistyped flag answer at once.
 
 import argparse
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -126,6 +127,8 @@ class Parser(argparse.ArgumentParser):
             self.source = f"{args.config}: "
             args = self.parse_args([*self.config_words(args.config), *words])
             self.source = ""
+        if getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
+            self.error("--wandb: it is not installed; pip install -r requirements-wandb.txt")
         if getattr(args, "deterministic", False):
             # cuBLAS reads this when torch first uses it: one workspace, whose sums have one order
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -513,6 +513,11 @@ class Run:
                 self.write_summary("summary", summary)
                 if self.ranks.is_main:
                     self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
+                    rows = [
+                        f"| {name} | {value if isinstance(value, str) else f'{value:.4g}'} |"
+                        for name, value in (tested or {}).items()
+                    ]
+                    self.log.writer.add_text("test", "\n".join(["| metric | value |", "| --- | --- |", *rows]))
             except OSError as error:
                 raise RunError(f"{self.folder}: results not written ({error}); make room and resume") from None
         du.print_main(f"done; checkpoints, curves and summary.json are in {self.folder}")

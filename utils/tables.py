@@ -1,4 +1,4 @@
-"""A user's own table (CSV, xlsx or parquet): its rows, its columns, and splits by patient. No torch."""
+"""A user's own table (CSV or parquet): its rows, its columns, and splits by patient. No torch."""
 
 import argparse
 import csv
@@ -20,15 +20,15 @@ Rows = list[tuple[str, dict[str, str]]]
 
 
 def read_table(path: Path) -> Rows:
-    """The rows of a CSV (commas, semicolons or tabs), xlsx or parquet file; the header is row 1.
+    """The rows of a CSV (commas, semicolons or tabs) or parquet file; the header is row 1.
 
     Raises InputError for a file that is no table, and for rows with more fields than the header.
     """
     try:
-        if path.suffix in (".xlsx", ".parquet"):
+        if path.suffix == ".parquet":
             import pandas as pd
 
-            frame = pd.read_excel(path, dtype=str) if path.suffix == ".xlsx" else pd.read_parquet(path)
+            frame = pd.read_parquet(path)
             records = frame.astype(str).where(frame.notna(), "").to_dict("records")
             rows = [(f"{path}:{number}", record) for number, record in enumerate(records, 2)]
         else:

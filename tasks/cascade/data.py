@@ -65,7 +65,7 @@ def list_files(root: Path) -> dict[str, dict]:
     """{id: {"ct": Path, 0: frontal, 1: lateral}} of a data folder. Raises InputError for two files of a kind."""
     if not root.is_dir():
         raise InputError(
-            f"{root}: no such folder; give --dataset_path. No data yet? `make demo TASK=cascade` makes some up and trains; "
+            f"{root}: no such folder; give --dataset_path. None? `make demo TASK=cascade` makes some up and trains; "
             f"`python -m tools.sample_data cascade {root}` only makes them up"
         )
     found: dict[str, dict] = {}

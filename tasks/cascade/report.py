@@ -56,15 +56,15 @@ def print_test(table: dict[tuple[str, str], np.ndarray], rival_run: str | None, 
             metrics |= {key: float(lead.mean()), f"{key}_low": low, f"{key}_high": high}
             if own != "one sample" or other == strongest:
                 # that of a single patient is unknown
-                shown = f" ({low:+.2f} to {high:+.2f})" if math.isfinite(low) else ""
+                shown = f" ({low:+.2f}, {high:+.2f})" if math.isfinite(low) else ""
                 lines.append(f"{own}: {lead.mean():+.2f} dB{shown} above {other}")
     if coverage is not None:
         lines.append(f"the 90 % interval of the samples holds {coverage:.1%} of the true voxels of the body")
 
     columns = list(next(iter(rows.values())))
     title = f"test, {len(patients)} patient{'s' * (len(patients) > 1)}"
-    lines = [f"{title:<30}" + "".join(f"{c:>9}" for c in columns)] + [
-        f"{row:<30}" + "".join(f"{values[c]:9.{digits_of(c)}f}" if c in values else f"{'-':>9}" for c in columns)
+    lines = [f"{title:<28}" + "".join(f"{c:>9}" for c in columns)] + [
+        f"{row:<28}" + "".join(f"{values[c]:9.{digits_of(c)}f}" if c in values else f"{'-':>9}" for c in columns)
         for row, values in rows.items()
     ] + lines  # fmt: skip
     du.print_main("\n".join(lines))

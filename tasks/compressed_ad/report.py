@@ -182,7 +182,7 @@ def report_test(
     print(f"test, {len(tasks)} unseen tasks: return in episode")
     print(pd.DataFrame(rows).T.to_string(header=header, na_rep="", float_format="{:.2f}".format))
     mean, low, high = (metrics[f"test/return_last{end}"] for end in ("", "_low", "_high"))
-    print(f"{own}: {mean:.2f} ({low:.2f} to {high:.2f}) in the last tenth of {episodes} episodes")
+    print(f"{own}: {mean:.2f} ({low:.2f}, {high:.2f}) in the last tenth of {episodes} episodes")
 
     bands = np.array([interval(part) for part in returns.transpose(2, 0, 1)])
     frame = pd.DataFrame({name: pd.Series(curve) for name, curve in curves.items()})

@@ -475,7 +475,7 @@ def open_prepared(folder: Path) -> Prepared:
         rows = pa.ipc.open_file(pa.memory_map(str(folder / "questions.arrow"))).read_all()
     except FileNotFoundError:
         raise InputError(
-            f"{folder}: no prepared data; give --data_path. None yet? `make demo TASK=mimic_cxr` makes some up and trains; "
+            f"{folder}: no data; give --data_path. None yet? `make demo TASK=mimic_cxr` makes some up and trains; "
             "`python -m tools.prepare_data mimic_cxr --help` shows how to prepare the published data or your own"
         ) from None
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:

@@ -263,7 +263,7 @@ def print_tables(
         metrics.update({key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)})
         if np.isnan(low):
             return f"{mean:{sign}.3f}"
-        return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+        return f"{mean:{sign}.3f} ({low:{sign}.3f}, {high:{sign}.3f})"
 
     patients = data.studies["patient"].to_numpy()
     case, right = patients[rows["study"]], (rows["given"] == rows["target"]).astype(float)

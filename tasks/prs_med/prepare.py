@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", type=parse_shares, default="70,15,15", metavar="T,V,T", help="shares of the patients")
     text = 'the patient in the name of an image, as "^(P[0-9]+)"; the default takes each image for one'
     add("--patient_pattern", default=".*", metavar="REGEX", help=text)
-    add("--table", type=Path, help="CSV, xlsx or parquet: columns file, patient and, if the table decides it, split")
+    add("--table", type=Path, help="CSV or parquet: columns file, patient and, if the table decides it, split")
     add("--patient_column", default="patient", metavar="NAME", help="in the table")
     add("--overwrite", action="store_true", help="replace the set of this name in OUT")
     add("--small_models", action="store_true", help="write tiny models with random weights into OUT, for a trial")

@@ -15,12 +15,12 @@ from utils.stats import interval_of_mean, other_cases
 
 # rows that a figure shows, and the most that are evaluated again without their image
 EXAMPLES, MOST_ABLATED = 6, 300
-# means over rows, by the title of their column; all but the last lie in 0..1
+# means over rows, by the title of their column, "" for none; all but the last lie in 0..1
 MEANS = {
     "dice": "Dice",
-    "iou": "IoU",
+    "iou": "",
     "position_accuracy": "position",
-    "position_accuracy_mask": "mask's position",
+    "position_accuracy_mask": "of mask",
     "hd95": "HD95",
 }
 
@@ -76,7 +76,7 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         # only differences may be negative
         low = low if sign else max(low, 0.0)
         metrics.update({f"{key}_low": low, f"{key}_high": high})
-        return f"{mean:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+        return f"{mean:{sign}.3f} ({low:{sign}.3f}, {high:{sign}.3f})"
 
     parts = {split: scores}
     modalities = sorted({row.modality for row in rows})
@@ -86,14 +86,16 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     for key, some in (parts | {f"{split}/{key}": some for key, some in others.items()}).items():
         cases = len({case_of(rows[row["index"]]) for row in some})
         metrics |= {f"{key}/rows": len(some), f"{key}/cases": cases}
-        line = {"n": len(some), "cases": cases}
+        line = {}
         for name, column in MEANS.items():
             values = {row["index"]: float(row[name]) for row in some if row.get(name) is not None}
             if values:
-                line[column] = enter(f"{key}/{name}", values, name != "hd95")
+                text = enter(f"{key}/{name}", values, name != "hd95")
+                line[column] = text if name == "dice" else text.partition(" ")[0]
+        line.pop("", None)
         title = key.rpartition("/")[2]
         if key in parts:
-            table["network" if key == split else f"  {title}"] = line
+            table["network" if key == split else f" {title}"] = line
             continue
         table[title.replace("_", " ")] = line
         # the network's mean lead over the rows that both have
@@ -102,8 +104,10 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         gains = {index: own[index] - value for index, value in other.items() if None not in (value, own[index])}
         if gains:
             line["network above by"] = enter(f"{key}/{name}_gain", gains, False, "+")
-    frame = pd.DataFrame.from_dict(table, orient="index").rename_axis(columns=split)
-    print(frame.to_string(na_rep="-"), flush=True)
+    print(
+        f"\n{split}: {metrics[f'{split}/rows']} questions, {metrics[f'{split}/cases']} cases (95 % intervals by case)"
+    )
+    print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
     return metrics
 
 

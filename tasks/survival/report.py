@@ -170,8 +170,8 @@ def print_table(
         resampled = resampled_c(risk, *outcome(val), val.cohort.case[val.rows])
         scores = score(risk, val, train, years, baseline, "of")
         scores["of/c_index_low"], scores["of/c_index_high"] = interval(resampled)
-        row = {"C": "{of/c_index:.3f} ({of/c_index_low:.3f} to {of/c_index_high:.3f})".format(**scores)}
-        columns = (("Uno's C", "of/c_index_uno"), ("AUC", "of/auc"), ("IBS", "of/ibs"))
+        row = {"C": "{of/c_index:.3f} ({of/c_index_low:.3f}, {of/c_index_high:.3f})".format(**scores)}
+        columns = (("Uno C", "of/c_index_uno"), ("AUC", "of/auc"), ("IBS", "of/ibs"))
         row |= {label: f"{scores[key]:.3f}" for label, key in columns if key in scores}
         if own is None:
             own, prefix = resampled, "val"
@@ -180,10 +180,10 @@ def print_table(
             above = above[np.isfinite(above)]
             low, high = interval(above)
             p = min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES)
-            row |= {"network above": f"{above.mean():+.3f} ({low:+.3f} to {high:+.3f})", "p": f"{p:.3f}"}
+            row |= {"network above": f"{above.mean():+.3f} ({low:+.3f}, {high:+.3f})", "p": f"{p:.3f}"}
             scores |= {"of/above_low": low, "of/above_high": high, "of/p": float(p)}
         metrics |= {key.replace("of", prefix, 1): value for key, value in scores.items()}
-        rows[model.replace("_", " ")] = row
+        rows[model.replace("_and_", " + ").replace("_", " ")] = row
     print(f"\n{title}: {len(val.rows)} cases, {outcome(val)[1].sum()} events")
     print(pd.DataFrame(rows).T.fillna("").to_string())
     horizons = {f"{y:g} y": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
@@ -281,7 +281,7 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], arg
     event = known["event"].to_numpy() == 1
     if concordant_pairs(log_hazard, time, event)[1]:
         low, high = interval(resampled_c(log_hazard, time, event, known["case"].to_numpy()))
-        c_index = f"{concordance(log_hazard, time, event):.3f} ({low:.3f} to {high:.3f})"
+        c_index = f"{concordance(log_hazard, time, event):.3f} ({low:.3f}, {high:.3f})"
         print(f"{len(known)} with outcomes, {event.sum()} events: C {c_index}")
         rows = {
             f"{year:g} y": {
