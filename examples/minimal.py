@@ -111,7 +111,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     device = ranks.device
     precision, _ = choose_precision(args.mixed_precision, device)
     set_numerics(device, precision, args.deterministic)
-    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    # flags are final from here on: a checkpoint brings its own model_flags. Nothing is written before begin().
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size",))
     folder = Path(args.data_root) if args.data_root else None
     train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
@@ -140,7 +140,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
     base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
-    facts = {"training images": len(train_set), "classes": train_set.classes}
+    facts = {"training images": len(train_set), "validation images": len(val_set), "classes": train_set.classes}
     wrapped = run.begin(model, optimizer, precision, steps, ["loss"], facts)
 
     with run:
