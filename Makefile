@@ -22,6 +22,7 @@ endif
 
 .PHONY: demo demo-all test test-quick soak gpu lint setup setup-dev
 setup: .venv/requirements.txt
+	@echo "ready; type: source .venv/bin/activate"
 setup-dev: .venv/requirements-dev.txt
 
 .venv/%.txt: requirements.txt requirements-dev.txt

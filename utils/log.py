@@ -59,6 +59,7 @@ class RunLog:
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
+        self.made = 0
         self.restart_clock()
         if ranks.is_main:
             self._open(args, step)
@@ -97,6 +98,8 @@ class RunLog:
     def restart_clock(self) -> None:
         """Begin a throughput interval (after an evaluation, say, whose time is not training time)."""
         self.started = time.perf_counter()
+        if not self.made:
+            self.opened = self.started
         self.waited = 0.0
         self.samples = self.steps = 0
 
@@ -146,6 +149,14 @@ class RunLog:
         speeds = f"{speed:.1f} samples/s | data {wait:.0%} | {memory:.2f} GB"
         print_main(f"epoch {epoch} step {step}/{total_steps} | loss {shown} | {speeds} | {left} left")
         self.restart_clock()
+
+    def warn_of_days(self, steps: int) -> None:
+        """Once, after the first step, or the tenth on a GPU: a line where `steps` more would take longer than a day."""
+        self.made += 1
+        left = (time.perf_counter() - self.opened) / self.made * steps
+        if self.made == (10 if self.ranks.device.type == "cuda" else 1) and left > 86_400:
+            trial = "`make demo` shows a task in minutes, --max_steps stops earlier"
+            print_main(f"warning: at this speed the training takes {duration(left)} more; {trial}")
 
     # --- what is written ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import gc
 import json
 import math
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -201,9 +202,10 @@ class Run:
 
         world_size = self.ranks.world_size
         leaves = math.ceil(self.effective / self.leaf)
+        shares = f", shared {self.shares}" if len(set(self.shares)) > 1 else ""
         rows = {
             "processes": f"{world_size} by {self.ranks.launcher}, {self.ranks.device.type}",
-            "batch": f"{self.effective} samples a step = {leaves} leaves of {self.leaf}, shared {self.shares}",
+            "batch": f"{self.effective} samples a step, in micro-batches of {self.leaf} (--batch_size): {leaves}{shares}",
             "steps": f"{self.position.step} of {self.last_step} done",
         }
         print_banner(str(self.folder), rows | facts | (notes or {}))
@@ -443,7 +445,8 @@ class Run:
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
-            du.print_main(" | ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            shown = " | ".join(f"{name}\xa0{value:.4f}" for name, value in metrics.items())
+            du.print_main(textwrap.fill(shown, 100, break_long_words=False).replace("\xa0", " "))
         position, epoch = self.position, self.position.epoch + 1
         at_end = position.step == self.planned_steps
         planned = self.epoch_over or self.evaluation_due or at_end
@@ -605,6 +608,7 @@ class Step:
         shared = torch.stack([grad_norm, skipped]).double()
         shared = shared if run.ranks.is_main else torch.zeros_like(shared)
         run.log.step(torch.cat([self.losses, shared]), position.step, self.samples, lr)
+        run.log.warn_of_days(run.last_step - position.step)
         if position.step % args.log_every == 0:
             run.log.write_interval(position.step, position.epoch + 1, run.last_step)
 

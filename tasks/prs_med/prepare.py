@@ -290,4 +290,5 @@ def prepare(args: argparse.Namespace) -> None:
 
         write_small_models(args.out, [text for row in rows for text in row[5:7]], args.small_size, args.seed)
     config = " --config configs/prs_med_small.yaml" if args.small_models else ""
-    print(f"written: {table}, {folder}\nnext: python train_prs_med.py --data_root {args.out}{config}", flush=True)
+    print(f"written: {table}, {folder}")
+    print(f"next: python train_prs_med.py --data_root {args.out}{config} --output_dir runs/{args.out.name}", flush=True)
