@@ -202,10 +202,11 @@ class Run:
 
         world_size = self.ranks.world_size
         leaves = math.ceil(self.effective / self.leaf)
+        parts = f"{leaves} micro-batch{'es' * (leaves > 1)} of {self.leaf}"
         shares = f", shared {self.shares}" if len(set(self.shares)) > 1 else ""
         rows = {
             "processes": f"{world_size} by {self.ranks.launcher}, {self.ranks.device.type}",
-            "batch": f"{self.effective} samples a step, in micro-batches of {self.leaf} (--batch_size): {leaves}{shares}",
+            "batch": f"{self.effective} samples a step = {parts}{shares}",
             "steps": f"{self.position.step} of {self.last_step} done",
         }
         print_banner(str(self.folder), rows | facts | (notes or {}))
