@@ -1,16 +1,15 @@
-"""What the pages name exists: links, files and flags; each demo has its settings in one file."""
+"""What the pages say is so: links, files, commands and flags; tables of the demos; which flags there are."""
 
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tasks.prs_med import rivals
+from utils.cli import RARE
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -20,179 +19,162 @@ SCRIPTS = {
     "cascade": "train_accelerate.py",
     "compressed_ad": "train.py",
 }
-TASKS = tuple(SCRIPTS)
-TASK_PAGES = {f"tasks/{task}/README.md": SCRIPTS[task] for task in TASKS}
-PAGES = ["README.md", *TASK_PAGES]
-PAGES += [f"docs/{name}.md" for name in ("running", "clusters", "new_task", "determinism")]
-GUIDE_TABLE = "As the guide writes it, and as it works here"
-
-# Their flags are not ours, and need not be checked.
-OTHER_PROGRAMS = ("torchrun", "accelerate", "deepspeed", "srun", "nvidia-smi", "tensorboard", "hf")
-OTHER_PROGRAMS += ("sbatch", "kubectl", "docker")
-OTHER_FLAGS = ("--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--rdzv_conf")
-# A path that begins so is a file of this repository; a user's own data lie elsewhere.
+PAGES = ["README.md", *(f"tasks/{task}/README.md" for task in SCRIPTS), "docs/running.md", "docs/new_task.md"]
+# their flags are not ours
+OTHER_PROGRAMS = "torchrun accelerate deepspeed srun nvidia-smi tensorboard hf sbatch kubectl docker pip".split()
+# of torchrun, SLURM, and of commands of ours that load torch before they would print their help
+OTHER_FLAGS = {"--master_port", "--node_rank", "--num_processes", "--standalone", "--signal", "--rdzv_conf"}
+OTHER_FLAGS |= {"--gpu_memory", "--gpus", "--script", "--steps", "--tolerance", "--num_gpus", "--method"}
+# a path that begins so is a file of this repository; a user's own data lie elsewhere
 OUR_FOLDERS = ("configs/", "docs/", "tests/", "tasks/", "benchmarks/", "tools/", "utils/", "examples/")
-# What a run writes there, and the example of a sixth task.
-NOT_YET_THERE = ("benchmarks/gpu", "my_task", "<", "*")
+NOT_YET_THERE = ("benchmarks/gpu/", "<", "*")
 
 
-def find(path: str) -> Path:
-    """The file that a page names."""
-    return ROOT / path
-
-
-def read(path: str) -> str:
-    return (ROOT / path).read_text(encoding="utf-8")
-
-
-def section(page: str, title: str) -> str:
-    """What stands under a heading of the second level."""
-    return read(page).split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
-def prose(page: str) -> str:
-    """The page without its blocks of code and without the guide's own words, the first column of its table."""
-    text = re.sub("^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
-    if page in TASK_PAGES:
-        table = section(page, GUIDE_TABLE)
-        text = text.replace(table, re.sub(r"^\| .*? \| ", "| ", table, flags=re.MULTILINE))
-    return text
-
-
-def inline_code(page: str) -> list[str]:
-    return re.findall("`([^`]+)`", prose(page))
-
-
-def command_lines(page: str) -> list[list[str]]:
-    """The words of each command in the page's blocks of shell, and in its text."""
-    lines = inline_code(page)
-    for block in re.findall("^```bash\n(.*?)^```$", read(page), flags=re.DOTALL | re.MULTILINE):
-        # A variable such as T="train.py --config FILE" holds a part of a command.
-        for name, value in re.findall(r'(\w+)="(\w+\.py [^"]*)"', block):
-            block = block.replace(f"${name} ", f"{value} ")
-        lines += block.replace("\\\n", " ").splitlines()
-
-    # A place to fill in, such as <node0_ip>, is no redirection, and `& rem` begins a comment in a .bat line.
-    lines = [line.replace("<", "").replace(">", "").split("& rem")[0] for line in lines]
-    return [shlex.split(line.replace("'", ""), comments=True) for line in lines]
-
-
-def split_command(words: list[str]) -> tuple[str, list[str]]:
-    """(the script or launcher of ours on a command line, the words behind it); ("", words) without one."""
-    for place, word in enumerate(words):
-        name = re.sub(r"^tools\.(\w+)$", r"tools/\1.py", word.removeprefix("./"))
-        if name.endswith((".py", ".sh", ".bat")) and (ROOT / name).is_file():
-            return name, words[place + 1 :]
-    return "", words
+@cache
+def help_flags(*command: str) -> set[str]:
+    """Every flag in the --help of a script or a module of ours, the keys of a --config file among them."""
+    if command[0].startswith("tools"):
+        command = ("-m", *command)
+    command = [sys.executable, *command, "--help"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown, _, rare = text.partition(RARE)
+    keys = [key for line in re.findall(r"^  ([\w-]+(?:, [\w-]+)*)", rare, re.MULTILINE) for key in line.split(", ")]
+    return flags_in(shown) | {f"--{key}" for key in keys}
 
 
 def flags_in(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text))
 
 
-@cache
-def help_flags(*command: str) -> set[str]:
-    """Every flag in the --help of a script of ours, or of a module such as tools.sample_data."""
-    if command[0].startswith("tools."):
-        command = ("-m", *command)
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    return flags_in(done.stdout)
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
 
 
-def script_flags(scripts: Iterable[str] = tuple(SCRIPTS.values())) -> set[str]:
-    """The flags of these training scripts together; of all five if none are given."""
-    return {flag for script in scripts for flag in help_flags(script)}
+def section(page: str, title: str) -> str:
+    """The text under a heading of the second level."""
+    return page.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def known_flags(name: str) -> set[str]:
-    """The flags that may stand behind the name of this script or launcher."""
-    if name == "tools/sample_data.py":
-        return {flag for task in TASKS for flag in help_flags("tools.sample_data", task)}
-    if name == "tools/prepare_data.py":
-        return {flag for task in ("prs_med", "mimic_cxr") for flag in help_flags("tools.prepare_data", task)}
-    if name in SCRIPTS.values():
-        return help_flags(name)
-
-    # A launcher passes on what it does not know; the help of other programs takes seconds, as they import torch first.
-    return flags_in(read(name.replace(".bat", ".sh"))) | script_flags()
+def prose(page: str) -> str:
+    """The page without its blocks of code and without the guide's own words, the first column of its table."""
+    text = re.sub("^```.*?^```$", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    before, title, table = text.partition("as it works here\n")
+    table, heading, after = table.partition("\n## ")
+    return before + title + re.sub(r"^\| .*? \| ", "| ", table, flags=re.MULTILINE) + heading + after
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_the_demos_flags_stand_in_its_config(task):
-    """The Makefile's target uses the file."""
-    (config,) = (ROOT / "configs").glob(f"{task}_demo.*")
-    makefile = read("Makefile")
-    target = makefile.split(f"\ndemo-{task}:\n")[1].split("\n\n")[0]
-    variables = "".join(re.findall(rf"^demo-{task}: \w+ := .*$", makefile, flags=re.MULTILINE))
-    assert re.search(rf"-m tools.sample_data {task} (data/demo/{task}|\$\(D\)/\w+)( --source search)?\n", target)
-    assert f"--config configs/{config.name}" in target + variables
-    assert f"\t$(MAKE) demo TASK={task}\n" in makefile
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_no_task_imports_another(task):
-    folder = ROOT / "tasks" / task
-    others = "|".join(name for name in TASKS if name != task)
-    for path in folder.glob("*.py"):
-        assert not re.search(rf"^\s*(from|import) tasks\.({others})\b", path.read_text(), flags=re.MULTILINE), path
-
-
-def anchors(page: str) -> set[str]:
-    """The names by which links reach the page's headings."""
-    headings = re.findall("^#+ (.*)$", prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def commands(page: str) -> list[list[str]]:
+    """The words of each command in the page's blocks of shell, and of each piece of code in its text."""
+    lines = re.findall("`([^`]+)`", prose(page))
+    for block in re.findall("^```bash\n(.*?)^```$", read(page), flags=re.DOTALL | re.MULTILINE):
+        # a variable such as RUN="train.py --config FILE" holds a part of a command
+        for name, value in re.findall(r'(\w+)="([^"]*)"', block):
+            block = block.replace(f"${name}", value)
+        lines += block.replace("\\\n", " ").replace("\\", "/").splitlines()
+    # a place to fill in, such as <node0_ip>, is no redirection
+    return [shlex.split(re.sub("[<>']", "", line), comments=True) for line in lines]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\(([^)]+)\)", read(page)):
-        if target.startswith("https://"):
-            continue
-        path, _, heading = target.partition("#")
-        linked = ((ROOT / page).parent / path).resolve() if path else ROOT / page
-        name = linked.relative_to(ROOT).as_posix()
-        assert find(name).exists(), target
-        assert not heading or heading in anchors(name), target
+        if not target.startswith("https://"):
+            path, _, heading = target.partition("#")
+            linked = (ROOT / page).parent / path if path else ROOT / page
+            assert linked.exists(), target
+            titles = re.findall("^#+ (.*)$", linked.read_text(), re.MULTILINE) if heading else []
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert not heading or heading in anchors, target
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
-    words = {word.removeprefix("./") for line in command_lines(page) for word in line}
-    at_the_top = re.compile(r"(train|\w+_train|launch_)\w*\.(py|sh|bat)|requirements\S*\.txt")
-    named = [word for word in words if word.startswith(OUR_FOLDERS) or at_the_top.fullmatch(word)]
-    for name in named:
-        assert find(name).exists() or any(part in name for part in NOT_YET_THERE), name
-    assert named
+    for word in {word.removeprefix("./") for words in commands(page) for word in words}:
+        if word.startswith(OUR_FOLDERS) or re.fullmatch(r"(train|run_|launch_)\w*\.(py|sh|bat)", word):
+            assert (ROOT / word).exists() or any(part in word for part in NOT_YET_THERE), word
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_that_a_page_names_exist(page):
-    """On a command line behind the script's name; else of the page's script, or of any where the page is of all."""
-    others = read("launch_distributed_training.sh") + read("utils/launch_4gpu.py") + read("utils/hardware_utils.py")
-    scripts = [TASK_PAGES[page]] if page in TASK_PAGES else SCRIPTS.values()
-    anywhere = script_flags(scripts) | flags_in(others) | set(OTHER_FLAGS) | known_flags("tools/prepare_data.py")
-    anywhere |= known_flags("tools/sample_data.py")
-    for words in command_lines(page):
-        name, behind = split_command(words)
-        if not name and words and words[0] in OTHER_PROGRAMS:
-            continue
-        unknown = flags_in(" ".join(behind)) - (known_flags(name) if name else anywhere)
-        assert not unknown, f"{' '.join(words)}: {unknown}"
+    """A flag behind a script's name is that script's; elsewhere it is of the page's script, or of any."""
+    ours = [SCRIPTS[task] for task in SCRIPTS if f"tasks/{task}/" in page] or list(SCRIPTS.values())
+    tools = [("tools.sample_data", task) for task in SCRIPTS]
+    tools += [("tools.prepare_data", task) for task in ("prs_med", "mimic_cxr")]
+    anywhere = OTHER_FLAGS | flags_in(read("launch_distributed_training.sh"))
+    anywhere = anywhere.union(*map(help_flags, ours), *(help_flags(*tool) for tool in tools))
+    for words in commands(page):
+        script = next((word for word in words if word in SCRIPTS.values()), None)
+        tool = next((tool for tool in tools if words[2:4] == list(tool)), None)
+        if script or tool or not words or words[0] not in OTHER_PROGRAMS:
+            known = help_flags(script) | OTHER_FLAGS if script else help_flags(*tool) if tool else anywhere
+            flags = flags_in(" ".join(words[words.index(script) :] if script else words))
+            assert flags <= known, f"{' '.join(words)}: {flags - known}"
 
 
-def test_both_pages_show_the_demos_table():
-    """The same one, with the network's row and those of all that it is compared with."""
-    tables = [re.findall("(?<=^```\n)test  .*?^(?=```$)", read(page), re.DOTALL | re.MULTILINE) for page in PAGES[:2]]
-    assert tables[0] == tables[1]
-    titles = [line[:20].strip() for line in tables[0][0].splitlines()]
-    assert titles[:2] == ["test", "network"]
-    assert titles[5:] == ["blank image", "shuffled image", *(name.replace("_", " ") for name in rivals.NAMES)]
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_a_demos_settings_are_in_one_file(task):
+    """That the Makefile's target uses and the page names; its table is as wide as a console."""
+    (config,) = (ROOT / "configs").glob(f"{task}_demo.*")
+    target = read("Makefile").split(f"\ndemo-{task}:", 1)[1].split("\n\n")[0]
+    assert f"--config configs/{config.name}" in target
+    page = read(f"tasks/{task}/README.md")
+    assert f"configs/{config.name}" in page
+    table = re.findall("^```\n(.*?)^```$", section(page, "What it prints"), re.DOTALL | re.MULTILINE)[0]
+    assert max(map(len, table.splitlines())) <= 100
+    assert task != "prs_med" or table in read("README.md")
 
 
-def test_survivals_page_shows_its_demos_table():
-    page = read(ROOT / "tasks/survival/README.md")
-    rows = re.findall(r"^([a-z][a-z ]+?)  +0\.\d{3} \(0\.\d{3} to 0\.\d{3}\)", page, re.MULTILINE)
-    rivals = ["other run", "kaplan meier", "clinical", "image numbers", "clinical and image numbers"]
-    assert rows == ["network", *rivals, "true risk"]
+COMMON = """
+    config output_dir checkpoint_dir log_dir seed max_steps resume_from overwrite eval_only eval_every_steps
+    eval_interval save_every ckpt_interval keep_last batch_size train_batch_size gradient_accumulation_steps
+    effective_batch_size learning_rate lr grad_clip grad_clip_norm max_bad_steps mixed_precision auto_batch
+    no-auto_batch gpu_shares num_workers compile deterministic profile log_every summary_interval wandb
+    wandb_project world_size dist_timeout help
+"""
+EPOCHS = "num_epochs epochs "
+OWN = {
+    "train_prs_med.py": EPOCHS
+    + """
+    data_root annotations skip_bad_rows skip_data_check patient_column patient_pattern questions_per_image
+    cache_gb augmentation vlm_path sam_path image_size lora_rank lora_alpha lora_dropout gradient_checkpointing
+    no-gradient_checkpointing lambda_seg lambda_txt lr_scaling lr_schedule scheduler warmup_steps weight_decay
+    eval_split generate_every max_new_tokens predict question
+""",
+    "train_mimic_cxr.py": EPOCHS
+    + """
+    data_path chexpert_uncertain questions_per_image max_samples augmentation image_size image_encoder
+    text_encoder fusion_layers dropout max_question_length freeze_image freeze_text gradient_checkpointing
+    no-gradient_checkpointing pretrained_weights chexpert_weight lr_schedule scheduler warmup_steps weight_decay
+    auto_optimize no_auto_optimize use_deepspeed use_ddp deepspeed_config prefetch_factor eval_split
+    eval_samples save_predictions predict question head
+""",
+    "train_survival_distributed.py": EPOCHS
+    + """
+    csv_path data_dir time_unit path_column time_column event_column id_column fold_column train_fold val_fold
+    folds repeats clinical_columns mask_column mask_mode mask_margin image image_size hu_window spacing
+    orientation augment no-augment augmentation no-augmentation cache_dir use_smart_cache cache_rate
+    replace_rate resnet base_channels stem_stride norm init pretrained_path freeze_epochs weight_decay
+    lr_schedule scheduler eta_min warmup_steps eval_years rival_run predict output max_grad_norm amp pin_memory
+    backend
+""",
+    "train_accelerate.py": EPOCHS
+    + """
+    dataset_path split_seed split_files flip_drrs_vertical no-flip_drrs_vertical flip_drrs_horizontal
+    skip_alignment_check augmentation no-augmentation cache_dir cache_in_memory make_drrs img_size num_views
+    encoder_dim stage_configs num_timesteps v_parameterization no-v_parameterization xray_agreement
+    no-xray_agreement regression gradient_checkpointing no-gradient_checkpointing lr_schedule scheduler
+    warmup_steps weight_decay ema_decay physics_weight ddim_steps num_samples rival_run predict
+    num_epochs_per_stage accumulation_steps
+""",
+    "train.py": """
+    data env split_seed objective from_start shift model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward
+    encoder_n_layer n_latent n_transit max_compression_depth train_timesteps warmup_steps num_warmup_steps
+    weight_decay lr_scaling eval_episodes val_episodes eval_seeds temperature test_batch_size rival_run ad_run
+""",
+}
+
+
+@pytest.mark.parametrize("script", OWN)
+def test_flags_are_a_decision(script):
+    """A new one is entered here; about 40 are shown in --help, the others are keys of a --config file."""
+    assert help_flags(script) == {f"--{name}" for name in (COMMON + " " + OWN[script]).split()}
