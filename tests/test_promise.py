@@ -296,6 +296,7 @@ def test_every_launcher_starts_the_same_run(launcher, run, whole, tmp_path):
     assert_same(tmp_path / "run", whole(MINIMAL))
 
 
+@pytest.mark.xdist_group("train")
 def test_accelerate_launch_word_for_word(run, whole, tmp_path):
     """Guide 4's first command: two processes by its config."""
     text = run(COMPRESSED_AD, tmp_path / "run", launcher="accelerate launch --config_file accelerate_config.yaml")
@@ -351,6 +352,7 @@ def assert_close(folder: Path, other: list[dict]) -> None:
             assert one[name] == pytest.approx(two[name], rel=1e-6, abs=2e-6), (one["step"], name)
 
 
+@pytest.mark.xdist_group("deepspeed")
 @pytest.mark.parametrize(("stage", "processes"), [(2, 3), pytest.param(1, 2, marks=pytest.mark.soak)])
 def test_deepspeed_changes_nothing(run, plain, zero_flags, tmp_path, stage, processes):
     """ZeRO at 3 processes, whose last leaves are spare passes, is torch on one."""
@@ -359,6 +361,7 @@ def test_deepspeed_changes_nothing(run, plain, zero_flags, tmp_path, stage, proc
     assert f"DeepSpeed ZeRO-{stage}" in (tmp_path / "run.txt").read_text()
 
 
+@pytest.mark.xdist_group("deepspeed")
 def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
     """DDP on 2, killed; ZeRO-3 on 3; ZeRO-2 on 1; torch on 1: as if nothing had happened."""
     folder = tmp_path / "run"
@@ -372,6 +375,7 @@ def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
     assert_close(folder, plain)
 
 
+@pytest.mark.xdist_group("deepspeed")
 def test_deepspeed_killed_and_resumed_is_the_same_to_the_bit(start, run, zero_flags, tmp_path):
     run(DEEPSPEED, tmp_path / "whole", zero_flags(2), 2, exact=False)
     folder = tmp_path / "run"
@@ -382,6 +386,7 @@ def test_deepspeed_killed_and_resumed_is_the_same_to_the_bit(start, run, zero_fl
     assert_same(folder, tmp_path / "whole")
 
 
+@pytest.mark.xdist_group("deepspeed")
 def test_deepspeed_skips_a_step_on_all_ranks(run, zero_flags, tmp_path):
     run(DEEPSPEED, tmp_path / "run", zero_flags(2), 2, fault="nan@2@1", exact=False)
     lines = [line for line in read_log(tmp_path / "run") if "train/loss" in line]
@@ -465,6 +470,7 @@ def test_loader_workers(run, evaluated, tmp_path):
     assert_same(tmp_path / "run", evaluated)
 
 
+@pytest.mark.xdist_group("train_accelerate")
 @pytest.mark.parametrize("fault", ["kill_eval2@6@0", "kill_eval3@10@0"], ids=["between stages", "in sampling"])
 def test_cascade_killed_in_what_only_it_has(run, whole, tmp_path, fault):
     """While a stage's start is measured on the stages before; while the samples of the test are drawn."""
