@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +20,10 @@ from hardware_utils import peak_memory_gb
 from utils.cli import RunError
 
 
+# ends of intervals, and what stays the same throughout
+DETAILS = ("_low", "_high", "_random", "_optimal")
+
+
 def duration(seconds: float) -> str:
     """12 s, 3 min, 5.2 h or 4.1 days."""
     for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600), (math.inf, "days", 86_400)):
@@ -27,10 +32,12 @@ def duration(seconds: float) -> str:
 
 
 def print_banner(title: str, facts: dict) -> None:
-    """Rank 0: one aligned `name  value` line for each derived number of the run."""
+    """Rank 0: one aligned `name  value` line for each derived number of the run, at most 100 columns wide."""
     width = max(map(len, facts))
     lines = [f"== {title} ".ljust(100, "=")]
-    lines += [f"  {name:<{width}}  {value}" for name, value in facts.items()]
+    for name, value in facts.items():
+        indents = f"  {name:<{width}}  ", " " * (width + 4)
+        lines += textwrap.wrap(str(value), 100, *indents, break_long_words=False, break_on_hyphens=False) or indents[:1]
     print_main("\n".join(lines))
 
 
@@ -161,7 +168,7 @@ class RunLog:
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
-        """Rank 0: one line of metrics.jsonl, and the same names in TensorBoard and W&B."""
+        """Rank 0: one line of metrics.jsonl, all of it to W&B, and to TensorBoard what is no detail of another."""
         values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self.last |= values
         if not self.ranks.is_main:
@@ -171,7 +178,7 @@ class RunLog:
             self.jsonl.flush()
             self.bytes = self.jsonl.tell()
             for name, value in values.items():
-                if value is not None:
+                if value is not None and name.count("/") == 1 and not name.endswith(DETAILS):
                     self.writer.add_scalar(name, value, step)
         except OSError as error:
             # a full disk ends the run at the next checkpoint, which needs the room too
