@@ -19,7 +19,6 @@ from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
 from utils.cli import RunError
 
-
 # ends of intervals, and what stays the same throughout
 DETAILS = ("_low", "_high", "_random", "_optimal")
 
@@ -36,8 +35,8 @@ def print_banner(title: str, facts: dict) -> None:
     width = max(map(len, facts))
     lines = [f"== {title} ".ljust(100, "=")]
     for name, value in facts.items():
-        indents = f"  {name:<{width}}  ", " " * (width + 4)
-        lines += textwrap.wrap(str(value), 100, *indents, break_long_words=False, break_on_hyphens=False) or indents[:1]
+        wrap = textwrap.TextWrapper(100, f"  {name:<{width}}  ", " " * (width + 4), break_long_words=False)
+        lines += wrap.wrap(str(value)) or [f"  {name}"]
     print_main("\n".join(lines))
 
 
