@@ -4,8 +4,9 @@
     python benchmarks/frameworks.py --csv_path FILE ...     # flags of train_survival_distributed.py
 
 One process, on a GPU where there is one, without augmentation and loading processes. All take the same batches with the
-same weights, in rounds by turns; the first round, and the first steps of each, do not count. A trainer that is not
-installed is left out. The last line is a JSON object: samples/s of each, the median of its rounds.
+same weights, in rounds by turns; the first round, and the first steps of each, do not count. On a CPU time is that of
+the processor, which other work on the machine hardly changes. A trainer that is not installed is left out. The last
+line is a JSON object: samples/s of each, the median of its rounds.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ class Clock:
         if self.steps in (WARM_UP, WARM_UP + STEPS):
             if ON_GPU:
                 torch.cuda.synchronize()
-            self.times.append(time.perf_counter())
+            self.times.append(time.perf_counter() if ON_GPU else time.process_time())
 
 
 def collate(items: list[dict]) -> dict:
