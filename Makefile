@@ -3,7 +3,7 @@
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
 # make test-quick            under 2 minutes: each script stopped and resumed, samplers, losses, run folders, pages
 # make gpu                   measures and checks all that a GPU changes (on CPU: a trial at tiny sizes); see benchmarks/gpu.py
-#      FLAGS="--parts survival,versions"  its flags; PYTHON=python3 takes that python as it is, without making .venv
+#      FLAGS="--parts machine,survival"  its flags; PYTHON=python3 takes that python as it is, without making .venv
 # make lint                  ruff, shellcheck, shfmt
 PYTHON ?= python3
 TASK ?= prs_med

@@ -1,15 +1,20 @@
-"""Measures and checks all that a GPU changes, in parts that can be run one by one.
+"""One command for the day a GPU is there: measures and checks what a GPU changes, part by part.
 
     make gpu                                              # set up, then this
-    python benchmarks/gpu.py                              # every part that has no result yet, or failed
-    python benchmarks/gpu.py --parts versions,survival    # these alone
-    python benchmarks/gpu.py --list                       # what there is
-    python benchmarks/gpu.py --fresh                      # forget the results, start anew
+    python benchmarks/gpu.py                              # every part without a result, or with one that failed
+    python benchmarks/gpu.py --parts machine,survival     # these alone
+    python benchmarks/gpu.py --fresh                      # forget earlier results and measure anew
 
-Each part is a process of its own with a time limit of at most 10 minutes, and its lines are kept once it ends: run it
-again after an interruption and it continues. On a GPU it writes benchmarks/gpu/<device>.json and the table in
-benchmarks/RESULTS.md. Without one, the same code runs on the CPU at tiny sizes and writes runs/gpu/cpu.json. Weights
-and data are made up; nothing is downloaded. Exit code 0: nothing failed.
+    machine        versions, speed of matrix products, of memory and of an all-reduce over the GPUs
+    a task's name  its script at published size: samples/s, wait for data, peak memory beside tools.rehearse, MFU
+    same_answer    --deterministic by one process and by several: equal to the bit
+    resume         --deterministic, killed and resumed: equal to the bit
+    variants       fp32, fp16, compiled and recomputed activations over plain bf16
+    frameworks     the survival script over a bare loop, Accelerate, Fabric, HF Trainer and MONAI
+
+On a GPU it writes benchmarks/gpu/<device>.json and the table in benchmarks/RESULTS.md after each part, so that an
+interrupted run goes on where it was. Without one, or with --tiny, the same code runs at tiny sizes, of the checks one
+task, and writes into --folder alone. Weights and data are made up; nothing is downloaded. Exit code 0: nothing failed.
 """
 
 import argparse
@@ -19,999 +24,521 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
+import runpy
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-from gpu_sizes import BATCH, LEAST_MFU, OUT_FLAG, ROOT, SCRIPTS, STEPS, filled_flags, make_data, stage_of
-
-KEYS = ("part", "name", "value", "low", "high", "result", "reason")
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 BEGIN = "<!-- benchmarks/gpu.py writes from here -->"
 END = "<!-- to here -->"
 
-# Flags of a run of which every step counts, and nothing is saved on the way.
-EVERY_STEP = ["--log_every", "1", "--save_every", "0"]
+SCRIPTS = {
+    "prs_med": "train_prs_med.py",
+    "mimic_cxr": "train_mimic_cxr.py",
+    "survival": "train_survival_distributed.py",
+    "cascade": "train_accelerate.py",
+    "compressed_ad": "train.py",
+}
+PARTS = ("machine", *SCRIPTS, "same_answer", "resume", "variants", "frameworks")
 
-# The lines of a part, each as soon as it is known.
-Lines = Iterator[dict]
-
-
-class Setting(NamedTuple):
-    """Where the parts run: size "full" or "tiny", how many GPUs there are, and the folder for data and runs."""
-
-    size: str
-    gpus: int
-    folder: Path
+# The sample data. At full size a model's input is as large as published, whatever the size of the file.
+SAMPLES = {
+    "tiny": {
+        "prs_med": "--num_train 16 --num_val 1 --num_test 1 --image_size 48",
+        "mimic_cxr": "--num_train 6 --num_val 2 --num_test 2 --image_size 80",
+        "survival": "--num_patients 150 --matrix 14 --event_rate 0.5",
+        "cascade": "--num_patients 24 --matrix 16",
+        "compressed_ad": "--streams 2 --steps 100",
+    },
+    "full": {
+        "prs_med": "--num_train 130 --num_val 1 --num_test 1 --image_size 512",
+        "mimic_cxr": "--num_train 200 --num_val 2 --num_test 2 --image_size 256",
+        "survival": "--num_patients 300 --matrix 64 --event_rate 0.5",
+        "cascade": "--num_patients 40 --matrix 128",
+        "compressed_ad": "--streams 10 --steps 1000",
+    },
+}
+# Flags of a run at each size. At full size batches are each script's own, and models are those of the papers with
+# random weights. {data}: the folder of the sample data.
+STAGE = '{"name":"stage1","volume_size":[8,8,8],"voxel_dim":16,"vit_depth":1,"num_heads":2,"token_grid":4}'
+STAGE_EPOCHS = 6
+FLAGS = {
+    "tiny": {
+        "prs_med": "--data_root {data} --batch_size 4 --num_workers 0 --lr_scaling none --max_new_tokens 2",
+        "mimic_cxr": """
+            --data_path {data}/prepared --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny
+            --batch_size 8 --num_workers 0 --no_auto_optimize --warmup_steps 2
+        """,
+        "survival": """
+            --csv_path {data}/dataset.csv --cache_dir {data}/cache --batch_size 8 --num_workers 0
+            --resnet resnet10 --base_channels 8 --image_size 16 16 8
+        """,
+        "cascade": """
+            --dataset_path {data} --cache_dir {data}_cache --batch_size 4 --num_workers 0 --img_size 32
+            --encoder_dim 16 --num_timesteps 20 --ddim_steps 2 --num_epochs_per_stage 40 --stage_configs {stage}
+        """,
+        "compressed_ad": """
+            --data {data} --batch_size 8 --num_warmup_steps 2 --train_timesteps 40 --tf_n_embd 16 --tf_n_layer 2
+            --tf_n_head 2 --encoder_n_layer 1 --tf_dim_feedforward 32 --n_transit 20 --n_latent 4
+            --eval_interval 0 --eval_episodes 2 --val_episodes 2 --eval_seeds 1
+        """,
+    },
+    "full": {
+        "prs_med": """
+            --data_root {data} --max_new_tokens 2
+            --vlm_path configs/models/llava_med_v1.5_mistral_7b --sam_path configs/models/sam_vit_base
+        """,
+        "mimic_cxr": """
+            --data_path {data}/prepared
+            --image_encoder configs/models/convnext_base --text_encoder configs/models/bio_clinicalbert
+        """,
+        "survival": "--csv_path {data}/dataset.csv --cache_dir {data}/cache --batch_size 6",
+        "cascade": f"""
+            --config configs/multi_view_config.json --dataset_path {{data}} --cache_dir {{data}}_cache
+            --num_epochs_per_stage {STAGE_EPOCHS} --ddim_steps 2 --skip_alignment_check
+        """,
+        "compressed_ad": """
+            --data {data} --mixed_precision fp16 --eval_interval 0 --eval_episodes 20 --val_episodes 20 --eval_seeds 2
+        """,
+    },
+}
+# Model FLOPs utilisation that a script should reach; CompressedAD's small layers are bound by kernel launches.
+LEAST_MFU = {"prs_med": 0.2, "mimic_cxr": 0.1, "survival": 0.2, "cascade": 0.1, "compressed_ad": 0.0}
 
 
 class Failed(Exception):
-    """A run that did not end as it should; the message says how."""
+    """A command that did not end as it should; the message says how."""
 
 
-class Job(NamedTuple):
-    """A run of a task's script, into runs/<task>_<name>.
-
-    observe: options of gpu_process.py. resume: from the checkpoint in that folder, which is else deleted first.
-    expect: the exit codes with which it may end. limit: seconds after which it is killed.
-    """
-
-    task: str
-    name: str
-    flags: list
-    size: str = "tiny"
-    processes: int = 1
-    observe: tuple = ()
-    on_cpu: bool = False
-    resume: bool = False
-    expect: tuple[int, ...] = (0,)
-    limit: float = 400
-
-
-class Ended(NamedTuple):
-    """How a command ended; left_behind: how many of its processes outlived it by 10 seconds."""
-
-    code: int
-    seconds: float
-    left_behind: int
-
-
-class LoggedStep(NamedTuple):
-    """A line of metrics.jsonl about a training step."""
-
-    step: int
-    loss: float
-    grad_norm: float
-
-
-class Run(NamedTuple):
-    """A script's run: lines of metrics.jsonl, what gpu_process.py saw, exit code, seconds, processes left behind.
-
-    summary: what summary.json holds, nothing where the run did not come to its end.
-    """
-
-    records: list[dict]
-    seen: dict
-    code: int
-    seconds: float
-    left_behind: int
-    summary: dict = {}
-
-    def training(self) -> list[dict]:
-        """The lines of metrics.jsonl about training."""
-        return [record for record in self.records if "train/loss" in record]
-
-    def losses(self) -> list[LoggedStep]:
-        """Loss and gradient norm of each logged step."""
-        steps = []
-        for record in self.training():
-            steps.append(LoggedStep(record["step"], record["train/loss"], record["train/grad_norm"]))
-        return steps
-
-    def peak_memory(self) -> float:
-        """The most GiB of any line."""
-        return max(record["train/peak_memory_gb"] for record in self.training())
-
-
-# --- lines of the report ----------------------------------------------------------------------------------------------
-
-
-def outside(value: float | str, low: float | None, high: float | None) -> bool:
-    """Whether a value is beyond a bound; NaN is beyond any."""
-    too_low = low is not None and not value >= low
-    too_high = high is not None and not value <= high
-    return too_low or too_high
-
-
-def measured(name: str, value: float | str | None, low=None, high=None, reason: str = "") -> dict:
-    """A line with a value: it passes inside low..high, where None is no bound."""
-    line = {"name": name, "value": value, "low": low, "high": high}
-    if value is None:
-        return line | {"result": "fail", "reason": reason or "no value was measured"}
-    result = "fail" if outside(value, low, high) else "pass"
-    return line | {"result": result, "reason": reason}
-
-
-def skipped(name: str, reason: str) -> dict:
-    """A line about what this machine cannot measure."""
-    return measured(name, None, reason=reason) | {"result": "skipped"}
-
-
-def failed(name: str, reason: str) -> dict:
-    """A line about what did not work."""
-    return skipped(name, reason) | {"result": "fail"}
+def row(what: str, value: float | str, least=None, most=None, equal=None, note: str = "") -> dict:
+    """A line of the report, with what is wanted of the value; NaN meets no bound."""
+    ok = (least is None or value >= least) and (most is None or value <= most) and equal in (None, value)
+    wanted = f">= {least}" * (least is not None) + f" <= {most}" * (most is not None) + (equal or "")
+    return {"what": what, "value": value, "ok": ok, "wanted": wanted.strip(), "note": note}
 
 
 # --- running a script -------------------------------------------------------------------------------------------------
-
-
-def environment(processes: int, on_cpu: bool) -> dict[str, str]:
-    """The environment of a run: as many GPUs as processes, none when it is to run on the CPU."""
-    values = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        values.pop(name, None)
-    if on_cpu:
-        return values | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-    # CUDA ignores a number above those of this machine.
-    numbers = [str(number) for number in range(processes)]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        numbers = visible.split(",")[:processes]
-    values["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
-    return values
-
-
-def last_words(log: Path) -> str:
-    """The line of a log that says best what went wrong."""
-    lines = log.read_text(errors="replace").splitlines()
-    lines = [line.strip() for line in lines if line.strip()]
-    errors = [line for line in lines if re.match(r"error:|\w*(Error|Exception)\b", line)]
-    chosen = errors or lines or ["no output"]
-    return chosen[-1][:300]
-
-
-def read_records(path: Path) -> list[dict]:
-    """The JSON objects of a file with one on each line; none without the file."""
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def last_object(log: Path) -> dict | None:
-    """The last JSON object that a command printed as a line of its log."""
-    lines = log.read_text().splitlines()
-    objects = [line for line in lines if line.startswith("{")]
-    return json.loads(objects[-1]) if objects else None
-
-
-def captured(command: list) -> subprocess.CompletedProcess:
-    """Run a command whose output is short."""
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def run_process(command: list, log: Path, limit: float, variables: dict[str, str], folder: Path = ROOT) -> Ended:
-    """Run a command to its end, with its output in `log`.
-
-    After `limit` seconds it is killed, with all that it has started, and TimeoutError is raised.
-    """
-    import psutil
-
-    def still_runs(child: psutil.Process) -> bool:
-        return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-
-    begun = time.monotonic()
-    started: set = set()
-    words = [str(word) for word in command]
-    with open(log, "w") as file:
-        process = psutil.Popen(words, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            while process.poll() is None and time.monotonic() - begun < limit:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    started |= set(process.children(recursive=True))
-                time.sleep(0.1)
-            seconds = time.monotonic() - begun
-
-            # What it has started has 10 seconds to end too.
-            late = process.poll() is None
-            _, alive = psutil.wait_procs(started, timeout=0 if late else 10)
-            alive = [child for child in alive if still_runs(child)]
-        finally:
-            for child in [*started, process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-        code = process.wait()
-    if late:
-        raise TimeoutError(f"took more than {limit:.0f} s and was killed")
-    return Ended(code, seconds, len(alive))
-
-
-def flags_of(setting: Setting, task: str, size: str) -> list[str]:
-    """The task's flags for its published or its tiny size, with the data made where it is not there."""
-    data = make_data(setting.folder / "data" / size, task, size)
-    return filled_flags(task, size, data)
-
-
-def command_of(setting: Setting, job: Job, report: Path, out: Path) -> list:
-    """The command of a job, under torchrun for several processes."""
-    command = [sys.executable]
-    if job.processes > 1:
-        command += ["utils/torchrun.py", "--standalone", f"--nproc_per_node={job.processes}"]
-    command += ["benchmarks/gpu_process.py", "--report", report, *job.observe]
-
-    # Random weights of the published size are built in place: none are read.
-    if job.size == "full":
-        command.append("--random_weights")
-    command += [SCRIPTS[job.task], *flags_of(setting, job.task, job.size)]
-    command += [OUT_FLAG[job.task], out, *job.flags]
-    if job.resume:
-        command += ["--resume_from", "auto"]
-    return command
-
-
-def run_script(setting: Setting, job: Job) -> Run:
-    """One run of a task's script. Raises Failed when it ends with another code than expected, and TimeoutError."""
-    out = setting.folder / "runs" / f"{job.task}_{job.name}"
-    report = out.with_name(out.name + ".json")
-    log = out.with_name(out.name + ".log")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not job.resume:
-        shutil.rmtree(out, ignore_errors=True)
-    report.unlink(missing_ok=True)
-
-    command = command_of(setting, job, report, out)
-    variables = environment(job.processes, job.on_cpu or not setting.gpus)
-    variables["HF_HUB_OFFLINE"] = "1"
-    ended = run_process(command, log, job.limit, variables)
-    if ended.code not in job.expect:
-        raise Failed(f"exit code {ended.code}: {last_words(log)}")
-
-    records = read_records(out / "metrics.jsonl")
-    seen = json.loads(report.read_text()) if report.exists() else {}
-    summary = out / "summary.json"
-    facts = json.loads(summary.read_text()) if summary.exists() else {}
-    return Run(records, seen, ended.code, ended.seconds, ended.left_behind, facts)
-
-
-def sharing(setting: Setting, processes: int) -> tuple[str, ...]:
-    """Options of gpu_process.py for several processes on a machine with one GPU."""
-    return ("--share_gpu",) if setting.gpus and processes > setting.gpus else ()
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def versions(setting: Setting) -> Lines:
-    """What this machine is, and how fast its processes talk."""
-    git = captured(["git", "rev-parse", "--short", "HEAD"])
-    yield measured("date", datetime.date.today().isoformat())
-    yield measured("commit", git.stdout.strip() or "unknown")
-    yield measured("python", platform.python_version())
-    for name in ("torch", "transformers", "accelerate", "deepspeed", "monai"):
-        try:
-            yield measured(name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield skipped(name, "not installed")
-    if setting.gpus:
-        yield from gpu_versions(setting)
-    else:
-        for name in ("device", "driver", "CUDA", "cuDNN", "NCCL", "bf16 product TFLOP/s", "memory copy GB/s"):
-            yield skipped(name, "no GPU")
-
-    yield bandwidth_line(setting)
-    if setting.gpus < 2:
-        yield skipped("nccl all-reduce GB/s", "needs two GPUs")
-
-
-def bandwidth_line(setting: Setting) -> dict:
-    """The speed of an all-reduce over this machine's GPUs, or over two processes."""
-    # NCCL refuses two ranks on one GPU.
-    processes = max(2, setting.gpus)
-    backend = "nccl" if setting.gpus > 1 else "gloo"
-    log = setting.folder / "bandwidth.log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["benchmarks/gpu_frameworks.py", "bandwidth", "--backend", backend]
-    ended = run_process(command, log, 120, environment(processes, not setting.gpus))
-    answer = None if ended.code else last_object(log)
-    name = f"{backend} all-reduce GB/s"
-    if not answer:
-        return failed(name, last_words(log))
-    return measured(name, answer["gb_per_s"], reason=f"{processes} processes")
-
-
-def gpu_versions(setting: Setting) -> Lines:
-    """Driver, libraries and the plain speed of the first GPU."""
-    import torch
-
-    query = captured(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    driver = query.stdout.split("\n")[0]
-    yield measured("device", f"{setting.gpus} x {torch.cuda.get_device_name()}")
-    yield measured("driver", driver.strip() or "unknown")
-    yield measured("CUDA", torch.version.cuda)
-    yield measured("cuDNN", str(torch.backends.cudnn.version()))
-    nccl = ".".join(str(number) for number in torch.cuda.nccl.version())
-    yield measured("NCCL", nccl)
-
-    yield measured("bf16 product TFLOP/s", product_tflops())
-    values = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    yield measured("memory copy GB/s", 2 * values.nbytes / seconds_on_gpu(values.clone) / 1e9)
-
-
-def product_tflops() -> float:
-    """TFLOP/s of the first GPU in a large bf16 matrix product."""
-    import torch
-
-    factor = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    return 2 * 8192**3 / seconds_on_gpu(lambda: factor @ factor) / 1e12
-
-
-def seconds_on_gpu(call: Callable[[], object]) -> float:
-    """The mean of 10 calls, after one that warms up."""
-    import torch
-
-    call()
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(10):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / 10
-
-
-def one_script(setting: Setting, task: str) -> Lines:
-    """A script at its published size: speed, memory beside the predicted one, waits for data and for the GPU."""
-    steps, log_every = STEPS[setting.size]
-    flags = ["--log_every", log_every, "--save_every", "0"]
-    # The cascade's three stages have their own numbers of steps.
-    if task != "cascade" or setting.size == "tiny":
-        flags += ["--max_steps", steps]
-    job = Job(task, f"{setting.size}_steps", flags, setting.size)
-    run = run_script(setting, job)
-    stages: dict[int, list[dict]] = {}
-    for record in run.training():
-        stages.setdefault(stage_of(task, setting.size, record["epoch"]), []).append(record)
-    for stage, records in stages.items():
-        prefix = f"stage {stage}: " if stage else ""
-        # The first interval warms up.
-        yield from speed_lines(setting, prefix, records[1:] or records)
-    yield host_wait_line(setting, run, log_every)
-    yield from memory_lines(setting, task, run, records[1:] or records)
-
-
-def mean_rate(records: list[dict]) -> float:
-    """Samples/s over some log lines of equally many samples."""
-    return statistics.harmonic_mean([record["train/samples_per_s"] for record in records])
-
-
-def speed_lines(setting: Setting, prefix: str, records: list[dict]) -> Lines:
-    """Samples/s and share of time waiting for data, of some lines of metrics.jsonl."""
-    full = setting.size == "full"
-    steps = f"{len(records)} log lines after the first"
-    yield measured(f"{prefix}samples/s", mean_rate(records), reason=steps)
-
-    # The made-up data comes from a cache: the GPU should not wait.
-    wait = statistics.mean(record["train/data_wait"] for record in records)
-    most = 0.05 if full else None
-    yield measured(f"{prefix}data wait", wait, None, most, "share of time")
-
-
-def host_wait_line(setting: Setting, run: Run, log_every: int) -> dict:
-    """Host waits for the GPU in a step that is not logged."""
-    if not setting.gpus:
-        return skipped("host waits a step", "no GPU")
-    # Counting begins at the second step; those that end a log interval may wait.
-    counts = run.seen.get("host_waits", [])
-    between = [count for i, count in enumerate(counts) if i and (i + 1) % log_every]
-    if not between:
-        return failed("host waits a step", "no steps between two log lines")
-    middle = statistics.median(between)
-    places = [f"{place} {count}" for place, count in run.seen["places"].items()]
-    reason = f"median of {len(between)} steps without logging, most {max(between)}; "
-    reason += f"in all at: {', '.join(places) or 'none'}"
-    return measured("host waits a step", middle, None, 0, reason)
-
-
-def memory_lines(setting: Setting, task: str, run: Run, records: list[dict]) -> Lines:
-    """Peak memory that torch has reserved, what tools.rehearse predicts, and their ratio, which is to be within 15 %.
-
-    records: the log lines of the steps that are rehearsed, a cascade's last stage.
-    """
-    peak = run.peak_memory()
-    kind = "reserved on the GPU" if setting.gpus else "resident memory of the process"
-    yield measured("peak GiB", peak, reason=kind)
-    # At tiny sizes one script shows that this code works; it takes as long as a run.
-    if setting.size == "tiny" and task != "compressed_ad":
-        yield skipped("predicted GiB", "tiny sizes: only compressed_ad is rehearsed here")
-        return
-    predicted = rehearse(setting, task, run)
-    yield measured("predicted GiB", predicted["peak_gib"], reason=f"fits: {predicted['fits']}")
-    if not setting.gpus:
-        yield skipped("peak over predicted", "no GPU: resident memory is no counterpart")
-        return
-
-    steps_per_s = mean_rate(records) / run.summary["effective_batch_size"]
-    mfu = steps_per_s * predicted["tflop_per_step"] / product_tflops()
-    yield measured("MFU of the rehearsed step", mfu, LEAST_MFU[task], reason="share of a measured matmul rate")
-
-    # Questions and segments of a real batch are shorter than the largest, which is predicted.
-    least = None if task in ("mimic_cxr", "compressed_ad") else 0.85
-    ratio = peak / predicted["peak_gib"]
-    yield measured("peak over predicted", ratio, least, 1.15, "predicted within 15 %")
-
-
-def rehearse(setting: Setting, task: str, run: Run) -> dict:
-    """The JSON object that tools.rehearse ends with, for this GPU's memory."""
-    log = setting.folder / "runs" / f"{task}_rehearsed.log"
-    command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(setting, task, setting.size)]
-    if setting.gpus:
-        command += ["--gpu_memory", f"{run.seen['total_gib']:.1f}"]
-    ended = run_process(command, log, 120, environment(1, not setting.gpus))
-    answer = None if ended.code else last_object(log)
-    if not answer:
-        raise Failed(f"rehearsal: exit code {ended.code}: {last_words(log)}")
-    return answer
-
-
-def for_each_task(setting: Setting, name: str, check: Callable[[str], dict]) -> Lines:
-    """The lines of check(task) for all tasks at once: a tiny run is mostly its start, on one core.
-
-    On a GPU all five; on a CPU the quickest one, as the tests hold them all there.
-    """
-
-    def guarded(task: str) -> dict:
-        try:
-            return check(task)
-        except (Failed, TimeoutError) as error:
-            return failed(f"{task}: {name}", str(error))
-
-    tasks = list(SCRIPTS) if setting.gpus else ["compressed_ad"]
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        yield from pool.map(guarded, tasks)
-
-
-def same_answer(setting: Setting) -> Lines:
-    """The losses of 3 steps on 1 process and on several, in fp32 without TF32, with the same global batch."""
-    processes = max(2, setting.gpus)
-    while any(batch % processes for batch in BATCH.values()):
-        processes -= 1
-    name = f"largest relative difference, 1 x N to {processes} x N/{processes}"
-    fp32 = ["--mixed_precision", "no", "--max_steps", "3", *EVERY_STEP]
-    observe = ("--no_tf32",)
-
-    def check(task: str) -> dict:
-        # Survival's batch is that of all processes.
-        share = BATCH[task] if task == "survival" else BATCH[task] // processes
-        alone = Job(task, "same_1", fp32, observe=observe)
-        together = Job(
-            task,
-            "same_N",
-            [*fp32, "--batch_size", share],
-            processes=processes,
-            observe=(*observe, *sharing(setting, processes)),
-        )
-        one = run_script(setting, alone)
-        many = run_script(setting, together)
-        reason = "loss of 3 steps and first gradient norm, fp32"
-        return measured(f"{task}: {name}", largest_difference(one, many), None, 1e-5, reason)
-
-    yield from for_each_task(setting, name, check)
-
-
-def largest_difference(one: Run, other: Run) -> float:
-    """The largest relative difference of two runs' losses and first gradient norms. Raises Failed for other steps.
-
-    Later gradient norms are left out: AdamW turns rounding in a small gradient into a step of full size.
-    """
-    ours = one.losses()
-    theirs = other.losses()
-    our_steps = [logged.step for logged in ours]
-    their_steps = [logged.step for logged in theirs]
-    if our_steps != their_steps or not our_steps:
-        raise Failed(f"steps {our_steps} and {their_steps} were logged")
-
-    def difference(left: float, right: float) -> float:
-        return abs(left - right) / max(abs(left), 1e-12)
-
-    differences = [difference(ours[0].grad_norm, theirs[0].grad_norm)]
-    for left, right in zip(ours, theirs, strict=True):
-        differences.append(difference(left.loss, right.loss))
-    return max(differences)
-
-
-def kill_and_resume(setting: Setting) -> Lines:
-    """A run killed after 3 of 5 steps and resumed, against an uninterrupted one, bit for bit."""
-    name = "steps that differ after a kill"
-
-    def check(task: str) -> dict:
-        flags = ["--max_steps", "5", "--log_every", "1", "--save_every", "2", "--deterministic"]
-        begin = Job(task, "killed", flags)
-        kill = begin._replace(observe=("--kill_at", "3"), expect=(-signal.SIGKILL,))
-        resume = begin._replace(resume=True)
-        whole = run_script(setting, Job(task, "whole", flags))
-        run_script(setting, kill)
-        resumed = run_script(setting, resume)
-        differ = len(set(whole.losses()) ^ set(resumed.losses()))
-        reason = f"loss and gradient norm of {len(whole.losses())} steps, SIGKILL after 3"
-        return measured(f"{task}: {name}", differ, None, 0, reason)
-
-    yield from for_each_task(setting, name, check)
-
-
-def checkpoint_across(setting: Setting) -> Lines:
-    """A checkpoint of the GPU is resumed on the CPU, and that one on the GPU, against a run that stayed there."""
-    name = "largest relative difference after GPU, CPU, GPU"
-    flags = ["--mixed_precision", "no", *EVERY_STEP, "--max_steps"]
-
-    def check(task: str) -> dict:
-        stay = Job(task, "stayed", [*flags, "6"])
-        begin = Job(task, "moved", [*flags, "2"])
-        move = begin._replace(flags=[*flags, "4"], on_cpu=True, resume=True)
-        move_back = begin._replace(flags=[*flags, "6"], resume=True)
-        whole = run_script(setting, stay)
-        run_script(setting, begin)
-        run_script(setting, move)
-        moved = run_script(setting, move_back)
-        reason = "loss of 6 steps, fp32"
-        reason += "" if setting.gpus else "; no GPU: all on the CPU"
-        return measured(f"{task}: {name}", largest_difference(whole, moved), None, 1e-3, reason)
-
-    yield from for_each_task(setting, name, check)
-
-
-def out_of_memory(setting: Setting) -> Lines:
-    """A batch that does not fit is made smaller before the first step, and the steps are then made."""
-    shares = [0.5]
-    if setting.gpus:
-        import torch
-
-        # 20 and 10 GiB, of which survival's 6 cases need 35.
-        total = torch.cuda.get_device_properties(0).total_memory
-        shares = [gib * 2**30 / total for gib in (20, 10)]
-    flags = ["--auto_batch", "--max_steps", "3", *EVERY_STEP]
-    for share in shares:
-        name = f"steps made with {share:.0%} of the memory"
-        observe = ("--memory", str(share))
-        job = Job("survival", "short", flags, setting.size, observe=observe, limit=200)
-        try:
-            run = run_script(setting, job)
-        except (Failed, TimeoutError) as error:
-            yield failed(name, str(error))
-            continue
-
-        # Without a refusal nothing was made smaller.
-        refused = run.seen["refused"]
-        if not refused:
-            yield failed(name, "no allocation was refused: nothing was tried")
-            continue
-        place = "of the GPU" if setting.gpus else "made up on the CPU: at most 2 samples at once"
-        reason = f"survival, {place}; {refused} allocations refused"
-        yield measured(name, len(run.training()), 3, 3, reason)
-
-
-def rank_killed(setting: Setting) -> Lines:
-    """A rank is killed: the job ends within the timeout, and leaves no process behind."""
-    timeout = 20
-    task = "compressed_ad"
-    flags = ["--max_steps", "200", *EVERY_STEP, "--dist_timeout", timeout]
-    flags += ["--batch_size", BATCH[task] // 2]
-    job = Job(
-        task,
-        "orphan",
-        flags,
-        processes=2,
-        observe=("--kill_at", "3", *sharing(setting, 2)),
-        expect=tuple(range(1, 256)),
-        limit=200,
-    )
-    run = run_script(setting, job)
-    # Starting takes up to a minute on a busy machine.
-    yield measured("seconds from start to end", run.seconds, None, 60 + timeout, f"--dist_timeout {timeout}")
-    yield measured("processes left behind", run.left_behind, None, 0)
-
-
-def deepspeed(setting: Setting) -> Lines:
-    """ZeRO-2 and ZeRO-3 in bf16, and in fp16 with a loss scale that overflows in the first steps."""
-    cases = [(2, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")]
-    for stage, precision in cases:
-        name = f"ZeRO-{stage} {precision}: last loss"
-        if importlib.util.find_spec("deepspeed") is None:
-            yield skipped(name, "deepspeed is not installed")
-            continue
-        if precision == "fp16" and not setting.gpus:
-            yield skipped(name, "fp16 needs a GPU")
-            continue
-
-        config = setting.folder / f"zero{stage}_{precision}.json"
-        config.write_text(json.dumps(zero_config(stage, precision)))
-        flags = ["--deepspeed_config", config, "--mixed_precision", precision]
-        flags += ["--max_steps", "12", *EVERY_STEP]
-        flags += ["--max_bad_steps", "10", "--no-gradient_checkpointing"]
-        job = Job("mimic_cxr", f"zero{stage}_{precision}", flags, processes=setting.gpus or 1)
-        try:
-            run = run_script(setting, job)
-        except (Failed, TimeoutError) as error:
-            yield failed(name, str(error))
-            continue
-        yield from overflow_lines(stage, precision, run)
-
-
-def zero_config(stage: int, precision: str) -> dict:
-    """A DeepSpeed file; fp16 begins at a loss scale of 2^28, at which gradients overflow."""
-    fp16 = {"enabled": "auto"}
-    if precision == "fp16":
-        fp16["initial_scale_power"] = 22
-        fp16["hysteresis"] = 1
-    return {"zero_optimization": {"stage": stage, "contiguous_gradients": True}, "fp16": fp16}
-
-
-def overflow_lines(stage: int, precision: str, run: Run) -> Lines:
-    """The last loss is finite, and in fp16 some steps were skipped."""
-    records = run.training()
-    count = sum(bool(record["train/skipped"]) for record in records)
-    last = records[-1]["train/loss"]
-    yield measured(f"ZeRO-{stage} {precision}: last loss", last, 0, None, f"{len(records)} steps, {count} skipped")
-    if precision == "fp16":
-        name = f"ZeRO-{stage} fp16: steps skipped after an overflow"
-        yield measured(name, count, 1, len(records) - 1, "the loss scale starts at 2^28")
-
-
-class Cost(NamedTuple):
-    """Samples/s and peak GiB of a run."""
-
-    speed: float
-    memory: float
-
-
-def variants(setting: Setting) -> Lines:
-    """One model in fp32, bf16, fp16, compiled and with gradient checkpointing: speed and memory over plain bf16."""
-    steps, log_every = STEPS[setting.size]
-    flags = ["--max_steps", steps, "--log_every", log_every, "--save_every", "0", "--no_auto_optimize"]
-    if setting.size == "full":
-        flags += ["--batch_size", 16]
-    chosen = {
-        "bf16": ["bf16"],
-        "fp32": ["no"],
-        "fp16": ["fp16"],
-        "compile": ["bf16", "--compile"],
-        "checkpointing": ["bf16", "--gradient_checkpointing"],
-    }
-    needs_gpu = {
-        "fp16": "fp16 needs a GPU",
-        "compile": "compiling takes minutes on a CPU; tests/ does it",
-    }
-
-    plain = None
-    for name, words in chosen.items():
-        if name in needs_gpu and not setting.gpus:
-            yield skipped(f"{name}: samples/s", needs_gpu[name])
-            continue
-        precision = ["--mixed_precision", *words]
-        job = Job("mimic_cxr", name, flags + precision, setting.size)
-        try:
-            run = run_script(setting, job)
-        except (Failed, TimeoutError) as error:
-            yield failed(f"{name}: samples/s", str(error))
-            continue
-
-        speed = mean_rate(run.training()[1:])
-        memory = run.peak_memory()
-        yield measured(f"{name}: samples/s", speed, reason="mimic_cxr")
-        yield measured(f"{name}: peak GiB", memory)
-        if name == "bf16":
-            plain = Cost(speed, memory)
-        elif plain:
-            yield from variant_ratios(setting, name, speed / plain.speed, memory / plain.memory)
-
-
-def variant_ratios(setting: Setting, name: str, speed: float, memory: float) -> Lines:
-    """Speed and memory over plain bf16, with what is expected of them on a GPU."""
-    slowest = {"compile": 0.97, "fp16": 0.9, "checkpointing": 0.6}
-    most = {"checkpointing": 1.0}
-    if not setting.gpus:
-        slowest = {}
-        most = {}
-    yield measured(f"{name}: speed over bf16", speed, slowest.get(name))
-    yield measured(f"{name}: memory over bf16", memory, None, most.get(name))
-
-
-def frameworks(setting: Setting) -> Lines:
-    """The survival script against the same model, batch and data under four other trainers."""
-    steps, log_every = STEPS[setting.size]
-    precision = "bf16" if setting.gpus else "no"
-    same = ["--mixed_precision", precision, "--no-augment", "--num_workers", "0"]
-    flags = [*same, "--max_steps", steps, "--log_every", log_every, "--save_every", "0"]
-    job = Job("survival", "framework", flags, setting.size)
-    speed = mean_rate(run_script(setting, job).training()[1:])
-    yield measured("script: samples/s", speed, reason=f"survival, {precision}")
-
-    packages = {
-        "bare loop": ["torch"],
-        "Accelerate": ["accelerate"],
-        "MONAI SupervisedTrainer": ["ignite"],
-        "HF Trainer": ["transformers"],
-        "Fabric": ["lightning", "lightning_fabric"],
-    }
-    for name, alternatives in packages.items():
-        package = alternatives[0]
-        if not any(importlib.util.find_spec(other) for other in alternatives):
-            yield skipped(f"script over {name}", f"{package} is not installed")
-            continue
-
-        log = setting.folder / "runs" / f"framework_{package}.log"
-        command = [sys.executable, "benchmarks/gpu_frameworks.py", "train", "--trainer", name]
-        command += ["--steps", steps, "--warm_up", log_every]
-        command += ["--", *flags_of(setting, "survival", setting.size), *same]
-        ended = run_process(command, log, 120, environment(1, not setting.gpus))
-        answer = None if ended.code else last_object(log)
-        if not answer:
-            yield failed(f"script over {name}", last_words(log))
-            continue
-        theirs = answer["samples_per_s"]
-        least = 0.97 if setting.gpus else None
-        yield measured(f"script over {name}", speed / theirs, least, reason=f"{theirs:.2f} samples/s there")
-
-
-def part_of_script(task: str) -> Callable[[Setting], Lines]:
-    """The part that measures one script."""
-
-    def part(setting: Setting) -> Lines:
-        return one_script(setting, task)
-
-    part.__doc__ = one_script.__doc__
-    return part
-
-
-class Part(NamedTuple):
-    """What a part runs, and its limit in seconds."""
-
-    run: Callable[[Setting], Lines]
-    limit: int
-
-
-# In the order of their worth, each with its limit in seconds. A lent machine may end at any time.
-PARTS = {
-    "versions": Part(versions, 180),
-    "compressed_ad": Part(part_of_script("compressed_ad"), 300),
-    "survival": Part(part_of_script("survival"), 420),
-    "mimic_cxr": Part(part_of_script("mimic_cxr"), 420),
-    "prs_med": Part(part_of_script("prs_med"), 540),
-    "cascade": Part(part_of_script("cascade"), 540),
-    "same_answer": Part(same_answer, 420),
-    "kill_and_resume": Part(kill_and_resume, 540),
-    "checkpoint_across": Part(checkpoint_across, 540),
-    "out_of_memory": Part(out_of_memory, 300),
-    "rank_killed": Part(rank_killed, 240),
-    "variants": Part(variants, 540),
-    "deepspeed": Part(deepspeed, 420),
-    "frameworks": Part(frameworks, 420),
-}
-
-
-# --- all parts --------------------------------------------------------------------------------------------------------
-
-
-def run_part(command: list, lines_file: Path, log: Path, limit: float) -> list[dict]:
-    """The lines that a part's process wrote into lines_file, and one more when it crashed or took too long."""
-    lines_file.unlink(missing_ok=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    reason = ""
-    try:
-        ended = run_process(command, log, limit, dict(os.environ))
-        if ended.code:
-            reason = f"exit code {ended.code}: {last_words(log)}"
-    except TimeoutError as error:
-        reason = str(error)
-    lines = read_records(lines_file)
-    if not lines and not reason:
-        reason = "ended without a result"
-    if reason:
-        lines.append(failed("whole part", reason))
-    return lines
-
-
-def part_process(name: str, setting: Setting, lines_file: Path) -> None:
-    """In the part's own process: write each line as soon as it is known."""
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    with open(lines_file, "w") as file:
-
-        def write(line: dict) -> None:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-
-        try:
-            for line in PARTS[name].run(setting):
-                write(line)
-        except (Failed, TimeoutError) as error:
-            write(failed("whole part", str(error)))
-
-
-def read_report(path: Path) -> list[dict]:
-    """The lines of an earlier call; none without one."""
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def write_report(path: Path, lines: list[dict]) -> None:
-    """The lines in the order of PARTS, as a JSON list; an interrupted write leaves the old file."""
-    order = list(PARTS)
-    lines = sorted(lines, key=lambda line: order.index(line["part"]))
-    rows = [{key: line[key] for key in KEYS} for line in lines]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(rows, indent=1) + "\n")
-    unfinished.replace(path)
-
-
-def shown(value: float | str | None) -> str:
-    """A value as it stands in a table; empty for None."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def shown_range(line: dict) -> str:
-    """What is expected of a line's value; empty without a bound."""
-    low = shown(line["low"])
-    high = shown(line["high"])
-    if low and high:
-        return f"{low} to {high}"
-    if low:
-        return f">= {low}"
-    return f"<= {high}" if high else ""
-
-
-def results_table(lines: list[dict]) -> str:
-    """The GPU section of RESULTS.md."""
-    machine = [line for line in lines if line["part"] == "versions"]
-    facts = {line["name"]: line["value"] for line in machine}
-    names = ("driver", "CUDA", "cuDNN", "NCCL", "python", "torch", "transformers", "accelerate", "deepspeed", "monai")
-    known = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
-
-    measured_by = f"`python benchmarks/gpu.py`, {facts.get('date')}, commit {facts.get('commit')}."
-    rows = [
-        f"{facts.get('device')}; {known}; {measured_by}",
-        "",
-        "| part | what | value | expected | result | reason |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for line in lines:
-        value = shown(line["value"])
-        cells = [line["part"], line["name"], value, shown_range(line)]
-        cells += [line["result"], line["reason"]]
-        row = " | ".join(cell.replace("|", "/") for cell in cells)
-        rows.append(f"| {row} |")
-    return "\n".join(rows)
-
-
-def write_results(path: Path, lines: list[dict]) -> None:
-    """Replace what stands between the two marker lines of RESULTS.md."""
-    text = path.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{results_table(lines)}\n{END}{after}", encoding="utf-8")
 
 
 def find_gpus() -> list[str]:
     """Names of the GPUs that torch can use, asked by a process that then gives them back."""
     code = "import json, torch; n = torch.cuda.device_count(); "
     code += "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)]))"
-    done = captured([sys.executable, "-c", code])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: torch: does not start ({done.stderr.strip().splitlines()[-1]}); run `make setup`")
+        sys.exit(f"error: torch does not start ({done.stderr.strip().splitlines()[-1]}); run `make setup`")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--parts", help="comma-separated; default: all")
-    parser.add_argument("--list", action="store_true", help="print the parts and end")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results of the parts")
-    text = "tiny sizes on a GPU too, a trial of minutes; no RESULTS.md"
-    parser.add_argument("--tiny", action="store_true", help=text)
-    text = "data, runs, cpu.json (default runs/gpu)"
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu", help=text)
-
-    # These two are for the parts' own processes.
-    parser.add_argument("--part_process", help=argparse.SUPPRESS)
-    parser.add_argument("--gpus", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.folder = args.folder.resolve()
-    args.chosen = args.parts.split(",") if args.parts else list(PARTS)
-    for name in args.chosen:
-        if name not in PARTS:
-            parser.error(f"--parts {name}: no such part; there are {', '.join(PARTS)}")
-    return args
+def environment(gpus: int) -> dict[str, str]:
+    """The variables of a command that may use so many GPUs, the first of those that this process may use."""
+    variables = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = visible.split(",") if visible else map(str, range(gpus))
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(list(numbers)[:gpus])
+    if not gpus:
+        variables["OMP_NUM_THREADS"] = "1"
+    return variables
 
 
-def run_parts(names: list[str], setting: Setting) -> Iterator[tuple[str, list[dict]]]:
-    """(part, its lines) of one part after the other; without GPUs two at a time, as no speed counts there."""
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to a process and to all that it has started."""
+    import psutil
 
-    def run(name: str) -> tuple[str, list[dict]]:
-        command = [sys.executable, __file__, "--part_process", name]
-        command += ["--gpus", setting.gpus, "--folder", setting.folder]
-        if setting.size == "tiny":
-            command.append("--tiny")
-        log = setting.folder / f"{name}.log"
-        lines_file = setting.folder / f"{name}.jsonl"
-        begun = time.monotonic()
-        lines = run_part(command, lines_file, log, PARTS[name].limit)
-        print(f"== {name}: {time.monotonic() - begun:.0f} s", flush=True)
-        return name, lines
-
-    def make(task: str) -> None:
-        make_data(setting.folder / "data" / setting.size, task, "tiny")
-
-    together = 1 if setting.gpus or len(names) == 1 else 2
-    with ThreadPoolExecutor(together) as pool:
-        # Parts share data, and two of them must not write the same. What fails here, the part that needs it says.
-        if together > 1:
-            with contextlib.suppress(RuntimeError):
-                list(pool.map(make, SCRIPTS))
-        yield from pool.map(run, names)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
 
 
-def print_parts() -> None:
-    """Print each part with its limit and what it does."""
-    for name, part in PARTS.items():
-        about = (part.run.__doc__ or "").split("\n")[0]
-        print(f"{name:<18} {part.limit:>4} s  {about}")
+def run_command(command: list, log: Path, variables: dict[str, str], limit: float = 500) -> str:
+    """Run a command with its output in `log`; returns the last JSON object that it printed, "" without one.
+
+    Raises Failed where it does not end well, or takes more than `limit` seconds, after which it is killed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as file:
+        process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=variables, stdout=file, stderr=file)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"took more than {limit:.0f} s and was killed; see {log}") from None
+        finally:
+            if process.poll() is None:
+                kill(process)
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+    if code:
+        errors = [line for line in lines if re.match(r"error:|\w*(Error|Exception)\b", line)]
+        raise Failed(f"exit code {code}: {(errors or lines)[-1][:300]}")
+    return next((line for line in reversed(lines) if line.startswith("{")), "")
+
+
+def flags_of(options: argparse.Namespace, task: str, size: str) -> list[str]:
+    """The flags of a task at its full or tiny size; its sample data are written where they are not there."""
+    data = options.folder / "data" / size / task
+    made = data.with_name(f"{task}.made")
+    if not made.exists():
+        shutil.rmtree(data, ignore_errors=True)
+        commands = [f"sample_data {task} {data} {SAMPLES[size][task]}"]
+        if task == "mimic_cxr":
+            side = 224 if size == "full" else 64
+            releases = f"{data}/mimic-cxr-jpg {data}/mimic-ext-cxr-qba"
+            commands += [f"prepare_data mimic_cxr {releases} {data}/prepared --image_size {side}"]
+        for words in commands:
+            log = options.folder / "data" / f"{task}.log"
+            run_command([sys.executable, "-m", *f"tools.{words}".split()], log, environment(0))
+        made.touch()
+    return [word.replace("{data}", str(data)).replace("{stage}", STAGE) for word in FLAGS[size][task].split()]
+
+
+def command_of(options, task: str, size: str, flags: list, out: Path, processes: int = 1) -> list:
+    """The command of a run, by torchrun for several processes, which may have to share one GPU."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["utils/torchrun.py", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["benchmarks/gpu.py", "run_script", *["share_gpu"] * (0 < options.gpus < processes), SCRIPTS[task]]
+    return [*command, *flags_of(options, task, size), "--output_dir", out, *flags]
+
+
+def train(options, task: str, name: str, size: str, flags: list, processes: int = 1) -> Path:
+    """A run of a task's script, from its start or resumed as the flags say; returns its folder. Raises Failed."""
+    out = options.folder / "runs" / f"{task}_{name}"
+    if "--resume_from" not in flags:
+        shutil.rmtree(out, ignore_errors=True)
+    command = command_of(options, task, size, flags, out, processes)
+    run_command(command, out.with_suffix(".log"), environment(min(processes, options.gpus)))
+    return out
+
+
+def training_lines(out: Path) -> list[dict]:
+    """The lines of metrics.jsonl about training."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "train/loss" in line]
+
+
+def run_script(words: list[str]) -> None:
+    """In the process of a run: the script as it is, but that models of full size get random weights."""
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    if words[0] == "share_gpu":
+        # NCCL refuses two ranks on one GPU
+        words = words[1:]
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        dist.is_nccl_available = lambda: False
+    load = transformers.PreTrainedModel.from_pretrained.__func__
+
+    def from_pretrained(cls, path, *args, **options):
+        if any(Path(path).glob("*.safetensors")):
+            return load(cls, path, *args, **options)
+        torch.manual_seed(0)
+        config = options.get("config") or cls.config_class.from_pretrained(path)
+        with torch.device((options.get("device_map") or {}).get("", "cpu")):
+            model = cls._from_config(config, dtype=options.get("dtype") or torch.float32).eval()
+        return (model, {"missing_keys": []}) if options.get("output_loading_info") else model
+
+    transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    sys.argv = words
+    sys.path.insert(0, str(ROOT))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def machine(options: argparse.Namespace) -> Iterator[dict]:
+    """What this machine is and does."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    yield row("date", datetime.date.today().isoformat())
+    yield row("commit", commit.stdout.strip() or "unknown")
+    yield row("device", options.device)
+    for name in ("torch", "transformers", "accelerate", "deepspeed", "monai"):
+        if importlib.util.find_spec(name):
+            yield row(name, importlib.metadata.version(name))
+    processes = options.gpus or 2
+    command = [sys.executable, "utils/torchrun.py", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["benchmarks/gpu.py", "measure_machine"]
+    facts = run_command(command, options.folder / "machine.log", environment(options.gpus), 200)
+    for name, value in json.loads(facts).items():
+        yield row(name, value)
+
+
+def measure_machine() -> None:
+    """In each process that torchrun has started: the last line on rank 0 is a JSON object of what was measured."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = torch.cuda.is_available()
+    facts = {}
+
+    def seconds(call: Callable[[], object]) -> float:
+        """The mean of 10 calls, after one that warms up."""
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(10):
+            call()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / 10
+
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        facts["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+        facts |= {"CUDA": torch.version.cuda, "cuDNN": str(torch.backends.cudnn.version())}
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        values = torch.rand(8192, 8192, device="cuda", dtype=torch.bfloat16)
+        facts["bf16 product TFLOP/s"] = 2 * 8192**3 / seconds(lambda: values @ values) / 1e12
+        facts["memory copy GB/s"] = 2 * values.nbytes / seconds(values.clone) / 1e9
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        values = torch.ones(2**24, device="cuda" if on_gpu else "cpu")
+        rate = values.nbytes / seconds(lambda: dist.all_reduce(values)) / 1e9
+        # of each link, as NCCL's own tests count it
+        facts[f"all-reduce of 64 MiB, {world_size} processes, GB/s"] = rate * 2 * (world_size - 1) / world_size
+    if dist.get_rank() == 0:
+        print(json.dumps(facts), flush=True)
+    dist.destroy_process_group()
+
+
+def speed_flags(task: str, size: str) -> list:
+    """Of a run whose log lines tell its speed, where the first line warms up."""
+    if size == "tiny":
+        return ["--max_steps", 6, "--log_every", 2, "--save_every", 0]
+    # the cascade's three stages end by their epochs; 32 patients make 2, 4 and 8 steps of them
+    steps = ["--log_every", 2] if task == "cascade" else ["--log_every", 10, "--max_steps", 30]
+    return [*steps, "--save_every", 0]
+
+
+def measured_lines(task: str, size: str, out: Path) -> dict[str, list[dict]]:
+    """The log lines that tell a run's speed, by the name of the cascade's stage, "" elsewhere."""
+    if task != "cascade" or size == "tiny":
+        return {"": training_lines(out)[1:]}
+    stages: dict[str, list[dict]] = {}
+    for line in training_lines(out):
+        stage, epoch = divmod(line["epoch"] - 1, STAGE_EPOCHS)
+        if epoch:
+            stages.setdefault(f"stage {stage + 1}: ", []).append(line)
+    return stages
+
+
+def samples_per_s(lines: list[dict]) -> float:
+    return statistics.median(line["train/samples_per_s"] for line in lines)
+
+
+def peak_gib(lines: list[dict]) -> float:
+    """GiB that torch reserved; on a CPU the process's resident memory."""
+    return max(line["train/peak_memory_gb"] for line in lines)
+
+
+def one_task(options: argparse.Namespace, task: str, results: dict) -> Iterator[dict]:
+    """A script at its published size, beside what tools.rehearse predicts."""
+    size, full = options.size, options.size == "full"
+    out = train(options, task, "speed", size, speed_flags(task, size))
+    for stage, lines in measured_lines(task, size, out).items():
+        yield row(f"{stage}samples/s", samples_per_s(lines))
+        # the made-up data come from a cache: the GPU should not wait
+        wait = statistics.mean(line["train/data_wait"] for line in lines)
+        yield row(f"{stage}wait for data, share of time", wait, most=0.05 if full else None)
+    # of the cascade the last stage, which is the one that is rehearsed
+    yield row("peak GiB", peak_gib(lines))
+    command = [sys.executable, "-m", "tools.rehearse", SCRIPTS[task], *flags_of(options, task, size)]
+    log = options.folder / "runs" / f"{task}_rehearsed.log"
+    rehearsed = json.loads(run_command(command, log, environment(min(1, options.gpus))))
+    yield row("peak GiB, rehearsed", rehearsed["peak_gib"])
+    if full:
+        # questions and segments of a real batch are shorter than the longest, which are rehearsed
+        least = 0.0 if task in ("mimic_cxr", "compressed_ad") else 0.85
+        yield row("peak over the rehearsed one", peak_gib(lines) / rehearsed["peak_gib"], least, 1.15)
+        steps_per_s = samples_per_s(lines) / json.loads((out / "summary.json").read_text())["effective_batch_size"]
+        product = next(line["value"] for line in results["machine"] if line["what"] == "bf16 product TFLOP/s")
+        mfu = steps_per_s * rehearsed["tflop_per_step"] / product
+        yield row("MFU, of the measured matrix product", mfu, LEAST_MFU[task])
+
+
+def difference(one: Path, other: Path) -> str:
+    """Where the losses, gradient norms or final weights of two runs differ; "none" if they do not."""
+    names = ("step", "train/loss", "train/grad_norm")
+    ours, theirs = ([[line[name] for name in names] for line in training_lines(out)] for out in (one, other))
+    for left, right in zip(ours, theirs, strict=False):
+        if left != right:
+            return f"{left} and {right}"
+    if len(ours) != len(theirs):
+        return f"{len(ours)} and {len(theirs)} steps"
+    same = (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    return "none" if same else "final weights"
+
+
+def checked_tasks(options: argparse.Namespace) -> list[str]:
+    """On a CPU the tests check all five."""
+    return list(SCRIPTS) if options.gpus else ["compressed_ad"]
+
+
+def same_answer(options: argparse.Namespace) -> Iterator[dict]:
+    """Three steps of four leaves by one process, and by several."""
+    processes = min(4, max(2, options.gpus))
+    flags = ["--max_steps", 3, "--log_every", 1, "--save_every", 0, "--deterministic"]
+    flags += ["--effective_batch_size", 4, "--batch_size", 1]
+    for task in checked_tasks(options):
+        try:
+            alone = train(options, task, "alone", "tiny", flags)
+            together = train(options, task, "together", "tiny", flags, processes)
+            found = difference(alone, together)
+        except Failed as error:
+            found = str(error)
+        yield row(f"{task}: difference, 1 and {processes} processes", found, equal="none")
+
+
+def resume(options: argparse.Namespace) -> Iterator[dict]:
+    """A run that is killed after its first checkpoint and resumed, against one that was not."""
+    flags = ["--max_steps", 30, "--log_every", 1, "--save_every", 2, "--deterministic"]
+    for task in checked_tasks(options):
+        out = options.folder / "runs" / f"{task}_killed"
+        shutil.rmtree(out, ignore_errors=True)
+        try:
+            whole = train(options, task, "whole", "tiny", flags)
+            with open(out.with_suffix(".log"), "w") as log:
+                command = map(str, command_of(options, task, "tiny", flags, out))
+                variables = environment(min(1, options.gpus))
+                process = subprocess.Popen([*command], cwd=ROOT, env=variables, stdout=log, stderr=log)
+            while not any(out.glob("step_*.pt")):
+                if process.poll() is not None:
+                    raise Failed(f"ended before its first checkpoint; see {out.with_suffix('.log')}")
+                time.sleep(0.002)
+            kill(process)
+            note = f"killed after {len(training_lines(out))} of 30 steps"
+            train(options, task, "killed", "tiny", [*flags, "--resume_from", "auto"])
+            found = difference(whole, out)
+        except Failed as error:
+            found, note = str(error), ""
+        yield row(f"{task}: difference after a kill", found, equal="none", note=note)
+
+
+def variants(options: argparse.Namespace) -> Iterator[dict]:
+    """Each script in other precisions, compiled, and with recomputed activations."""
+    chosen = {"fp32": ["--mixed_precision", "no"], "checkpointing": ["--gradient_checkpointing"]}
+    if options.gpus:
+        # on a CPU there is no fp16, and compiling takes minutes
+        chosen |= {"fp16": ["--mixed_precision", "fp16"], "compile": ["--compile"]}
+    least = {"fp16": 0.9, "compile": 0.97, "checkpointing": 0.6} if options.size == "full" else {}
+    for task in SCRIPTS if options.gpus else ["mimic_cxr"]:
+        bf16 = [*speed_flags(task, options.size), "--mixed_precision", "bf16"]
+        plain = list(measured_lines(task, options.size, train(options, task, "bf16", options.size, bf16)).values())[-1]
+        for name, flags in chosen.items():
+            if name == "checkpointing" and task in ("survival", "compressed_ad"):
+                # which have no such flag
+                continue
+            try:
+                out = train(options, task, name, options.size, [*bf16, *flags])
+            except Failed as error:
+                yield row(f"{task}: {name}", str(error), equal="to end well")
+                continue
+            lines = list(measured_lines(task, options.size, out).values())[-1]
+            yield row(
+                f"{task}: speed of {name} over bf16", samples_per_s(lines) / samples_per_s(plain), least.get(name)
+            )
+            yield row(f"{task}: memory of {name} over bf16", peak_gib(lines) / peak_gib(plain))
+
+
+def frameworks(options: argparse.Namespace) -> Iterator[dict]:
+    """The survival script's loop over others' of the same model, as far as they are installed."""
+    flags = [*flags_of(options, "survival", options.size), "--mixed_precision", "bf16" if options.gpus else "no"]
+    command = [sys.executable, "benchmarks/frameworks.py", *flags]
+    rates = json.loads(run_command(command, options.folder / "frameworks.log", environment(min(1, options.gpus))))
+    ours = rates.pop("this project")
+    for name, rate in rates.items():
+        yield row(f"speed of this project over {name}", ours / rate, 0.97 if options.size == "full" else None)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def shown(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write_table(path: Path, results: dict[str, list[dict]]) -> None:
+    """Replace what stands between the two marks of RESULTS.md."""
+    facts = [f"{line['what']} {shown(line['value'])}" for line in results.get("machine", ())]
+    rows = [f"`python benchmarks/gpu.py`: {'; '.join(facts)}.", ""]
+    rows += ["| part | what | value | wanted | note |", "| --- | --- | --- | --- | --- |"]
+    for part, lines in results.items():
+        for line in lines if part != "machine" else ():
+            note = line["note"] if line["ok"] else f"FAILED {line['note']}"
+            cells = [part, line["what"], shown(line["value"]), line["wanted"], note.strip()]
+            rows.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text("\n".join([before + BEGIN, *rows, END + after]), encoding="utf-8")
 
 
 def main() -> int:
-    args = parse_args()
-    if args.list:
-        print_parts()
-        return 0
-    if args.part_process:
-        size = "tiny" if args.tiny else "full"
-        setting = Setting(size, args.gpus, args.folder)
-        part_process(args.part_process, setting, args.folder / f"{args.part_process}.jsonl")
-        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: all")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results of these parts")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on a GPU too: a trial of minutes")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu", help="data, runs, the report of tiny sizes")
+    options = parser.parse_args()
+    options.folder = options.folder.resolve()
+    names = options.parts.split(",")
+    for name in names:
+        if name not in PARTS:
+            parser.error(f"--parts {name}: no such part; there are {', '.join(PARTS)}")
 
-    # The results of a GPU at its published sizes are kept in the tree, others beside the runs.
     gpus = find_gpus()
-    size = "tiny" if args.tiny or not gpus else "full"
-    setting = Setting(size, len(gpus), args.folder)
-    device = re.sub(r"\W+", "_", gpus[0]) if gpus else "cpu"
-    usual_folder = (ROOT / "runs/gpu").resolve()
-    published = size == "full" and args.folder == usual_folder
-    report_folder = ROOT / "benchmarks/gpu" if published else args.folder
-    report = report_folder / f"{device}.json"
-    args.folder.mkdir(parents=True, exist_ok=True)
-    lines = read_report(report)
-    if args.fresh:
-        lines = [line for line in lines if line["part"] not in args.chosen]
+    options.gpus = len(gpus)
+    options.device = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU"
+    options.size = "tiny" if options.tiny or not gpus else "full"
+    report_folder = ROOT / "benchmarks" / "gpu" if options.size == "full" else options.folder
+    report = report_folder / (re.sub(r"\W+", "_", gpus[0] if gpus else "cpu") + ".json")
+    report_folder.mkdir(parents=True, exist_ok=True)
+    results = json.loads(report.read_text()) if report.exists() else {}
+    if gpus and "machine" not in results and "machine" not in names:
+        # whose matrix product the MFU is a share of
+        names = ["machine", *names]
+    others = {part.__name__: part for part in (machine, same_answer, resume, variants, frameworks)}
+    for name in names:
+        if name in results and not options.fresh and all(line["ok"] for line in results[name]):
+            print(f"== {name}: has its result; --fresh measures it anew", flush=True)
+            continue
+        print(f"== {name}", flush=True)
+        lines = []
+        try:
+            for line in others[name](options) if name in others else one_task(options, name, results):
+                lines.append(line)
+        except Exception as error:
+            lines.append(row("whole part", f"{type(error).__name__}: {error}", equal="to end well"))
+        for line in lines:
+            mark = "" if line["ok"] else "FAILED "
+            print(f"{mark}{line['what']}: {shown(line['value'])} {line['note']}", flush=True)
 
-    # A part with a result that did not fail is not run again.
-    bad = {line["part"] for line in lines if line["result"] == "fail"}
-    done = {line["part"] for line in lines} - bad
-    for name in args.chosen:
-        if name in done:
-            print(f"{name}: has its result; --fresh measures it anew", flush=True)
-    names = [name for name in args.chosen if name not in done]
-
-    # The report is written after each part, as a lent machine may end at any time.
-    for name, new in run_parts(names, setting):
-        for line in new:
-            print(f"{line['result']:<8} {line['name']:<60} {shown(line['value']):>12}  {line['reason']}", flush=True)
-        others = [line for line in lines if line["part"] != name]
-        lines = others + [{"part": name, **line} for line in new]
-        write_report(report, lines)
-        if published:
-            write_results(ROOT / "benchmarks/RESULTS.md", read_report(report))
-
-    count = sum(line["result"] == "fail" for line in lines)
-    print(f"{report}: {len(lines)} lines, {count} failed", flush=True)
+        # after each part, as a lent machine may end at any time
+        results = {part: lines if part == name else results[part] for part in PARTS if part in {*results, name}}
+        report.write_text(json.dumps(results, indent=1) + "\n")
+        if options.size == "full":
+            write_table(RESULTS, results)
+    count = sum(not line["ok"] for lines in results.values() for line in lines)
+    print(f"{report}: {count} failed", flush=True)
     return 1 if count else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["run_script"]:
+        run_script(sys.argv[2:])
+    elif sys.argv[1:2] == ["measure_machine"]:
+        measure_machine()
+    else:
+        sys.exit(main())

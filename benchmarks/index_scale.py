@@ -1,12 +1,12 @@
 """Prepared questions at the size of MIMIC-Ext-CXR-QBA: memory of a rank, time to the first batch, speed of preparing.
 
-    python benchmarks/index_scale.py                                        # Linux, about 5 minutes, 2 GB of disk
+    python benchmarks/index_scale.py                                        # Linux, 2 minutes, 2 GB of disk
     python benchmarks/index_scale.py --questions 1000000 --files 300        # a trial
 
 Reading: a made-up prepared folder, whose images are an empty sparse file, is opened as train_mimic_cxr.py does by a new
 process, which takes the first batch of three epochs as rank 0 of 4; this process watches its memory. Preparing:
-`prepare` reads question files of the real size, against bare json.loads of the same files, by one process and by two.
-The passes alternate and the fastest of each counts, as other work on the machine only ever adds.
+`prepare` reads question files of the real size, by one process and by two, in turns with bare json.loads of the same
+files; a ratio is that of the medians.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import gc
 import itertools
 import json
 import os
-import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -129,22 +129,15 @@ def watch(folder: Path) -> tuple[dict, np.ndarray, np.ndarray]:
     return json.loads(output.splitlines()[-1]), base, most - base
 
 
-def forget(folder: Path) -> None:
-    """Drop the files from the page cache."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def report_reading(folder: Path, questions: int) -> None:
-    if not folder.exists():
-        write_prepared(folder, questions)
+    write_prepared(folder, questions)
     size = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
     print(f"{questions:,} questions on disk without images: {size / 1e9:.2f} GB", flush=True)
     for name in ("cold files", "in the page cache"):
-        if name == "cold files":
-            forget(folder)
+        for path in folder.iterdir() if name == "cold files" else ():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         result, base, (private, resident) = watch(folder)
         first = ", ".join(f"{seconds:.2f}" for seconds in result["first"])
         print(f"{result['length']:,} training questions, {name}:")
@@ -160,7 +153,7 @@ def report_reading(folder: Path, questions: int) -> None:
 def write_release(folder: Path, source: Path, count: int, questions: int = 185) -> float:
     """Question files as large as the real ones, of the questions of a small release; returns their mean size, KB."""
     pool = []
-    for path in sorted((source / "qa").rglob("*.qa.json")):
+    for path in sorted(source.rglob("*.qa.json")):
         pool += json.loads(path.read_text())["questions"]
     size = 0
     for number in range(count):
@@ -179,61 +172,47 @@ def load_part(paths: list[Path]) -> None:
         json.loads(path.read_bytes())
 
 
-def seconds_of(function, jobs: list, processes: int, **options) -> float:
-    with ProcessPoolExecutor(processes, **options) as pool:
-        list(pool.map(time.sleep, [0.01] * processes))
-        begun = time.perf_counter()
-        list(pool.map(function, jobs))
-        return time.perf_counter() - begun
-
-
-def report_preparing(folder: Path, source: Path, count: int, repeats: int) -> None:
+def report_preparing(folder: Path, source: Path, count: int) -> None:
     """Files a second of prepare.read_part, as prepare calls it, and of json.loads."""
     kilobytes = write_release(folder, source, count)
     names = [(str(10_000_000 + number), str(number)) for number in range(count)]
-    good = {str(k) for k in range(185)}
-    firsts = range(0, count, 64)
-    jobs = [(folder, first, names[first : first + 64], [good] * 64) for first in firsts]
+    good = [{str(k) for k in range(185)}] * 64
+    jobs = [(folder, first, names[first : first + 64], good) for first in range(0, count, 64)]
     paths = [folder / "qa" / "p10" / f"p{subject}" / f"s{study}.qa.json" for subject, study in names]
-    bare = [paths[first : first + 64] for first in firsts]
-    best: dict[tuple, float] = {}
-    for _, processes in itertools.product(range(repeats), (1, 2)):
-        kinds = {"prepare": (prepare.read_part, jobs), "json.loads": (load_part, bare), "without gc": (load_part, bare)}
-        for name, (function, work) in kinds.items():
-            options = {} if name == "json.loads" else {"initializer": gc.disable}
-            seconds = seconds_of(function, work, processes, **options)
-            best[name, processes] = min(seconds, best.get((name, processes), seconds))
+    bare = [paths[first : first + 64] for first in range(0, count, 64)]
+    seconds: dict[tuple, list[float]] = {}
+    for _, processes, name in itertools.product(range(3), (1, 2), ("prepare", "json.loads")):
+        # prepare's processes do without garbage collection
+        own = name == "prepare"
+        with ProcessPoolExecutor(processes, initializer=gc.disable if own else None) as pool:
+            list(pool.map(time.sleep, [0.01] * processes))
+            begun = time.perf_counter()
+            list(pool.map(prepare.read_part if own else load_part, jobs if own else bare))
+            seconds.setdefault((name, processes), []).append(time.perf_counter() - begun)
+    rate = {key: count / statistics.median(values) for key, values in seconds.items()}
     print(f"{count} question files of {kilobytes:.0f} KB, files/s:")
-    for (name, processes), seconds in sorted(best.items()):
-        print(f"  {name}, {processes} process(es): {count / seconds:.0f}")
-    print(f"  prepare over bare json.loads: {best['json.loads', 1] / best['prepare', 1]:.2f} (goal 0.5)")
-    print(f"  prepare over json.loads without gc, as prepare runs: {best['without gc', 1] / best['prepare', 1]:.2f}")
-    print(f"  prepare by 2 processes over 1: {best['prepare', 1] / best['prepare', 2]:.2f}")
-    print(f"  json.loads by 2 over 1: {best['json.loads', 1] / best['json.loads', 2]:.2f}")
+    for (name, processes), files in rate.items():
+        print(f"  {name}, {processes} process(es): {files:.0f}")
+    print(f"  prepare over bare json.loads: {rate['prepare', 1] / rate['json.loads', 1]:.2f} (goal 0.5)")
+    print(f"  prepare by 2 processes over 1: {rate['prepare', 2] / rate['prepare', 1]:.2f} (goal 1.7)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--questions", type=int, default=QUESTIONS, help="of the made-up prepared folder")
-    add("--files", type=int, default=1500, help="question files to prepare, of 0.2 MB each; 0: none")
-    add("--repeats", type=int, default=3, help="passes over them of each kind")
-    add("--release", type=Path, help="mimic-ext-cxr-qba of sample data, whose questions the files have; left out: made")
-    add("--read", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="of the made-up prepared folder")
+    parser.add_argument("--files", type=int, default=1500, help="question files to prepare, of 51 KB each; 0: none")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
         read(options.read)
         return
     with tempfile.TemporaryDirectory() as folder:
         report_reading(Path(folder) / "prepared", options.questions)
-        shutil.rmtree(Path(folder) / "prepared")
         if options.files:
-            release = options.release or Path(folder) / "sample" / "mimic-ext-cxr-qba"
-            if not options.release:
-                words = f"-m tools.sample_data mimic_cxr {release.parent} --num_train 60 --num_val 1 --num_test 1"
-                root = Path(__file__).resolve().parents[1]
-                subprocess.run([sys.executable, *words.split()], cwd=root, check=True, stdout=subprocess.DEVNULL)
-            report_preparing(Path(folder) / "release", release, options.files, options.repeats)
+            words = f"-m tools.sample_data mimic_cxr {folder}/sample --num_train 60 --num_val 1 --num_test 1"
+            root = Path(__file__).resolve().parents[1]
+            subprocess.run([sys.executable, *words.split()], cwd=root, check=True, stdout=subprocess.DEVNULL)
+            report_preparing(Path(folder) / "release", Path(folder) / "sample", options.files)
 
 
 if __name__ == "__main__":
