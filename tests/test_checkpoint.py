@@ -74,14 +74,16 @@ def test_the_newest_intact_one_of_this_run_counts(folder, capsys):
 def test_best_is_another_name_of_its_checkpoint_and_stays(folder):
     assert os.path.samefile(folder / "best.pt", folder / "step_00000006.pt")
     writer = checkpoint.CheckpointWriter(folder, keep_last=1)
-    state = contents(12)
-    writer.save(state)
-    # weights that change after a save do not reach it
-    state["model"]["weight"].zero_()
+    writer.save(contents(12))
     writer.wait()
     assert names(folder) == ["best.pt", "step_00000012.pt"]
     assert load(folder / "best.pt", folder)["step"] == 6
     assert torch.equal(load("auto", folder)["model"]["weight"], torch.arange(1000.0) + 12)
+    # weights that change after a save began do not reach it
+    state = contents(15)
+    copy_of_it = checkpoint.copy_to_cpu(state)
+    state["model"]["weight"].zero_()
+    assert copy_of_it["model"]["weight"].any()
 
 
 def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):

