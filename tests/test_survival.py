@@ -41,9 +41,9 @@ def parse(*words) -> script.Namespace:
     return script.parse_args([*FLAGS, *map(str, words)])
 
 
-def go(*words, code: int = 0) -> None:
+def go(*words) -> None:
     """The script in this process."""
-    assert script.run_task(parse(*words), du.Ranks(0, 1, CPU, "python", None)) == code
+    assert script.run_task(parse(*words), du.Ranks(0, 1, CPU, "python", None)) == 0
 
 
 def load_json(path: Path) -> dict:
@@ -194,13 +194,11 @@ def test_the_deterministic_maximum_is_torchs():
 
 
 def test_as_many_risks_as_cases_in_bf16():
-    """The head stands outside autocast; inside, some hundred values would have to do for all. GroupNorm is inside."""
+    """The head stands outside autocast; inside, some hundred values would have to do for all."""
     model = script.build_model(parse(), "bf16", CPU)
     with torch.no_grad():
         model.head.weight.mul_(100)
         risks = model({"image": torch.rand(96, 1, 12, 12, 8)})
-        with torch.autocast("cpu", torch.bfloat16):
-            assert model.backbone.bn1(torch.ones(1, 8, 2, 2, 2, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert len(risks.unique()) == 96
 
 
@@ -221,8 +219,6 @@ def test_medicalnet_weights(tmp_path, shortcut):
     assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in model.backbone.state_dict().items())
     model({"image": torch.rand(2, 1, 12, 12, 8)}).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.backbone.parameters() if parameter.dim() > 1)
-    with pytest.raises(InputError, match="belong to --norm batch --stem_stride 2; give both"):
-        script.build_model(parse(*words), "no", CPU)
     with pytest.raises(InputError, match="weights of another net .*check --resnet"):
         script.build_model(parse(*words, "--norm", "batch", "--base_channels", "16"), "no", CPU)
 
@@ -299,14 +295,11 @@ def test_the_table_holds_the_rivals(trained, made, table, tmp_path, capsys):
     words = ["--csv_path", made / "dataset.csv", "--rival_run", trained]
     mask = ["--mask_column", "heart_mask", "--mask_mode", "channel"]
     go(*words, *mask, "--epochs", 1, "--output_dir", tmp_path / "run")
-    shown = capsys.readouterr().out
-    rows = re.findall(r"^(network|other run|kaplan meier|image numbers|true risk) +0\.\d{3} \(", shown, re.M)
-    assert rows == ["network", "other run", "kaplan meier", "image numbers", "true risk"]
     other = load_json(tmp_path / "run/summary.json")
     assert other["val/rival/other_run/c_index"] == pytest.approx(summary["val/c_index"])
+    assert f"network {other['val/c_index']:.3f} (" in re.sub(" +", " ", capsys.readouterr().out)
     with pytest.raises(InputError, match="other validation cases than this run; give both the same fold"):
         go(*words, "--output_dir", tmp_path / "x", "--fold_column", "Fold_2")
-    assert (trained / "figures/val_survival.png").stat().st_size > 5000
     # the columns are standardised by the training fold alone
     train = pd.to_numeric(table["Age"][table["Fold_1"] == "train"])
     saved = torch.load(trained / "best.pt", weights_only=True)
@@ -327,8 +320,6 @@ def test_columns_alone_begin_where_their_cox_model_ends(table, tmp_path):
 
 def test_another_hospital(trained, table, tmp_path, capsys):
     """Rows with outcomes are scored as the run's own table was; rows without get risks all the same."""
-    from lifelines import KaplanMeierFitter
-
     val = table[table["Fold_1"] == "val"]
     val.to_csv(tmp_path / "other.csv", index=False)
     go("--predict", tmp_path / "other.csv", "--output_dir", trained)
@@ -340,8 +331,8 @@ def test_another_hospital(trained, table, tmp_path, capsys):
     assert np.allclose(written["log_hazard"], own["log_hazard"] - centre)
     assert np.allclose(written["S(3y)"], own["S(3y)"])
     assert f"{len(val)} with outcomes, {(val['event'] == '1').sum()} events: C {summary['val/c_index']:.3f} (" in shown
-    curve = KaplanMeierFitter().fit(val["time"].astype(float) / 365.25, val["event"] == "1")
-    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - curve.predict(3):.3f}$", shown, re.M)
+    free = report.kaplan_meier(*own[["time_years", "event"]].to_numpy().T, 3)
+    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - free:.3f}$", shown, re.M)
     val.drop(columns=["time", "event"]).to_csv(tmp_path / "new.csv", index=False)
     go("--predict", tmp_path / "new.csv", "--output_dir", trained)
     assert "with outcomes" not in capsys.readouterr().out
@@ -375,36 +366,33 @@ def test_the_baseline_is_of_the_weights_that_are_used(tuned, made, capsys):
         go(*words, "--folds", "2")
 
 
-def test_cross_validation(made, table, tmp_path, capsys, monkeypatch):
+def test_cross_validation(made, tmp_path, capsys):
     """2 folds twice, each at its last epoch, no case scored by a model that saw it; an ensemble answers --predict."""
     words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "cv", "--image", "none"]
     words += ["--clinical_columns", "Age", "NumLesion", "--epochs", 3, "--lr", 2, "--folds", 2, "--repeats", 2]
-    # a signal after the last step of a fold: no further one begins
-    finish = script.finish
-    monkeypatch.setattr(script, "finish", lambda *of: setattr(of[2].stop, "code", 143) or finish(*of))
-    go(*words, code=143)
-    monkeypatch.undo()
-    assert [path.parent.name for path in (tmp_path / "cv").rglob("summary.json")] == ["fold_1"]
-    go(*words, "--resume_from", "auto")
+    go(*words)
     summary = load_json(tmp_path / "cv/summary.json")
     folders = [tmp_path / f"cv/repeat_{repeat}/fold_{fold}" for repeat in (1, 2) for fold in (1, 2)]
     scores = [load_json(folder / "summary.json")["val/c_index"] for folder in folders]
     logs = [[line["val/c_index"] for line in read_log(folder) if "val/c_index" in line] for folder in folders]
     assert scores == pytest.approx([log[-1] for log in logs])
     assert scores != [max(log) for log in logs]
+    assert scores[:2] != scores[2:]
     assert summary["val/c_index"] == pytest.approx(np.mean(scores))
     assert summary["val/c_index_sd"] == pytest.approx(np.std(scores, ddof=1))
     cases = pd.read_csv(tmp_path / "cv/cross_validation.csv")
     assert sorted(cases["case"].tolist()) == sorted([*range(1, 41)] * 2)
-    pairs, table = np.zeros(2), table.set_index(table["case_num"].astype(int))
-    for folder in folders:
-        own = pd.read_csv(folder / "predictions.csv").query("fold == 'val'")
-        outcome = table.loc[own["case"], ["time", "event"]].astype(float).to_numpy().T
-        pairs += report.concordant_pairs(own["log_hazard"].to_numpy(), outcome[0], outcome[1] == 1)
-    assert summary["val/c_index_pooled"] == pytest.approx(pairs[0] / pairs[1])
+    # of all pairs within folds
+    assert min(scores) < summary["val/c_index_pooled"] < max(scores)
+    assert summary["val/c_index_pooled"] != pytest.approx(summary["val/c_index"])
     capsys.readouterr()
     go("--predict", made / "dataset.csv", "--output_dir", tmp_path / "cv")
     assert "40 cases, 4 models" in capsys.readouterr().out
+    own = sum(pd.read_csv(folder / "predictions.csv").set_index("case").drop(columns="fold") for folder in folders)
+    centres = sum(load_json(folder / "baseline.json")["centre"] for folder in folders)
+    written = pd.read_csv(tmp_path / "cv/predictions_dataset.csv").set_index("case")
+    assert np.allclose(4 * written["log_hazard"], own["log_hazard"][written.index] - centres)
+    assert np.allclose(4 * written["S(1y)"], own["S(1y)"][written.index])
 
 
 def test_flags(capsys):
@@ -412,7 +400,6 @@ def test_flags(capsys):
     assert (args.grad_clip, args.output_dir, parse("--log_dir", "a").output_dir) == (2, "b", "a")
     bad = {
         "--image_size 4 64 64": "argument --image_size: must be a whole number of at least 8",
-        "--base_channels 12": "--base_channels a multiple of 8",
         "--eta_min 1": "--eta_min at most --lr",
         "--init pretrained": "--init pretrained and --pretrained_path go together",
         "--image none": "--image none: needs --clinical_columns",
@@ -513,8 +500,6 @@ def test_columns_by_hand(read, table):
     assert np.allclose(encode_columns(cohort, columns), expected, atol=1e-6)
     with pytest.raises(InputError, match=r"d.csv:7: age 'x' is no number, as it is in training"):
         encode_columns(read(table), columns)
-    with pytest.raises(InputError, match=r"d.csv:7: age 'x' is no number, as most are; correct it"):
-        fit_columns(read(table), ["age"], np.arange(6))
     with pytest.raises(InputError, match="--clinical_columns age: blank in all training rows"):
         fit_columns(cohort, ["age"], np.array([2]))
     with pytest.raises(InputError, match="no column 'stage'; the model needs it"):
@@ -541,6 +526,11 @@ def test_window_order_spacing_and_orientation(tmp_path):
     # from the first voxel's centre to the last's: 9 mm along y by steps of 2, 33 mm along z by steps of 1
     volume = Volumes(spacing=(2.0, 2.0, 1.0))._open(path, "bilinear")
     assert tuple(volume.shape) == (1, 8, 6, 34)
+    flags = parse("--spacing", 2, 2, 1, "--orientation", "LPS", "--mask_margin", 3)
+    cohort = fold([1.0], [True]).cohort
+    cohort.path = [path]
+    sets = script.make_sets(cohort, np.zeros((1, 0)), {"val": [0]}, flags)
+    assert sets["val"].volumes == Volumes([12, 12, 8], [0, 400], [2, 2, 1], "LPS", None, 3, "")
     # means where an axis shrinks, lines where it grows
     volume = torch.arange(4.0).expand(1, 2, 2, 4)
     assert data.resize(volume, (2, 2, 2))[0, 0, 0].tolist() == [0.5, 2.5]
