@@ -318,6 +318,18 @@ def test_columns_alone_begin_where_their_cox_model_ends(table, tmp_path):
     assert "val/rival/image_numbers/c_index" not in summary
 
 
+def test_rivals_know_nothing_of_the_other_validation_cases(made):
+    cohort = read_cohort(made / "dataset.csv")
+    train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
+    sets = script.make_sets(cohort, np.zeros((40, 0)), {"all": train, "val": val}, parse())
+    before = script.fit_rivals(sets["val"], sets["all"], True)["image_numbers"][0]
+    sets["val"].image_numbers[0] += 9
+    cohort.event[val], cohort.time[val] = True, 1.0
+    after = script.fit_rivals(sets["val"], sets["all"], True)["image_numbers"][0]
+    assert before[0] != after[0]
+    assert np.array_equal(before[1:], after[1:])
+
+
 def test_another_hospital(trained, table, tmp_path, capsys):
     """Rows with outcomes are scored as the run's own table was; rows without get risks all the same."""
     val = table[table["Fold_1"] == "val"]
