@@ -88,9 +88,11 @@ test: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m "not soak"
 
 # what most mistakes turn red, in seconds; the rest of the suite runs the scripts in every other way
-QUICK := promise.py::test_pause_by_max_steps promise.py::test_bad_flag checkpoint.py cli.py images_and_tables.py sampler.py stats.py \
-    prs_med_data.py survival_data.py cascade.py pages.py launchers.py::test_launcher_command launchers.py::test_launcher_refuses \
+QUICK := promise.py::test_pause_by_max_steps promise.py::test_bad_flag checkpoint.py cli.py images_and_tables.py loop.py sampler.py stats.py \
+    prs_med_data.py cascade.py pages.py launchers.py::test_launcher_command launchers.py::test_launcher_refuses \
     compressed_ad.py::test_acting_equals_reading_the_whole_past_anew compressed_ad.py::test_training_and_acting_are_one \
+    survival.py::test_cox_models_and_their_loss_are_those_of_lifelines survival.py::test_a_step_is_one_pass_over_all_its_cases \
+    survival.py::test_made_folds_are_disjoint_cover_all_and_spread_the_events survival.py::test_columns_by_hand \
     compressed_ad.py::test_segments_are_pieces_of_the_histories compressed_ad.py::test_draws_depend_on_seed_epoch_and_sample_alone
 test-quick: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not soak" $(QUICK:%=tests/test_%)

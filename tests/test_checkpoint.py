@@ -1,12 +1,14 @@
-"""utils/checkpoint.py: sealed files, what counts as the newest, best.pt, whose folder it is, strides of moments."""
+"""utils/checkpoint.py: sealed files, what counts as the newest, best.pt, whose folder it is, the optimizer's state."""
 
 import copy
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from utils import checkpoint
 from utils.cli import InputError, RunError
@@ -16,6 +18,14 @@ RUN = "0123456789abcdef"
 
 def contents(step: int) -> dict:
     return {"format": "test/1", "step": step, "model": {"weight": torch.arange(1000.0) + step}, "log": {"bytes": 9}}
+
+
+def load(path: Path | str, folder: Path) -> dict:
+    return checkpoint.load_checkpoint(str(path), folder, "test/1")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.pt"))
 
 
 @pytest.fixture
@@ -47,37 +57,33 @@ def test_the_newest_intact_one_of_this_run_counts(folder, capsys):
     assert checkpoint.find_newest(folder).name == "step_00000009.pt"
     checkpoint.write_checkpoint(folder / "step_00000012.pt", contents(12), "f" * 16)
     (folder / "step_00000009.pt").write_bytes(b"torn")
-    assert checkpoint.load_checkpoint("auto", folder, "test/1")["step"] == 6
+    assert load("auto", folder)["step"] == 6
     told = capsys.readouterr().out
     assert "step_00000012.pt: of another run; passed over" in told
     assert "step_00000009.pt: has no seal" in told
+    with pytest.raises(InputError, match="step_00000009.pt: damaged"):
+        load(folder / "step_00000009.pt", folder)
+    with pytest.raises(InputError, match="a checkpoint of test/1, not of test/2"):
+        checkpoint.load_checkpoint("auto", folder, "test/2")
     for path in folder.glob("step_*.pt"):
         path.write_bytes(b"torn")
     with pytest.raises(InputError, match="no intact checkpoint is left"):
-        checkpoint.load_checkpoint("auto", folder, "test/1")
+        load("auto", folder)
 
 
-def test_best_is_another_name_of_its_checkpoint(folder):
+def test_best_is_another_name_of_its_checkpoint_and_stays(folder):
     assert os.path.samefile(folder / "best.pt", folder / "step_00000006.pt")
-    assert checkpoint.load_checkpoint(str(folder / "best.pt"), folder, "test/1")["step"] == 6
-
-
-def test_old_ones_go_and_best_stays(folder):
     writer = checkpoint.CheckpointWriter(folder, keep_last=1)
     writer.save(contents(12))
     writer.wait()
-    assert [path.name for path in sorted(folder.glob("*.pt"))] == ["best.pt", "step_00000012.pt"]
-    assert checkpoint.read_seal(folder / "best.pt") == (6, RUN, "")
-
-
-def test_weights_that_change_after_a_save_do_not_reach_it(folder):
+    assert names(folder) == ["best.pt", "step_00000012.pt"]
+    assert load(folder / "best.pt", folder)["step"] == 6
+    assert torch.equal(load("auto", folder)["model"]["weight"], torch.arange(1000.0) + 12)
+    # weights that change after a save began do not reach it
     state = contents(15)
-    writer = checkpoint.CheckpointWriter(folder, keep_last=3)
-    writer.save(state)
+    copy_of_it = checkpoint.copy_to_cpu(state)
     state["model"]["weight"].zero_()
-    writer.wait()
-    saved = checkpoint.load_checkpoint("auto", folder, "test/1")
-    assert torch.equal(saved["model"]["weight"], torch.arange(1000.0) + 15)
+    assert copy_of_it["model"]["weight"].any()
 
 
 def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):
@@ -90,77 +96,68 @@ def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):
     with pytest.raises(RunError, match="No space left"):
         writer.wait()
     assert checkpoint.find_newest(folder).name == "step_00000009.pt"
+    assert load(folder / "best.pt", folder)["step"] == 6
     assert not list(folder.glob(".*.tmp"))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda model: model.append(torch.nn.Linear(2, 2)), "another model"),
-        (lambda model: model.__setitem__(0, torch.nn.Linear(4, 2)), "another model"),
-        (lambda model: model.__delitem__(1), "another model"),
-    ],
-)
-def test_weights_of_another_model_are_refused(change, reason):
-    make = lambda: torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))  # noqa: E731
-    saved = checkpoint.trained_state(make())
-    model = make()
+def test_weights_of_another_model_are_refused():
+    """One layer more, of another shape, or less; frozen ones are not saved."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    saved = checkpoint.trained_state(model)
     checkpoint.load_trained(model, saved)
-    change(model)
-    with pytest.raises(InputError, match=reason):
-        checkpoint.load_trained(model, saved)
-
-
-def test_frozen_weights_are_not_saved():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    more, other = nn.Sequential(*model, nn.Linear(2, 2)), nn.Sequential(nn.Linear(4, 2), model[1])
+    for wrong in (more, other, model[:1]):
+        with pytest.raises(InputError, match="another model"):
+            checkpoint.load_trained(wrong, saved)
     model[0].requires_grad_(False)
     assert list(checkpoint.trained_state(model)) == ["1.weight", "1.bias"]
 
 
-def test_moments_take_the_strides_of_their_parameters():
-    """Fused AdamW pairs memory with memory: moments of another layout would belong to other elements."""
+def test_an_optimizer_goes_on_with_its_moments_by_the_flags_of_this_start():
+    """Moments take the strides of their parameters: fused AdamW pairs memory with memory, whatever the layout."""
     torch.manual_seed(0)
-    images, layers = torch.randn(2, 3, 5, 5), [torch.nn.Conv2d(3, 4, 3) for _ in range(2)]
+    images, layers = torch.randn(2, 3, 5, 5), [nn.Conv2d(3, 4, 3) for _ in range(2)]
     layers[0].to(memory_format=torch.channels_last)
-    layers[1].load_state_dict(layers[0].state_dict())
-    optimizers = [torch.optim.AdamW(layer.parameters(), fused=True) for layer in layers]
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3, weight_decay=0.1, fused=True) for layer in layers]
     layers[0](images).square().sum().backward()
     optimizers[0].step()
     layers[1].load_state_dict(layers[0].state_dict())
+    optimizers[1].param_groups[0] |= {"lr": 0.5, "weight_decay": 0.2}
     checkpoint.restore_optimizer(optimizers[1], copy.deepcopy(optimizers[0].state_dict()))
+    (group,) = optimizers[1].param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.2)
+    optimizers[0].param_groups[0] |= {"lr": 0.5, "weight_decay": 0.2}
     for layer, optimizer in zip(layers, optimizers, strict=True):
         layer.zero_grad()
         layer(images).square().sum().backward()
         optimizer.step()
-    assert torch.allclose(layers[0].weight, layers[1].weight, atol=1e-7)
+    assert torch.allclose(layers[0].weight, layers[1].weight, atol=1e-6)
+    with pytest.raises(InputError, match="the state of another optimizer"):
+        checkpoint.restore_optimizer(torch.optim.AdamW([nn.Parameter(images)]), optimizers[0].state_dict())
 
 
 def test_a_run_that_was_resumed_elsewhere_begins_a_folder_of_its_own(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
-    saved = checkpoint.load_checkpoint(str(folder / "step_00000006.pt"), other, "test/1")
+    saved = load(folder / "step_00000006.pt", other)
     # the best so far comes along, one of a later step does not
     assert checkpoint.begin_run(other, saved) is True
-    assert checkpoint.read_seal(other / "best.pt").run_id == checkpoint.read_run_id(other)
-    early = checkpoint.load_checkpoint(str(folder / "step_00000003.pt"), other, "test/1")
+    assert checkpoint.read_seal(other / "best.pt").run_id == checkpoint.read_run_id(other) != RUN
+    early = load(folder / "step_00000003.pt", other)
     assert checkpoint.begin_run(tmp_path_factory.mktemp("early"), early) is False
     assert checkpoint.find_newest(other).name == "step_00000006.pt"
-    assert checkpoint.read_run_id(other) != RUN
     # whose log stays behind
-    assert checkpoint.load_checkpoint("auto", other, "test/1")["log"] == {"bytes": 0}
-    assert len(list(folder.glob("step_*.pt"))) == 3
+    assert load("auto", other)["log"] == {"bytes": 0}
+    assert len(names(folder)) == 4
 
 
 def test_going_back_makes_later_checkpoints_of_the_run_disappear(folder):
-    saved = checkpoint.load_checkpoint(str(folder / "step_00000003.pt"), folder, "test/1")
-    assert checkpoint.begin_run(folder, saved) is False
-    assert [path.name for path in folder.glob("*.pt")] == ["step_00000003.pt"]
-
-
-def test_going_back_to_the_best_of_an_earlier_part(folder):
-    """It is the best again, and what a later part had as its best is gone."""
-    shutil.copy(folder / "step_00000003.pt", folder / "first_best.pt")
+    """Back to the best of an earlier part, which is the best again; then to one before any."""
+    shutil.copy(folder / "step_00000006.pt", folder / "first_best.pt")
     shutil.copy(folder / "step_00000009.pt", folder / "second_best.pt")
-    saved = checkpoint.load_checkpoint(str(folder / "first_best.pt"), folder, "test/1")
+    shutil.copy(folder / "step_00000009.pt", folder / "best.pt")
+    saved = load(folder / "first_best.pt", folder)
     assert checkpoint.begin_run(folder, saved, best_names=("first_best.pt", "best.pt")) is True
-    assert {path.name for path in folder.glob("*.pt")} == {"step_00000003.pt", "first_best.pt", "best.pt"}
-    assert checkpoint.read_seal(folder / "best.pt").step == 3
+    assert names(folder) == ["best.pt", "first_best.pt", "step_00000003.pt", "step_00000006.pt"]
+    assert checkpoint.read_seal(folder / "best.pt").step == 6
+    assert checkpoint.begin_run(folder, load(folder / "step_00000003.pt", folder)) is False
+    assert names(folder) == ["step_00000003.pt"]

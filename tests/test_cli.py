@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import yaml
 
 from utils import cli
-from utils.cli import Parser, add_common_arguments, number, read_config, whole
+from utils.cli import Parser, add_common_arguments, read_config
 
 
 @pytest.fixture
@@ -19,9 +20,8 @@ def parser():
 @pytest.fixture
 def refused(parser, capsys):
     def parse(*words) -> str:
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit, match="2"):
             parser.parse(list(map(str, words)))
-        assert end.value.code == 2
         return capsys.readouterr().err
 
     return parse
@@ -29,27 +29,23 @@ def refused(parser, capsys):
 
 def test_command_line_over_file_over_default(parser, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text(
-        "learning_rate: 1e-3\nbatch_size: 4\nnames: [a, b]\nauto_batch: false\ncompile: false\nscript: x.py\n"
-    )
+    file.write_text("learning_rate: 1e-3\nbatch_size: 4\nnames: [a, b]\nauto_batch: false\ncompile: false\nscript: x")
     args = parser.parse(["--config", str(file), "--batch_size", "2"])
     assert (args.batch_size, args.learning_rate, args.num_epochs) == (2, 1e-3, 3)
     assert (args.names, args.auto_batch, args.compile) == (["a", "b"], False, False)
 
 
-@pytest.mark.parametrize(
-    ("words", "name", "value"),
-    [
-        (["--checkpoint_dir", "x"], "output_dir", "x"),
-        (["--log_dir", "x"], "output_dir", "x"),
-        (["--epochs", "9"], "num_epochs", 9),
-        (["--lr", "0.5"], "learning_rate", 0.5),
-        (["--local-rank", "1"], "local_rank", 1),
-        (["--gpu_shares", "2,1"], "gpu_shares", "2,1"),
-    ],
-)
-def test_names_of_the_guides(parser, words, name, value):
-    assert getattr(parser.parse(words), name) == value
+def test_names_of_the_guides(parser):
+    flags = {
+        "checkpoint_dir": "output_dir",
+        "log_dir": "output_dir",
+        "epochs": "num_epochs",
+        "lr": "learning_rate",
+        "train_batch_size": "batch_size",
+        "local-rank": "local_rank",
+    }
+    for flag, name in flags.items():
+        assert str(getattr(parser.parse([f"--{flag}", "7"]), name)).startswith("7")
 
 
 def test_json_with_comments(tmp_path):
@@ -84,6 +80,8 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(refused, tmp_path, conten
     [
         (["--batchsize", "1"], "unknown flag --batchsize; did you mean --batch_size?"),
         (["--lr", "nan"], "argument --learning_rate/--lr: must be a number above 0 to inf, not 'nan'"),
+        (["--lr", "0"], "must be a number above 0"),
+        (["--seed", "1.0"], "must be a whole number"),
         (["--gpu_shares", "2,0"], "must be equal, auto or one whole number per process, as 2,1"),
         (["--config", "no.yaml"], "no.yaml: cannot be read"),
     ],
@@ -105,21 +103,8 @@ def test_other_ranks_say_nothing_and_wait_for_the_first(refused, monkeypatch):
 
 def test_args_yaml_is_a_config(parser, tmp_path):
     """The flags that a run writes down start the same run again."""
-    import yaml
-
     args = parser.parse(["--names", "a b", "--compile", "--grad_clip", "0.25", "--no-auto_batch"])
     values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
     (tmp_path / "args.yaml").write_text(yaml.safe_dump(values | {"script": "x.py"}))
     again = parser.parse(["--config", str(tmp_path / "args.yaml")])
     assert json.dumps(vars(again) | {"config": None}) == json.dumps(vars(args))
-
-
-@pytest.mark.parametrize(
-    ("parse", "good", "bad"), [(whole(2), "2", "1"), (whole(0), "0", "1.0"), (number(0, 1), "1", "1.1")]
-)
-def test_types(parse, good, bad):
-    import argparse
-
-    parse(good)
-    with pytest.raises(argparse.ArgumentTypeError):
-        parse(bad)

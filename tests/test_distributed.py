@@ -1,4 +1,4 @@
-"""distributed_utils.py by real processes: what ranks tell each other, exact sums, exact evaluation, a clean end."""
+"""distributed_utils.py by real processes: what ranks tell each other, exact sums, a clean end; launchers, schedules."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from utils.cli import InputError
 ROOT = Path(__file__).resolve().parents[1]
 # what the programs below begin with
 HEAD = """
-import copy, hashlib, json, os, sys, time, torch
+import copy, hashlib, multiprocessing, os, signal, time, torch
 import distributed_utils as du
 from torch import nn
 from utils.cli import InputError, run_main
@@ -32,30 +32,29 @@ def show(*values):
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(processes, code): the lines that rank 0 shows of a program whose work(ranks) is this code."""
+    """launch(processes, code): what rank 0 shows of a program whose work(ranks) is this code, and its errors."""
 
-    def start(processes: int, code: str, returns: int = 0) -> list[str]:
+    def start(processes: int, code: str, returns: int = 0) -> tuple[list[str], str]:
         path = tmp_path / "program.py"
         path.write_text(HEAD + code + "\nrun_main(main, None)\n")
         launcher = [str(ROOT / "utils/torchrun.py"), "--standalone", f"--nproc_per_node={processes}"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, *launcher * (processes > 1), str(path)]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
         assert ended.returncode == returns, ended.stderr
-        start.errors = ended.stderr
-        return [line.removeprefix("result ") for line in ended.stdout.splitlines() if line.startswith("result ")]
+        return re.findall("^result (.*)", ended.stdout, re.M), ended.stderr
 
     return start
 
 
 def test_what_ranks_tell_each_other(launch):
-    shown = launch(
+    shown, errors = launch(
         3,
         """
 def work(ranks):
     show(du.reduce_sum([ranks.rank, 0.5]).tolist())
     show(du.reduce_max([ranks.rank, -ranks.rank]).tolist())
-    show(du.gather_objects(ranks.rank))
+    show(du.gather_objects(ranks.rank), du.gather_to_main(ranks.rank))
     show(du.broadcast_object({"rank": ranks.rank}))
     shared = du.share_bytes(30)
     shared[10 * ranks.rank : 10 * ranks.rank + 10] = ranks.rank + 1
@@ -72,10 +71,10 @@ def work(ranks):
 """,
         returns=2,
     )
-    assert shown[:4] == ["[3.0, 1.5]", "[2.0, 0.0]", "[0, 1, 2]", "{'rank': 0}"]
+    assert shown[:4] == ["[3.0, 1.5]", "[2.0, 0.0]", "[0, 1, 2] [0, 1, 2]", "{'rank': 0}"]
     assert shown[4] == str([1] * 10 + [2] * 10 + [3] * 10)
     assert shown[5].startswith("rank 2 holds other weights than rank 0 (b)")
-    assert launch.errors.splitlines()[-1] == "error: only rank 1 met this"
+    assert errors.splitlines()[-1] == "error: only rank 1 met this"
 
 
 def test_the_first_process_says_why_though_others_leave_before_it(launch):
@@ -87,27 +86,7 @@ def main(args):
     finally:
         time.sleep(2 * (ranks.rank == 0))
 """
-    launch(2, code, returns=2)
-    assert launch.errors == "error: no such folder\n"
-
-
-EVALUATE = """
-def work(ranks):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(50, 300), nn.Tanh(), nn.Linear(300, 1))
-    for size in range(1, 10):
-        data = torch.arange(50.0 * size).sin().view(size, 50)
-        loader = du.create_distributed_dataloader(data, 4, train=False)
-        own = [pair for batch in loader for pair in zip(batch[:, 1].tolist(), model(batch).squeeze(1).tolist())]
-        show(json.dumps(sorted(pair for part in du.gather_objects(own) for pair in part)))
-"""
-
-
-def test_evaluation_is_exact(launch):
-    """Each of 1 to 9 samples once, with the same bits at 1, 2 and 3 processes."""
-    one, two, three = (launch(processes, EVALUATE) for processes in (1, 2, 3))
-    assert len(one) == 9
-    assert one == two == three
+    assert launch(2, code, returns=2)[1] == "error: no such folder\n"
 
 
 EXACT = """
@@ -124,28 +103,28 @@ def work(ranks):
         for leaf in own:
             exact.begin_leaf(last=leaf == own[-1])
             (model(images[leaf]).sum() * 10.0 ** (leaf - 5)).backward()
+        off_grid = (exact.flat * 2.0**40 % 1).any()
         exact.finish()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     show(hashlib.sha256(b"".join(g.numpy().tobytes() for g in gradients)).hexdigest())
     # against float64 throughout
     sum(double(images[leaf].double()).sum() * 10.0 ** (leaf - 5) for leaf in range(7)).backward()
     pairs = zip(gradients, (p.grad for p in double.parameters() if p.requires_grad))
-    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6)
+    show(max(((a - b).norm() / b.norm()).item() for a, b in pairs) < 3e-6 and not off_grid)
 """
 
 
 def test_exact_sum_is_the_same_at_any_number_of_processes(launch):
     """Also where a rank has no leaf, of leaves that differ by a factor of a million, and it is their sum."""
-    shown = [launch(processes, EXACT) for processes in (1, 2, 3, 8)]
-    assert shown[0] == shown[1] == shown[2] == shown[3]
-    assert shown[0][1] == "True"
+    one, eight = (launch(processes, EXACT)[0] for processes in (1, 8))
+    assert one == eight
+    assert one[1] == "True"
 
 
 def test_on_grid_adds_without_rounding():
     # partial sums stay far below 2**13
     values = du.on_grid(torch.randn(10_000) * 10.0 ** torch.randint(-6, 2, (10_000,)))
-    sums = {values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}
-    assert len(sums) == 1
+    assert len({values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}) == 1
     assert du.on_grid(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")
     assert abs(du.on_grid(torch.tensor(0.1)).item() - torch.tensor(0.1).item()) < 2.0**-40
 
@@ -156,8 +135,6 @@ def test_a_loading_process_that_ignores_sigterm_does_not_outlive_the_run(launch)
     launch(
         1,
         """
-import multiprocessing, signal
-
 def worker():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(100)
@@ -170,16 +147,18 @@ def work(ranks):
     assert time.monotonic() - begun < 60
 
 
-def test_a_loop_of_ones_own_ends():
-    """A script that keeps its loader to the end, whose loading processes ignore SIGTERM."""
+def test_a_clean_run_writes_no_errors(tmp_path):
+    """DDP on two ranks with loading processes; a loop of one's own that keeps its loader to the end."""
     loop = """
-from torch.utils.data import TensorDataset
+import torch
 from distributed_utils import create_distributed_dataloader
-loader = create_distributed_dataloader(TensorDataset(torch.zeros(20)), 4, num_workers=2)
+loader = create_distributed_dataloader(torch.utils.data.TensorDataset(torch.zeros(20)), 4, num_workers=2)
 for batch in loader: pass
 """
-    done = subprocess.run([sys.executable, "-c", f"import torch{loop}"], cwd=ROOT, capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
+    words = ["examples/minimal.py", "--output_dir", tmp_path / "run", "--max_steps", "2", "--num_workers", "1"]
+    for command in (["-c", loop], ["utils/torchrun.py", "--standalone", "--nproc_per_node=2", *words]):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(
@@ -188,48 +167,36 @@ for batch in loader: pass
         ({}, (0, 0, 1, "python")),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}, (3, 1, 4, "torchrun")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2, "deepspeed or torch.distributed")),
-        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, (5, 1, 8, "srun")),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, (0, 0, 1, "python")),
+        *(({"SLURM_STEP_NODELIST": nodes}, (5, 1, 8, "srun")) for nodes in ("n[07-09,12]", "n07,n08", "n07")),
     ],
 )
 def test_launchers(monkeypatch, variables, expected):
-    for name in list(os.environ):
+    """srun's tasks meet on the first node of the step, at a port that follows from the job's number."""
+    for name in [*os.environ, "MASTER_ADDR", "MASTER_PORT"]:
         if re.match("RANK|WORLD_SIZE|LOCAL_RANK|TORCHELASTIC|SLURM|MASTER", name):
+            # set first, so that what the call sets is undone as well
+            monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
+    if "SLURM_STEP_NODELIST" in variables:
+        tasks = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+        variables = variables | tasks
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert du.read_environment() == expected
+    if expected[3] == "srun":
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("n07", "23456")
 
 
-@pytest.mark.parametrize("values", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": ""}])
-def test_wrong_numbers_of_a_launcher_are_named(monkeypatch, values):
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=r"(RANK|WORLD_SIZE) must be a whole number, not '(x|)'"):
+def test_what_a_launcher_may_not_ask_for(monkeypatch):
+    """A rank that is no number; more processes than GPUs."""
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InputError, match="RANK must be a whole number, not 'x'"):
         du.read_environment()
-
-
-@pytest.mark.parametrize("nodes", ["node[07-09,12]", "node07,node08", "node07"])
-def test_where_sruns_tasks_meet(monkeypatch, nodes):
-    """On the first node of the step, at a port that follows from the job's number."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    # set first, so that what the call sets is undone as well
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    slurm = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
-    for name, value in (slurm | {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "123456"}).items():
-        monkeypatch.setenv(name, value)
-    assert du.read_environment() == (5, 1, 8, "srun")
-    assert os.environ["MASTER_ADDR"] == "node07"
-    assert 20000 <= int(os.environ["MASTER_PORT"]) < 40000
-
-
-def test_too_many_processes_for_the_gpus_are_told_by_the_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
-        monkeypatch.setenv(name, str(value))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="3 processes on a machine with 2 GPUs"), du.setup_distributed():
         pass
 
@@ -239,17 +206,3 @@ def test_schedule():
     assert [du.schedule(step, 10, 4, "constant") for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1, 1, 1]
     assert [round(du.schedule(step, 10, 4, "cosine"), 4) for step in (3, 4, 7, 10)] == [1, 1, 0.5, 0]
     assert [du.scale_learning_rate(2.0, 4, rule) for rule in ("linear", "sqrt", "none")] == [8, 4, 2]
-
-
-def test_importing_it_is_light():
-    """At most two other files of the project, and none of the heavy libraries."""
-    code = f"""
-import sys
-import distributed_utils
-files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-files = [file for file in files if file.startswith({str(ROOT)!r}) and "site-packages" not in file]
-print(len([file for file in files if not file.endswith("__init__.py")]))
-assert not {{"transformers", "monai", "pandas", "matplotlib"}} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(done.stdout) <= 3

@@ -57,7 +57,8 @@ def test_a_dicom_window_is_the_files_own_or_the_given_one(tmp_path):
         assert np.abs(pixels - np.interp(hu, [low, high], [0, 255])).max() <= 1
 
 
-def test_what_is_no_single_image_says_why(tmp_path):
+def test_what_cannot_be_opened_is_a_value_error_or_an_os_error(tmp_path, monkeypatch):
+    """That says why, where it can; also what Pillow takes for a bomb, and whatever else libraries raise."""
     image = Image.fromarray(RAMP)
     image.save(tmp_path / "2 pages", "TIFF", save_all=True, append_images=[image])
     save_dicom(tmp_path / "2 frames", RAMP, NumberOfFrames=2)
@@ -66,22 +67,16 @@ def test_what_is_no_single_image_says_why(tmp_path):
     for path in tmp_path.iterdir():
         with pytest.raises((ValueError, OSError), match=path.name):
             open_upright(path)
-
-
-def test_what_libraries_raise_becomes_a_value_error(tmp_path, monkeypatch):
-    """A DICOM file without pixels, a PNG whose chunk is broken, an image that Pillow takes for a bomb."""
-    save_dicom(tmp_path / "empty.dcm", RAMP)
-    dataset = pydicom.dcmread(tmp_path / "empty.dcm")
+    dataset = pydicom.examples.ct
     del dataset.PixelData
     dataset.save_as(tmp_path / "empty.dcm")
-    Image.fromarray(RAMP).save(tmp_path / "chunk.png")
-    whole = (tmp_path / "chunk.png").read_bytes()
-    (tmp_path / "chunk.png").write_bytes(whole.replace(b"IDAT", b"I\0AT"))
-    Image.fromarray(RAMP).save(tmp_path / "large.png")
+    image.save(tmp_path / "chunk.png")
+    (tmp_path / "chunk.png").write_bytes((tmp_path / "chunk.png").read_bytes().replace(b"IDAT", b"I\0AT"))
+    image.save(tmp_path / "large.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    for path in tmp_path.iterdir():
+    for name in ("empty.dcm", "chunk.png", "large.png"):
         with pytest.raises((ValueError, OSError)):
-            open_upright(path)
+            open_upright(tmp_path / name)
 
 
 @pytest.mark.parametrize("size", [(400, 300), (30, 77), (64, 64)])

@@ -8,21 +8,25 @@ import pytest
 
 from utils.sampler import EvalBatchSampler, ImageGroups, Index, TrainBatchSampler, permute
 
+# questions of nine images, side by side or not
+IMAGES = np.repeat(np.arange(9), [1, 2, 3, 4, 5, 6, 7, 8, 17])
 
-def epoch_of(world_size: int, shares=None, groups=None, start: int = 0, epoch: int = 3, size: int = 53) -> list[list]:
-    """The leaves of all steps of an epoch, in the steps' order, put together from all ranks."""
+
+def epoch_of(world_size: int, shares=None, groups=None, start: int = 0) -> list[list]:
+    """The leaves of all steps of an epoch of 53 samples, in the steps' order, put together from all ranks."""
     steps: dict[int, dict[int, list]] = {}
     for rank in range(world_size):
-        sampler = TrainBatchSampler(size, 3, 14, rank, world_size, seed=7, shares=shares, groups=groups)
-        sampler.set_position(epoch, start)
+        sampler = TrainBatchSampler(53, 3, 14, rank, world_size, seed=7, shares=shares, groups=groups)
+        sampler.set_position(3, start)
         batches = iter(sampler)
         assert len(sampler) == len(list(sampler))
-        for first in range(start, size, 14):
+        for first in range(start, 53, 14):
             samples, numbers = sampler.share(first)
-            assert samples == min(14, size - first)
+            assert samples == min(14, 53 - first)
+            assert len(numbers) <= sampler.most_leaves(first)
             for number in numbers or [None]:
                 batch = next(batches)
-                assert all(index.epoch == epoch for index in batch)
+                assert all(index.epoch == 3 for index in batch)
                 if number is not None:
                     steps.setdefault(first, {})[number] = batch
     return [[step[number] for number in sorted(step)] for _, step in sorted(steps.items())]
@@ -32,19 +36,18 @@ def epoch_of(world_size: int, shares=None, groups=None, start: int = 0, epoch: i
     ("world_size", "shares"), [(2, None), (3, None), (5, None), (8, None), (2, [2, 1]), (3, [7, 0, 2])]
 )
 def test_leaves_do_not_depend_on_who_takes_them(world_size, shares):
+    """Nor on where an epoch is resumed."""
     whole = epoch_of(1)
     assert epoch_of(world_size, shares) == whole
+    assert epoch_of(world_size, shares, start=28) == whole[2:]
     assert [len(step) for step in whole] == [5, 5, 5, 4]
     assert sorted(index for step in whole for leaf in step for index in leaf) == list(range(53))
 
 
 def test_shares_are_in_proportion():
-    ends = [TrainBatchSampler(600, 1, 600, rank, 3, shares=[7, 3, 2]).share(0)[1] for rank in range(3)]
-    assert [len(numbers) for numbers in ends] == [350, 150, 100]
-
-
-def test_a_resumed_epoch_goes_on_where_it_was():
-    assert epoch_of(2, start=28) == epoch_of(1)[2:]
+    samplers = [TrainBatchSampler(600, 1, 600, rank, 3, shares=[7, 3, 2]) for rank in range(3)]
+    assert [len(sampler.share(0)[1]) for sampler in samplers] == [350, 150, 100]
+    assert samplers[2].most_leaves(0) == 350
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 1000])
@@ -63,20 +66,15 @@ def test_permute_looks_random():
     assert sum((counts[place, sample] - 400) ** 2 / 400 for place in range(5) for sample in range(5)) < 39.3
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_questions_of_an_image_stay_together(ordered):
-    image_of = np.repeat(np.arange(9), [1, 2, 3, 4, 5, 6, 7, 8, 17])
-    if not ordered:
-        image_of = np.random.default_rng(0).permutation(image_of)
+@pytest.mark.parametrize("image_of", [IMAGES, np.random.default_rng(0).permutation(IMAGES)])
+def test_questions_of_an_image_stay_together(image_of):
     groups = ImageGroups(image_of, 4)
     order = np.concatenate([groups.order(np.arange(first, min(first + 3, 53)), 7, 3) for first in range(0, 53, 3)])
     assert sorted(order) == list(range(53))
     # as few changes of image as groups of 4 allow, or fewer where two of one image meet
     changes = 1 + int((np.diff(image_of[order]) != 0).sum())
-    assert changes <= sum(-(-count // 4) for count in np.bincount(image_of))
-    assert changes > 9
-    other = groups.order(np.arange(53), 7, 4)
-    assert list(other) != list(order)
+    assert 9 < changes <= sum(-(-count // 4) for count in np.bincount(image_of))
+    assert list(groups.order(np.arange(53), 7, 4)) != list(order)
     assert epoch_of(3, groups=ImageGroups(image_of, 4)) == epoch_of(1, groups=ImageGroups(image_of, 4))
 
 
@@ -84,9 +82,10 @@ def test_questions_of_an_image_stay_together(ordered):
 def test_evaluation_covers_each_sample_once_in_batches_of_its_own(size):
     whole = [tuple(batch) for batch in EvalBatchSampler(size, 4)]
     for world_size in (2, 3, 5):
-        parts = [[tuple(batch) for batch in EvalBatchSampler(size, 4, rank, world_size)] for rank in range(world_size)]
+        parts = [list(map(tuple, EvalBatchSampler(size, 4, rank, world_size))) for rank in range(world_size)]
         assert sorted(batch for part in parts for batch in part) == whole
     assert [index for batch in whole for index in batch] == list(range(size))
+    assert len(EvalBatchSampler(size, 4)) == len(whole)
 
 
 def test_an_index_keeps_its_epoch_on_the_way_to_a_worker():

@@ -1,46 +1,64 @@
-"""train_survival_distributed.py: loss, scores and model against independent references; runs as users start them."""
+"""train_survival_distributed.py and tasks/survival: loss and scores against other libraries, the data, whole runs."""
 
-import csv
-import itertools
 import json
+import math
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import nibabel
 import numpy as np
 import pandas as pd
+import pydicom
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 import distributed_utils as du
 import train_survival_distributed as script
-from tasks.survival import report, sample_data
-from tasks.survival.data import Cohort, MultiGPUSurvivalDataset
-from utils import loop
+from tasks.survival import data, report, sample_data
+from tasks.survival.data import (
+    Cohort,
+    MultiGPUSurvivalDataset,
+    Volumes,
+    choose_fold,
+    encode_columns,
+    fit_columns,
+    read_cohort,
+)
 from utils.cli import InputError
+from utils.sampler import permute
 
-ROOT = Path(__file__).resolve().parents[1]
 YEARS = [1.0, 2.0, 3.0, 4.0, 5.0]
-SETTINGS = (
+CPU = torch.device("cpu")
+FLAGS = (
     "--resnet resnet10 --base_channels 8 --image_size 12 12 8 --hu_window 0 400 --batch_size 6 --epochs 2 --lr 1e-3 "
-    "--log_every 1 --num_workers 0 --eval_years 1 3"
+    "--log_every 1 --num_workers 0 --eval_years 1 3 --cache_dir="
 ).split()
 
 
 def parse(*words) -> script.Namespace:
-    return script.parse_args([*SETTINGS, *map(str, words)])
+    return script.parse_args([*FLAGS, *map(str, words)])
 
 
-def fold(time, event, **columns) -> MultiGPUSurvivalDataset:
+def go(*words) -> None:
+    """The script in this process."""
+    assert script.run_task(parse(*words), du.Ranks(0, 1, CPU, "python", None)) == 0
+
+
+def load_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def read_log(folder: Path) -> list[dict]:
+    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+
+
+def fold(time, event) -> MultiGPUSurvivalDataset:
     """A data set that is outcomes alone."""
     names = [f"t.csv:{row}" for row in range(len(time))]
     blank = [""] * len(names)
-    cohort = Cohort(names, np.array(names), blank, blank, np.asarray(time), np.asarray(event), pd.DataFrame(columns))
+    cohort = Cohort(names, np.array(names), blank, blank, np.asarray(time), np.asarray(event), pd.DataFrame())
     return MultiGPUSurvivalDataset(cohort, rows=np.arange(len(names)))
 
 
@@ -54,52 +72,58 @@ def make_cases(seed: int, count: int, latest: float, ties: bool = False) -> tupl
     return log_hazard, np.ceil(time * 4) / 4 if ties else time, event
 
 
-# --- loss -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def whas500() -> tuple:
-    """(features (500, 4) scaled, months with many ties, events) of the Worcester heart attack study."""
+def made(tmp_path_factory) -> Path:
+    """Sample data of 40 patients."""
+    folder = tmp_path_factory.mktemp("data") / "survival"
+    sample_data.write_sample_data(folder, 40, event_rate=0.5, matrix=16, seed=0)
+    return folder
+
+
+@pytest.fixture
+def table(made) -> pd.DataFrame:
+    """Their table, as text, with paths that hold anywhere."""
+    table = pd.read_csv(made / "dataset.csv", dtype=str, keep_default_na=False)
+    return table.assign(**{name: str(made) + "/" + table[name] for name in ("NIFTI Path", "heart_mask")})
+
+
+@pytest.fixture
+def read(tmp_path):
+    """read(table, ...): its cohort."""
+
+    def write(table: pd.DataFrame, sep: str = ",", **options) -> Cohort:
+        table.to_csv(tmp_path / "d.csv", index=False, sep=sep)
+        return read_cohort(tmp_path / "d.csv", **options)
+
+    return write
+
+
+# --- loss and scores --------------------------------------------------------------------------------------------------
+
+
+def test_cox_models_and_their_loss_are_those_of_lifelines():
+    """On the Worcester heart attack study, in months with many ties."""
+    from lifelines import CoxPHFitter
     from sksurv.datasets import load_whas500
 
     table, outcome = load_whas500()
     x = table[["age", "bmi", "hr", "sysbp"]].to_numpy(float)
-    return (x - x.mean(0)) / x.std(0, ddof=1), np.ceil(outcome["lenfol"] / 30), outcome["fstat"].astype(bool)
-
-
-@pytest.mark.parametrize("penalty", [0.0, 50.0])
-def test_cox_models_are_those_of_lifelines(whas500, penalty):
-    from lifelines import CoxPHFitter
-
-    x, time, event = whas500
+    x, time, event = (x - x.mean(0)) / x.std(0, ddof=1), np.ceil(outcome["lenfol"] / 30), outcome["fstat"].astype(bool)
     frame = pd.DataFrame(x, columns=list("abcd")).assign(time=time, event=event)
-    # lifelines weighs the penalty by the cases
-    other = CoxPHFitter(penalizer=penalty / len(x)).fit(frame, "time", "event", fit_options={"precision": 1e-12})
-    beta = script.fit_cox(x, time, event, penalty)
-    assert np.allclose(beta, other.params_, atol=1e-5)
-    if not penalty:
-        loss = script.cox_loss(torch.from_numpy(x) @ beta, torch.from_numpy(time), torch.from_numpy(event))
-        assert -float(loss) * event.sum() == pytest.approx(other.log_likelihood_, rel=1e-9)
-
-
-def test_the_gradient_of_the_loss(whas500):
-    """In single precision against numbers in double; log-hazards of any size stay finite."""
-    x, time, event = (torch.from_numpy(values[:60]) for values in whas500)
-    log_hazard = (x @ torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda risk: script.cox_loss(risk, time, event), log_hazard)
-    (expected,) = torch.autograd.grad(script.cox_loss(log_hazard, time, event), log_hazard)
-    single = log_hazard.detach().float().requires_grad_()
-    (gradient,) = torch.autograd.grad(script.cox_loss(single, time, event), single)
-    assert torch.allclose(gradient.double(), expected, atol=1e-6)
-    huge = (1000 * single.detach()).requires_grad_()
-    script.cox_loss(huge, time, event).backward()
-    assert huge.grad.isfinite().all()
-    none = torch.ones(3, requires_grad=True)
-    script.cox_loss(none, time[:3], torch.zeros(3, dtype=torch.bool)).backward()
-    assert none.grad.tolist() == [0, 0, 0]
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
+    for penalty in (50.0, 0.0):
+        # lifelines weighs the penalty by the cases
+        theirs = CoxPHFitter(penalizer=penalty / len(x)).fit(frame, "time", "event", fit_options={"precision": 1e-12})
+        beta = script.fit_cox(x, time, event, penalty)
+        assert np.allclose(beta, theirs.params_, atol=1e-5)
+    x, time, event = map(torch.from_numpy, (x, time, event))
+    likelihood = -script.cox_loss(x @ beta, time, event).item() * event.sum().item()
+    assert likelihood == pytest.approx(theirs.log_likelihood_, rel=1e-9)
+    # log-hazards of any size, and no event at all
+    for size, events in ((1e4, event), (1, torch.zeros_like(event))):
+        log_hazard = (size * (x @ beta)).float().requires_grad_()
+        script.cox_loss(log_hazard, time, events).backward()
+        assert log_hazard.grad.isfinite().all()
+        assert log_hazard.grad.any() == events.any()
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -115,10 +139,9 @@ def test_scores_are_those_of_scikit_survival(ties):
     # also with log-hazards whose exponentials overflow
     baseline = report.fit_baseline(known_risk + 900, train)
     scores = report.score(log_hazard + 900, val, train, YEARS, baseline)
-    assert scores["val/c_index"] == pytest.approx(
-        theirs.concordance_index_censored(outcome[1], outcome[0], log_hazard)[0]
-    )
-    assert scores["val/c_index"] == pytest.approx(report.concordance(log_hazard, *outcome))
+    c_index = theirs.concordance_index_censored(outcome[1], outcome[0], log_hazard)[0]
+    assert scores["val/c_index"] == pytest.approx(c_index)
+    assert report.concordance(log_hazard, *outcome) == pytest.approx(c_index)
     end = min(outcome[0].max(), known[0].max())
     assert scores["val/c_index_uno"] == pytest.approx(theirs.concordance_index_ipcw(*pair, log_hazard, tau=end)[0])
     auc = theirs.cumulative_dynamic_auc(*pair, log_hazard, YEARS)[0]
@@ -126,190 +149,81 @@ def test_scores_are_those_of_scikit_survival(ties):
     assert scores["val/auc"] == pytest.approx(auc.mean())
 
     curves = BreslowEstimator().fit(known_risk, known[1], known[0]).get_survival_function(log_hazard)
-    at = np.array(YEARS)
-    expected = np.array([curve(at) for curve in curves])
-    assert np.allclose(report.survival(baseline, log_hazard + 900, at), expected, atol=1e-9)
-    brier = theirs.brier_score(*pair, expected, at)[1]
+    expected = np.array([curve(YEARS) for curve in curves])
+    assert np.isnan(report.survival(baseline, log_hazard, [8.5])).all()
+    brier = theirs.brier_score(*pair, expected, YEARS)[1]
     assert [scores[f"val/brier/{year:g}y"] for year in YEARS] == pytest.approx(brier)
     grid = np.union1d(np.linspace(outcome[0].min(), 5, 100), YEARS)
     ibs = theirs.integrated_brier_score(*pair, np.array([curve(grid) for curve in curves]), grid)
     assert scores["val/ibs"] == pytest.approx(ibs, rel=1e-6)
-    assert np.isnan(report.survival(baseline, log_hazard, [8.5])).all()
+    # what lies beyond the follow-up is left out
+    log_hazard, *outcome = make_cases(2, 40, 2.5)
+    found = report.score(log_hazard, fold(*outcome), fold(*outcome), YEARS)
+    assert set(found) == {f"val/{name}" for name in ("c_index", "c_index_uno", "auc", "auc/1y", "auc/2y")}
 
 
-def test_kaplan_meier_is_that_of_lifelines():
-    from lifelines import KaplanMeierFitter
-
-    _, time, event = make_cases(1, 200, 8.0, ties=True)
-    at = np.linspace(0, 7.9, 60)
-    expected = KaplanMeierFitter().fit(time, event).survival_function_at_times(at)
-    assert np.allclose(report.kaplan_meier(time, event, at), expected, atol=1e-12)
-
-
-def test_what_is_undefined_is_left_out():
-    log_hazard, time, event = make_cases(2, 40, 2.5)
-    scores = report.score(log_hazard, fold(time, event), fold(time, event), YEARS)
-    assert set(scores) == {"val/c_index", "val/c_index_uno", "val/auc", "val/auc/1y", "val/auc/2y"}
-
-
-def test_resampling_is_that_of_drawing_cases():
-    """The matrix form against drawing the cases and counting anew, with the same draws."""
-    cases = make_cases(3, 60, 8.0, ties=True)
-    counts = np.random.default_rng(0).multinomial(60, np.full(60, 1 / 60), report.RESAMPLES)
-    expected = [report.concordance(*(np.repeat(values, count) for values in cases)) for count in counts]
-    assert np.allclose(report.resampled_c(*cases, np.arange(60)), expected, atol=1e-6)
-    # three rows of each patient tell no more than one
-    thrice = [np.repeat(values, 3) for values in (*cases, np.arange(60))]
-    one, three = (np.ptp(report.interval(report.resampled_c(*rows))) for rows in ([*cases, np.arange(60)], thrice))
-    assert three == pytest.approx(one, rel=0.05)
-
-
-def test_the_paired_test_and_the_intervals_are_calibrated(capsys):
-    """200 pairs of equally good models: seldom "better"; intervals hold the true C, which 200,000 cases give."""
-    from torchsurv.metrics.cindex import ConcordanceIndex
-
-    better, theirs, covered = 0, 0, 0
-    log_hazard, time, event = make_cases(9, 4000, 8.0)
-    noise = np.random.default_rng(0)
-    truth = report.concordance(log_hazard + noise.normal(0, 0.7, 4000), time, event)
-    for seed in range(200):
-        log_hazard, time, event = make_cases(100 + seed, 150, 8.0)
-        one, two = (log_hazard + noise.normal(0, 0.7, 150) for _ in range(2))
-        val = fold(time, event)
-        metrics = report.print_table("", {"network": (one, None), "other": (two, None)}, val, val, [])
-        better += metrics["val/rival/other/p"] < 0.05 and metrics["val/c_index"] > metrics["val/rival/other/c_index"]
-        covered += metrics["val/c_index_low"] <= truth <= metrics["val/c_index_high"]
-        indices = [ConcordanceIndex() for _ in range(2)]
-        for index, risk in zip(indices, (one, two), strict=True):
-            index(torch.from_numpy(risk), torch.from_numpy(event), torch.from_numpy(time))
-        theirs += float(indices[0].compare(indices[1])) < 0.025
-    assert better <= 14
-    # torchsurv's own test, whose p is of one side, is the more cautious one
-    assert theirs <= better
-    assert 184 <= covered <= 196
-
-
-def test_a_better_model_is_found_better(capsys):
-    """In the same resamples, though the two intervals overlap."""
-    log_hazard, time, event = make_cases(5, 200, 8.0)
-    worse = log_hazard + np.random.default_rng(0).normal(0, 0.5, 200)
+def test_intervals_and_the_paired_test_are_those_of_drawing_patients_again(capsys):
+    """Two rows of each patient are drawn together, and both models are scored on the same draws."""
+    risk, time, event = (np.repeat(values, 2) for values in make_cases(3, 40, 8.0, ties=True))
+    other = risk + np.random.default_rng(0).normal(0, 0.7, 80)
     val = fold(time, event)
-    metrics = report.print_table("", {"network": (log_hazard, None), "other": (worse, None)}, val, val, [])
-    assert metrics["val/c_index_low"] < metrics["val/rival/other/c_index_high"]
-    assert metrics["val/rival/other/above_low"] > 0
-    assert metrics["val/rival/other/p"] < 0.05
-
-
-def test_censoring_weights_are_the_training_folds(monkeypatch):
-    """Whatever the validation fold holds, they are computed of the training fold's outcomes alone."""
-    seen, estimate = [], report.kaplan_meier
-
-    def noted(time, event, at, censoring=False):
-        if censoring:
-            seen.append((time.tolist(), event.tolist()))
-        return estimate(time, event, at, censoring)
-
-    monkeypatch.setattr(report, "kaplan_meier", noted)
-    train = fold(*make_cases(7, 100, 8.0)[1:])
-    for seed in (6, 8):
-        risk, time, event = make_cases(seed, 80, 8.0)
-        report.score(risk, fold(time, event), train, YEARS, report.fit_baseline(make_cases(7, 100, 8.0)[0], train))
-    known = report.outcome(train)
-    assert len(seen) >= 8
-    assert all(outcome == (known[0].tolist(), known[1].tolist()) for outcome in seen)
+    val.cohort.case = np.repeat(np.arange(40), 2)
+    found = report.print_table("", {"network": (risk, None), "other": (other, None)}, val, val, [])
+    draws = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), report.RESAMPLES).repeat(2, axis=1)
+    one, two = (
+        np.array([report.concordance(*(np.repeat(v, draw) for v in (values, time, event))) for draw in draws])
+        for values in (risk, other)
+    )
+    for name, values in (("val/c_index", one), ("val/rival/other/c_index", two), ("val/rival/other/above", one - two)):
+        low, high = np.quantile(values, [0.025, 0.975])
+        assert (found[f"{name}_low"], found[f"{name}_high"]) == pytest.approx((low, high), abs=1e-6)
+    p = 2 * min((one <= two).mean(), (one >= two).mean()) + 1 / report.RESAMPLES
+    assert found["val/rival/other/p"] == pytest.approx(p, abs=0.002)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def build(*words, weights=None):
-    torch.manual_seed(0)
-    return script.build_model(parse("--csv_path", "x", *words), "no", torch.device("cpu"), 0, weights)
+def test_the_deterministic_maximum_is_torchs():
+    for shape in ((7, 8, 9), (1, 2, 3)):
+        x = torch.randn(2, 3, *shape, requires_grad=True)
+        ours, theirs = script.MaxPool3d()(x), nn.MaxPool3d(3, 2, 1)(x)
+        assert torch.equal(ours, theirs)
+        weights = torch.randn_like(ours)
+        assert torch.allclose(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (ours, theirs)))
 
 
-def test_group_norm_is_everywhere_and_in_the_precision_of_its_input():
-    model = build()
-    kinds = [type(module) for module in model.modules()]
-    assert script.GroupNorm in kinds
-    assert nn.BatchNorm3d not in kinds
-    x = torch.randn(2, 8, 4, 4, 4, dtype=torch.bfloat16)
-    norm = script.GroupNorm(8, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = norm(x)
-    assert low.dtype == torch.bfloat16
-    assert torch.allclose(low.float(), norm(x.float()), atol=0.05)
-
-
-@pytest.mark.parametrize("shape", [(7, 8, 9), (1, 2, 3)])
-def test_the_deterministic_maximum_is_torchs(shape):
-    x = torch.randn(2, 3, *shape, requires_grad=True)
-    ours, theirs = script.MaxPool3d()(x), nn.MaxPool3d(3, 2, 1)(x)
-    assert torch.equal(ours, theirs)
-    weights = torch.randn_like(ours)
-    gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (ours, theirs)]
-    assert torch.allclose(*gradients)
-
-
-def test_as_many_risks_as_cases_in_bf16(monkeypatch):
+def test_as_many_risks_as_cases_in_bf16():
     """The head stands outside autocast; inside, some hundred values would have to do for all."""
-    model = build()
-    model.precision = "bf16"
+    model = script.build_model(parse(), "bf16", CPU)
     with torch.no_grad():
         model.head.weight.mul_(100)
         risks = model({"image": torch.rand(96, 1, 12, 12, 8)})
-    assert risks.dtype == torch.float32
     assert len(risks.unique()) == 96
 
 
-def test_bf16_on_a_cpu_is_refused(made):
-    with pytest.raises(InputError, match="3D convolutions compute wrong gradients on a CPU"):
-        go("--csv_path", made / "dataset.csv", "--mixed_precision", "bf16")
-
-
-def medicalnet(path: Path, shortcut: str, wrap) -> None:
-    """Weights by the names and shapes of MedicalNet's files."""
+@pytest.mark.parametrize("shortcut", ["A", "B"])
+def test_medicalnet_weights(tmp_path, shortcut):
+    """By the names and shapes of MedicalNet's files; all of them learn."""
     from monai.networks.nets import resnet10
 
     net = resnet10(
         spatial_dims=3, n_input_channels=1, feed_forward=False, bias_downsample=False, shortcut_type=shortcut,
         widen_factor=8 / 64, conv1_t_stride=2,
     )  # fmt: skip
-    torch.save(wrap({f"module.{name}": value for name, value in net.state_dict().items()}), path)
-
-
-@pytest.mark.parametrize("shortcut", ["A", "B"])
-def test_medicalnet_weights(tmp_path, shortcut):
+    saved = {f"module.{name}": value for name, value in net.state_dict().items()}
     path = tmp_path / "resnet_10.pth"
-    medicalnet(path, shortcut, lambda state: {"state_dict": state})
-    words = ["--init", "pretrained", "--pretrained_path", path]
-    model = build(*words, "--norm", "batch", "--stem_stride", "2")
-    saved = torch.load(path, weights_only=True)["state_dict"]
-    for name, value in model.backbone.state_dict().items():
-        assert torch.equal(value, saved[f"module.{name}"])
+    torch.save({"state_dict": saved}, path)
+    words = ["--init", "pretrained", "--pretrained_path", path, "--stem_stride", 2]
+    model = script.build_model(parse(*words, "--norm", "batch"), "no", CPU)
+    assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in model.backbone.state_dict().items())
     model({"image": torch.rand(2, 1, 12, 12, 8)}).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.backbone.parameters() if parameter.dim() > 1)
-    for wrong in ([], ["--norm", "batch"], ["--stem_stride", "2"]):
-        with pytest.raises(InputError, match="belong to --norm batch --stem_stride 2; give both"):
-            build(*words, *wrong)
     with pytest.raises(InputError, match="weights of another net .*check --resnet"):
-        build(*words, "--norm", "batch", "--stem_stride", "2", "--base_channels", "16")
+        script.build_model(parse(*words, "--norm", "batch", "--base_channels", "16"), "no", CPU)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    """Sample data of 40 patients."""
-    folder = tmp_path_factory.mktemp("data") / "survival"
-    sample_data.write_sample_data(folder, 40, event_rate=0.5, matrix=16, seed=0)
-    return folder
-
-
-def go(*words, code: int = 0) -> None:
-    """The script in this process."""
-    args = parse("--cache_dir", "", *words)
-    assert script.run_task(args, du.Ranks(0, 1, torch.device("cpu"), "python", None)) == code
 
 
 @pytest.fixture(scope="module")
@@ -320,109 +234,144 @@ def trained(made, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_table_holds_the_rivals(trained, made, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def tuned(made, trained, tmp_path_factory) -> Path:
+    """A run from its weights by a smart cache; its backbone is frozen in the first epoch, and spoilt later."""
+    folder = tmp_path_factory.mktemp("runs") / "tuned"
+    words = ["--init", "pretrained", "--pretrained_path", trained / "model.safetensors", "--freeze_epochs", 1]
+    words += ["--lr", 0.5, "--epochs", 4, "--save_every", 1, "--keep_last", 99, "--use_smart_cache"]
+    go("--csv_path", made / "dataset.csv", *words, "--output_dir", folder)
+    return folder
+
+
+def test_a_step_is_one_pass_over_all_its_cases(made, tmp_path):
+    """In one leaf or in three: the loss of the whole step's risk sets and its gradient."""
+    cases = MultiGPUSurvivalDataset(made / "dataset.csv", volumes=Volumes((12, 12, 8), (0, 400)))
+    batch = default_collate([cases[row] for row in permute(np.arange(6), 32, 0, 0).tolist()])
+    model = script.build_model(parse(), "no", CPU)
+    loss = script.cox_loss(model(batch), batch["time"], batch["event"])
+    norm = torch.stack([part.norm() for part in torch.autograd.grad(loss, list(model.parameters()))]).norm()
+    for leaf in (6, 2):
+        words = ["--effective_batch_size", 6, "--batch_size", leaf, "--no-augment", "--max_steps", 1, "--lr", 0.01]
+        go("--csv_path", made / "dataset.csv", *words, "--output_dir", tmp_path / str(leaf))
+        logged = read_log(tmp_path / str(leaf))[0]
+        assert (logged["train/lr"], logged["train/events"]) == (0.01, batch["event"].sum())
+        assert (logged["train/loss"], logged["train/grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
+
+
+def test_outcomes_are_those_of_the_cases_in_the_smart_cache(tuned, made):
+    smart = MultiGPUSurvivalDataset(made / "dataset.csv", use_smart_cache=True, volumes=Volumes((12, 12, 8)))
+    expected = []
+    for epoch in range(4):
+        events = smart.cohort.event[smart.rows_of(permute(np.arange(16), 16, 0, epoch), epoch)]
+        expected += [events[:6].sum(), events[6:12].sum(), events[12:].sum()]
+    assert [line["train/events"] for line in read_log(tuned) if "train/events" in line] == expected
+
+
+def test_learning_rate_and_weight_decay_are_the_guides(trained):
+    rates = [line["train/lr"] for line in read_log(trained) if "train/lr" in line]
+    assert rates == pytest.approx([1e-7 + (1e-3 - 1e-7) * (1 + math.cos(math.pi * k / 12)) / 2 for k in range(12)])
+    assert torch.load(trained / "best.pt", weights_only=True)["optimizer"]["param_groups"][0]["weight_decay"] == 1e-5
+
+
+def test_only_the_head_learns_at_first(trained, tuned):
+    start, frozen, thawed = (
+        torch.load(path, weights_only=True)["model"]
+        for path in (trained / "best.pt", tuned / "step_00000003.pt", tuned / "step_00000004.pt")
+    )
+    names = [name for name in frozen if name.startswith("backbone.")]
+    assert all(torch.equal(start[name], frozen[name]) for name in names)
+    assert not any(torch.equal(frozen[name], thawed[name]) for name in names)
+    assert not torch.equal(start["head.weight"], frozen["head.weight"])
+
+
+def test_the_table_holds_the_rivals(trained, made, table, tmp_path, capsys):
     """Each with its interval and the paired test; another run becomes a row; summary.json has the numbers."""
-    summary = json.loads((trained / "summary.json").read_text())
-    rivals = ("kaplan_meier", "clinical", "image_numbers", "clinical_and_image_numbers")
-    for name in rivals:
+    summary = load_json(trained / "summary.json")
+    for name in ("kaplan_meier", "clinical", "image_numbers", "clinical_and_image_numbers"):
         for key in ("c_index", "c_index_low", "c_index_high", "above_low", "above_high", "p", "ibs"):
             assert f"val/rival/{name}/{key}" in summary
     assert summary["val/rival/kaplan_meier/c_index"] == 0.5
-    go("--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "run", "--rival_run", trained)
-    shown = capsys.readouterr().out
-    rows = re.findall(r"^(network|other run|kaplan meier|image numbers|true risk) +0\.\d{3} \(", shown, re.M)
-    assert rows == ["network", "other run", "kaplan meier", "image numbers", "true risk"]
-    other = json.loads((tmp_path / "run/summary.json").read_text())
+    words = ["--csv_path", made / "dataset.csv", "--rival_run", trained]
+    mask = ["--mask_column", "heart_mask", "--mask_mode", "channel"]
+    go(*words, *mask, "--epochs", 1, "--output_dir", tmp_path / "run")
+    other = load_json(tmp_path / "run/summary.json")
     assert other["val/rival/other_run/c_index"] == pytest.approx(summary["val/c_index"])
+    assert f"network {other['val/c_index']:.3f} (" in re.sub(" +", " ", capsys.readouterr().out)
     with pytest.raises(InputError, match="other validation cases than this run; give both the same fold"):
-        go(
-            "--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "x", "--rival_run", trained,
-            "--fold_column", "Fold_2",
-        )  # fmt: skip
-    assert (trained / "figures/val_survival.png").stat().st_size > 5000
-    with open(trained / "predictions.csv") as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == 40
-    assert {"case", "time_years", "event", "log_hazard", "S(1y)", "S(3y)", "fold"} == set(lines[0])
+        go(*words, "--output_dir", tmp_path / "x", "--fold_column", "Fold_2")
+    # the columns are standardised by the training fold alone
+    train = pd.to_numeric(table["Age"][table["Fold_1"] == "train"])
+    saved = torch.load(trained / "best.pt", weights_only=True)
+    assert saved["columns"][0]["mean"] == pytest.approx(train.mean())
+    assert sorted(saved["trained_cases"]) == sorted(table["case_num"][table["Fold_1"] == "train"])
 
 
-def test_columns_alone_begin_where_their_cox_model_ends(made, tmp_path):
+def test_columns_alone_begin_where_their_cox_model_ends(table, tmp_path):
     """--image none opens no volume, and without a step it is the rival of the same columns."""
-    table = pd.read_csv(made / "dataset.csv").assign(**{"NIFTI Path": "none.nii.gz"})
-    table.to_csv(tmp_path / "d.csv", index=False)
-    words = ["--csv_path", tmp_path / "d.csv", "--image", "none", "--clinical_columns", "Age", "Sex"]
-    go(*words, "--output_dir", tmp_path / "run", "--lr", "1e-12", "--eta_min", "0", "--epochs", "1")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    table.assign(**{"NIFTI Path": "none.nii.gz"}).to_csv(tmp_path / "d.csv", index=False)
+    words = ["--csv_path", tmp_path / "d.csv", "--image", "none", "--clinical_columns", "Age", "Sex", "--epochs", 1]
+    go(*words, "--output_dir", tmp_path / "run", "--lr", "1e-12", "--eta_min", 0)
+    summary = load_json(tmp_path / "run/summary.json")
     assert summary["val/c_index"] == pytest.approx(summary["val/rival/clinical/c_index"])
     assert summary["val/ibs"] == pytest.approx(summary["val/rival/clinical/ibs"], abs=1e-6)
     assert "val/rival/image_numbers/c_index" not in summary
 
 
-def test_another_hospital(trained, made, tmp_path, capsys):
+def test_rivals_know_nothing_of_the_other_validation_cases(made):
+    cohort = read_cohort(made / "dataset.csv")
+    train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
+    sets = script.make_sets(cohort, np.zeros((40, 0)), {"all": train, "val": val}, parse())
+    before = script.fit_rivals(sets["val"], sets["all"], True)["image_numbers"][0]
+    sets["val"].image_numbers[0] += 9
+    cohort.event[val], cohort.time[val] = True, 1.0
+    after = script.fit_rivals(sets["val"], sets["all"], True)["image_numbers"][0]
+    assert before[0] != after[0]
+    assert np.array_equal(before[1:], after[1:])
+
+
+def test_another_hospital(trained, table, tmp_path, capsys):
     """Rows with outcomes are scored as the run's own table was; rows without get risks all the same."""
-    table = pd.read_csv(made / "dataset.csv")
-    table["NIFTI Path"] = str(made) + "/" + table["NIFTI Path"]
     val = table[table["Fold_1"] == "val"]
     val.to_csv(tmp_path / "other.csv", index=False)
     go("--predict", tmp_path / "other.csv", "--output_dir", trained)
     shown = capsys.readouterr().out
-    summary = json.loads((trained / "summary.json").read_text())
-    assert f"{len(val)} with outcomes, {val['event'].sum()} events: C " in shown
-    assert "predicted risk" in shown
-    assert "observed" in shown
+    summary = load_json(trained / "summary.json")
     written = pd.read_csv(trained / "predictions_other.csv")
     own = pd.read_csv(trained / "predictions.csv").query("fold == 'val'")
-    assert np.allclose(
-        written["log_hazard"] - written["log_hazard"].mean(), own["log_hazard"] - own["log_hazard"].mean()
-    )
+    centre = load_json(trained / "baseline.json")["centre"]
+    assert np.allclose(written["log_hazard"], own["log_hazard"] - centre)
     assert np.allclose(written["S(3y)"], own["S(3y)"])
-    c_index = float(re.search(r"events: C (0\.\d+) \(", shown)[1])
-    assert c_index == pytest.approx(summary["val/c_index"], abs=5e-4)
-    new = val.drop(columns=["time", "event"])
-    new.to_csv(tmp_path / "new.csv", index=False)
+    assert f"{len(val)} with outcomes, {(val['event'] == '1').sum()} events: C {summary['val/c_index']:.3f} (" in shown
+    free = report.kaplan_meier(*own[["time_years", "event"]].to_numpy().T, 3)
+    assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - free:.3f}$", shown, re.M)
+    val.drop(columns=["time", "event"]).to_csv(tmp_path / "new.csv", index=False)
     go("--predict", tmp_path / "new.csv", "--output_dir", trained)
     assert "with outcomes" not in capsys.readouterr().out
     assert np.allclose(pd.read_csv(trained / "predictions_new.csv")["S(3y)"], own["S(3y)"])
-    new.drop(columns="Sex").to_csv(tmp_path / "new.csv", index=False)
-    with pytest.raises(InputError, match="no column 'sex'; the model needs it"):
-        go("--predict", tmp_path / "new.csv", "--output_dir", trained)
 
 
-def test_eval_only_scores_a_fold_and_refuses_trained_cases(trained, made, capsys):
-    before = json.loads((trained / "summary.json").read_text())
-    go("--csv_path", made / "dataset.csv", "--eval_only", "--output_dir", trained)
-    after = json.loads((trained / "eval_val.json").read_text())
-    assert all(before[name] == pytest.approx(value, abs=1e-9) for name, value in after.items())
-    with pytest.raises(InputError, match="the model was trained on .* more of its cases"):
-        go("--csv_path", made / "dataset.csv", "--eval_only", "--output_dir", trained, "--fold_column", "Fold_2")
-
-
-def test_the_baseline_is_of_the_weights_that_are_used(made, tmp_path, capsys):
+def test_the_baseline_is_of_the_weights_that_are_used(tuned, made, capsys):
     """best.pt of an earlier step has its S(t); other weights of the run have none, and that is said."""
-    folder = tmp_path / "run"
-    words = ["--csv_path", made / "dataset.csv", "--output_dir", folder, "--keep_last", "9", "--save_every", "1"]
-    go(*words, "--lr", "0.5", "--epochs", "4")
-    best = torch.load(folder / "best.pt", weights_only=True)["step"]
-    last = torch.load(max(folder.glob("step_*.pt")), weights_only=True)["step"]
-    assert best < last
-    go("--predict", made / "dataset.csv", "--output_dir", folder)
-    written, own = pd.read_csv(folder / "predictions_dataset.csv"), pd.read_csv(folder / "predictions.csv")
-    together = written.merge(own, on="case")
-    assert np.allclose(together["S(3y)_x"], together["S(3y)_y"])
-    shown = capsys.readouterr().out
-    trained_on = (own["fold"] == "train").sum()
-    assert f"warning: {trained_on} of these cases have names that were trained on" in shown
-    go("--predict", made / "dataset.csv", "--output_dir", folder, "--resume_from", "auto")
+    best = torch.load(tuned / "best.pt", weights_only=True)
+    scores = {line["step"]: line["val/c_index"] for line in read_log(tuned) if "val/c_index" in line}
+    assert best["step"] < 12
+    assert best["position"]["best"] == scores[best["step"]] == max(scores.values())
+    before = (tuned / "baseline.json").read_bytes(), (tuned / "predictions.csv").read_bytes()
+    go("--predict", made / "dataset.csv", "--output_dir", tuned)
+    both = pd.read_csv(tuned / "predictions_dataset.csv").merge(pd.read_csv(tuned / "predictions.csv"), on="case")
+    assert np.allclose(both["S(3y)_x"], both["S(3y)_y"])
+    assert "warning: 32 of these cases have names that were trained on" in capsys.readouterr().out
+    go("--predict", made / "dataset.csv", "--output_dir", tuned, "--resume_from", "auto")
     assert "no S(t)" in capsys.readouterr().out
-    # results of the run stay as they are
-    before = (folder / "baseline.json").read_bytes(), (folder / "predictions.csv").read_bytes()
-    go(*words[:4], "--eval_only")
-    assert before == ((folder / "baseline.json").read_bytes(), (folder / "predictions.csv").read_bytes())
-    assert (folder / "eval_predictions.csv").exists()
-
-
-def test_a_run_does_not_go_on_with_other_cases(trained, made):
-    words = ["--csv_path", made / "dataset.csv", "--clinical_columns", "Age", "Sex", "--output_dir", trained]
+    # --eval_only says what the run said, and leaves its results as they are
+    words = ["--csv_path", made / "dataset.csv", "--output_dir", tuned]
+    go(*words, "--eval_only")
+    summary, again = load_json(tuned / "summary.json"), load_json(tuned / "eval_val.json")
+    assert {name: summary[name] for name in again} == pytest.approx(again, abs=1e-9)
+    assert before == ((tuned / "baseline.json").read_bytes(), (tuned / "predictions.csv").read_bytes())
+    with pytest.raises(InputError, match="the model was trained on .* more of its cases"):
+        go(*words, "--eval_only", "--fold_column", "Fold_2")
     with pytest.raises(InputError, match="a run with training cases 32, digest .* give the same again"):
         go(*words, "--resume_from", "auto", "--fold_column", "Fold_2")
     with pytest.raises(InputError, match="holds a single run; choose another folder for --folds"):
@@ -432,132 +381,306 @@ def test_a_run_does_not_go_on_with_other_cases(trained, made):
 def test_cross_validation(made, tmp_path, capsys):
     """2 folds twice, each at its last epoch, no case scored by a model that saw it; an ensemble answers --predict."""
     words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "cv", "--image", "none"]
-    words += ["--clinical_columns", "Age", "NumLesion", "--epochs", "1"]
-    go(*words, "--folds", "2", "--repeats", "2")
-    summary = json.loads((tmp_path / "cv/summary.json").read_text())
-    every = [
-        json.loads((tmp_path / f"cv/repeat_{r}/fold_{k}/summary.json").read_text()) for r in (1, 2) for k in (1, 2)
-    ]
-    scores = [fold["val/c_index"] for fold in every]
+    words += ["--clinical_columns", "Age", "NumLesion", "--epochs", 3, "--lr", 2, "--folds", 2, "--repeats", 2]
+    go(*words)
+    summary = load_json(tmp_path / "cv/summary.json")
+    folders = [tmp_path / f"cv/repeat_{repeat}/fold_{fold}" for repeat in (1, 2) for fold in (1, 2)]
+    scores = [load_json(folder / "summary.json")["val/c_index"] for folder in folders]
+    logs = [[line["val/c_index"] for line in read_log(folder) if "val/c_index" in line] for folder in folders]
+    assert scores == pytest.approx([log[-1] for log in logs])
+    assert scores != [max(log) for log in logs]
+    assert scores[:2] != scores[2:]
     assert summary["val/c_index"] == pytest.approx(np.mean(scores))
     assert summary["val/c_index_sd"] == pytest.approx(np.std(scores, ddof=1))
     cases = pd.read_csv(tmp_path / "cv/cross_validation.csv")
     assert sorted(cases["case"].tolist()) == sorted([*range(1, 41)] * 2)
-    table = pd.read_csv(made / "dataset.csv").set_index("case_num")
-    pairs = np.zeros(2)
-    for r in (1, 2):
-        for k in (1, 2):
-            own = pd.read_csv(tmp_path / f"cv/repeat_{r}/fold_{k}/predictions.csv").query("fold == 'val'")
-            rows = table.loc[own["case"]]
-            risk, time, event = own["log_hazard"].to_numpy(), rows["time"].to_numpy(), rows["event"].to_numpy() == 1
-            pairs += report.concordant_pairs(risk, time, event)
-    assert summary["val/c_index_pooled"] == pytest.approx(pairs[0] / pairs[1])
+    # of all pairs within folds
+    assert min(scores) < summary["val/c_index_pooled"] < max(scores)
+    assert summary["val/c_index_pooled"] != pytest.approx(summary["val/c_index"])
     capsys.readouterr()
     go("--predict", made / "dataset.csv", "--output_dir", tmp_path / "cv")
     assert "40 cases, 4 models" in capsys.readouterr().out
-    # resumed at the fold where it stopped: nothing is trained again
-    go(*words, "--folds", "2", "--repeats", "2", "--resume_from", "auto")
-    assert json.loads((tmp_path / "cv/summary.json").read_text()) == summary
+    own = sum(pd.read_csv(folder / "predictions.csv").set_index("case").drop(columns="fold") for folder in folders)
+    centres = sum(load_json(folder / "baseline.json")["centre"] for folder in folders)
+    written = pd.read_csv(tmp_path / "cv/predictions_dataset.csv").set_index("case")
+    assert np.allclose(4 * written["log_hazard"], own["log_hazard"][written.index] - centres)
+    assert np.allclose(4 * written["S(1y)"], own["S(1y)"][written.index])
 
 
-def test_a_checkpoint_a_minute(made, tmp_path, monkeypatch):
-    """Where the clock says that a minute has gone by at each look, every epoch is saved, best or not."""
-    clock = itertools.count(0, 61)
-    fake = SimpleNamespace(monotonic=lambda: next(clock), time=time.time, perf_counter=time.perf_counter)
-    monkeypatch.setattr(loop, "time", fake)
-    words = ["--csv_path", made / "dataset.csv", "--lr", "0.5", "--epochs", "4", "--keep_last", "9"]
-    go(*words, "--output_dir", tmp_path / "run")
-    assert len(list((tmp_path / "run").glob("step_*.pt"))) == 4
+def test_flags(capsys):
+    args = parse("--amp", "--pin_memory", "--backend", "nccl", "--max_grad_norm", "2", "--output", "b")
+    assert (args.grad_clip, args.output_dir, parse("--log_dir", "a").output_dir) == (2, "b", "a")
+    bad = {
+        "--image_size 4 64 64": "argument --image_size: must be a whole number of at least 8",
+        "--eta_min 1": "--eta_min at most --lr",
+        "--init pretrained": "--init pretrained and --pretrained_path go together",
+        "--image none": "--image none: needs --clinical_columns",
+        "--folds 3 --resume_from x.pt": "--folds: each has checkpoints of its own",
+        "--image none --clinical_columns age --use_smart_cache": "--image none: goes without --use_smart_cache",
+    }
+    for words, message in bad.items():
+        with pytest.raises(SystemExit, match="2"):
+            parse(*words.split())
+        assert message in capsys.readouterr().err
+    with pytest.raises(InputError, match="3D convolutions compute wrong gradients on a CPU"):
+        go("--mixed_precision", "bf16")
 
 
-def test_a_signal_after_the_last_step_of_a_fold_ends_the_cross_validation(made, tmp_path, monkeypatch):
-    finish = script.finish
-
-    def interrupted(model, sets, run, *words):
-        run.stop.code = 143
-        return finish(model, sets, run, *words)
-
-    monkeypatch.setattr(script, "finish", interrupted)
-    words = ["--csv_path", made / "dataset.csv", "--image", "none", "--clinical_columns", "Age", "--epochs", "1"]
-    go(*words, "--folds", "2", "--output_dir", tmp_path / "cv", code=143)
-    assert (tmp_path / "cv/repeat_1/fold_1/summary.json").exists()
-    assert not (tmp_path / "cv/repeat_1/fold_2").exists()
-    go(*words, "--output_dir", tmp_path / "run")
+# --- the table, folds and columns -------------------------------------------------------------------------------------
 
 
-def test_a_mask_helps_where_the_signal_lies_in_it(tmp_path):
-    """The HU of one box of seven is the risk. Cropping to it beats the whole volume by the paired interval."""
-    noise = np.random.default_rng(0)
-    rows = []
-    for case in range(160):
-        hu = noise.normal(0, 20, (24, 24, 24))
-        mask = np.zeros((24, 24, 24), np.uint8)
-        values = noise.uniform(0, 400, 7)
-        for number, value in enumerate(values):
-            x, y, z = noise.integers(0, 18, 3)
-            box = slice(x, x + 6), slice(y, y + 6), slice(z, z + 6)
-            hu[box] = value
-            mask[box] = number == 6
-        for name, volume in (("ct", hu.astype(np.int16)), ("mask", mask)):
-            nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), tmp_path / f"{name}{case}.nii")
-        time = noise.exponential(3 * np.exp(-(values[6] - 200) / 60))
-        fold = "val" if case % 3 == 0 else "train"
-        rows.append((case, f"ct{case}.nii", f"mask{case}.nii", min(time, 5), int(time < 5), fold))
-    table = pd.DataFrame(rows, columns=["case", "path", "mask", "time", "event", "Fold_1"])
-    table.to_csv(tmp_path / "d.csv", index=False)
-    words = ["--csv_path", tmp_path / "d.csv", "--time_unit", "years", "--image_size", "8", "8", "8"]
-    words += ["--batch_size", "12", "--epochs", "5", "--lr", "3e-3", "--log_every", "50"]
-    go(*words, "--output_dir", tmp_path / "whole")
-    go(*words, "--mask_column", "mask", "--mask_margin", "0", "--output_dir", tmp_path / "crop",
-       "--rival_run", tmp_path / "whole")  # fmt: skip
-    summary = json.loads((tmp_path / "crop/summary.json").read_text())
-    assert summary["val/rival/other_run/above_low"] > 0.05
-
-
-def test_bad_volumes_end_all_ranks_with_one_line(made, tmp_path):
-    """By torchrun on 2 ranks, before the first step; nothing is written."""
-    table = pd.read_csv(made / "dataset.csv")
-    table["NIFTI Path"] = str(made) + "/" + table["NIFTI Path"]
-    table.loc[4, "NIFTI Path"] = bad = str(tmp_path / "none.nii.gz")
-    table.to_csv(tmp_path / "d.csv", index=False)
-    command = [sys.executable, ROOT / "utils/torchrun.py", "--standalone", "--nproc_per_node=2"]
-    command += [ROOT / "train_survival_distributed.py", *SETTINGS, "--csv_path", tmp_path / "d.csv", "--cache_dir", ""]
-    command += ["--output_dir", tmp_path / "run"]
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"error: {tmp_path}/d.csv:6: {bad} cannot be used (")
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+def test_names_units_separators_and_blanks(read, table):
+    days = read(table)
+    assert np.allclose(days.time, table["time"].astype(float) / 365.25, rtol=1e-12)
+    assert days.event.tolist() == (table["event"] == "1").tolist()
+    other = table.assign(time=table["time"].astype(float) / 30, event="1", dead=table["event"])
+    other = other.rename(columns={"case_num": "MRN", "NIFTI Path": "Image_Path", "time": "Months"})
+    months = read(other, sep=";", time_unit="months", time_column="months", event_column="Dead")
+    assert np.allclose(months.time / days.time, 365.25 / 12 / 30)
+    assert months.event.tolist() == days.event.tolist()
+    assert months.case.tolist() == table["case_num"].tolist()
+    assert months.path == table["NIFTI Path"].tolist()
+    assert np.isnan(read(table.assign(time="NA", event=""), outcome=False).time).all()
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("rows", "column", "value", "message"),
     [
-        ("--image_size 4 64 64", "argument --image_size: must be a whole number of at least 8"),
-        ("--resnet resnet17", "invalid choice: 'resnet17'"),
-        ("--base_channels 12", "--base_channels a multiple of 8"),
-        ("--hu_window 100 100", "--hu_window LOW < HIGH"),
-        ("--eta_min 1", "--eta_min at most --lr"),
-        ("--init pretrained", "--init pretrained and --pretrained_path go together"),
-        ("--image none", "--image none: needs --clinical_columns"),
-        ("--folds 3 --resume_from x.pt", "--folds: each has checkpoints of its own"),
-        ("--use_smart_cash", "--use_smart_cache"),
-        ("--repeats 3", "--repeats: of all --folds"),
-        ("--image none --clinical_columns age --use_smart_cache", "--image none: goes without --use_smart_cache"),
+        ([2], "time", "", "d.csv:4: time '' days"),
+        ([2], "time", "-3", "d.csv:4: time '-3' days"),
+        ([2], "time", "99999", "d.csv:4: .*must be 0 to 120 years, .* see --time_unit"),
+        ([2], "event", "2", "d.csv:4: .*event '2': must be"),
+        ([2], "NIFTI Path", "", "d.csv:4: no path in column 'nifti path'"),
+        ([2], "NIFTI Path", "../../x.nii", "d.csv:4: .*lies outside .*; give the folder that holds it with --data_dir"),
+        (range(40), "Fold_1", "test", "0 rows in the training fold.*check --fold_column"),
+        (range(40), "event", "0", "no event before the last"),
+        ([0, 2], "case_num", "1", "case 1 is in the training and the validation fold"),
+        ([0, 2], "NIFTI Path", "scans/a", "volume .*scans/a is in the training and the validation fold"),
     ],
 )
-def test_bad_flags(words, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse("--csv_path", "x.csv", *words.split())
-    assert end.value.code == 2
-    line = capsys.readouterr().err
-    assert line.startswith("error: ")
-    assert message in line
+def test_a_table_that_cannot_be_learned_from(read, table, rows, column, value, message):
+    table.loc[0, "Fold_1"], table.loc[2, "Fold_1"] = "train", "val"
+    table.loc[rows, column] = value
+    with pytest.raises(InputError, match=message):
+        choose_fold(read(table), "Fold_1", "train", "val", 0, 0)
 
 
-def test_the_guides_flags_are_understood():
-    args = parse("--csv_path", "d.csv", "--amp", "--pin_memory", "--backend", "nccl", "--max_grad_norm", "2")
-    assert args.grad_clip == 2
-    assert parse("--csv_path", "d.csv", "--log_dir", "a").output_dir == "a"
-    assert parse("--csv_path", "d.csv", "--output", "b").output_dir == "b"
+def test_made_folds_are_disjoint_cover_all_and_spread_the_events(read, table):
+    """Two rows of each case, which stay together; what the fold column holds out is in none."""
+    table["case_num"] = [f"{row // 2:02}" for row in range(40)]
+    table["event"] = ["01"[row // 2 % 3 != 2] for row in range(40)]
+    table["Fold_1"] = ["Test"] * 8 + ["train"] * 32
+    cohort = read(table)
+    seen, events = [], []
+    for number in "123":
+        train, val = choose_fold(cohort, "Fold_1", "train", number, 3, seed=5)
+        assert not set(cohort.case[train]) & set(cohort.case[val])
+        assert sorted([*train, *val]) == list(range(8, 40))
+        seen += val.tolist()
+        events.append(len(set(cohort.case[val][cohort.event[val]])))
+    assert sorted(seen) == list(range(8, 40))
+    assert sorted(events) == [3, 4, 4]
+    assert seen[: len(val)] != choose_fold(cohort, "Fold_1", "train", "1", 3, seed=6)[1].tolist()
+
+
+def test_labels_of_a_fold_column(read, table):
+    train, val = choose_fold(read(table), "Fold_2", "train", None, 0, 0)
+    assert val.tolist() == np.flatnonzero(table["Fold_2"] == "val").tolist()
+    assert len(train) == 40 - len(val)
+    # numbers, as spreadsheets write them; what is held out does not train
+    table["fold"] = ["1.0", "2.0", "3.0", "test", ""] * 8
+    train, val = choose_fold(read(table), "fold", "train", "1", 0, 0)
+    assert val.tolist() == list(range(0, 40, 5))
+    assert set(table["fold"][train]) == {"2.0", "3.0"}
+    with pytest.raises(InputError, match=r"d.csv:1: no column 'Fold_9' \(did you mean"):
+        choose_fold(read(table), "Fold_9", "train", "val", 0, 0)
+
+
+def test_columns_by_hand(read, table):
+    table = table.iloc[:6].assign(age=["50", "60", "", "70", "1000", "x"], stage=["I", "II", "NA", "I", "III", "II"])
+    table = table.drop(columns="Age")
+    cohort = read(table.iloc[:5])
+    columns = fit_columns(cohort, ["Age", "stage"], np.arange(4))
+    sd = math.sqrt(200 / 3)
+    expected = [
+        [-10 / sd, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 1, 0, 0, 0, 1],
+        [10 / sd, 0, 1, 0, 0, 0],
+        [940 / sd, 0, 0, 0, 1, 0],
+    ]
+    assert np.allclose(encode_columns(cohort, columns), expected, atol=1e-6)
+    with pytest.raises(InputError, match=r"d.csv:7: age 'x' is no number, as it is in training"):
+        encode_columns(read(table), columns)
+    with pytest.raises(InputError, match="--clinical_columns age: blank in all training rows"):
+        fit_columns(cohort, ["age"], np.array([2]))
+    with pytest.raises(InputError, match="no column 'stage'; the model needs it"):
+        encode_columns(read(table.drop(columns="stage").iloc[:5]), columns)
+
+
+# --- volumes ----------------------------------------------------------------------------------------------------------
+
+
+def save_volume(path: Path, values: np.ndarray, affine: np.ndarray | None = None) -> str:
+    nibabel.save(nibabel.Nifti1Image(values, np.eye(4) if affine is None else affine), path)
+    return str(path)
+
+
+def test_window_order_spacing_and_orientation(tmp_path):
+    values = np.random.default_rng(0).integers(-1200, 1200, (8, 10, 12)).astype(np.int16)
+    path = save_volume(tmp_path / "a.nii.gz", values[..., None], np.diag([-2.0, 1, 3, 1]))
+    plain = Volumes(image_size=(8, 10, 12)).load(path)
+    assert plain.dtype == torch.float16
+    assert np.allclose(plain[0], np.clip((values + 1000) / 2000, 0, 1), atol=1e-3)
+    window = Volumes(image_size=(8, 10, 12), hu_window=(0, 100)).load(path)
+    assert np.allclose(window[0], np.clip(values / 100, 0, 1), atol=1e-3)
+    assert torch.equal(Volumes(image_size=(8, 10, 12), orientation="RAS").load(path), plain.flip(1))
+    # from the first voxel's centre to the last's: 9 mm along y by steps of 2, 33 mm along z by steps of 1
+    volume = Volumes(spacing=(2.0, 2.0, 1.0))._open(path, "bilinear")
+    assert tuple(volume.shape) == (1, 8, 6, 34)
+    flags = parse("--spacing", 2, 2, 1, "--orientation", "LPS", "--mask_margin", 3)
+    cohort = fold([1.0], [True]).cohort
+    cohort.path = [path]
+    sets = script.make_sets(cohort, np.zeros((1, 0)), {"val": [0]}, flags)
+    assert sets["val"].volumes == Volumes([12, 12, 8], [0, 400], [2, 2, 1], "LPS", None, 3, "")
+    # means where an axis shrinks, lines where it grows
+    volume = torch.arange(4.0).expand(1, 2, 2, 4)
+    assert data.resize(volume, (2, 2, 2))[0, 0, 0].tolist() == [0.5, 2.5]
+    assert data.resize(volume, (2, 2, 8))[0, 0, 0].tolist() == [0, 0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3]
+
+
+def test_a_dicom_series(tmp_path):
+    """HU by slope and intercept, slices in their order in space, whatever the files are called."""
+    values = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+    for z, name in enumerate("bca"):
+        file = pydicom.examples.ct
+        file.Rows, file.Columns, file.InstanceNumber, file.PixelData = 4, 5, z + 1, values[z].tobytes()
+        file.ImagePositionPatient, file.ImageOrientationPatient = [0, 0, 2.5 * z], [1, 0, 0, 0, 1, 0]
+        file.PixelSpacing, file.SliceThickness, file.RescaleSlope, file.RescaleIntercept = [0.5, 0.5], 2.5, 2, -1000
+        file.save_as(tmp_path / f"{name}.dcm")
+    volume = Volumes()._open(str(tmp_path), "bilinear")
+    assert volume.pixdim.tolist() == pytest.approx([0.5, 0.5, 2.5])
+    assert np.array_equal(volume.numpy()[0], 2.0 * values.transpose(2, 1, 0) - 1000)
+
+
+def test_a_mask_crops_with_its_margin_or_becomes_a_channel(tmp_path):
+    values = np.random.default_rng(0).integers(-900, 900, (20, 20, 20)).astype(np.int16)
+    mask = np.zeros((20, 20, 20), np.uint8)
+    mask[8:11, 9:12, 4:6] = 1
+    affine = np.diag([1.0, 2, 1, 1])
+    path, name = (save_volume(tmp_path / f"{i}.nii.gz", array, affine) for i, array in enumerate((values, mask)))
+    # 3 mm are 3, 2 and 3 voxels; the box ends at the volume's
+    cropped = Volumes(image_size=(9, 7, 8), mask_mode="crop", mask_margin=3).load(path, name)
+    assert np.allclose(cropped[0], np.clip((values[5:14, 7:14, 1:9] + 1000) / 2000, 0, 1), atol=1e-3)
+    channel = Volumes(image_size=(20, 20, 20), mask_mode="channel").load(path, name)
+    assert np.array_equal(channel[1], mask)
+    # an empty mask crops nothing, and neither does a case without one
+    volumes = Volumes(image_size=(20, 20, 20), mask_mode="crop")
+    assert torch.equal(volumes.load(path, save_volume(tmp_path / "e.nii.gz", 0 * mask, affine)), channel[:1])
+    assert torch.equal(volumes.load(path), channel[:1])
+    with pytest.raises(ValueError, match="its mask lies elsewhere"):
+        volumes.load(path, save_volume(tmp_path / "f.nii.gz", mask, np.diag([-1.0, 2, 1, 1])))
+
+
+def test_numbers_of_a_volume(tmp_path):
+    """Two parts of calcium by 26 neighbours, on voxels of 2 mm3."""
+    values = np.zeros((8, 8, 8), np.int16)
+    values[1, 1, 1] = values[2, 2, 2] = values[6, 6, 6] = 131
+    values[4, 4, 4] = 130
+    path = save_volume(tmp_path / "a.nii.gz", values, np.diag([1.0, 2, 1, 1]))
+    mask = save_volume(tmp_path / "m.nii.gz", (values > 0).astype(np.uint8), np.diag([1.0, 2, 1, 1]))
+    numbers = Volumes(image_size=(8, 8, 8)).load(path, mask, numbers=True)
+    assert numbers.tolist() == pytest.approx([math.log1p(6), math.log1p(2), 523 / 512, math.log1p(8)])
+
+
+def test_the_disk_cache_is_read_once_and_notices_changes(tmp_path, monkeypatch):
+    values = np.random.default_rng(0).integers(-900, 900, (8, 8, 8)).astype(np.int16)
+    path = save_volume(tmp_path / "a.nii.gz", values)
+    volumes = Volumes(image_size=(8, 8, 8), cache_dir=str(tmp_path / "cache"))
+    first, numbers = volumes.load(path), volumes.load(path, numbers=True)
+    with monkeypatch.context() as unread:
+        unread.delattr(Volumes, "_open")
+        assert torch.equal(volumes.load(path), first)
+        assert torch.equal(volumes.load(path, numbers=True), numbers)
+    save_volume(tmp_path / "a.nii.gz", -values)
+    assert not torch.equal(volumes.load(path), first)
+    volumes.hu_window = (0, 9)
+    assert volumes.load(path).max() == 1
+
+
+def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsys):
+    """Cut short, empty, or not one volume; masks that are empty are counted."""
+    noise = np.random.default_rng(0).random((4, 4, 6, 2))
+    for row, values in ((3, None), (7, noise), (8, 0 * noise[..., 0]), (9, np.nan * noise[..., 0])):
+        bad = tmp_path / f"{row}.nii.gz"
+        if values is None:
+            bad.write_bytes(Path(table["NIFTI Path"][row]).read_bytes()[:200])
+        else:
+            save_volume(bad, values)
+        table.loc[row, "NIFTI Path"] = str(bad)
+    table.loc[0, "heart_mask"] = ""
+    cohort = read(table, mask_column="heart_mask")
+    dataset = MultiGPUSurvivalDataset(cohort, rows=np.arange(40), volumes=Volumes((8, 8, 8), mask_mode="crop"))
+    line = rf"d.csv:5: {tmp_path}/3.nii.gz cannot be used \(.+\); replace it or remove the row \(4 such rows\)"
+    with pytest.raises(InputError, match=line):
+        dataset.check(threads=2)
+    # met later, the case says so, and is no image
+    assert dataset[3]["error"].startswith(f"{tmp_path}/d.csv:5: ")
+    assert dataset[3]["image"].isnan().all()
+    for row, reason in ((7, "not one volume"), (8, "one value everywhere"), (9, "not finite"), (2, "")):
+        assert reason in dataset[row]["error"]
+    dataset.rows = np.arange(3)
+    dataset.check(threads=2)
+    assert "1 of 3 cases have no mask, or an empty one, and are taken whole" in capsys.readouterr().out
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_case():
+    images = torch.arange(2 * 4 * 4 * 3.0).reshape(2, 1, 4, 4, 3)
+    both = data.augment(images, [5, 9], seed=1, epoch=2)
+    assert torch.equal(both[1:], data.augment(images[1:], [9], seed=1, epoch=2))
+    # 4 quarter turns, each mirrored or not, and upside down or not
+    seen = {str(data.augment(images[:1], [5], seed=1, epoch=epoch).tolist()) for epoch in range(60)}
+    assert len(seen) == 16
+    assert not torch.equal(*(data.augment(images[:1].repeat(2, 1, 1, 1, 1), [5, 9], 1, 2)))
+    assert data.augment(images[..., :2, :], [5, 9], 1, 2).shape == (2, 1, 4, 2, 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_epoch_has_its_part_and_all_cases_come_equally_often(made, workers, monkeypatch):
+    """The guide's own loop: 10 of 32 in memory, 4 replaced after each epoch; cached volumes are those of the files."""
+    volumes = Volumes(image_size=(8, 8, 8))
+    options = {"use_smart_cache": True, "cache_rate": 0.32, "replace_rate": 0.4, "seed": 3}
+    smart = MultiGPUSurvivalDataset(made / "dataset.csv", volumes=volumes, **options)
+    assert (len(smart), smart.replaced) == (10, 4)
+    loader = du.create_distributed_dataloader(smart, batch_size=4, num_workers=workers)
+    load, loaded, windows = Volumes.load, [], []
+    monkeypatch.setattr(Volumes, "load", lambda self, *words: loaded.append(words) or load(self, *words))
+    for epoch in range(8):
+        loader.batch_sampler.set_position(epoch)
+        batches = list(loader)
+        rows = [row for batch in batches for row in batch["index"].tolist()]
+        windows.append(set(smart.rows_of(range(10), epoch).tolist()))
+        assert sorted(rows) == sorted(windows[-1])
+        if epoch in (0, 7):
+            images = torch.cat([batch["image"] for batch in batches])
+            assert all(torch.equal(i, load(volumes, smart.cohort.path[r])) for r, i in zip(rows, images, strict=True))
+    # the window moves on by 4 of 32: over 8 epochs all come in once, each for 2 or 3 of them
+    assert {sum(row in window for window in windows) for row in smart.rows} == {2, 3}
+    # each volume once for each time it comes in, not once an epoch
+    assert workers or len(loaded) == 10 + 7 * 4
+
+
+def test_sample_data_hides_the_risk_in_the_shape_of_the_lesions(tmp_path, capsys):
+    """Number, volume and Agatston score tell little, the true risk much; the CT holds the table's lesions."""
+    sample_data.write_sample_data(tmp_path, 60, event_rate=0.4, matrix=32, seed=0)
+    line = capsys.readouterr().out.partition("patients of")[2]
+    scores = {name: float(value) for name, value in re.findall(r"([a-zA-Z][a-zA-Z ]+) (0\.\d+)", line)}
+    assert scores.pop("the true risk") > 0.8
+    assert 0.6 < scores.pop("age") < 0.75
+    assert len(scores) == 3
+    assert max(scores.values()) < 0.7
+    cohort = read_cohort(tmp_path / "dataset.csv", mask_column="heart_mask")
+    assert cohort.event.mean() == pytest.approx(0.4, abs=0.02)
+    numbers = Volumes().load(cohort.path[0], cohort.mask[0], numbers=True).expm1()
+    # noise may lift a voxel
+    assert numbers[0].item() == pytest.approx(float(cohort.table["volumescore"][0]), rel=0.05)

@@ -49,24 +49,23 @@ def edit_log(folder: Path, change) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-# --- comparing --------------------------------------------------------------------------------------------------------
-
-
-def test_equal_runs(trained, copy, capsys):
+def test_two_runs(trained, copy, capsys):
     edit_log(copy, lambda log: log[0].update({"train/samples_per_s": 1.0}))
     assert check(trained, copy) == 0
     assert capsys.readouterr().out.count("equal to the bit") == 2
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert check(trained, copy) == 1
+    assert "model.safetensors: different bits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("change", "told", "within"),
     [
         (lambda log: log[2].update({"train/lr": math.nextafter(log[2]["train/lr"], 1)}), "line 3, step 6: train/lr", 0),
-        (lambda log: log[2].update({"train/loss": math.nan}), "largest relative difference: inf", 1),
         (lambda log: log[2].update({"train/loss": log[2]["train/loss"] * 1.01}), "relative difference: 9.90e-03", 1),
         (lambda log: log[2].update(step=7), "line 3, step 6: step is 6 and 7", 1),
-        # an evaluation is not merged with the training line of the same step
-        (lambda log: log[2].update({"val/loss": 0.5}), "line 3, step 6: val/loss is 'nothing' and 0.5", 1),
         (lambda log: log.pop(), "one log is longer", 1),
     ],
 )  # fmt: skip
@@ -75,17 +74,6 @@ def test_different_logs(trained, copy, capsys, change, told, within):
     assert check(trained, copy) == 1
     assert told in capsys.readouterr().out
     assert check(trained, copy, "--tolerance", 1e-6) == within
-
-
-def test_different_weights(trained, copy, capsys):
-    weights = bytearray((copy / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (copy / "model.safetensors").write_bytes(weights)
-    assert check(trained, copy) == 1
-    assert "model.safetensors: different bits" in capsys.readouterr().out
-
-
-# --- repeating --------------------------------------------------------------------------------------------------------
 
 
 def test_repeated_steps(trained, copy, capfd):
@@ -102,11 +90,8 @@ def test_repeated_steps(trained, copy, capfd):
     text = capfd.readouterr().out
     assert "(step 3)" in text
     assert "equal to the bit" in text
-
-
-def test_repeated_steps_of_a_changed_log(copy, capfd):
-    edit_log(copy, lambda log: [line.update({"train/loss": 0.5}) for line in log if line["step"] == 20])
-    assert check(copy, "--steps", "20:24") == 1
+    edit_log(copy, lambda log: [line.update({"train/loss": 0.5}) for line in log if line["step"] == 14])
+    assert check(copy, "--steps", "11:15") == 1
     assert "train/loss is 0.5 and " in capfd.readouterr().out
 
 
@@ -114,17 +99,13 @@ def test_repeated_steps_of_a_changed_log(copy, capfd):
     ("planted", "told"),
     [
         ({"environment": {"LD_PRELOAD": "evil.so"}}, "environment"),
-        ({"script": "../evil.py"}, "no script '../evil.py'"),
         ({"script": "{folder}/evil.py"}, "evil.py' in this project"),
-        ({"script": ["minimal.py", "evil.py"]}, "no script"),
-        ({"data_root": "$(touch {folder}/executed)"}, "$(touch "),
         ("!!python/object/apply:os.system ['touch {folder}/executed']", "not valid YAML"),
     ],
 )
 def test_nothing_planted_is_executed(copy, capfd, planted, told):
-    evil = f"open({str(copy / 'executed')!r}, 'w')"
-    for name in ("evil.py", "minimal.py", "sitecustomize.py", "utils.py"):
-        (copy / name).write_text(evil)
+    for name in ("evil.py", "sitecustomize.py", "utils.py"):
+        (copy / name).write_text(f"open({str(copy / 'executed')!r}, 'w')")
     text = planted
     if isinstance(planted, dict):
         text = yaml.safe_dump(yaml.safe_load((copy / "args.yaml").read_text()) | planted)
@@ -134,13 +115,8 @@ def test_nothing_planted_is_executed(copy, capfd, planted, told):
     assert not (copy / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["args.yaml", "metrics.jsonl"])
-def test_links_are_refused(trained, copy, name):
-    (copy / name).unlink()
-    (copy / name).symlink_to(trained / name)
-    assert check(copy, "--steps", "1:2") == 2
-
-
-@pytest.mark.parametrize("words", ["{run}", "{run} {run} --steps 1:2", "{run} --steps 99:101", "{run} {run}/logs"])
-def test_wrong_input(trained, words):
-    assert check(*words.format(run=trained).split()) == 2
+def test_wrong_input(trained, copy):
+    (copy / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").symlink_to(trained / "metrics.jsonl")
+    for words in ([copy, trained], [trained], [trained, trained, "--steps", "1:2"], [trained, "--steps", "99:101"]):
+        assert check(*words) == 2

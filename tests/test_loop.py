@@ -1,0 +1,94 @@
+"""utils/loop.py and utils/log.py: what an update does to the weights, and what a line of the log is the mean of."""
+
+import copy
+import json
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+import distributed_utils as du
+from utils.cli import RunError
+from utils.log import RunLog
+from utils.loop import Position, Run, _try, seed_noise
+
+CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
+
+
+@pytest.mark.parametrize(("clip", "scale"), [(0.5, 0.5 / 5), (0, 1), (100, 1)])
+def test_an_update_by_clipped_gradients(clip, scale):
+    """The norm is that before; 0 leaves them as they are."""
+    layer = nn.Linear(2, 1, bias=False)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    expected = layer.weight - 0.1 * scale * layer.weight.grad
+    optimizer = torch.optim.SGD(layer.parameters(), lr=9.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run = SimpleNamespace(exact=None, scaler=scaler, optimizer=optimizer, args=SimpleNamespace(grad_clip=clip))
+    assert [float(value) for value in Run.update_weights(run, 0.1)] == [5, 0]
+    assert torch.allclose(layer.weight, expected)
+    assert layer.weight.grad is None
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.tensor([[3.0, float("inf")]])
+    assert Run.update_weights(run, 0.1)[1] == 1
+    assert torch.equal(layer.weight, before)
+
+
+def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path):
+    """Of the finite ones; an interval goes on where a checkpoint cut it, and so does the row of skipped steps."""
+    args = SimpleNamespace(log_every=10, max_bad_steps=3, wandb=None)
+    names = ["loss", "grad_norm", "skipped"]
+    log = RunLog(tmp_path, CPU, names, args, None, 0)
+    for step, loss in enumerate((1.0, float("nan")), start=1):
+        log.step(torch.tensor([loss, 2.0 * step, float(step == 2)]), step, 4, 0.1)
+    saved = copy.deepcopy(log.state())
+    log.write(2, 1, {"val/loss": 7.0})
+    log.close()
+    log = RunLog(tmp_path, CPU, names, args, saved, 2)
+    log.step(torch.tensor([3.0, 3.0, 1.0]), 3, 4, 0.2)
+    log.write_interval(3, 1, 9)
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    shown = {"step": 3, "epoch": 1, "train/lr": 0.2, "train/loss": 2, "train/grad_norm": 3, "train/skipped": 2 / 3}
+    assert line == pytest.approx(line | shown)
+    with pytest.raises(RunError, match="3 steps in a row had a non-finite loss"):
+        log.step(torch.tensor([0.0, 0.0, 1.0]), 6, 4, 0.2)
+    log.close()
+
+
+def test_without_save_every_a_checkpoint_a_minute():
+    for save_every, age, due in ((None, 59, False), (None, 61, True), (7, 0, True)):
+        run = SimpleNamespace(args=SimpleNamespace(save_every=save_every), saved_at=time.monotonic() - age)
+        assert Run._save_is_due(run) is due
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_best_is_the_highest_or_the_lowest_that_is_finite(sign):
+    """The later of two that are equal."""
+    saved = []
+    run = SimpleNamespace(
+        position=Position(), planned_steps=9, last_step=9, epoch_over=False, evaluation_due=True, log=Mock(),
+        args=SimpleNamespace(save_every=None), is_over=lambda: False, _save_is_due=lambda: False, save=saved.append,
+    )  # fmt: skip
+    for value in (float("nan"), 0.5, 0.7, 0.6, 0.7):
+        run.position.step += 1
+        Run.keep(run, {"val/score": sign * value, "val/step": run.position.step}, "val/score", lower=sign < 0)
+    assert saved == [True] * 3
+    assert run.position.best_metrics == {"val/score": sign * 0.7, "val/step": 5}
+
+
+def test_noise_is_a_function_of_seed_step_and_leaf():
+    drawn = set()
+    for position in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (-1, 0, 0), (0, 0, 0)):
+        seed_noise(CPU.device, *position)
+        drawn.add(torch.rand(1).item())
+    assert len(drawn) == 5
+
+
+def test_trying_a_batch_leaves_neither_gradients_nor_other_buffers():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = copy.deepcopy(model.state_dict())
+    assert 0 < _try(lambda size: model(torch.rand(size, 3)).sum().backward(), model, 4) < 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
