@@ -1,7 +1,7 @@
 # make demo [TASK=prs_med|mimic_cxr|survival|cascade|compressed_ad]  set up, write sample data, train, print the table
 #      ENGINE=--torchrun   mimic_cxr by DDP; the default is the launcher's choice, DeepSpeed ZeRO-2
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
-# make test-quick            under 2 minutes: each script stopped and resumed, samplers, losses, run folders, pages
+# make test-quick            the parts: losses, metrics, data, samplers, checkpoints, flags, launchers; and one script killed
 # make gpu                   measures and checks all that a GPU changes (on CPU: a trial at tiny sizes); see benchmarks/gpu.py
 #      FLAGS="--parts machine,survival"  its flags; PYTHON=python3 takes that python as it is, without making .venv
 # make lint                  ruff, shellcheck, shfmt
@@ -87,15 +87,9 @@ demo-all: setup
 test: setup-dev
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m "not soak"
 
-# what most mistakes turn red, in seconds; the rest of the suite runs the scripts in every other way
-QUICK := promise.py::test_pause_by_max_steps promise.py::test_bad_flag checkpoint.py cli.py images_and_tables.py loop.py sampler.py stats.py \
-    prs_med_data.py cascade.py pages.py launchers.py::test_launcher_command launchers.py::test_launcher_refuses \
-    compressed_ad.py::test_acting_equals_reading_the_whole_past_anew compressed_ad.py::test_training_and_acting_are_one \
-    survival.py::test_cox_models_and_their_loss_are_those_of_lifelines survival.py::test_a_step_is_one_pass_over_all_its_cases \
-    survival.py::test_made_folds_are_disjoint_cover_all_and_spread_the_events survival.py::test_columns_by_hand \
-    compressed_ad.py::test_segments_are_pieces_of_the_histories compressed_ad.py::test_draws_depend_on_seed_epoch_and_sample_alone
 test-quick: setup-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not soak" $(QUICK:%=tests/test_%)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not soak" tests/test_[!p]*.py -k "not hardware and not rehearse and not benchmark"
+	$(BIN)/python -m pytest -q tests/test_promise.py -k "minimal and (three or killed)" -m "not soak"
 
 soak: setup-dev
 	$(BIN)/python -m pytest -q -s -m soak

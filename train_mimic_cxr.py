@@ -237,10 +237,11 @@ class ChestModel(nn.Module):
 
 
 def grid_positions(side: int, dim: int, device: torch.device) -> Tensor:
-    """(side * side, dim) sine and cosine positions: convolution features do not say where they are."""
+    """(side * side, dim) sine and cosine positions in six octaves: convolution features do not say where they are."""
     ruler = torch.linspace(-1, 1, side, device=device)
     places = torch.stack(torch.meshgrid(ruler, ruler, indexing="ij"), -1).reshape(-1, 2, 1)
-    angles = places * (2.0 ** torch.arange(math.ceil(dim / 4), device=device) % 64 * math.pi / 2)
+    octaves = 2.0 ** torch.arange(math.ceil(dim / 4), device=device).clamp(max=6)
+    angles = places * (octaves % 64 * math.pi / 2)
     return torch.cat([angles.sin(), angles.cos()], 1).flatten(1)[:, :dim]
 
 

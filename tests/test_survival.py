@@ -471,14 +471,16 @@ def test_made_folds_are_disjoint_cover_all_and_spread_the_events(read, table):
     table["event"] = ["01"[row // 2 % 3 != 2] for row in range(40)]
     table["Fold_1"] = ["Test"] * 8 + ["train"] * 32
     cohort = read(table)
-    seen, events = [], []
+    seen, sizes, events = [], [], []
     for number in "123":
         train, val = choose_fold(cohort, "Fold_1", "train", number, 3, seed=5)
         assert not set(cohort.case[train]) & set(cohort.case[val])
         assert sorted([*train, *val]) == list(range(8, 40))
         seen += val.tolist()
+        sizes.append(len(set(cohort.case[val])))
         events.append(len(set(cohort.case[val][cohort.event[val]])))
     assert sorted(seen) == list(range(8, 40))
+    assert sorted(sizes) == [5, 5, 6]
     assert sorted(events) == [3, 4, 4]
     assert seen[: len(val)] != choose_fold(cohort, "Fold_1", "train", "1", 3, seed=6)[1].tolist()
 

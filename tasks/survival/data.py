@@ -142,9 +142,10 @@ def choose_fold(
         marks = cohort.table.get(fold_column.lower())
         held = np.zeros(len(cohort), bool) if marks is None else marks.str.lower().isin(HELD_OUT[:-1]).to_numpy()
         names, case = np.unique(cohort.case, return_inverse=True)
-        event = np.bincount(case, weights=cohort.event & ~held) > 0
+        event, dealt = (np.bincount(case, weights=rows) > 0 for rows in (cohort.event & ~held, ~held))
         order = np.random.default_rng(seed % 2**63).permutation(len(names))
-        order = order[np.argsort(~event[order], kind="stable")]
+        # those with events first, those that are held out last
+        order = order[np.lexsort((~event[order], ~dealt[order]))]
         number = np.empty(len(names), int)
         number[order] = np.arange(len(names)) % count + 1
         # what a fold column holds out belongs to no fold
