@@ -307,7 +307,9 @@ def test_accelerate_launch_word_for_word(run, whole, tmp_path):
 def test_a_killed_process_begins_again(start, whole, tmp_path):
     """By torchrun's own elasticity: both start again from the newest checkpoint, and the run is the same."""
     launcher = f"python {ROOT}/utils/torchrun.py --nnodes=1:1 --nproc_per_node=2 --max_restarts=1 --rdzv_backend=c10d"
-    process = start(MINIMAL, tmp_path / "run", "--resume_from auto", fault="slow", launcher=launcher)
+    # without it the processes may look for those of the start before
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    process = start(MINIMAL, tmp_path / "run", "--resume_from auto", fault="slow", launcher=launcher, env=env)
     wait_for_steps(tmp_path / "run", 5)
     next(child for child in psutil.Process(process.pid).children() if "minimal.py" in " ".join(child.cmdline())).kill()
     assert process.wait(timeout=120) == 0, Path(f"{tmp_path}/run.txt").read_text()
