@@ -490,17 +490,15 @@ def test_table_names_rivals_and_compares_with_the_strongest(capfd):
     assert "above linear posterior, consistent" in capfd.readouterr().out
 
 
-def test_the_plateau_scheduler_is_torchs():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    theirs, ours = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=5), script.Plateau()
-    rng = np.random.default_rng(0)
-    for k in range(80):
-        loss = float(1 / (1 + min(k, 25)) + 0.02 * rng.random())
-        theirs.step(loss)
-        ours.note(loss)
-        assert ours.state["factor"] == optimizer.param_groups[0]["lr"]
-    assert ours.state["factor"] < 0.05
+def test_the_learning_rate_is_halved_on_a_plateau_also_across_a_resume(folder, tmp_path):
+    """As torch's ReduceLROnPlateau: by half once more than 5 evaluations were no better than the best."""
+    stage = json.dumps(STAGES[0] | {"num_epochs": 16, "batch_size": 10})
+    words = "--lr 1e-9 --batch_size 10 --log_every 1 --stage_configs".split()
+    run(folder, tmp_path / "run", *words, stage, "--max_steps", 5)
+    run(folder, tmp_path / "run", *words, stage, "--resume_from", "auto")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lrs = [line["train/lr"] for line in lines if "train/lr" in line]
+    assert lrs == pytest.approx([1e-9] * 7 + [5e-10] * 6 + [2.5e-10] * 3)
 
 
 # --- flags and runs ---------------------------------------------------------------------------------------------------
@@ -564,6 +562,8 @@ def test_a_run_leaves_what_the_page_says(folder, finished, capfd):
     assert rivals == {f"{name}{ending}" for name in names for ending in ("", "_consistent")} | {"nearest_patient"}
     assert {"test/psnr", "test/one_sample/psnr", "test/stage1_alone/psnr"} <= summary.keys()
     assert 0.5 < summary["test/one_sample/coverage_90"] <= 1
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert summary["val/loss"] == lines[-1]["val/loss"]
     # a checkpoint does not tell a single patient's CT: of the prior's tensors none has a row for each patient
     prior = torch.load(finished / "best.pt", weights_only=True)["prior"]
     assert {name for name, value in prior.items() if value is None} == {"coordinates", "weights", "kernel"}
@@ -619,6 +619,7 @@ def test_the_other_settings_train(folder, tmp_path, capfd):
         (["--stage_configs", '{"name": "../x"}'], "must be a word"),
         (["--stage_configs", '{"volume_size": 64}'], "three whole numbers"),
         ("--eval_only --num_timesteps 700 --ddim_steps 7".split(), "--ddim_steps 7: must divide"),
+        ("--eval_only --split_seed 1".split(), "of the test patients were trained on; name others"),
         ("--resume_from auto --effective_batch_size 12".split(), "--effective_batch_size 12: stage1 of this run has 4"),
         ("--resume_from auto --rival_run /none".split(), "no summary.json of a finished run"),
     ],
