@@ -15,6 +15,7 @@ import torch
 from monai.networks.schedulers import DDIMScheduler
 from PIL import Image
 from scipy import stats
+from sklearn.linear_model import Ridge
 from torch.nn import functional as F
 
 import train_accelerate as script
@@ -46,22 +47,12 @@ def test_line_integrals_are_mu_times_length():
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def test_a_drr_has_square_pixels_and_bone_is_white():
-    hu = np.full((10, 20, 30), -1000.0)
-    hu[8:, :, 25:] = 1000
-    image = geo.render_drr(hu, np.array([2.0, 1.0, 1.0]), 0, longest=60)
-    assert image.shape == (60, 40)
-    # the patient's right is at the left of a frontal picture, the head above
-    assert image[0, 0] == round(20 * 0.0193 * 2 / 10 * 255)
-    assert image[-1, -1] == 0
-
-
 def test_resizing_averages_or_interpolates_and_keeps_projections():
-    volume, extent = random_volumes(2, 1, 12, 9, 10), torch.tensor([[100.0, 120.0, 90.0]] * 2)
+    volume, mm = random_volumes(2, 1, 12, 9, 10), torch.full((2, 3), 100.0)
     torch.testing.assert_close(geo.resize(volume, (6, 3, 5)), F.avg_pool3d(volume, (2, 3, 2)))
     torch.testing.assert_close(geo.resize(volume, (24, 20, 17)), F.interpolate(volume, (24, 20, 17), mode="trilinear"))
-    image = geo.project(geo.resize(volume, (5, 4, 7)), extent, 1)
-    torch.testing.assert_close(image, geo.resize(geo.project(volume, extent, 1), (7, 4)), rtol=1e-4, atol=1e-4)
+    image = geo.project(geo.resize(volume, (5, 4, 7)), mm, 1)
+    torch.testing.assert_close(image, geo.resize(geo.project(volume, mm, 1), (7, 4)), rtol=1e-4, atol=1e-4)
 
 
 def test_cells_become_channels_and_come_back():
@@ -97,7 +88,7 @@ def test_agreement_is_the_best_linear_correction(views):
 
 
 def test_linear_posterior_leaves_a_patient_out_of_all_it_knows():
-    """The closed form equals a ridge regression fitted without the patient: without his column, and in the mean."""
+    """The closed form equals scikit-learn's ridge regressions, each fitted without the patient."""
     patients, mm = 0.5 * random_volumes(9, 1, 6, 6, 6), torch.full((9, 3), 300.0)
     patients[:, :, 2:4] += torch.linspace(0, 0.2, 9).view(9, 1, 1, 1, 1)
     greys = [geo.Grey(0.2, -1.0, 0.02), geo.Grey(0.19, -0.9, 0.05)]
@@ -111,39 +102,32 @@ def test_linear_posterior_leaves_a_patient_out_of_all_it_knows():
     true_rays = np.concatenate([patients.mean(axis).flatten(1).double().numpy() for axis in (3, 2)], 1)
     errors = {}
     for share in (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0):
-        ridge = share * np.square(true_rays - true_rays.mean(0)).sum() / 9 * np.eye(8)
-        answers = []
-        for i in range(9):
-            volumes, s = np.delete(flat, i, 0), np.delete(true_rays, i, 0)
-            mean, centre = volumes.mean(0), s.mean(0)
-            w = np.linalg.solve((s - centre) @ (s - centre).T + ridge, (s - centre) @ (told[i] - centre))
-            answers.append(mean + w @ (volumes - mean))
+        ridge = Ridge(share * np.square(true_rays - true_rays.mean(0)).sum() / 9)
+        others = ((np.delete(true_rays, i, 0), np.delete(flat, i, 0)) for i in range(9))
+        answers = [ridge.fit(*known).predict(own[None])[0] for known, own in zip(others, told, strict=True)]
         errors[share] = np.square(answers - flat).mean()
         if share == prior.penalty:
             np.testing.assert_allclose(found.flatten(1).numpy(), np.clip(answers, -1, 1), atol=2e-4)
     assert min(errors, key=errors.get) == prior.penalty
     assert prior.error == pytest.approx(errors[prior.penalty], rel=1e-3)
     assert prior.variance == pytest.approx(flat.var(0).mean(), rel=1e-4)
-    # a new patient is answered by all nine, also from a checkpoint; on a coarser grid by that answer, resized
+    # a new patient is answered by all nine; on a coarser grid by that answer, resized
     new = xrays[:1], mm[:1], torch.tensor([-1])
     answer = prior.volume(*new, [6] * 3)
     assert (answer - found[:1]).abs().max() > 1e-3
-    assert torch.equal(geo.Prior.of(prior.state()).volume(*new, [6] * 3), answer)
     coarse = prior.on(torch.device("cpu"), [3] * 3).volume(*new, [3] * 3)
     torch.testing.assert_close(coarse, geo.resize(answer, [3] * 3), atol=0.02, rtol=0)
 
 
-def test_hashed_noise_is_gaussian_independent_and_a_function_of_seed_and_place():
-    seeds, n = torch.arange(8) * 77 + 5, 2**16
-    noise, other = (script.hashed_normal((8, 2 * n), seeds, stream) for stream in (3, 4))
-    assert min(stats.kstest(row.numpy(), "norm").pvalue for row in noise) > 1e-3
-    halves = noise[:, :n], noise[:, n:]
-    for one, two in ((noise, other), (noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), halves):
-        assert (one * two).mean(1).abs().max() < 4.2 / math.sqrt(one.shape[1])
-    assert torch.equal(script.hashed_normal((1, 2 * n), seeds[2:3], 3)[0], noise[2])
+def test_hashed_noise_is_gaussian_and_a_function_of_seed_and_place():
+    noise = script.hashed_normal((8, 2**17), torch.arange(8) * 77 + 5, 1)
+    assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-3
+    assert np.abs(np.corrcoef(noise) - np.eye(8)).max() < 4.2 / math.sqrt(2**17)
+    assert torch.equal(script.hashed_normal((1, 2**17), torch.tensor([82]), 1)[0], noise[1])
     # these very numbers, so that a run goes on with another version of torch as it began
+    first = torch.tensor([1.084303, -1.091417, -0.093704, 0.337714])
     found = script.hashed_normal((1, 4), torch.tensor([5]), 1)[0]
-    torch.testing.assert_close(found, torch.tensor([1.084303, -1.091417, -0.093704, 0.337714]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, first, atol=1e-5, rtol=0)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -228,33 +212,31 @@ class TrainingIndex(int):
 
 def test_training_patients_are_moved_and_drawn_by_seed_epoch_and_patient(data):
     """Moved up or down, with other exposures; their true X-rays stay projections of their volumes."""
-    dataset, index, moves = files.XrayCtDataset(data, "train", [16, 16, 40]), TrainingIndex(3), set()
+    dataset, index, drawn = files.XrayCtDataset(data, "train", [16, 16, 40]), TrainingIndex(3), []
     still = batch_of(dataset, [3])
     error = script.projection_error(script.volume_of(still), still, data.greys).max()
     assert torch.equal(still["seen"], still["xrays"])
-    for index.epoch in range(6):
-        one, same = batch_of(dataset, [index]), batch_of(dataset, [index])
-        assert all(torch.equal(one[name], same[name]) for name in ("volume", "seen", "draws", "seed"))
+    for index.epoch in (0, 1, 2, 3, 4, 0):
+        one = batch_of(dataset, [index])
         assert script.projection_error(script.volume_of(one), one, data.greys).max() < 3 * error
         assert 0 < (one["seen"] - one["xrays"]).abs().max() < 0.2
-        moves.add((int(one["seed"]), float(one["xrays"].sum())))
-    assert len(moves) == 6
-    # by -2 to 2 of 40 slices
-    assert len({xrays for _, xrays in moves}) > 2
+        drawn.append([float(one[name].double().sum()) for name in ("seed", "draws", "seen", "xrays")])
+    assert drawn[0] == drawn[5]
+    # moves by -2 to 2 of 40 slices may be the same twice
+    assert (np.array([len(set(values)) for values in zip(*drawn, strict=True)]) >= (5, 5, 5, 3)).all()
     assert one["row"] == 3
     assert files.XrayCtDataset(data, "val", [16, 16, 40])[0]["row"] == -1
 
 
-def test_a_split_is_by_patient_and_the_same_however_its_lists_are_sorted(data, tmp_path):
+def test_a_split_is_by_patient_and_as_its_lists_say(data, tmp_path):
+    assert [len(data.split[name]) for name in ("train", "val", "test")] == [10, 1, 1]
     assert sorted(sum(data.split.values(), [])) == list(range(12))
-    lists, splits = [tmp_path / "train.txt", tmp_path / "test.txt"], []
-    lists[1].write_text("\n".join(data.ids["test"]))
-    for order in (1, -1):
-        lists[0].write_text("\n".join((data.ids["train"] + data.ids["val"])[::order]))
-        splits.append(files.split_patients(data.patients, 42, lists))
-    assert splits[0] == splits[1]
-    assert splits[0]["test"] == data.split["test"]
-    assert sorted(sum(splits[0].values(), [])) == list(range(12))
+    lists = [tmp_path / "train.txt", tmp_path / "test.txt"]
+    for path, names in zip(lists, ("train", "test"), strict=True):
+        path.write_text("\n".join(data.ids[names]))
+    split = files.split_patients(data.patients, 42, lists)
+    assert split["test"] == data.split["test"]
+    assert sorted(split["train"] + split["val"]) == sorted(data.split["train"])
     with pytest.raises(InputError, match="named twice"):
         files.split_patients(data.patients, 42, [lists[0], lists[0]])
 
@@ -267,7 +249,7 @@ def copies(folder, tmp_path) -> Path:
     return tmp_path / "d"
 
 
-@pytest.mark.parametrize("turn", [(1, "lat"), (0, "pa"), (1, "both")], ids=str)
+@pytest.mark.parametrize("turn", [(1, "lat"), (0, "both")], ids=str)
 def test_x_rays_that_lie_otherwise_name_the_flags_that_mend_all_views(copies, turn):
     """With what the one line says the check passes, so that no advice leads to the next."""
     upside_down, mirrored = turn
@@ -420,9 +402,7 @@ def test_evaluations_are_means_over_patients(folder):
 
     batch = batch_of(train, range(len(train)))
     samples = script.draw_samples(cascade, batch, args)
-    for number in range(3):
-        alone = cascade.sample(batch_of(train, [9]), 2, number)[-1]
-        torch.testing.assert_close(samples[number, 9:], alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(samples[2], cascade.sample(batch, 2, 2)[-1], atol=1e-5, rtol=0)
     assert (samples[0] - samples[2]).abs().max() > 1e-3
     # so many standard deviations from the mean of the samples lie 90 % of the body's voxels
     ratio = (samples.mean(0) - script.volume_of(batch)).abs() / (samples.std(0) * math.sqrt(4 / 3)).clamp(min=1e-6)
@@ -475,18 +455,17 @@ def test_rivals_of_the_table(folder):
 
 def test_table_names_rivals_and_compares_with_the_strongest(capfd):
     rng = np.random.default_rng(0)
-    means = {"one step": 34, "one sample": 31, "another patient's X-rays": 20, "linear posterior": 28}
-    means |= {"linear posterior, consistent": 30, "mean volume": 22}
-    psnr = {row: mean + rng.random(6) for row, mean in means.items()}
+    means = {"one step": 34, "another patient's X-rays": 20, "linear posterior, consistent": 30, "mean volume": 22}
+    table = {(row, "psnr"): mean + rng.random(6) for row, mean in means.items()}
     # a patient without bone does not count as one without an error
-    bone = {("one step", "bone_hu"): np.array([90, np.nan, 110])}
-    metrics = report.print_test({(row, "psnr"): values for row, values in psnr.items()} | bone, None, "")
-    assert metrics["test/psnr"] == psnr["one step"].mean()
+    metrics = report.print_test(table | {("one step", "bone_hu"): np.array([90, np.nan, 110])}, None, "")
+    own, _, rival, _ = table.values()
     assert metrics["test/bone_hu"] == 100
-    assert metrics["test/rival/linear_posterior_consistent/psnr"] == psnr["linear posterior, consistent"].mean()
-    lead = psnr["one sample"] - psnr["linear posterior, consistent"]
-    half = stats.t.ppf(0.975, 5) * lead.std(ddof=1) / math.sqrt(6)
-    assert metrics["test/one_sample/psnr_above_strongest_rival_low"] == pytest.approx(lead.mean() - half)
+    assert metrics["test/psnr"] == own.mean()
+    assert metrics["test/rival/linear_posterior_consistent/psnr"] == rival.mean()
+    interval = stats.ttest_rel(own, rival).confidence_interval()
+    found = [metrics[f"test/psnr_above_strongest_rival_{end}"] for end in ("low", "high")]
+    assert found == pytest.approx(interval)
     assert "above linear posterior, consistent" in capfd.readouterr().out
 
 
