@@ -360,6 +360,7 @@ def test_losses_are_those_of_the_clean_volume(folder, kind):
 
 def test_a_later_stage_starts_from_the_volume_before(folder):
     cascade, _, train = make_cascade(folder, "--no-xray_agreement")
+    assert torch.equal(cascade.net.encoder.view, cascade.averaged[0].encoder.view)
     batch, before = batch_of(train, [0, 1]), random_volumes(2, 1, 8, 8, 8)
     start = cascade.know(1, batch, before, torch.tensor([0.0, 0.1]), 0).start - geo.resize(before, [16] * 3)
     assert not start[0].any()
