@@ -50,10 +50,16 @@ def test_all_that_was_seen_counts(n_latent):
     for k, (t, part) in enumerate(product(range(55), range(4))):
         past[k, t, part] = (past[k, t, part] + 1) % limits[part]
     past[220, :12] = past[220, :12].flip(0)
-    agents = script.Agents(model, 222, 5)
-    for step in past.unbind(1):
+    agents, silent = script.Agents(model, 222, 5), script.Agents(model, 222, 5)
+    for t, step in enumerate(past.unbind(1)):
+        agents.act(step[:, 0])
         agents.observe(*step.T)
-    logits = agents.act(torch.full((222,), 40))
+        if n_latent or t >= 45:
+            silent.observe(*step.T)
+    cell = torch.full((222,), 40)
+    logits = agents.act(cell)
+    # who has not acted, or has seen no more than AD keeps, knows the same
+    torch.testing.assert_close(silent.act(cell), logits, atol=1e-10, rtol=0)
     moved = (logits - logits[221]).abs().amax(1) > 1e-9
     # a full context of 12 drops 5, which has happened 9 times
     assert moved.tolist() == [bool(n_latent)] * 180 + [True] * 40 + [bool(n_latent), False]
