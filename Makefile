@@ -88,7 +88,7 @@ test: setup-dev
 
 # what most mistakes turn red, in seconds; the rest of the suite runs the scripts in every other way
 QUICK := promise.py::test_pause_by_max_steps promise.py::test_bad_flag checkpoint.py cli.py images_and_tables.py sampler.py stats.py \
-    prs_med_data.py survival_data.py cascade.py pages.py launchers.py::test_launcher_command launchers.py::test_launcher_refuses \
+    prs_med.py survival_data.py cascade.py pages.py launchers.py::test_launcher_command launchers.py::test_launcher_refuses \
     compressed_ad.py::test_acting_equals_reading_the_whole_past_anew compressed_ad.py::test_training_and_acting_are_one \
     compressed_ad.py::test_segments_are_pieces_of_the_histories compressed_ad.py::test_draws_depend_on_seed_epoch_and_sample_alone
 test-quick: setup-dev
