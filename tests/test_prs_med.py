@@ -1,32 +1,40 @@
-"""train_prs_med.py: model, losses and scores against independent references; what a run leaves; --predict."""
+"""train_prs_med.py and tasks/prs_med beside the promise: data, model, losses, scores, rivals, --predict, mistakes."""
 
 import csv
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import nibabel
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from scipy import ndimage
+from test_images_and_tables import save_dicom
 
+import distributed_utils as du
 import train_prs_med as script
-from tasks.prs_med import report
-from tasks.prs_med.annotations import Row, position_of
+from tasks.prs_med import annotations, report, rivals, sample_data
+from tasks.prs_med.annotations import Row, check_data, open_mask, position_in, position_of, read_rows
+from tasks.prs_med.prepare import prepare
 from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
+from tools.prepare_data import parse_args as prepare_args
+from utils.cli import InputError, RunError
 from utils.sampler import Index
+from utils.stats import interval_of_mean
 
-ROOT = Path(__file__).resolve().parents[1]
+ALONE = du.Ranks(0, 1, torch.device("cpu"), "python", None)
 SETTINGS = "--num_workers 0 --batch_size 4 --max_new_tokens 4 --log_every 1".split()
 
 
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data") / "prs_med"
-    sizes = "--num_train 6 --num_val 3 --num_test 6 --image_size 48".split()
-    subprocess.run([sys.executable, "-m", "tools.sample_data", "prs_med", root, *sizes], cwd=ROOT, check=True)
+    sample_data.write_sample_data(root, num_train=6, num_val=3, num_test=6, image_size=48, seed=0)
     return root
 
 
@@ -38,11 +46,10 @@ def args(data_root):
 @pytest.fixture(scope="module")
 def model(args):
     model = script.build_model(args, "no", torch.device("cpu"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # LoRA begins at 0, which would hide half of it
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
+    for name, parameter in model.named_parameters():
+        # LoRA begins at 0, which would hide half of it
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.1)
     return model.eval()
 
 
@@ -56,40 +63,57 @@ def batch(model, sets):
     return script.collate(model.reader, [sets["train"][index] for index in range(5)])
 
 
-def run(*words, code: int = 0) -> str:
-    """The script from start to end; returns what it said."""
-    command = [sys.executable, str(ROOT / "train_prs_med.py"), *SETTINGS, *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def run(data_root):
+    """run(words...): the script, in this process."""
+
+    def start(*words) -> None:
+        known = ["--data_root", data_root, *SETTINGS, *words]
+        assert script.run_task(script.parse_args([str(word) for word in known]), ALONE) == 0
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def trained(data_root, tmp_path_factory) -> Path:
-    """A run of one epoch."""
+def trained(run, tmp_path_factory) -> Path:
+    """The folder of a run of 4 steps of two leaves each, the second of which is small."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    run("--data_root", data_root, "--output_dir", folder, "--num_epochs", 1, "--generate_every", 1, "--lora_rank", 3)
+    flags = "--effective_batch_size 8 --num_epochs 2 --generate_every 2 --lora_rank 3 --questions_per_image 2"
+    run("--output_dir", folder, *flags.split(), "--warmup_steps", 1, "--lr_schedule", "cosine")
     return folder
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_trained(model):
+    """LoRA in all projections of the language model, SAM's encoder, the decoder; nothing of the image tower."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    lora = {name for name in trained if name.startswith("vlm.")}
+    assert trained - lora == {name for name, _ in model.named_parameters() if name.startswith(("sam.", "decoder."))}
+    layers = model.vlm.config.text_config.num_hidden_layers
+    assert len(lora) == 2 * 7 * layers
+    assert all("language_model" in name and "lora_" in name for name in lora)
+
+
 @torch.no_grad()
-def test_the_text_loss_is_that_of_the_language_model(model, batch):
-    """transformers' own loss over the answers' tokens, from ids, pixels and labels, one row at a time."""
+def test_the_text_loss_and_the_answers_are_the_language_models(model, batch):
+    """transformers' own loss over the answers' tokens, and its own generation, one row at a time."""
     _, losses = model(batch)
+    answers = model.answer(batch, 4)
     for k in range(5):
         prompt, answer = (batch[name][k][batch[name][k] >= 0] for name in ("prompt", "answer"))
-        ids = torch.cat([prompt, answer])[None]
         labels = torch.cat([torch.full_like(prompt, -100), answer])[None]
         pixels = (batch["vlm"][batch["image_of"][k]][None] / 255 - model.vlm_mean) / model.vlm_std
-        expected = model.vlm(input_ids=ids, pixel_values=pixels, labels=labels).loss * len(answer)
-        assert losses[k].item() == pytest.approx(expected.item(), rel=1e-5)
+        whole = {"input_ids": torch.cat([prompt, answer])[None], "pixel_values": pixels, "labels": labels}
+        assert losses[k].item() == pytest.approx(model.vlm(**whole).loss.item() * len(answer), rel=1e-5)
+        options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": model.reader.pad}
+        tokens = model.vlm.generate(input_ids=prompt[None], pixel_values=pixels, **options)[0, len(prompt) :]
+        assert answers[k] == model.reader.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 @torch.no_grad()
-def test_the_mask_knows_nothing_of_the_answer(model, batch):
+def test_the_mask_knows_the_question_and_nothing_of_the_answer(model, batch):
     logits, losses = model(batch)
     other = batch["ids"].clone()
     for k, places in enumerate(batch["answer_at"]):
@@ -97,7 +121,6 @@ def test_the_mask_knows_nothing_of_the_answer(model, batch):
     changed, other_losses = model(batch | {"ids": other})
     assert torch.equal(logits, changed)
     assert not torch.equal(losses, other_losses)
-    # but of the question
     for k, places in enumerate(batch["words"]):
         other[k, places[places >= 0][-5]] = 9
     assert not torch.equal(logits, model(batch | {"ids": other})[0])
@@ -106,61 +129,43 @@ def test_the_mask_knows_nothing_of_the_answer(model, batch):
 @torch.no_grad()
 def test_an_image_is_encoded_once(model, sets):
     """Rows 0 and 1 ask about copies of one image; the results are those of a row alone."""
-    rows = [sets["train"][index] for index in range(2)]
+    rows = [sets["train"][index] for index in range(4)]
     together = script.collate(model.reader, rows)
-    assert (len(together["sam"]), len(together["vlm"]), together["image_of"].tolist()) == (1, 1, [0, 0])
-    logits, losses = model(together)
-    for k in range(2):
-        alone = model(script.collate(model.reader, [rows[k]]))
-        assert torch.allclose(logits[k], alone[0][0], atol=1e-4)
-        assert losses[k].item() == pytest.approx(alone[1].item(), rel=1e-5)
+    assert (len(together["sam"]), len(together["vlm"]), together["image_of"].tolist()) == (2, 2, [0, 0, 1, 1])
+    for row, *found in zip(rows, *model(together), strict=True):
+        for one, alone in zip(found, model(script.collate(model.reader, [row])), strict=True):
+            assert torch.allclose(one, alone[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("side", [48, 32])
+def test_sam_attends_the_same(data_root, side):
+    """Outputs and gradients of folded positions, and of those looked up in order, are those of transformers."""
+    words = ["--data_root", str(data_root), "--image_size", str(side)]
+    images, results = torch.randn(2, 3, side, side), []
+    for change in (lambda sam: None, fold_relative_positions, look_up_in_order):
+        sam = script.build_model(script.parse_args(words), "no", torch.device("cpu")).sam
+        change(sam)
+        out = sam(images).last_hidden_state
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append([out, *(parameter.grad for parameter in sam.parameters() if parameter.grad is not None)])
+    assert len(results[0]) > 10
+    for plain, *others in zip(*results, strict=True):
+        assert all((plain - other).norm() <= 1e-4 * plain.norm() for other in others)
 
 
 @torch.no_grad()
-def test_answers_are_what_the_language_model_generates(model, batch):
-    answers = model.answer(batch, 4)
-    for k, answer in enumerate(answers):
-        prompt = batch["prompt"][k][batch["prompt"][k] >= 0][None]
-        pixels = (batch["vlm"][batch["image_of"][k]][None] / 255 - model.vlm_mean) / model.vlm_std
-        options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": model.reader.pad}
-        tokens = model.vlm.generate(input_ids=prompt, pixel_values=pixels, **options)[0, prompt.shape[1] :]
-        assert answer == model.reader.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-
-
-@pytest.mark.parametrize("change", [fold_relative_positions, look_up_in_order])
-@pytest.mark.parametrize("side", [48, 32])
-def test_sam_attends_the_same(args, data_root, change, side):
-    """Outputs and gradients of folded positions, and of those looked up in order, are those of transformers."""
-    words = ["--data_root", str(data_root), "--image_size", str(side)]
-    plain, changed = (script.build_model(script.parse_args(words), "no", torch.device("cpu")).sam for _ in range(2))
-    change(changed)
-    images, results = torch.randn(2, 3, side, side), []
-    weights = torch.randn_like(plain(images).last_hidden_state)
-    for encoder in (plain, changed):
-        out = encoder(images).last_hidden_state
-        (out * weights).sum().backward()
-        results.append([out, *(parameter.grad for parameter in encoder.parameters() if parameter.grad is not None)])
-    assert len(results[0]) == len(results[1]) > 10
-    for one, other in zip(*results, strict=True):
-        assert (one - other).norm() <= 1e-4 * one.norm()
-
-
-def test_merged_lora_gives_the_same_answers(args, batch, model):
+def test_merged_lora_and_our_upsampling_are_the_same(args, batch, model):
     merged = script.build_model(args, "no", torch.device("cpu")).eval()
     merged.load_state_dict(model.state_dict())
     script.merge_lora(merged)
-    with torch.no_grad():
-        assert torch.allclose(merged(batch)[1], model(batch)[1], rtol=1e-4)
+    assert torch.allclose(merged(batch)[1], model(batch)[1], rtol=1e-4)
     assert merged.answer(batch, 4) == model.answer(batch, 4)
-
-
-def test_upsample_is_bilinear():
     masks = torch.randn(2, 1, 7, 5)
     expected = torch.nn.functional.interpolate(masks, (20, 20), mode="bilinear", align_corners=False)
     assert torch.allclose(script.upsample(masks, 20), expected, atol=1e-6)
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- items and batches ------------------------------------------------------------------------------------------------
 
 
 def test_prompt_and_answer_are_tokenized_together(model):
@@ -170,20 +175,17 @@ def test_prompt_and_answer_are_tokenized_together(model):
     image = reader.tokenizer.convert_ids_to_tokens(reader.image_token)
     text = f"USER: {image * reader.image_tokens}\nWhere is it?\nASSISTANT: There."
     assert prompt + answer == [*reader.tokenizer(text)["input_ids"], reader.end]
-    assert prompt.count(reader.image_token) == reader.image_tokens
     assert reader.tokenizer.decode(answer, skip_special_tokens=True).strip() == "There."
 
 
 def test_an_image_is_padded_not_stretched(model):
-    wide = Image.fromarray(np.full((20, 40, 3), 200, np.uint8))
-    sam, _ = model.reader.pixels(wide)
-    assert sam.shape == (3, 48, 48)
+    sam, _ = model.reader.pixels(Image.new("RGB", (40, 20), (200, 200, 200)))
     assert (sam[:, 12:36] == 200).all()
-    assert sam[:, :12].max() == sam[:, 36:].max() == 0
+    assert not sam[:, [*range(12), *range(36, 48)]].any()
 
 
 def test_augmentation_moves_image_mask_and_answer_together():
-    """A white lesion on black: the moved mask is where the image is white; it is another at each epoch and sample."""
+    """A white lesion on black: the moved mask is where the image is white."""
     mask = np.zeros((64, 64), bool)
     mask[20:30, 36:50] = True
     image = np.repeat(255 * mask[None].astype(np.uint8), 3, axis=0)
@@ -193,221 +195,599 @@ def test_augmentation_moves_image_mask_and_answer_together():
         assert (np.logical_xor(sam[0] > 100, moved)).sum() <= 0.25 * moved.sum()
         assert (np.logical_xor(vlm[0] > 100, moved[::2, ::2])).sum() <= 0.35 * moved.sum() / 4
         assert 0.7 < moved.sum() / mask.sum() < 1.4
+        assert moved[:, 32:].sum() > moved[:, :32].sum()
         seen.add(moved.tobytes())
     assert len(seen) > 15
 
 
-def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets):
-    data = script.PositionData(sets["train"].rows, model.reader, (sets["train"].images, sets["train"].masks), 3)
+def test_augmented_rows_are_a_function_of_epoch_and_image(model, sets):
+    train = sets["train"]
+    data = script.PositionData(train.rows, model.reader, (train.images, train.masks), augmented_by=3)
 
     def item(index: int, epoch: int) -> dict:
         place = Index(index)
         place.epoch = epoch
         return data[place]
 
-    assert torch.equal(item(0, 1)["sam"], item(0, 1)["sam"])
     # two questions about one image see the same change
     assert torch.equal(item(0, 1)["sam"], item(1, 1)["sam"])
     assert not torch.equal(item(0, 1)["sam"], item(0, 2)["sam"])
-    assert not torch.equal(item(0, 1)["sam"], sets["train"][0]["sam"])
     for epoch in range(6):
         row = item(0, epoch)
-        assert row["position"] == position_of(row["mask"].numpy())
         words = model.reader.tokenizer.decode(row["answer"], skip_special_tokens=True)
-        assert script.position_in(words) == row["position"]
+        assert row["position"] == position_of(row["mask"].numpy()) == position_in(words)
 
 
-# --- losses and scores ------------------------------------------------------------------------------------------------
+# --- losses, scores, tables -------------------------------------------------------------------------------------------
 
 
-def test_mask_loss_against_numpy_and_monai():
+@torch.no_grad()
+def test_leaves_add_up_to_means_over_the_global_batch(model, sets, args):
+    """BCE by NumPy and Dice by MONAI, of each row; cross-entropy of each token."""
     from monai.losses import DiceLoss
 
-    torch.manual_seed(0)
-    logits, masks = torch.randn(3, 9, 9), torch.rand(3, 9, 9) > 0.7
-    probability, target = 1 / (1 + np.exp(-logits.numpy())), masks.numpy()
-    bce = -np.where(target, np.log(probability), np.log(1 - probability)).mean((1, 2))
-    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1, reduction="none")(logits[:, None], masks[:, None].float())
-    assert np.allclose(script.mask_loss(logits, masks), bce + dice.numpy().ravel(), atol=1e-6)
+    rows = [sets["train"][index] for index in range(7)]
+    leaves = [script.collate(model.reader, part) for part in (rows[:3], rows[3:])]
+    [tokens] = script.count_answer_tokens(leaves)
+    assert tokens == sum(len(row["answer"]) for row in rows)
+    logits, entropy = model(script.collate(model.reader, rows))
+    masks = torch.stack([row["mask"] for row in rows])
+    probability = logits.double().sigmoid().numpy()
+    bce = -np.log(np.where(masks, probability, 1 - probability)).mean()
+    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1)(logits[:, None], masks[:, None].float())
+    seg, txt = bce + dice.item(), entropy.sum().item() / tokens
+    losses = sum(torch.stack(script.batch_loss(model, leaf, 7, tokens, args)) for leaf in leaves)
+    assert losses.tolist() == pytest.approx([seg + 0.5 * txt, seg, txt], rel=1e-5)
 
 
 def test_hausdorff_of_empty_and_shifted_masks():
     masks = torch.zeros(4, 32, 24, dtype=torch.bool)
     masks[0, 5:15, 5:15] = masks[1, 5:15, 8:18] = True
-    distances = report.hausdorff_95(masks[[0, 0, 2, 2]], masks[[0, 1, 0, 3]])
-    assert distances == [0, 3, 40, 0]
+    assert report.hausdorff_95(masks[[0, 0, 2, 2]], masks[[0, 1, 0, 3]]) == [0, 3, 40, 0]
 
 
-def test_every_row_is_scored_by_its_own_mask(model, sets, args, tmp_path):
+@torch.no_grad()
+def test_every_row_is_scored_by_its_own_mask(model, sets, args):
     """Dice, IoU and positions against plain NumPy on the model's masks."""
-
-    class Plain:
-        ranks, leaf = None, 4
-
-        @staticmethod
-        def batches(loader):
-            return iter(loader)
-
-    scores, examples = script.evaluate(model, script.make_loader(sets["test"], args, 5), Plain, hausdorff=True)
+    plain = SimpleNamespace(leaf=4, batches=iter)
+    scores, examples = script.evaluate(model, script.make_loader(sets["test"], args, 5), plain)
     assert [row["index"] for row in scores] == list(range(12))
-    for row in scores:
-        item = sets["test"][row["index"]]
-        with torch.no_grad():
-            predicted = model(script.collate(model.reader, [item]))[0][0].numpy() > 0
-        true = item["mask"].numpy()
-        both, either = (predicted & true).sum(), (predicted | true).sum()
-        assert row["dice"] == pytest.approx(2 * both / (predicted.sum() + true.sum()), abs=0.02)
-        assert row["iou"] == pytest.approx(both / either, abs=0.02)
-        assert row["position"] == position_of(true)
     assert len(examples) == report.EXAMPLES
+    for row, item in zip(scores, sets["test"], strict=False):
+        true, predicted = item["mask"].numpy(), model(script.collate(model.reader, [item]))[0][0].numpy() > 0
+        both, areas = (predicted & true).sum(), predicted.sum() + true.sum()
+        assert [row["dice"], row["iou"]] == pytest.approx([2 * both / areas, both / (areas - both)], abs=0.02)
+        assert row["position"] == position_of(true)
+        assert row["position_accuracy_mask"] == (position_of(predicted) == position_of(true))
 
 
 def test_the_table_leads_by_pairs(capsys):
     """Gains are mean paired differences with their intervals; the summary has every number of the table."""
-    rows = [Row("ct", f"{k}.png", "", "test", "", "", "", patient=str(k)) for k in range(20)]
-    scores = [
-        {"index": k, "dice": 0.9 + 0.004 * (k % 3), "iou": 0.8, "hd95": 40.0 * (k == 7), "position_accuracy": 1.0}
-        for k in range(20)
-    ]
-    rival = [{"index": k, "dice": 0.5 + 0.004 * (k % 5)} for k in range(20)]
+    rows = [Row("ct", f"{k}.png", "", "test", "", "", "", patient=str(k // 2)) for k in range(20)]
+    dice, other = 0.9 + 0.004 * (np.arange(20) % 3), 0.5 + 0.004 * (np.arange(20) % 5)
+    scores = [{"index": k, "dice": x, "hd95": 40.0 * (k == 7), "position_accuracy": 1.0} for k, x in enumerate(dice)]
+    rival = [{"index": k, "dice": x} for k, x in enumerate(other)]
     often = [{"index": k, "position_accuracy": float(k < 5)} for k in range(20)]
-    others = {"rival/grey_threshold": rival, "rival/frequent_position": often}
-    metrics = report.print_table("test", scores, others, rows)
-    table = capsys.readouterr().out
-    gain = np.mean([a["dice"] - b["dice"] for a, b in zip(scores, rival, strict=True)])
-    assert metrics["test/rival/grey_threshold/dice_gain"] == pytest.approx(gain)
-    assert (
-        metrics["test/rival/grey_threshold/dice_gain_low"] < gain < metrics["test/rival/grey_threshold/dice_gain_high"]
+    metrics = report.print_table(
+        "test", scores, {"rival/grey_threshold": rival, "rival/frequent_position": often}, rows
     )
+    patients, ends = [row.patient for row in rows], ("", "_low", "_high")
+    found = [metrics[f"test/rival/grey_threshold/dice_gain{end}"] for end in ends]
+    assert found == pytest.approx([(dice - other).mean(), *interval_of_mean(dice - other, patients, bounded=False)])
+    found = [metrics[f"test/dice{end}"] for end in ends]
+    assert found == pytest.approx([dice.mean(), *interval_of_mean(dice, patients)])
     assert metrics["test/rival/frequent_position/position_accuracy"] == 0.25
     assert metrics["test/rival/frequent_position/position_accuracy_gain"] == 0.75
-    assert "grey threshold" in table
-    assert f"{gain:+.3f} (" in table
-    assert metrics["test/dice"] == pytest.approx(0.9 + 0.004 * 19 / 20)
-    assert metrics["test/dice_low"] < metrics["test/dice"] < metrics["test/dice_high"]
+    assert f"{(dice - other).mean():+.3f} (" in capsys.readouterr().out
     # a distance is not negative, whatever its variance
     assert (metrics["test/hd95"], metrics["test/hd95_low"]) == (2.0, 0.0)
+
+    shown = report.ablations(rows, seed=0)
+    assert {row.image for row in shown["blank_image"]} == {""}
+    patient_of = {row.image: row.patient for row in rows}
+    assert all(patient_of[row.image] != row.patient for row in shown["shuffled_image"])
 
 
 # --- a run and what it leaves -----------------------------------------------------------------------------------------
 
 
-def test_summary_cases_and_figures(trained):
+def test_the_run_and_its_test(trained, run):
+    """The learning rate for twice the batch; the summary is what the cases give; --eval_only gives it again."""
+    log = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["train/lr"] for line in log if "train/lr" in line]
+    assert rates == pytest.approx([2e-4, 2e-4, 1.5e-4, 0.5e-4])
+    assert ["val/position_accuracy" in line for line in log if "val/dice" in line] == [False, True]
+
     summary = json.loads((trained / "summary.json").read_text())
     with open(trained / "test_cases.csv") as file:
         cases = list(csv.DictReader(file))
     assert len(cases) == 12
-    assert summary["test/dice"] == pytest.approx(np.mean([float(case["dice"]) for case in cases]))
-    assert summary["test/dice_low"] <= summary["test/dice"] <= summary["test/dice_high"]
-    for name in ("rival/grey_threshold/dice", "rival/mean_mask/dice", "rival/frequent_position/position_accuracy"):
-        assert 0 <= summary[f"test/{name}"] <= 1
-    for name in ("blank_image", "shuffled_image"):
-        assert 0 <= summary[f"test/ablation/{name}/dice"] <= 1
-    assert {path.name for path in (trained / "figures").iterdir()} == {
-        "curves.png",
-        "test_predictions.png",
-        "val_predictions.png",
-    }
-    log = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    assert "val/position_accuracy" in log[-1]
+    dice, seg, txt, tokens = (
+        [float(case[name]) for case in cases] for name in ("dice", "loss_seg", "loss_txt", "tokens")
+    )
+    assert summary["test/dice"] == pytest.approx(np.mean(dice))
+    assert summary["test/loss"] == pytest.approx(np.mean(seg) + 0.5 * sum(txt) / sum(tokens))
+    right = [position_in(case["generated"]) == case["position"] for case in cases]
+    assert summary["test/position_accuracy"] == np.mean(right)
+    for name in ("rival/grey_threshold", "rival/mean_mask", "ablation/blank_image", "ablation/shuffled_image"):
+        gain = summary["test/dice"] - summary[f"test/{name}/dice"]
+        assert summary[f"test/{name}/dice_gain"] == pytest.approx(gain)
+    figures = {path.name for path in (trained / "figures").iterdir()}
+    assert figures == {"curves.png", "test_predictions.png", "val_predictions.png"}
 
-
-def test_eval_only_repeats_the_test(trained, data_root):
-    run("--data_root", data_root, "--output_dir", trained, "--eval_only")
+    run("--output_dir", trained, "--eval_only")
     again = json.loads((trained / "eval_test.json").read_text())
-    summary = json.loads((trained / "summary.json").read_text())
     assert {name: summary[name] for name in again if name.startswith("test/")} == again
+    (trained / "test_cases.csv").unlink()
+    (trained / "test_cases.csv").mkdir()
+    with pytest.raises(
+        RunError, match=r"results not written \(\[Errno 21\] Is a directory.*; make room, then --eval_only"
+    ):
+        run("--output_dir", trained, "--eval_only")
 
 
-def test_results_that_rank_0_cannot_write_end_all_ranks_with_one_line(trained, data_root, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(trained, folder)
-    (folder / "test_cases.csv").unlink()
-    (folder / "test_cases.csv").mkdir()
-    text = run("--data_root", data_root, "--output_dir", folder, "--eval_only", "--world_size", 2, code=1)
-    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: {folder}: results not written ([Errno 21] Is a directory")
-    assert line.endswith("; make room, then --eval_only")
-    assert "Traceback" not in text
-
-
-def test_predict(trained, data_root, tmp_path):
+def test_predict(trained, run, data_root, tmp_path, capsys):
     """Images of any shape, one unreadable; masks at their sizes; a second call keeps the first one's files."""
     source = next((data_root / "lung_CT" / "test_images").iterdir())
     Image.open(source).resize((60, 33)).save(tmp_path / "wide.png")
     shutil.copy(source, tmp_path / "case.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    (tmp_path / "ask.csv").write_text(
-        "image,question\nwide.png,Where?\ncase.png,Where?\ncase.png,What?\nbroken.png,Why?\n"
-    )
-    words = ["--data_root", data_root, "--output_dir", trained, "--predict", tmp_path / "ask.csv"]
-    text = run(*words)
-    assert "broken.png: cannot be read" in text
+    asked = [("wide", "Where?"), ("broken", "Why?"), ("case", "Where?"), ("case", "What?")]
+    (tmp_path / "ask.csv").write_text("\n".join(["image,question", *(f"{name}.png,{text}" for name, text in asked)]))
+    run("--output_dir", trained, "--predict", tmp_path / "ask.csv")
+    assert "broken.png: cannot be read" in capsys.readouterr().out
     folder = trained / "predictions"
     with open(folder / "predictions.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [row["question"] for row in rows] == ["Where?", "Where?", "What?"]
-    assert Image.open(folder / rows[0]["mask"]).size == (60, 33)
-    assert len({row["mask"] for row in rows}) == 3
+    assert [(Path(row["image"]).stem, row["question"]) for row in rows] == [asked[0], *asked[2:]]
+    assert [Image.open(folder / row["mask"]).size for row in rows] == [(60, 33), (48, 48), (48, 48)]
     for row in rows:
         mask = np.asarray(Image.open(folder / row["mask"])) > 0
         assert row["mask_position"] == (position_of(mask) or "")
-        assert row["agree"] == str(script.position_in(row["answer"]) == position_of(mask))
+        assert row["agree"] == str(position_in(row["answer"]) == position_of(mask))
     before = (folder / "predictions.csv").read_bytes()
-    run("--data_root", data_root, "--output_dir", trained, "--predict", tmp_path / "case.png", "--question", "Where?")
+    run("--output_dir", trained, "--predict", tmp_path / "case.png", "--question", "Where?")
     assert (folder / "predictions.csv").read_bytes() == before
     assert (trained / "predictions_2" / "predictions.csv").exists()
 
 
-def test_questions_about_an_image_in_a_row(trained, data_root, tmp_path):
-    """--questions_per_image is a fact of a run, and resumes to the bit."""
-    words = ["--data_root", data_root, "--questions_per_image", 2, "--num_epochs", 2, "--deterministic"]
-    run(*words, "--output_dir", tmp_path / "whole")
-    run(*words, "--output_dir", tmp_path / "run", "--max_steps", 2)
-    run(*words, "--output_dir", tmp_path / "run", "--resume_from", "auto")
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run")]
-    assert weights[0] == weights[1]
-    words[3] = 1
-    text = run(*words, "--output_dir", tmp_path / "run", "--resume_from", "auto", code=2)
-    assert "a run with questions per image 2, now 1" in text
+OTHER = "--data_root {tmp}/other --skip_data_check"
+MISTAKES = {
+    "--data_root {tmp}/nowhere": "no such folder; give --data_root, or make data up",
+    "--image_size 50": "not a multiple of SAM's patch; try 48",
+    "--vlm_path {root}/sam_tiny": "is a sam model, not llava",
+    "--annotations lung": "no lung.csv, there are",
+    "--data_root {tmp}/other": "lung_CT.csv:2, .*: 4 files cannot be opened",
+    OTHER: "is not a readable image",
+    OTHER + " --resume_from {trained}/best.pt": "not the base that the checkpoint",
+    "--output_dir {trained} --resume_from auto --questions_per_image 1": "a run with questions per image 2, now 1",
+}
 
 
-# --- the user's mistakes ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_one_line(words, trained, run, data_root, tmp_path):
+    """In `other` the base has other weights and an image is damaged."""
+    shutil.copytree(data_root, tmp_path / "other")
+    path = tmp_path / "other/llava_tiny/model.safetensors"
+    save_file({name: value + 0.01 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    for image in (tmp_path / "other/lung_CT/train_images").iterdir():
+        os.truncate(image, 100)
+    places = {"tmp": tmp_path, "trained": trained, "root": data_root}
+    with pytest.raises(InputError, match=MISTAKES[words]):
+        run("--output_dir", tmp_path / "run", *words.format(**places).split())
 
 
-def test_mistakes_are_one_line(trained, data_root, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(data_root, other)
-    config = other / "llava_tiny" / "model.safetensors"
-    from safetensors.torch import load_file, save_file
+# --- annotations ------------------------------------------------------------------------------------------------------
 
-    weights = {name: value + 0.01 for name, value in load_file(config).items()}
-    save_file(weights, config, metadata={"format": "pt"})
-    image = next((other / "lung_CT" / "train_images").iterdir())
-    image.write_bytes(image.read_bytes()[:100])
-    trials = {
-        ("--data_root", tmp_path / "nowhere"): "no such folder; give --data_root, or make data up",
-        ("--data_root", data_root, "--image_size", 50): "not a multiple of SAM's patch; try 48",
-        ("--data_root", data_root, "--vlm_path", data_root / "sam_tiny"): "is a sam model, not llava",
-        ("--data_root", data_root, "--annotations", "lung"): "no lung.csv, there are",
-        ("--data_root", data_root, "--predict", "x.png"): "needs --question",
-        ("--data_root", other): "cannot be opened as an image",
-        ("--data_root", other, "--skip_data_check"): "is not a readable image",
-        (
-            "--data_root",
-            other,
-            "--skip_data_check",
-            "--resume_from",
-            trained / "best.pt",
-        ): "not the base that the checkpoint",
-    }
-    for words, line in trials.items():
-        text = run(*words, "--output_dir", tmp_path / "run", "--overwrite", code=2)
-        errors = [told for told in text.splitlines() if told.startswith("error: ")]
-        assert len(errors) == 1, text
-        assert line in errors[0]
-        assert "Traceback" not in text
+SIDE = 40
+HEADER = "image_path,image_name,split,description,position,question,answer,patient"
 
+
+def square(top: int, left: int, side: int = 12) -> np.ndarray:
+    """(40, 40) bool."""
+    mask = np.zeros((SIDE, SIDE), bool)
+    mask[top : top + side, left : left + side] = True
+    return mask
+
+
+TWO_LABELS = square(2, 2) + np.uint8(2) * square(25, 25, 9)
+
+
+def save(path: Path, values) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = np.asarray(values)
+    Image.fromarray(values.astype(np.uint8) * 255 if values.dtype == bool else values).save(path)
+
+
+def picture(number: int) -> np.ndarray:
+    """(40, 40) uint8, another one for each number."""
+    return np.random.default_rng(number).integers(0, 256, (SIDE, SIDE)).astype(np.uint8)
+
+
+def line(number: int, split: str, **changes: str) -> str:
+    """A line of the CSV, about the mask <number>.png."""
+    fields = {"image_path": f"ct/{split}_masks/{number}.png", "image_name": f"{number}.png", "split": split}
+    fields |= {"question": "Where is the liver?", "answer": "The liver is in the top left.", "patient": f"p{number}"}
+    return ",".join((fields | changes).get(name, "") for name in HEADER.split(","))
+
+
+def write_set(root: Path, *more: str) -> Path:
+    """Three images of three patients, in train, train and test; further lines of the CSV. Returns root."""
+    for number, split in enumerate(("train", "train", "test")):
+        save(root / f"ct/{split}_images/{number}.png", picture(number))
+        save(root / f"ct/{split}_masks/{number}.png", square(4, 4))
+    (root / "annotations").mkdir(exist_ok=True)
+    lines = [HEADER, line(0, "train"), line(1, "train"), line(2, "test"), *more]
+    (root / "annotations/ct.csv").write_text("\n".join(lines))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "path"),
+    [
+        ("ct/val_images/9.png", "ct/val_masks/9.png", "ct/val_masks/9.png"),
+        ("ct/val_images/9.png", "ct/val_masks/9.png", r"ct\\val_masks\\9.png"),
+        ("ct/val_images/9.png", "ct/val_masks/9.png", "ct/val_images/9.png"),
+        ("ct/val_images/9.png", "ct/val_masks/9.png", "images_and_masks/ct/val_masks/9.png"),
+        ("images_and_masks/ct/val_images/9.png", "images_and_masks/ct/val_masks/9.png", "ct/val_masks/9.png"),
+        ("data/ct/val_images/9.png", "data/ct/val_masks/9.png", "ct/val_masks/9.png"),
+        ("skin/val_images/I_9.jpg", "skin/val_masks/I_9_Segmentation.png", "skin/val_masks/I_9_Segmentation.png"),
+        ("skin/val_images/I_9.jpg", "skin/val_masks/I_9_Segmentation.png", "skin/val_images/I_9.jpg"),
+        ("ct/val_images/a.1.dcm", "ct/val_masks/a.1.png", "ct/val_masks/a.1.png"),
+        ("ct/val_images/shared.png", "ct/val_masks/9_liver.png", "ct/val_masks/9_liver.png"),
+    ],
+)
+def test_the_files_of_a_row(tmp_path, image, mask, path):
+    for name in (image, mask, "annotations/qa/ct.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    table = tmp_path / "annotations/qa/ct.csv"
+    table.write_text(f"{HEADER}\n{line(9, 'val', image_path=path, image_name='shared.png')}")
+    texts = "val", "Where is the liver?", "The liver is in the top left."
+    assert read_rows(tmp_path) == [Row("ct", str(tmp_path / image), str(tmp_path / mask), *texts, f"{table}:2", "p9")]
+
+
+def test_all_bad_rows_are_listed_at_once(tmp_path, capsys):
+    absent = line(0, "train", image_path="ct/train_masks/7.png")
+    outside = line(0, "train", image_path="../a_masks/0.png")
+    write_set(tmp_path, absent, line(1, "dev"), line(1, "train", answer=" "), outside, line(8, "test"))
+    save(tmp_path / "ct/test_masks/8.png", square(4, 4))
+    with pytest.raises(InputError, match=r"ct.csv:5, .*ct.csv:6, .*ct.csv:7, ...: 5 rows cannot be used"):
+        read_rows(tmp_path)
+    reasons = ["mask ct/train_masks/7.png does not exist", "split 'dev'", "empty 'answer'", "'../a_masks", "no image 8"]
+    for told, number, reason in zip(capsys.readouterr().out.splitlines(), range(5, 10), reasons, strict=True):
+        assert told.startswith(f"{tmp_path}/annotations/ct.csv:{number}: ")
+        assert reason in told
+    assert [row.patient for row in read_rows(tmp_path, skip_bad_rows=True)] == ["p0", "p1", "p2"]
+    assert "5 rows dropped, 3 left" in capsys.readouterr().out
+    # patients by a column or by a pattern, of the annotations that are named
+    (tmp_path / "annotations/mr.csv").write_text((write_set(tmp_path) / "annotations/ct.csv").read_text())
+    assert len(read_rows(tmp_path)) == 6
+    for column, pattern, patients in ((None, None, "p0"), ("image_name", None, "0.png"), (None, r"(\d)\.png", "0")):
+        rows = read_rows(tmp_path, ["mr"], column, pattern)
+        assert (len(rows), rows[0].modality, rows[0].patient) == (3, "mr", patients)
+
+
+def test_positions_by_the_bounding_box():
+    """Against the box as the list of its pixels gives it, on random sparse masks of odd and even sizes."""
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(400):
+        mask = rng.random(rng.integers(3, 12, 2)) < 0.06
+        expected = None
+        if mask.any():
+            low, high = np.argwhere(mask).min(0), np.argwhere(mask).max(0) + 1
+            middle = np.array(mask.shape) / 2
+            y, x = (low + high) / 2 < middle
+            expected = f"{'top' if y else 'bottom'} {'left' if x else 'right'}"
+            if ((low < middle) & (middle < high)).all():
+                expected = "center"
+        assert position_of(mask) == expected
+        seen.add(expected)
+    assert len(seen) == 6
+
+
+SENTENCES = {
+    "The left kidney is in the bottom right of the image.": "bottom right",
+    "The upper-left lobe, in the Lower Left part.": "bottom left",
+    "It lies at the centre.": "center",
+    "In the middle, not the top right": "top right",
+    "On the left, at the top.": None,
+}
+
+
+def test_the_position_that_a_sentence_names():
+    for sentence, position in SENTENCES.items():
+        assert position_in(sentence) == position
+        moved = annotations.name_position(sentence, position, "top left")
+        assert position_in(moved) == (position and "top left")
+        assert annotations.name_position(sentence, "bottom center", "top left") == sentence
+
+
+def test_masks_are_binary_and_label_maps_are_told_from_soft_edges(tmp_path):
+    save(tmp_path / "of_1.png", square(4, 4).astype(np.uint8))
+    save(tmp_path / "of_255.png", np.dstack([square(4, 4)] * 3))
+    save(tmp_path / "soft.jpg", square(4, 4))
+    for path in tmp_path.iterdir():
+        assert np.array_equal(open_mask(path), square(4, 4))
+    for radius in (2, 9, 70):
+        disc = np.hypot(*(np.mgrid[:200, :200] - 100)) < radius
+        save(tmp_path / "a.jpg", disc)
+        assert not annotations.is_label_map(np.asarray(Image.open(tmp_path / "a.jpg")))
+        assert not annotations.is_label_map(ndimage.gaussian_filter(255.0 * disc, 0.8).astype(np.uint8))
+    # the last is an image given as a mask
+    for values in (TWO_LABELS, 100 * TWO_LABELS, TWO_LABELS + np.uint8(1), np.tile(np.arange(200), (200, 1))):
+        assert annotations.is_label_map(values)
+
+
+SPLEEN = {"question": "Where is the spleen?", "answer": "The spleen is in the top left."}
+LONGER = {"question": "What is the position of the whole liver?", "answer": "The whole liver has a top left position."}
+# kind of warning: (row that it names, a file that causes it, further rows)
+WARNINGS = {
+    "the same image": (4, ("test_images/2.png", picture(0))),
+    "the same patient": (5, (), line(2, "test", patient="p1")),
+    "aspect ratio": (3, ("train_masks/1.png", square(4, 4)[:30])),
+    "two structures": (5, (), line(0, "train", **SPLEEN), line(1, "train", **LONGER)),
+    "label map": (2, ("train_masks/0.png", TWO_LABELS)),
+    "empty": (2, ("train_masks/0.png", square(4, 4, 0))),
+    "fewer than 25 pixels": (2, ("train_masks/0.png", square(4, 4, 9))),
+}
+
+
+@pytest.mark.parametrize("kind", WARNINGS)
+def test_each_warning_counts_its_rows(tmp_path, kind):
+    place, file, *more = WARNINGS[kind]
+    assert check_data(read_rows(write_set(tmp_path)), 20, None)[1] == []
+    write_set(tmp_path, *more)
+    if file:
+        save(tmp_path / "ct" / file[0], file[1])
+    _, [warning] = check_data(read_rows(tmp_path), 20, None)
+    assert warning.startswith(f"1 rows ({tmp_path}/annotations/ct.csv:{place}): ")
+    assert kind in warning
+
+
+def test_a_second_check_reads_only_what_has_changed(tmp_path):
+    rows = read_rows(write_set(tmp_path))
+    cache, image = tmp_path / "cache.json", tmp_path / "ct/train_images/0.png"
+    # a damaged cache is written anew
+    for damaged in ("{", "[1]", '{"image a": [1]}'):
+        cache.write_text(damaged)
+        assert check_data(rows, None, cache)[1] == []
+    stat = image.stat()
+    image.write_bytes(bytes(stat.st_size))
+    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert check_data(rows, None, cache)[1] == []
+    os.utime(image)
+    with pytest.raises(InputError, match="0.png cannot be opened"):
+        check_data(rows, None, cache)
+
+
+# --- raw images -------------------------------------------------------------------------------------------------------
+
+
+def prepared(folder: Path, *flags: str, masks: str = "masks", split: str = "1,0,0") -> list[dict[str, str]]:
+    """Prepare folder/scans and folder/<masks> into folder/out; the rows of its CSV."""
+    paths = [str(folder / name) for name in ("scans", masks, "out")]
+    prepare(prepare_args(["prs_med", *paths, "--split", split, *flags])[1])
+    with open(folder / "out/annotations/scans.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+NAMES = {
+    (2, 2): ("a_1.2 final.png", "a_1.2 final_mask.PNG"),
+    (2, 26): ("Über+x-y.tif", "über+x-y.seg.png"),
+    (26, 2): ("p/1.png", "p/1_Segmentation.png"),
+    (26, 26): ("p_1.jpg", "p_1_gt.bmp"),
+    (14, 14): ("q?", "q?.tif"),
+}
+
+
+def test_raw_images_of_many_names_and_formats(tmp_path, capsys):
+    for number, (corner, (image, mask)) in enumerate(NAMES.items()):
+        pixels, inside = picture(number), square(*corner)
+        save(tmp_path / "masks" / mask, inside.astype(np.uint16) if mask.endswith("tif") else inside)
+        if image == "q?":
+            save_dicom(tmp_path / "scans" / image, pixels)
+        else:
+            save(tmp_path / "scans" / image, pixels.astype(np.uint16) * 100 if image.endswith("tif") else pixels)
+    save(tmp_path / "scans/lonely.png", picture(9))
+    save(tmp_path / "masks/astray.png", square(2, 2))
+    table = prepared(tmp_path, "--structure", "lesion")
+    assert "left out: 2 files" in capsys.readouterr().out
+    rows, corners = read_rows(tmp_path / "out"), list(NAMES)
+    for entry, row in zip(table, rows, strict=True):
+        mask, pixels = open_mask(row.mask), np.asarray(Image.open(row.image).convert("L"))
+        assert position_in(row.answer) == entry["position"] == position_of(mask)
+        # each mask has its own image, JPEG's edges apart
+        [number] = [k for k, corner in enumerate(corners) if np.array_equal(mask, square(*corner))]
+        assert np.corrcoef(pixels.ravel(), picture(number).ravel())[0, 1] > 0.9
+        corners[number] = (SIDE, SIDE)
+    assert len(rows) == 5
+    assert check_data(rows, None, None)[1] == []
+
+
+@pytest.mark.parametrize("masks", ["masks", "scans"])
+def test_masks_of_several_structures_by_name(tmp_path, masks):
+    save(tmp_path / "scans/a_1.png", picture(0))
+    for name, corner in (("left_kidney_mask", (2, 2)), ("kidney", (26, 26))):
+        save(tmp_path / masks / f"a_1_{name}.png", square(*corner))
+    table = prepared(tmp_path, "--structure", "kidney", "left kidney", masks=masks)
+    left = {entry["position"]: "left kidney" in entry["question"] for entry in table}
+    assert left == {"top left": True, "bottom right": False}
+    assert len({row.image for row in read_rows(tmp_path / "out")}) == 1
+
+
+def test_a_label_map_becomes_masks(tmp_path):
+    save(tmp_path / "scans/a_0000.png", picture(0))
+    save(tmp_path / "masks/a.png", TWO_LABELS + np.uint8(3) * square(15, 2, 5) + np.uint8(4) * square(30, 2, 3))
+    names = {"background": 0, "liver": 1, "cysts": 2, "-": 3, "speck": 4}
+    (tmp_path / "new.json").write_text(json.dumps({"labels": names}))
+    (tmp_path / "old.json").write_text(json.dumps({"labels": {str(value): name for name, value in names.items()}}))
+    for labels in ("1=liver, 2 = cysts,3=-,4=speck", f"{tmp_path}/old.json", f"{tmp_path}/new.json"):
+        table = prepared(tmp_path, "--labels", labels, "--overwrite")
+        for entry, name, value in zip(table, ("The cysts are", "The liver is"), (2, 1), strict=True):
+            assert entry["answer"].startswith(name) or "can be seen" in entry["answer"]
+            assert np.array_equal(open_mask(tmp_path / "out" / entry["image_path"]), value == TWO_LABELS)
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "PIR"])
+def test_a_volume_is_cut_and_seen_from_below(tmp_path, codes):
+    """A lesion at the patient's right and front, in 12 of 20 slices 2.5 mm apart."""
+    labels = np.zeros((30, 36, 20), np.uint8)
+    labels[20:28, 24:34, 4:16] = 1
+    turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", codes)))
+    for name, values in (("scans", labels * 50.0 + np.arange(36)[:, None]), ("masks", labels)):
+        (tmp_path / name).mkdir()
+        volume = nibabel.Nifti1Image(values, np.diag([1, 1, 2.5, 1])).as_reoriented(turn)
+        nibabel.save(volume, tmp_path / name / "case.nii.gz")
+    table = prepared(tmp_path, "--structure", "lesion", "--slice_spacing", "5")
+    assert [entry["image_name"] for entry in table] == [f"case_s{n:03d}.png" for n in range(4, 16, 2)]
+    row = read_rows(tmp_path / "out")[0]
+    mask, pixels = open_mask(row.mask), np.asarray(Image.open(row.image))
+    expected = np.zeros((36, 30), bool)
+    expected[2:12, 2:10] = True
+    assert np.array_equal(mask, expected)
+    assert pixels[mask].min() > pixels[~mask].max()
+    assert pixels[0, -1] > pixels[-1, -1]
+
+
+def patients(folder: Path, count: int = 6) -> None:
+    for number in range(2 * count):
+        save(folder / f"scans/P{number // 2}_{number}.png", picture(number))
+        save(folder / f"masks/P{number // 2}_{number}.png", square(2, 2))
+
+
+def test_a_patient_is_in_one_split(tmp_path, capsys):
+    patients(tmp_path)
+    flags = ["--structure", "lungs", "--seed", "2"]
+    table = prepared(tmp_path, *flags, "--patient_pattern", r"P\d", split="50,25,25")
+    found = {(entry["patient"], entry["split"]) for entry in table}
+    assert len(found) == 6
+    assert len({split for _, split in found}) == 3
+    with pytest.raises(InputError, match="is there already"):
+        prepared(tmp_path, *flags)
+
+    # a table decides; a patient without images is counted, an image without a row left out
+    lines = [f"P{n // 2}_{n}.png,Q{n // 2},{'test' if n < 4 else 'training'}" for n in range(10)]
+    (tmp_path / "t.csv").write_text("\n".join(["file,who,split", *lines, "x.png,Q9,val"]))
+    flags += ["--overwrite", "--table", str(tmp_path / "t.csv")]
+    table = prepared(tmp_path, *flags, "--patient_column", "who")
+    found = {(entry["patient"], entry["split"]) for entry in table}
+    assert found == {(f"Q{n}", "test" if n < 2 else "train") for n in range(5)}
+    assert "1 of its patients have no image" in capsys.readouterr().out
+    (tmp_path / "t.csv").write_text("file,patient,split\nP0_0,Q0,train\nP0_1,Q0,test")
+    with pytest.raises(InputError, match="t.csv:3: this patient is in another split"):
+        prepared(tmp_path, *flags)
+
+
+def test_all_bad_files_are_listed_and_nothing_is_written(tmp_path, capsys):
+    patients(tmp_path, 3)
+    (tmp_path / "scans/P0_1.png").write_bytes(b"\x89PNG")
+    save(tmp_path / "masks/P1_2.png", TWO_LABELS)
+    save(tmp_path / "masks/P1_3.png", square(2, 2)[:30])
+    save(tmp_path / "masks/P2_4_seg.png", square(2, 2))
+    reasons = {"scans/P0_1": "cannot identify", "P1_2": "a label map", "P1_3": "do not fit", "P2_4_seg": "already"}
+    unnamed = {"masks/P0_0": "its name does not end with a --structure", "P1_2": "a label map"}
+    trials = {"--structure lesion": reasons, "--structure x y": unnamed, "--labels 255=x": {"P1_2": "holds label 1"}}
+    for flags, expected in trials.items():
+        with pytest.raises(InputError, match=f"^{tmp_path}/.*: . files cannot be used, all listed above"):
+            prepared(tmp_path, *flags.split())
+        told = capsys.readouterr().out.splitlines()
+        for name, reason in expected.items():
+            assert any(name in one and reason in one and "; " in one for one in told), (flags, name)
+    assert not any((tmp_path / "out").rglob("*"))
+
+
+# --- made-up data and rivals ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[tuple]:
+    """(modality, image, masks, positions) of 60 made-up images."""
+    draws = [(modality, np.random.default_rng([0, k])) for k in range(20) for modality in sample_data.TARGETS]
+    return [(modality, *sample_data.draw_case(rng, modality, 96)) for modality, rng in draws]
+
+
+def test_made_up_lesions_lie_where_the_answers_say_and_differ_in_grey_and_direction(cases):
+    for modality, image, masks, positions in cases:
+        assert not (masks[0] & masks[1]).sum() > 2
+        gray = np.asarray(Image.fromarray(image).convert("L"), float)
+        for mask, position in zip(masks, positions, strict=True):
+            assert position_of(mask) == position
+            assert ndimage.label(mask)[1] == 1
+            assert 0.015 < mask.mean() < 0.08
+        assert gray[masks[0]].mean() > gray[masks[1]].mean() + 15
+        # edges fall to the right where streaks rise to the right
+        slope = ndimage.sobel(gray, 0) * ndimage.sobel(gray, 1)
+        inside = [slope[ndimage.binary_erosion(mask, iterations=3)].mean() for mask in masks]
+        assert inside[0] > inside[1], modality
+    # each position about equally often
+    counts = [sum(positions[0] == place for *_, positions in cases) for place in sample_data.POSITIONS]
+    assert min(counts) >= 5
+
+
+def test_neither_a_grey_band_nor_a_mean_mask_finds_them(cases):
+    for modality in sample_data.TARGETS:
+        grays = [np.asarray(Image.fromarray(image).convert("L")) for name, image, *_ in cases if name == modality]
+        masks = [masks[0] for name, _, masks, _ in cases if name == modality]
+        examples = [rivals.Example(gray, mask, None) for gray, mask in zip(grays, masks, strict=True)]
+        band, usual = rivals.best_band(examples[:8]), rivals.best_mean_mask(examples[:12])
+        found = [(rivals.in_band(one.gray, band), one.mask) for one in examples[12:]]
+        assert np.mean([rivals.dice(*pair) for pair in found]) < 0.6
+        assert np.mean([rivals.dice(usual, one.mask) for one in examples[12:]]) < 0.5
+
+
+def test_the_same_seed_writes_the_same_data(data_root, tmp_path):
+    sample_data.write_sample_data(tmp_path, num_train=6, num_val=3, num_test=6, image_size=48, seed=0)
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert all((tmp_path / file).read_bytes() == (data_root / file).read_bytes() for file in files)
+    with open(tmp_path / "annotations/lung_CT.csv") as file:
+        for row in csv.DictReader(file):
+            assert position_in(row["answer"]) == row["position"] == position_of(open_mask(tmp_path / row["image_path"]))
+
+
+class Discs(list):
+    """Rows about a disc of a grey of its own, "cyst" of 150 and others of 90, at the top left; brighter ones beside."""
+
+    def __init__(self, count: int, seed: int, structures: tuple[str, ...] = ("cyst", "node")):
+        self.rows, self.reader = [], SimpleNamespace(image_size=64)
+        rng = np.random.default_rng(seed)
+        y, x = np.mgrid[:64, :64]
+        for k in range(count):
+            name, gray = structures[k % len(structures)], rng.integers(0, 40, (64, 64))
+            for place, grey in (((48, 16), 250), ((16, 48), 220), ((16, 16), 150 if name == "cyst" else 90)):
+                top, left = place + rng.integers(-4, 5, 2)
+                disc = (y - top) ** 2 + (x - left) ** 2 < 64
+                gray[disc] = grey + rng.integers(-5, 6)
+            self.rows.append(Row("ct", f"{k}.png", "", "train", "Where?", f"The {name} is in the top left.", ""))
+            self.append({"sam": torch.from_numpy(gray)[None], "mask": torch.from_numpy(disc)})
+
+
+def test_rivals_find_what_they_can():
+    """A grey band and a forest of each structure find it; the mean mask overlaps by its place alone."""
+    scores = rivals.rival_scores(Discs(40, 0), Discs(10, 1))
+    assert sorted(row["index"] for row in scores["grey_threshold"]) == list(range(10))
+    mean = {name: {key: np.mean([row[key] for row in rows]) for key in rows[0]} for name, rows in scores.items()}
+    assert mean["grey_threshold"]["dice"] > 0.99
+    assert mean["grey_threshold"]["position_accuracy"] == mean["pixel_forest"]["position_accuracy"] == 1
+    assert mean["pixel_forest"]["dice"] > 0.9
+    assert 0.4 < mean["mean_mask"]["iou"] < mean["mean_mask"]["dice"] < 0.9
+    assert mean["frequent_position"] == {"index": 4.5, "position_accuracy": 1}
+    # a structure without training rows takes those of its modality; "left" is no part of a structure's name
+    scores = rivals.rival_scores(Discs(40, 0, ("node",)), Discs(4, 1, ("wart",)))
+    assert np.mean([row["dice"] for row in scores["grey_threshold"]]) > 0.99
+    assert rivals.key_of("ct", "The left kidney is there") == rivals.key_of("ct", "the kidney is there")
+
+
+def test_a_forest_tells_textures_of_one_grey_apart():
+    """Streaks up to the right against streaks up to the left."""
+    y, x = np.mgrid[:160, :160]
+    mask = (y - 60) ** 2 + (x - 100) ** 2 < 30**2
+    gray = (128 + 80 * np.where(mask, np.sin((x + y) / 3), np.sin((x - y) / 3))).astype(np.uint8)
+    forest = rivals.fit_forest([rivals.Example(gray, mask, None)])
+    assert rivals.dice(rivals.by_forest(forest, gray), mask) > 0.85
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
 
 # what the script adds to the flags that all share: a new one is a decision
 FLAGS = """
@@ -415,8 +795,6 @@ FLAGS = """
     augmentation vlm_path sam_path image_size lora_rank lora_alpha lora_dropout gradient_checkpointing lambda_seg
     lambda_txt lr_scaling lr_schedule warmup_steps weight_decay eval_split generate_every max_new_tokens predict
     question
-""".split()
-COMMON_FLAGS = """
     config output_dir num_epochs seed max_steps resume_from overwrite eval_only eval_every_steps save_every keep_last
     batch_size gradient_accumulation_steps effective_batch_size learning_rate grad_clip max_bad_steps mixed_precision
     auto_batch gpu_shares num_workers compile deterministic profile log_every wandb world_size dist_timeout local_rank
@@ -424,4 +802,4 @@ COMMON_FLAGS = """
 
 
 def test_the_flags_are_these(args):
-    assert sorted(vars(args)) == sorted(FLAGS + COMMON_FLAGS)
+    assert sorted(vars(args)) == sorted(FLAGS)
