@@ -145,7 +145,8 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         sys.stderr.flush()
         os._exit(1)
     finally:
-        gc.collect()
+        if world_size > 1:
+            gc.collect()
         # loading processes that their loader could not end, as they ignore SIGTERM
         for child in multiprocessing.active_children():
             child.kill()

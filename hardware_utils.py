@@ -70,7 +70,11 @@ def set_numerics(device: torch.device, precision: str, deterministic: bool) -> s
         torch.backends.cuda.matmul.allow_tf32 = False
         remarks.append("TF32 off")
     if deterministic:
-        torch.use_deterministic_algorithms(True)
+        if device.type == "cuda":
+            torch.use_deterministic_algorithms(True)
+        else:
+            # the same, but for settings of torch.compile, whose import takes a second
+            torch.set_deterministic_debug_mode("error")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True
         # The gradients of cuDNN's attention have no fixed order, those of the flash and memory-efficient kernels do.

@@ -317,7 +317,7 @@ def test_files_that_are_not_there_or_no_hdf5(folder, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "cut.hdf5").write_bytes(beside.read_bytes()[:9999])
     for path, message in {
-        tmp_path / "none.hdf5": "no such file; histories in seconds: `python -m tools.sample_data compressed_ad .*demo",
+        tmp_path / "none.hdf5": "no such file; give --data",
         tmp_path: "holds 0 .hdf5 files, also in datasets/; name one",
         beside.with_name("none.hdf5"): f"no such file; beside it lies {beside.name}",
         tmp_path / "sub": "not readable histories",

@@ -476,6 +476,14 @@ def test_the_image_is_normalised_and_so_are_the_convnexts_features(parse):
     assert any(parameter is model.norm.weight for parameter in kept["params"])
 
 
+def test_positions_are_finite_and_differ():
+    """At the width of BERT-base, and of the tests' models."""
+    for width in (768, 32):
+        places = script.grid_positions(7, width, torch.device("cpu"))
+        assert places.isfinite().all()
+        assert len(places.unique(dim=0)) == 49
+
+
 def test_padding_and_neighbours_change_no_answer(parse):
     """A question alone, and beside a longer one about another image."""
     model, _ = small_model(parse)
@@ -873,7 +881,7 @@ def test_a_wrong_deepspeed_config_is_one_line(tmp_path, content):
 
 NEW, OLD = "--output_dir {tmp}/run ", "--output_dir {trained} --resume_from auto "
 MISTAKES = {
-    NEW + "--data_path {tmp}/nothing": "no prepared data; make it once",
+    NEW + "--data_path {tmp}/nothing": "no data; give --data_path",
     NEW + "--image_size 64": "has images of 32 pixels, not of 64",
     NEW + "--image_encoder {tmp}": "{tmp}: cannot be loaded",
     NEW + "--image_encoder {tmp}/damaged": "1 weights are not in the file",

@@ -353,7 +353,7 @@ def test_predict(trained, run, data_root, tmp_path, capsys):
 
 OTHER = "--data_root {tmp}/other --skip_data_check"
 MISTAKES = {
-    "--data_root {tmp}/nowhere": "no such folder; give --data_root, or make data up",
+    "--data_root {tmp}/nowhere": "no such folder; give --data_root",
     "--image_size 50": "not a multiple of SAM's patch; try 48",
     "--vlm_path {root}/sam_tiny": "is a sam model, not llava",
     "--annotations lung": "no lung.csv, there are",

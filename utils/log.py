@@ -13,7 +13,9 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
@@ -196,11 +198,13 @@ class RunLog:
             self.wandb.finish()
 
 
-def save_figure(folder: Path, name: str, figure) -> None:
-    """A matplotlib figure as <folder>/figures/<name>.png."""
+def save_figure(folder: Path, name: str, figure) -> np.ndarray:
+    """A matplotlib figure as <folder>/figures/<name>.png; returns its pixels (height, width, 3)."""
     path = folder / "figures" / f"{name}.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
+    with Image.open(path) as picture:
+        return np.asarray(picture.convert("RGB"))
 
 
 def draw_curves(path: Path):

@@ -80,7 +80,7 @@ class Run:
         # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
         self.stream = None
         self.read = 0
-        self.profiler = self.exact = None
+        self.profiler = self.exact = self.wrapped = None
         self.armed = -math.inf
         self.trains = not (args.eval_only or getattr(args, "predict", None))
         resume_from = args.resume_from
@@ -238,9 +238,11 @@ class Run:
         """All ranks: the model in DDP, or exact sums of its gradients; again where other weights are to be trained."""
         if self.exact:
             self.exact.close()
-        # of two DDP around one model both would exchange its gradients
-        self.wrapped = self.exact = None
-        gc.collect()
+        if isinstance(self.wrapped, DistributedDataParallel):
+            # of two around one model both would exchange its gradients
+            self.wrapped = None
+            gc.collect()
+        self.exact = None
         if self.args.deterministic:
             self.exact = du.ExactSum(self.model)
         self.wrapped = self.model if self.exact else du.wrap_in_ddp(self.model, self.ranks.device)
@@ -494,9 +496,9 @@ class Run:
         """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""
         if self.ranks.is_main and figure is not None:
             try:
-                save_figure(self.folder, name, figure)
+                pixels = save_figure(self.folder, name, figure)
                 if self.trains:
-                    self.log.writer.add_figure(name, figure, self.position.step)
+                    self.log.writer.add_image(name, pixels, self.position.step, dataformats="HWC")
             except OSError as error:
                 # a full disk ends the run at the next checkpoint, which needs the room too
                 print(f"warning: {self.folder}: figure not written ({error})", flush=True)
