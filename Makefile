@@ -85,10 +85,10 @@ demo-all: setup
 	$(MAKE) demo TASK=compressed_ad
 
 test: setup-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m "not soak"
+	$(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder -m "not soak"
 
 test-quick: setup-dev
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not soak" tests/test_[!p]*.py -k "not hardware and not rehearse and not benchmark"
+	$(BIN)/python -m pytest -q -n 2 -m "not soak" tests/test_[!p]*.py -k "not hardware and not rehearse and not benchmark"
 	$(BIN)/python -m pytest -q tests/test_promise.py -k "minimal and (three or killed)" -m "not soak"
 
 soak: setup-dev

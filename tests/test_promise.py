@@ -296,7 +296,6 @@ def test_every_launcher_starts_the_same_run(launcher, run, whole, tmp_path):
     assert_same(tmp_path / "run", whole(MINIMAL))
 
 
-@pytest.mark.xdist_group("train")
 def test_accelerate_launch_word_for_word(run, whole, tmp_path):
     """Guide 4's first command: two processes by its config."""
     text = run(COMPRESSED_AD, tmp_path / "run", launcher="accelerate launch --config_file accelerate_config.yaml")
@@ -354,7 +353,6 @@ def assert_close(folder: Path, other: list[dict]) -> None:
             assert one[name] == pytest.approx(two[name], rel=1e-6, abs=2e-6), (one["step"], name)
 
 
-@pytest.mark.xdist_group("deepspeed")
 @pytest.mark.soak
 @pytest.mark.parametrize(("stage", "processes"), [(1, 2), (2, 3), (3, 2)])
 def test_deepspeed_changes_nothing(run, plain, zero_flags, tmp_path, stage, processes):
@@ -364,7 +362,6 @@ def test_deepspeed_changes_nothing(run, plain, zero_flags, tmp_path, stage, proc
     assert f"DeepSpeed ZeRO-{stage}" in (tmp_path / "run.txt").read_text()
 
 
-@pytest.mark.xdist_group("deepspeed")
 def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
     """DDP on 2, killed; ZeRO-3 on 3; ZeRO-2 on 1; torch on 1: as if nothing had happened."""
     folder = tmp_path / "run"
@@ -378,7 +375,6 @@ def test_any_engine_resumes_any_other(start, run, plain, zero_flags, tmp_path):
     assert_close(folder, plain)
 
 
-@pytest.mark.xdist_group("deepspeed")
 def test_deepspeed_killed_and_resumed_is_the_same_to_the_bit(start, run, plain, zero_flags, tmp_path):
     """And the same as torch on one process to rounding."""
     run(DEEPSPEED, tmp_path / "whole", zero_flags(2), 2, exact=False)
@@ -392,7 +388,6 @@ def test_deepspeed_killed_and_resumed_is_the_same_to_the_bit(start, run, plain, 
     assert_same(folder, tmp_path / "whole")
 
 
-@pytest.mark.xdist_group("deepspeed")
 def test_deepspeed_skips_a_step_on_all_ranks(run, zero_flags, tmp_path):
     run(DEEPSPEED, tmp_path / "run", zero_flags(2), 2, fault="nan@2@1", exact=False)
     lines = [line for line in read_log(tmp_path / "run") if "train/loss" in line]
@@ -476,7 +471,6 @@ def test_loader_workers(run, evaluated, tmp_path):
     assert_same(tmp_path / "run", evaluated)
 
 
-@pytest.mark.xdist_group("train_accelerate")
 @pytest.mark.parametrize(
     "fault",
     [
