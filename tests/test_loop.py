@@ -57,6 +57,23 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path):
     log.close()
 
 
+def test_what_is_shown(tmp_path, capsys):
+    """A run of days says so, once; TensorBoard has no details."""
+    log = RunLog(tmp_path, CPU, ["loss", "skipped"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
+    log.opened -= 10
+    log.warn_of_days(20_000)
+    assert "at this speed the training takes 2.3 days more" in capsys.readouterr().out
+    log.warn_of_days(20_000)
+    assert not capsys.readouterr().out
+    log.writer = Mock()
+    log.write(
+        1, 1, {"val/auc": 0.5, "val/auc/3y": 0.5, "val/auc_low": 0.4, "val/return_optimal": 1.0, "val/loss": None}
+    )
+    log.writer.add_scalar.assert_called_once_with("val/auc", 0.5, 1)
+    assert len(json.loads((tmp_path / "metrics.jsonl").read_text())) == 7
+    log.close()
+
+
 def test_without_save_every_a_checkpoint_a_minute():
     for save_every, age, due in ((None, 59, False), (None, 61, True), (7, 0, True)):
         run = SimpleNamespace(args=SimpleNamespace(save_every=save_every), saved_at=time.monotonic() - age)
