@@ -10,6 +10,7 @@ import shutil
 import signal
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -143,7 +144,7 @@ RELEASE = [
         ("4_A", "E01_more", main(), "More?"), ("4_A", "D02_has_finding", main(), " "),
     ]),
     (5, 11, "train", ["AP"], []),
-    (1, 11, "train", ["AP", "LATERAL", "PA", "PA"], RATED),
+    (1, 11, "train", ["PA", "LATERAL", "PA", "AP"], RATED),
 ]  # fmt: skip
 LABELS = {"Edema": "1.0", "Atelectasis": "0.0", "Support Devices": "-1.0"}
 
@@ -212,7 +213,7 @@ def test_what_is_taken_from_the_releases(releases):
     # PA before AP, then the first by name; sorted by split and study
     found = data.studies[["image", "patient", "split", "view", "sex", "age"]].fillna("")
     assert found.to_numpy().tolist() == [
-        ["files/p10/p10000011/s50000001/w1.jpg", "10000011", "train", "PA", "F", 61],
+        ["files/p10/p10000011/s50000001/x1.jpg", "10000011", "train", "PA", "F", 61],
         ["files/p10/p10000011/s50000005/z5.jpg", "10000011", "train", "AP", "F", 61],
         ["files/p10/p10000012/s50000002/y2.jpg", "10000012", "val", "AP", "", ""],
         ["files/p10/p10000013/s50000003/y3.jpg", "10000013", "test", "PA", "", ""],
@@ -261,7 +262,7 @@ def test_a_partial_download(releases, capsys):
     """What is there is taken, the rest is counted; a release that cannot be used is named."""
     images = {path.stem: path for path in (releases / "jpg").rglob("*.jpg")}
     asked = {int(path.name[8]): path for path in (releases / "qba").rglob("*.json")}
-    images["w1"].unlink()
+    images["x1"].unlink()
     images["y3"].write_bytes(b"\xff\xd8\xff")
     asked[5].write_text(asked[5].read_text()[:-5])
     data = from_releases(releases, "out")
@@ -284,8 +285,6 @@ def test_a_partial_download(releases, capsys):
     path = releases / "jpg/mimic-cxr-2.0.0-split.csv.gz"
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()).replace(b"10000011,train", b"10000011,test", 1)))
     fails("split.csv.gz: patient '10000011' is in two splits")
-    path.write_bytes(b"\x1f\x8b damaged")
-    fails("split.csv.gz: cannot be read")
 
 
 # --- a table of one's own ---------------------------------------------------------------------------------------------
@@ -416,6 +415,11 @@ def test_made_up_findings_differ_by_form_alone():
         numbers = report.image_numbers(torch.from_numpy(np.stack(drawn))[:, None] / 255)
         scores = cross_val_predict(LogisticRegression(C=0.1), numbers, there, method="decision_function")
         assert roc_auc_score(there, scores) < 0.65, place
+        none, *degrees = (
+            sample_data.draw_image(np.random.default_rng(1), 32, {place: degree} if degree < 3 else {})
+            for degree in (3, 0, 1, 2)
+        )
+        assert all((image != none).any() for image in degrees), place
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -489,8 +493,11 @@ def test_padding_and_neighbours_change_no_answer(parse):
     model, _ = small_model(parse)
     model.eval()
     images = torch.randint(0, 255, (2, 1, 32, 32), dtype=torch.uint8)
-    batch = script.tokenize(model.tokenizer, 16, ["is there pneumonia?", "where is the support device in this image?"])
-    alone = script.tokenize(model.tokenizer, 16, ["is there pneumonia?"])
+    batch = script.tokenize(
+        model.tokenizer, 16, ["is the study abnormal?", "is there pleural effusion on the left side?"]
+    )
+    alone = script.tokenize(model.tokenizer, 16, ["is the study abnormal?"])
+    assert (alone["ids"].shape[1], batch["ids"].shape[1]) == (8, 16)
     with torch.no_grad():
         both = model(images, batch["ids"], batch["mask"], torch.tensor([1, 0]))
         one = model(images[1:], alone["ids"], alone["mask"], torch.tensor([0]))
@@ -522,9 +529,8 @@ def test_a_batch_holds_each_image_once_and_its_own_labels(questions, parse):
     batch, studies = questions.batch(indices(*chosen)), data.study[chosen]
     assert len(batch["image"]) == len(set(studies))
     assert np.array_equal(batch["image"][batch["image_of"], 0], data.images[studies])
-    texts = [questions.tokenizer[0].decode(ids, skip_special_tokens=True).replace(" ", "") for ids in batch["ids"]]
-    asked = data.texts.take(data.question[chosen].tolist()).to_pylist()
-    assert texts == [text.lower().replace(" ", "") for text in asked]
+    texts = data.texts.take(data.question[chosen].tolist()).to_pylist()
+    assert torch.equal(batch["ids"], script.tokenize(*questions.tokenizer, texts)["ids"])
     truth = data.labels[studies]
     assert (truth == -1).any()
     assert np.array_equal(batch["known"], np.isfinite(truth))
@@ -541,7 +547,6 @@ def test_a_batch_holds_each_image_once_and_its_own_labels(questions, parse):
     assert np.array_equal(batch["known"], np.isin(data.labels[studies], (0, 1)))
     assert np.array_equal(batch["image"][batch["image_of"], 0], data.images[studies - 1])
     shown[:] = -1
-    assert test.batch(range(7))["image"].shape == (1, 1, 32, 32)
     assert not test.batch(range(7))["image"].any()
 
 
@@ -650,9 +655,11 @@ def test_the_validation_chooses_the_penalties_of_a_rival(monkeypatch):
     features = rng.normal(size=(90, 8)) + labels[:, :1]
     images = np.split(np.arange(90), [60, 75])
     parts = [{"study": x, "question": x * 0, "target": labels[x, 0].astype(int)} for x in images]
+    # standardised by what is fitted alone
+    assert report.components(features, 60)[:60].mean(0).numpy() == pytest.approx(np.zeros(8), abs=1e-9)
     real = report.fit_logistic
     # with the other penalties all is the wrong way round
-    monkeypatch.setattr(report, "fit_logistic", lambda *x: real(*x) if x[-1] == 0.1 else -real(*x))
+    monkeypatch.setattr(report, "fit_logistic", lambda *x: real(*x) if x[-1] == 0.001 else -real(*x))
     answers, scores = report.classical(features, images, labels, parts, np.full(15, -1))
     assert roc_auc_score(parts[2]["target"], answers) > 0.6
     assert roc_auc_score(parts[2]["target"], scores[:, 0]) > 0.6
@@ -697,12 +704,12 @@ def test_the_table_by_other_means(trained, folder):
         assert summary[name] == pytest.approx(value, rel=1e-4), name
     assert summary["test/chexpert_auroc_low"] < summary["test/chexpert_auroc"] < summary["test/chexpert_auroc_high"]
     assert summary["test/loss"] == pytest.approx(summary["test/loss_vqa"] + 0.3 * summary["test/loss_chexpert"])
-    for name in ("majority", "question_only", "label_lookup", "pixels", "numbers", "encoder"):
-        gain = summary["test/vqa_accuracy"] - summary[f"test/rival/{name}/vqa_accuracy"]
-        assert summary[f"test/rival/{name}/vqa_accuracy_gain"] == pytest.approx(gain)
-    for name in ("pixels", "numbers", "encoder"):
-        gain = summary["test/chexpert_auroc"] - summary[f"test/rival/{name}/chexpert_auroc"]
-        assert summary[f"test/rival/{name}/chexpert_auroc_gain"] == pytest.approx(gain)
+    for metric, names in (
+        ("vqa_accuracy", ["majority", "question_only", "label_lookup", "pixels", "numbers", "encoder"]),
+        ("chexpert_auroc", ["pixels", "numbers", "encoder"]),
+    ):
+        for rival in (f"test/rival/{name}/{metric}" for name in names):
+            assert summary[f"{rival}_gain"] == pytest.approx(summary[f"test/{metric}"] - summary[rival])
 
 
 def test_the_steps_and_what_the_test_knows(trained, parse, monkeypatch):
@@ -712,6 +719,8 @@ def test_the_steps_and_what_the_test_knows(trained, parse, monkeypatch):
     steps = 20 * math.ceil(summary["training questions"] / 16)
     factors = [0.5, 1, *(0.5 + 0.5 * math.cos(math.pi * step / (steps - 2)) for step in range(4))]
     assert [line["train/lr"] for line in log if "train/lr" in line] == pytest.approx([1e-2 * x for x in factors])
+    validated = [line["val/vqa_accuracy"] for line in log if "val/vqa_accuracy" in line]
+    assert summary["val/vqa_accuracy"] == max(validated) > min(validated)
 
     asked, tables = [], []
     answer, tell = script.answer_questions, report.print_tables
@@ -760,6 +769,9 @@ def test_which_head_answers():
     asked = ["Is it?", "Where is it?", "In which zone?", "How severe is it?", "What is it?", "Describe it."]
     heads = "binary region region severity category category"
     assert [script.head_for(question) for question in asked] == heads.split()
+    # a label that no training study has, or all have, means nothing
+    labels, studies = np.eye(3, len(CHEXPERT)), pd.DataFrame({"split": ["train", "train", "test"]})
+    assert report.trained_labels(SimpleNamespace(labels=labels, studies=studies)) == list(CHEXPERT[:2])
 
 
 def test_own_images_are_learned(parse, tmp_path):
@@ -782,11 +794,9 @@ def test_own_images_are_learned(parse, tmp_path):
 
     run("run", "all")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    for name in ("", "rival/label_lookup/", "rival/pixels/", "rival/numbers/", "rival/encoder/"):
-        assert summary[f"test/{name}vqa_accuracy"] > 0.9, name
     for name in ("", "rival/pixels/", "rival/numbers/", "rival/encoder/"):
-        assert summary[f"test/{name}chexpert_auroc"] > 0.9, name
-    assert summary["test/rival/majority/vqa_accuracy"] == 0.5
+        assert min(summary[f"test/{name}vqa_accuracy"], summary[f"test/{name}chexpert_auroc"]) > 0.9, name
+    assert (summary["test/rival/label_lookup/vqa_accuracy"], summary["test/rival/majority/vqa_accuracy"]) == (1, 0.5)
     run("run", "test", "--eval_only", "--resume_from", "auto")
     alone = json.loads((tmp_path / "run/eval_test.json").read_text())
     assert alone["test/vqa_accuracy"] == summary["test/vqa_accuracy"]
