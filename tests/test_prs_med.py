@@ -797,21 +797,3 @@ def test_a_forest_tells_textures_of_one_grey_apart():
     gray = (128 + 80 * np.where(mask, np.sin((x + y) / 3), np.sin((x - y) / 3))).astype(np.uint8)
     forest = rivals.fit_forest([rivals.Example(gray, mask, None)])
     assert rivals.dice(rivals.by_forest(forest, gray), mask) > 0.85
-
-
-# --- flags ------------------------------------------------------------------------------------------------------------
-
-# what the script adds to the flags that all share: a new one is a decision
-FLAGS = """
-    data_root annotations skip_bad_rows skip_data_check patient_column patient_pattern questions_per_image cache_gb
-    augmentation vlm_path sam_path image_size lora_rank lora_alpha lora_dropout gradient_checkpointing lambda_seg
-    lambda_txt lr_scaling lr_schedule warmup_steps weight_decay eval_split generate_every max_new_tokens predict
-    question
-    config output_dir num_epochs seed max_steps resume_from overwrite eval_only eval_every_steps save_every keep_last
-    batch_size gradient_accumulation_steps effective_batch_size learning_rate grad_clip max_bad_steps mixed_precision
-    auto_batch gpu_shares num_workers compile deterministic profile log_every wandb world_size dist_timeout local_rank
-""".split()
-
-
-def test_the_flags_are_these(args):
-    assert sorted(vars(args)) == sorted(FLAGS)
