@@ -154,7 +154,7 @@ train_accelerate.py tests/test_cascade.py::test_rivals_of_the_table
 train_accelerate.py tests/test_cascade.py::test_the_learning_rate_is_halved_on_a_plateau_also_across_a_resume
 -                        * plateau.state["factor"]
 +
-train_accelerate.py tests/test_promise.py::test_cascade_killed_in_what_only_it_has
+train_accelerate.py tests/test_cascade.py::test_a_run_leaves_what_the_page_says
 -cascade = Cascade(args, ranks.device, precision, prior, saved["stds"] if saved else [math.sqrt(prior.error)])
 +cascade = Cascade(args, ranks.device, precision, prior, [math.sqrt(prior.error)] * 2)
 tasks/cascade/report.py tests/test_cascade.py::test_table_names_rivals_and_compares_with_the_strongest

@@ -539,6 +539,8 @@ def test_a_run_leaves_what_the_page_says(folder, finished, capfd):
     losses = [line["val/loss"] for line in lines if "val/loss" in line]
     best = torch.load(finished / "stage1_best.pt", weights_only=True)
     assert best["position"]["best"] == min(losses[:2])
+    # how far each stage's start is from the truth
+    assert [len(torch.load(finished / f"stage{k}_best.pt", weights_only=True)["stds"]) for k in (1, 2)] == [1, 2]
     # a checkpoint does not tell a single patient's CT: of the prior's tensors none has a row for each patient
     assert {name for name, value in best["prior"].items() if value is None} == {"coordinates", "weights", "kernel"}
     # --eval_only gives the same numbers; other stages than the checkpoint's are not passed over in silence
