@@ -151,7 +151,7 @@ train_accelerate.py tests/test_cascade.py::test_evaluations_are_means_over_patie
 train_accelerate.py tests/test_cascade.py::test_rivals_of_the_table
 -known).argmin(1).tolist()
 +known).argmax(1).tolist()
-train_accelerate.py tests/test_cascade.py::test_the_learning_rate_is_halved_on_a_plateau_also_across_a_resume
+train_accelerate.py tests/test_cascade.py::test_a_plateau_halves_the_learning_rate_also_across_a_resume
 -                        * plateau.state["factor"]
 +
 train_accelerate.py tests/test_cascade.py::test_a_run_leaves_what_the_page_says

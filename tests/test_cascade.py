@@ -464,15 +464,18 @@ def test_table_names_rivals_and_compares_with_the_strongest(capfd):
     assert "above linear posterior, consistent" in capfd.readouterr().out
 
 
-def test_the_learning_rate_is_halved_on_a_plateau_also_across_a_resume(folder, tmp_path):
-    """As torch's ReduceLROnPlateau: by half once more than 5 evaluations were no better than the best."""
-    stage = json.dumps(STAGES[0] | {"num_epochs": 16, "batch_size": 10})
-    words = "--lr 1e-9 --batch_size 10 --log_every 1 --stage_configs".split()
-    run(folder, tmp_path / "run", *words, stage, "--max_steps", 5)
-    run(folder, tmp_path / "run", *words, stage, "--resume_from", "auto")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    lrs = [line["train/lr"] for line in lines if "train/lr" in line]
+def test_a_plateau_halves_the_learning_rate_also_across_a_resume(folder, tmp_path):
+    """As torch's ReduceLROnPlateau, after more than 5 evaluations; and losses are means over a step, however cut."""
+    flags = ["--lr", "1e-9", "--log_every", "1", "--effective_batch_size", "10", "--stage_configs"]
+    flags.append(json.dumps(STAGES[0] | {"num_epochs": 16}))
+    run(folder, tmp_path / "run", *flags, "--max_steps", 5)
+    run(folder, tmp_path / "run", *flags, "--resume_from", "auto")
+    run(folder, tmp_path / "whole", *flags, "--batch_size", 10, "--max_steps", 1)
+    logs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("run", "whole")]
+    cut, whole = ([line for line in map(json.loads, log) if "train/lr" in line] for log in logs)
+    lrs = [line["train/lr"] for line in cut]
     assert lrs == pytest.approx([1e-9] * 7 + [5e-10] * 6 + [2.5e-10] * 3)
+    assert cut[0]["train/loss"] == pytest.approx(whole[0]["train/loss"], rel=1e-5)
 
 
 # --- flags and runs ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ MEANS = {
     "dice": "Dice",
     "iou": "",
     "position_accuracy": "position",
-    "position_accuracy_mask": "of mask",
+    "position_accuracy_mask": "mask pos.",
     "hd95": "HD95",
 }
 
