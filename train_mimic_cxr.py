@@ -71,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("engine").add_argument
     text = "batch, accumulation, workers and checkpointing from the hardware, unless a flag or a file sets them"
     add("--auto_optimize", action="store_true", default=True, help=text)
-    add("--no_auto_optimize", dest="auto_optimize", action="store_false", help="the defaults instead")
+    add("--no_auto_optimize", dest="auto_optimize", action="store_false", default=SUPPRESS, help="keep the defaults")
     add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default for 2 processes and more")
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
     add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON; default: configs/deepspeed_config.json")

@@ -43,7 +43,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--val_fold", help="its value for validation rows, default val; with --folds: this fold alone")
     add("--folds", type=whole(2), help="make so many folds, events spread evenly, and train them one after another")
     rare("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
-    add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns that the risk follows, too")
+    add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns to use as inputs besides the image")
     add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
     rare("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
     rare("--mask_margin", type=number(0), default=10.0, help="mm around the box; an empty mask crops nothing")

@@ -204,14 +204,14 @@ def add_common_arguments(
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
     if num_epochs:
         add("--num_epochs", "--epochs", type=whole(1), default=num_epochs, help="passes over the training set")
-    add("--seed", type=whole(-(10**18)), default=0, help="initial weights, sample order, and all else that is drawn")
+    add("--seed", type=whole(-(10**18)), default=0, help="of initial weights, sample order and all other random draws")
     add("--max_steps", type=whole(0), default=0, help="stop after N optimizer steps in all; 0: at the end")
     add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")
     add("--overwrite", action="store_true", help="delete the run in the output folder and start afresh")
     add("--eval_only", action="store_true", help="no training: evaluate --resume_from, or best.pt of the run")
     text = f"evaluate every N steps{', besides after each epoch' if num_epochs else ''}"
     add("--eval_every_steps", "--eval_interval", type=whole(0), default=0, help=text)
-    text = "save every N steps and after evaluations; left out, N is 500, and not more often than once a minute"
+    text = "save every N steps and after evaluations; if unset every 500 steps, at most once a minute"
     add("--save_every", "--ckpt_interval", type=whole(0), help=text)
     add("--keep_last", type=whole(1), default=2, help="checkpoints kept beside best.pt")
 
@@ -225,7 +225,7 @@ def add_common_arguments(
     add("--gradient_accumulation_steps", type=whole(1), default=1, help=text)
     text = f"samples of a step over ALL GPUs, however many; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
-    text = "at its highest, before any scaling"
+    text = "peak learning rate, before any scaling"
     add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
     add("--grad_clip", "--grad_clip_norm", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
     rare("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
