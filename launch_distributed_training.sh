@@ -9,7 +9,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
-if [[ ! ${VIRTUAL_ENV:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
+if [[ ! ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
 fail() { echo "error: $1" >&2 && exit 2; }
 
 script=train_mimic_cxr.py processes='' ddp='' words=()

@@ -6,8 +6,8 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
-if [[ ! ${VIRTUAL_ENV:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
-if [[ ${1:-} == --help || ${1:-} == -h ]]; then sed -n '2,5s/^# //p' "$0" && exit; fi
+if [[ ! ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then sed -n '2,5s/^# //p' "$0" && exit; fi
 
 data=data processes=()
 if [[ ${1:--} != -* ]]; then data=$1 && shift; fi

@@ -5,5 +5,5 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
-if [[ ! ${VIRTUAL_ENV:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
+if [[ ! ${VIRTUAL_ENV:-}${CONDA_PREFIX:-} ]]; then PATH=$here/.venv/bin:$PATH; fi
 exec python3 "$here/utils/launch_4gpu.py" "$@"

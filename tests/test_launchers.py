@@ -105,14 +105,28 @@ def test_where_nodes_meet(variables, expected, monkeypatch):
 
 @pytest.mark.parametrize("name", [*NODES, "MASTER_PORT"])
 def test_a_wrong_variable_is_named(name, monkeypatch):
-    for value in (*HOSTILE[: 4 if name == "MASTER_ADDR" else None], None):
+    """Empty is as good as missing, which two of them may not be."""
+    numbers = ["08", "-1", "2.0", "two", "٣", "99999"]
+    wrong = {
+        "MASTER_ADDR": ["", *HOSTILE[:4]],
+        "NODE_RANK": ["", "2", *HOSTILE[:4], *numbers],
+        "NNODES": ["0", *numbers[:5]],
+    }
+    for value in wrong.get(name, numbers):
         for other, usual in NODES.items():
             monkeypatch.setenv(other, usual)
-        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
-        if value is None and name in ("NNODES", "MASTER_PORT"):
-            continue
+        monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=f"^{name} must be "):
             torchrun.where_nodes_meet()
+
+
+def test_srun_starts_scripts_and_not_launchers(monkeypatch):
+    monkeypatch.setenv("NNODES", "")
+    monkeypatch.setenv("MASTER_PORT", "")
+    assert torchrun.where_nodes_meet() == ["--standalone"]
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(InputError, match="let it start the script"):
+        torchrun.where_nodes_meet()
 
 
 ACCELERATE = (
@@ -220,7 +234,7 @@ MODULES = "utils.hardware_utils tools.sample_data tools.prepare_data tools.verif
 def test_before_pip_install(words):
     """-S: a python without installed packages."""
     done = subprocess.run([sys.executable, "-S", *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"error: {sys.executable} has no torch; run `make setup`, then `source .venv/bin/activate`\n"
 
 
@@ -231,13 +245,19 @@ def test_before_pip_install(words):
         ("train_mimic_cxr.py --data_path nowhere", "TASK=mimic_cxr` prepare_data mimic_cxr"),
         ("train_survival_distributed.py", "TASK=survival` sample_data survival"),
         ("train_accelerate.py --dataset_path nowhere", "TASK=cascade` sample_data cascade"),
+        # as guide 3 names its configs
+        (
+            "train_4gpu.sh --method torchrun --num_gpus 1 --config config/multi_view_config.json",
+            "TASK=cascade` cascade",
+        ),
         ("train.py --data nowhere", "TASK=compressed_ad` sample_data compressed_ad"),
     ],
 )
 def test_without_data_two_commands_are_named(command, named, tmp_path):
     path, *words = command.split()
     start = ["bash"] if path.endswith(".sh") else [sys.executable]
-    done = subprocess.run([*start, ROOT / path, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    cwd = ROOT if "config/" in command else tmp_path
+    done = subprocess.run([*start, ROOT / path, *words], cwd=cwd, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
@@ -264,7 +284,7 @@ def test_a_slurm_job_goes_on_later_when_its_time_is_up(tmp_path, code, seconds_l
     command = ["bash", str(ROOT / "configs/slurm/train.sbatch"), "train.py", "--seed", "3"]
     done = subprocess.run(command, cwd=tmp_path, env=variables | {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert done.returncode == code
-    expected = "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --seed 3 --resume_from auto "
+    expected = "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --resume_from auto --seed 3 "
     assert (tmp_path / "calls").read_text() == expected + "scontrol requeue 77 " * requeued
 
 
@@ -300,7 +320,7 @@ def test_the_job_set(launch):
     }  # fmt: skip
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     volumes = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert set(volumes) == {"/storage", "/dev/shm", "/tmp"}
+    assert set(volumes) == {"/storage", "/dev/shm", "/tmp", "/app/runs"}
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
     done, started = launch(DETECT, container["args"], NODE_RANK="1", **environment)

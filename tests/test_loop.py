@@ -62,7 +62,7 @@ def test_what_is_shown(tmp_path, capsys):
     log = RunLog(tmp_path, CPU, ["loss", "skipped"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
     log.opened -= 10
     log.warn_of_days(20_000)
-    assert "at this speed the training takes 2.3 days more" in capsys.readouterr().out
+    assert "at the speed of its first steps the training takes 2.3 days more" in capsys.readouterr().out
     log.warn_of_days(20_000)
     assert not capsys.readouterr().out
     log.writer = Mock()

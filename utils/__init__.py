@@ -4,4 +4,5 @@ import importlib.util
 import sys
 
 if importlib.util.find_spec("torch") is None:
-    sys.exit(f"error: {sys.executable} has no torch; run `make setup`, then `source .venv/bin/activate`")
+    print(f"error: {sys.executable} has no torch; run `make setup`, then `source .venv/bin/activate`", file=sys.stderr)
+    sys.exit(2)

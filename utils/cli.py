@@ -84,7 +84,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return text.replace("--", "") if action.container.title == RARE else text
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+        nothing = action.default is None or action.default is False or action.default == []
+        return action.help if nothing else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,14 +121,16 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if argv is None else argv
         args = self.parse_args(words)
         if args.config:
-            if args.config.startswith("config/") and not Path(args.config).exists():
+            path = args.config
+            if path.startswith("config/") and not Path(path).exists():
                 # as guide 3 names the folder
-                args.config = args.config.replace("config/", "configs/", 1)
+                path = path.replace("config/", "configs/", 1)
             # the command line alone was right, so that a mistake from here on is the file's; its words come first
-            self.source = f"{args.config}: "
-            args = self.parse_args([*self.config_words(args.config), *words])
-            self.source = ""
-        if getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
+            self.source = f"{path}: "
+            args = self.parse_args([*self.config_words(path), *words])
+            args.config, self.source = path, ""
+        trains = not (getattr(args, "eval_only", False) or getattr(args, "predict", None))
+        if trains and getattr(args, "wandb", None) and importlib.util.find_spec("wandb") is None:
             self.error("--wandb: it is not installed; pip install -r requirements-wandb.txt")
         if getattr(args, "deterministic", False):
             # cuBLAS reads this when torch first uses it: one workspace, whose sums have one order

@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # started by its path, from any folder
-sys.path[0] = str(ROOT)
+if not __package__:
+    sys.path[0] = str(ROOT)
 
 from utils import torchrun
 from utils.cli import Parser, whole

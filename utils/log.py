@@ -37,7 +37,9 @@ def print_banner(title: str, facts: dict) -> None:
     width = max(map(len, facts))
     lines = [f"== {title} ".ljust(100, "=")]
     for name, value in facts.items():
-        wrap = textwrap.TextWrapper(100, f"  {name:<{width}}  ", " " * (width + 4), break_long_words=False)
+        wrap = textwrap.TextWrapper(
+            100, f"  {name:<{width}}  ", " " * (width + 4), break_long_words=False, break_on_hyphens=False
+        )
         lines += wrap.wrap(str(value)) or [f"  {name}"]
     print_main("\n".join(lines))
 
@@ -164,7 +166,7 @@ class RunLog:
         left = (time.perf_counter() - self.opened) / self.made * steps
         if self.made == (10 if self.ranks.device.type == "cuda" else 1) and left > 86_400:
             trial = "`make demo` shows a task in minutes, --max_steps stops earlier"
-            print_main(f"warning: at this speed the training takes {duration(left)} more; {trial}")
+            print_main(f"warning: at the speed of its first steps the training takes {duration(left)} more; {trial}")
 
     # --- what is written ----------------------------------------------------------------------------------------------
 

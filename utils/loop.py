@@ -213,7 +213,7 @@ class Run:
         idle = world_size - leaves
         if idle > 0:
             du.print_main(
-                f"warning: {idle} of {world_size} processes have no leaf; --batch_size of a new run is too large"
+                f"warning: {idle} of {world_size} processes have no micro-batch; --batch_size of a new run is too large"
             )
 
         # compiled in place, so that the names of the weights stay
