@@ -15,14 +15,9 @@ from utils.stats import interval_of_mean, other_cases
 
 # rows that a figure shows, and the most that are evaluated again without their image
 EXAMPLES, MOST_ABLATED = 6, 300
-# means over rows, by the title of their column, "" for none; all but the last lie in 0..1
-MEANS = {
-    "dice": "Dice",
-    "iou": "",
-    "position_accuracy": "position",
-    "position_accuracy_mask": "mask pos.",
-    "hd95": "HD95",
-}
+# means over rows, all but the last in 0..1; the titles of those that the table shows
+MEANS = ("dice", "iou", "position_accuracy", "position_accuracy_mask", "hd95")
+COLUMNS = {"dice": "Dice", "position_accuracy": "position", "position_accuracy_mask": "mask pos.", "hd95": "HD95"}
 
 
 def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
@@ -87,26 +82,26 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
         cases = len({case_of(rows[row["index"]]) for row in some})
         metrics |= {f"{key}/rows": len(some), f"{key}/cases": cases}
         line = {}
-        for name, column in MEANS.items():
+        for name in MEANS:
             values = {row["index"]: float(row[name]) for row in some if row.get(name) is not None}
             if values:
                 text = enter(f"{key}/{name}", values, name != "hd95")
-                line[column] = text if name == "dice" else text.partition(" ")[0]
-        line.pop("", None)
+                if name in COLUMNS:
+                    # the other intervals are in summary.json
+                    line[COLUMNS[name]] = text if name == "dice" else text.partition(" ")[0]
         title = key.rpartition("/")[2]
         if key in parts:
             table["network" if key == split else f" {title}"] = line
             continue
         table[title.replace("_", " ")] = line
         # the network's mean lead over the rows that both have
-        name = "dice" if MEANS["dice"] in line else "position_accuracy"
+        name = "dice" if COLUMNS["dice"] in line else "position_accuracy"
         own, other = ({row["index"]: row.get(name) for row in of_one} for of_one in (scores, some))
         gains = {index: own[index] - value for index, value in other.items() if None not in (value, own[index])}
         if gains:
             line["network above by"] = enter(f"{key}/{name}_gain", gains, False, "+")
-    print(
-        f"\n{split}: {metrics[f'{split}/rows']} questions, {metrics[f'{split}/cases']} cases (95 % intervals by case)"
-    )
+    asked, cases = (metrics[f"{split}/{name}"] for name in ("rows", "cases"))
+    print(f"\n{split}: {asked} questions, {cases} cases (95 % intervals by case)")
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
     return metrics
 
