@@ -892,8 +892,9 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "augmentation": args.augmentation,
         "questions per image": args.questions_per_image,
     }
+    scaled = "" if base_lr == args.learning_rate else f" -> {base_lr:g} ({args.lr_scaling})"
     notes = {
-        "learning rate": f"{args.learning_rate:g} -> {base_lr:g} ({args.lr_scaling}), {args.lr_schedule}",
+        "learning rate": f"{args.learning_rate:g}{scaled}, {args.lr_schedule}",
         "precision": f"{precision} ({reason}) {remark}".strip(),
     }
     losses = ["loss", "loss_seg", "loss_txt"]

@@ -36,9 +36,12 @@ def test_an_update_by_clipped_gradients(clip, scale):
     assert torch.equal(layer.weight, before)
 
 
-def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path):
-    """Of the finite ones; an interval goes on where a checkpoint cut it, and so does the row of skipped steps."""
-    args = SimpleNamespace(log_every=10, max_bad_steps=3, wandb=None)
+def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
+    """Of the finite ones; an interval goes on where a checkpoint cut it, and so does the row of skipped steps.
+
+    A flag that is another than before is named.
+    """
+    args = SimpleNamespace(log_every=10, max_bad_steps=3, wandb=None, learning_rate=0.1)
     names = ["loss", "grad_norm", "skipped"]
     log = RunLog(tmp_path, CPU, names, args, None, 0)
     for step, loss in enumerate((1.0, float("nan")), start=1):
@@ -46,7 +49,9 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path):
     saved = copy.deepcopy(log.state())
     log.write(2, 1, {"val/loss": 7.0})
     log.close()
+    args.learning_rate, args.num_workers = 0.2, 4
     log = RunLog(tmp_path, CPU, names, args, saved, 2)
+    assert "other flags than at the run's last start: learning_rate 0.1 -> 0.2\n" in capsys.readouterr().out
     log.step(torch.tensor([3.0, 3.0, 1.0]), 3, 4, 0.2)
     log.write_interval(3, 1, 9)
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -60,9 +65,12 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path):
 def test_what_is_shown(tmp_path, capsys):
     """A run of days says so, once; TensorBoard has no details."""
     log = RunLog(tmp_path, CPU, ["loss", "skipped"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
-    log.opened -= 10
+    log.opened -= 50
     log.warn_of_days(20_000)
-    assert "at the speed of its first steps the training takes 2.3 days more" in capsys.readouterr().out
+    log.opened -= 50
+    assert not capsys.readouterr().out
+    log.warn_of_days(20_000)
+    assert "at the speed of its first steps the training takes 11.6 days more" in capsys.readouterr().out
     log.warn_of_days(20_000)
     assert not capsys.readouterr().out
     log.writer = Mock()

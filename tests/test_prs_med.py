@@ -607,7 +607,10 @@ def test_raw_images_of_many_names_and_formats(tmp_path, capsys):
     save(tmp_path / "scans/lonely.png", picture(9))
     save(tmp_path / "masks/astray.png", square(2, 2))
     table = prepared(tmp_path, "--structure", "lesion")
-    assert "left out: 2 files" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"left out, no mask of this name (1): {tmp_path}/scans/lonely.png\n" in told
+    assert f"left out, no image of this name (1): {tmp_path}/masks/astray.png\n" in told
+    assert '--predict NEW_IMAGES --question "' in told
     rows, corners = read_rows(tmp_path / "out"), list(NAMES)
     for entry, row in zip(table, rows, strict=True):
         mask, pixels = open_mask(row.mask), np.asarray(Image.open(row.image).convert("L"))
@@ -745,8 +748,8 @@ def test_neither_a_grey_band_nor_a_mean_mask_finds_them(cases):
         grays = [np.asarray(Image.fromarray(image).convert("L")) for name, image, *_ in cases if name == modality]
         masks = [masks[0] for name, _, masks, _ in cases if name == modality]
         examples = [rivals.Example(gray, mask, None) for gray, mask in zip(grays, masks, strict=True)]
-        band, usual = rivals.best_band(examples[:8]), rivals.best_mean_mask(examples[:12])
-        found = [(rivals.in_band(one.gray, band), one.mask) for one in examples[12:]]
+        band, usual = rivals.best_band(examples[:8], 1, True), rivals.best_mean_mask(examples[:12])
+        found = [(rivals.in_band(one.gray, band, 1, True), one.mask) for one in examples[12:]]
         assert np.mean([rivals.dice(*pair) for pair in found]) < 0.6
         assert np.mean([rivals.dice(usual, one.mask) for one in examples[12:]]) < 0.5
 
@@ -788,6 +791,13 @@ def test_rivals_find_what_they_can():
     scores = rivals.rival_scores(Discs(40, 0, ("node",)), Discs(4, 1, ("wart",)))
     assert np.mean([row["dice"] for row in scores["grey_threshold"]]) > 0.99
     assert rivals.key_of("ct", "The left kidney is there") == rivals.key_of("ct", "the kidney is there")
+    # two lungs are two parts, as dark as the air around the patient
+    y, x = np.mgrid[:64, :64]
+    lungs = ((y - 32) ** 2 + (x - 20) ** 2 < 64) | ((y - 32) ** 2 + (x - 44) ** 2 < 100)
+    gray = np.where(lungs | ((y - 32) ** 2 + (x - 32) ** 2 > 900), 10, 200).astype(np.uint8)
+    parts = rivals.parts_of([rivals.Example(gray, lungs, None)])
+    assert parts == (2, False)
+    assert np.array_equal(rivals.in_band(gray, (0, 100), *parts), lungs)
 
 
 def test_a_forest_tells_textures_of_one_grey_apart():
@@ -796,4 +806,4 @@ def test_a_forest_tells_textures_of_one_grey_apart():
     mask = (y - 60) ** 2 + (x - 100) ** 2 < 30**2
     gray = (128 + 80 * np.where(mask, np.sin((x + y) / 3), np.sin((x - y) / 3))).astype(np.uint8)
     forest = rivals.fit_forest([rivals.Example(gray, mask, None)])
-    assert rivals.dice(rivals.by_forest(forest, gray), mask) > 0.85
+    assert rivals.dice(rivals.by_forest(forest, gray, 1, True), mask) > 0.85

@@ -23,6 +23,11 @@ from utils.cli import RunError
 
 # ends of intervals, and what stays the same throughout
 DETAILS = ("_low", "_high", "_random", "_optimal")
+# flags that may differ where a run goes on: how far and where it runs, what it tells, and the batch, which it keeps
+MAY_DIFFER = """
+    resume_from overwrite max_steps output_dir world_size num_workers dist_timeout gpu_shares auto_batch profile wandb
+    log_every save_every keep_last batch_size gradient_accumulation_steps effective_batch_size script
+"""
 
 
 def duration(seconds: float) -> str:
@@ -69,7 +74,7 @@ class RunLog:
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
-        self.made = 0
+        self.made, self.estimated = 0, False
         self.restart_clock()
         if ranks.is_main:
             self._open(args, step)
@@ -81,7 +86,14 @@ class RunLog:
         # the script and the flags of this start, in a form that --config reads
         values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
         values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
-        (self.folder / "args.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+        path, text = self.folder / "args.yaml", yaml.safe_dump(values)
+        if step and path.exists():
+            before, now = yaml.safe_load(path.read_text(encoding="utf-8")), yaml.safe_load(text)
+            names = sorted(before.keys() & now.keys() - set(MAY_DIFFER.split()))
+            changed = [f"{name} {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
+            if changed:
+                print_main(f"warning: other flags than at the run's last start: {', '.join(changed)}")
+        path.write_text(text, encoding="utf-8")
 
         # what was logged after the checkpoint is forgotten
         self.jsonl = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - lives as the run does
@@ -161,10 +173,14 @@ class RunLog:
         self.restart_clock()
 
     def warn_of_days(self, steps: int) -> None:
-        """Once, after the first step, or the tenth on a GPU: a line where `steps` more would take longer than a day."""
+        """Once, after ten steps or a minute: a line where `steps` more would take longer than a day."""
+        if self.estimated:
+            return
         self.made += 1
-        left = (time.perf_counter() - self.opened) / self.made * steps
-        if self.made == (10 if self.ranks.device.type == "cuda" else 1) and left > 86_400:
+        spent = time.perf_counter() - self.opened
+        self.estimated = self.made == 10 or spent > 60
+        left = spent / self.made * steps
+        if self.estimated and left > 86_400:
             trial = "`make demo` shows a task in minutes, --max_steps stops earlier"
             print_main(f"warning: at the speed of its first steps the training takes {duration(left)} more; {trial}")
 

@@ -436,6 +436,8 @@ class Run:
     def save_and_stop(self) -> int:
         """All ranks, after a signal: save; returns the exit code."""
         self.save()
+        # before the ranks agree in wait(): srun ends rank 0 as soon as another rank has ended with the signal's code
+        self.log.close()
         self.writer.wait()
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
         return self.stopped

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source", choices=tuple(SOURCES), default="tabular", help="who learns; ppo takes hours")
     add("--streams", type=whole(1), default=100, help="histories of each task")
     add("--steps", type=whole(20), default=1000, help="steps of each history, in whole episodes")
-    add("--noise", type=number(0, 1), default=0.3, help="most chance of an error, of --source search")
+    add("--noise", type=number(0, 1), default=0.3, help="highest error rate of --source search")
     add("--seed", type=int, default=42, help="of all that is drawn")
 
 

@@ -207,7 +207,9 @@ def prepare(args: argparse.Namespace) -> None:
         raise InputError('what do the masks show? give --structure lesion, or for label maps --labels "1=liver,2=cyst"')
     images, masks = list_files(args.images), list_files(args.masks)
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
-    unused = {*images.values(), *masks.values()}
+    # why a file is left out, until it is used
+    unused = dict.fromkeys(masks.values(), "no image of this name")
+    unused |= dict.fromkeys(images.values(), "no mask of this name")
     known = read_patients(args) if args.table else {}
     several = args.labels or len(args.structure) > 1
 
@@ -225,6 +227,7 @@ def prepare(args: argparse.Namespace) -> None:
             if args.table:
                 patient, split, _ = known.get(Path(stem).name.lower(), ("", "", ""))
                 if not patient:
+                    unused |= {path: "no row in --table" for path in (image, mask) if path in unused}
                     continue
             else:
                 patient = patient_in(args.patient_pattern, stem)
@@ -244,15 +247,18 @@ def prepare(args: argparse.Namespace) -> None:
                     file += "_"
                 for shows, inside in sorted(of_view.items()):
                     if inside.sum() < MIN_PIXELS:
+                        reason = f"a mask of fewer than {MIN_PIXELS} pixels"
+                        unused |= {path: reason for path in (image, mask) if path in unused}
                         continue
-                    unused -= {image, mask}
+                    unused.pop(image, None)
+                    unused.pop(mask, None)
                     mask_file = f"{file}__{re.sub(UNSAFE, '_', shows)}.png" if several else f"{file}.png"
                     mask_path = f"{split}_masks/{mask_file}"
                     if (partial / mask_path).exists():
                         problems.append(f"{mask}: a mask of the {shows} in {image.name} is there already; remove one")
                     pixels.save(partial / f"{split}_images" / f"{file}.png")
                     Image.fromarray(inside).convert("L").save(partial / mask_path)
-                    description = f"The {shows} covers {inside.mean():.1%} of the image."
+                    description = f"Area of the {shows}: {inside.mean():.1%} of the image."
                     position = position_of(inside)
                     texts = (description, position, *sentences(shows, position, file, args.seed))
                     rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, patient))
@@ -272,9 +278,9 @@ def prepare(args: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
-    if unused:
-        what = f"files without a partner, a row in --table, or a mask of {MIN_PIXELS} pixels"
-        print(f"left out: {len(unused)} {what}: {', '.join(map(str, sorted(unused)[:3]))}")
+    for reason in sorted({*unused.values()}):
+        files = sorted(str(path) for path, why in unused.items() if why == reason)
+        print(f"left out, {reason} ({len(files)}): {', '.join(files[:3])}{', ...' * (len(files) > 3)}")
     if args.table:
         lost = {patient for patient, _, _ in known.values()} - {row[-1] for row in rows}
         print(f"{args.table}: {len(lost)} of its patients have no image here")
@@ -283,7 +289,8 @@ def prepare(args: argparse.Namespace) -> None:
     for split, share in zip(("train", "val", "test"), args.split, strict=True):
         of_split = [row for row in rows if row[2] == split]
         images, patients = ({row[column] for row in of_split} for column in (1, -1))
-        hint = "; for some, try another --seed or name the splits in --table" if share and not of_split else ""
+        few = "; few to judge by" if split != "train" and 0 < len(patients) < 20 else ""
+        hint = "; for some, try another --seed or name the splits in --table" if share and not of_split else few
         print(f"{split:5} {len(of_split)} questions about {len(images)} images of {len(patients)} patients{hint}")
     if args.small_models:
         from tasks.prs_med.sample_data import write_small_models
@@ -291,4 +298,6 @@ def prepare(args: argparse.Namespace) -> None:
         write_small_models(args.out, [text for row in rows for text in row[5:7]], args.small_size, args.seed)
     config = " --config configs/prs_med_small.yaml" if args.small_models else ""
     print(f"written: {table}, {folder}")
-    print(f"next: python train_prs_med.py --data_root {args.out}{config} --output_dir runs/{args.out.name}", flush=True)
+    run = f"--data_root {args.out} --output_dir runs/{args.out.name}"
+    print(f"next: python train_prs_med.py {run}{config}")
+    print(f'then: python train_prs_med.py {run} --predict NEW_IMAGES --question "{rows[0][5]}"', flush=True)

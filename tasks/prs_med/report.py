@@ -2,6 +2,7 @@
 
 import textwrap
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,8 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
         row, score = rows[index], scores[index]
         says = f"says: {score['generated'] or '(nothing)'}" if "generated" in score else "(no answer asked for)"
         caption = [f"{row.modality}, Dice {score['dice']:.2f}", row.question, says, f"true: {row.answer}"]
-        # what a model says early in a training may hold control characters
+        # what a model says early in a training may hold characters that no font has
+        caption = [text.replace("\ufffd", "?") for text in caption]
         caption = ["".join(letter if letter.isprintable() else "?" for letter in text) for text in caption]
         wrapped = [line for text in caption for line in textwrap.wrap(text, 52)[:3]]
         axis.set_title("\n".join(wrapped), fontsize=8, loc="left", parse_math=False)
@@ -147,8 +149,11 @@ def write_predictions(run_folder: Path, asked: list, records: list[dict], opened
         folder = run_folder / f"predictions_{number}"
     folder.mkdir(parents=True)
     lines = []
+    stems = Counter(file.stem for file, _ in asked)
     for place, ((file, question), record) in enumerate(zip(asked, records, strict=True), start=1):
-        stem, mask, position = f"{file.stem}_{place}", record["mask"], position_of(record["mask"])
+        # a number where several questions, or files, have one name
+        stem = file.stem if stems[file.stem] == 1 else f"{file.stem}_{place}"
+        mask, position = record["mask"], position_of(record["mask"])
         Image.fromarray(255 * mask.astype(np.uint8)).save(folder / f"{stem}_mask.png")
         red = Image.new("RGB", opened[file].size, (255, 40, 40))
         overlay = Image.composite(red, opened[file], Image.fromarray(110 * mask.astype(np.uint8)))

@@ -50,13 +50,15 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
     rows: dict[str, list[dict]] = {name: [] for name in NAMES}
     for key in sorted(asked)[rank::world_size]:
         known = [read_example(train, index, step) for index in spread(groups[key], MOST)]
-        band, usual_mask, forest = best_band(spread(known, 40)), best_mean_mask(known), fit_forest(spread(known, 60))
+        parts = parts_of(known)
+        band, forest = best_band(spread(known, 40), *parts), fit_forest(spread(known, 60))
+        usual_mask = best_mean_mask(known)
         named = Counter(row.position for row in known if row.position)
         usual_position = max(named, key=named.get, default=None)
         for index in spread(asked[key], MOST):
             row = read_example(test, index, step)
             true = position_of(row.mask)
-            masks = (in_band(row.gray, band), usual_mask, by_forest(forest, row.gray))
+            masks = (in_band(row.gray, band, *parts), usual_mask, by_forest(forest, row.gray, *parts))
             for name, mask in zip(NAMES, masks, strict=False):
                 overlap = dice(mask, row.mask)
                 score = {"index": index, "dice": overlap, "iou": overlap / (2 - overlap)}
@@ -81,13 +83,23 @@ def read_example(data, index: int, step: int) -> Example:
 # --- the rules --------------------------------------------------------------------------------------------------------
 
 
-def best_band(rows: list[Example]) -> tuple[int, int]:
-    """The grey levels (lo, hi) whose largest component has the best mean Dice."""
+def parts_of(rows: list[Example]) -> tuple[int, bool]:
+    """What the masks look like: how many parts most have (two lungs, say), and whether they reach the border."""
+    parts, touching = [], []
+    for mask in (row.mask for row in rows if row.mask.any()):
+        sizes = np.bincount(ndimage.label(mask)[0].ravel())[1:]
+        parts.append((sizes >= 0.1 * sizes.max()).sum())
+        touching.append(any(edge.any() for edge in (mask[0], mask[-1], mask[:, 0], mask[:, -1])))
+    return (int(np.median(parts)), bool(np.mean(touching) > 0.05)) if parts else (1, True)
+
+
+def best_band(rows: list[Example], parts: int, touching: bool) -> tuple[int, int]:
+    """The grey levels (lo, hi) whose largest parts have the best mean Dice."""
     # about 96 pixels a side are enough to compare bands
     step = max(1, len(rows[0].gray) // 96)
 
     def score(band: tuple[int, int]) -> float:
-        found = [in_band(row.gray[::step, ::step], band) for row in rows]
+        found = [in_band(row.gray[::step, ::step], band, parts, touching) for row in rows]
         return float(np.mean([dice(mask, row.mask[::step, ::step]) for mask, row in zip(found, rows, strict=True)]))
 
     # bands from 0 are "darker than", bands up to 256 "brighter than"; then a finer look around the best
@@ -96,11 +108,17 @@ def best_band(rows: list[Example]) -> tuple[int, int]:
     return max(product([lo + i for i in near if lo] or [0], [hi + i for i in near if hi < 256] or [256]), key=score)
 
 
-def in_band(gray: np.ndarray, band: tuple[int, int]) -> np.ndarray:
-    """(H, W) bool: the largest connected part of the pixels with lo <= grey < hi."""
-    mask = (gray >= band[0]) & (gray < band[1])
-    labels, count = ndimage.label(mask)
-    return labels == np.bincount(labels.ravel())[1:].argmax() + 1 if count > 1 else mask
+def in_band(gray: np.ndarray, band: tuple[int, int], parts: int, touching: bool) -> np.ndarray:
+    """(H, W) bool: the largest connected parts of the pixels with lo <= grey < hi; see parts_of."""
+    labels, count = ndimage.label((gray >= band[0]) & (gray < band[1]))
+    sizes = np.bincount(labels.ravel(), minlength=count + 1)
+    sizes[0] = 0
+    if not touching:
+        for edge in (labels[0], labels[-1], labels[:, 0], labels[:, -1]):
+            sizes[edge] = 0
+    kept = np.zeros(count + 1, bool)
+    kept[np.argsort(-sizes, kind="stable")[:parts]] = True
+    return (kept & (sizes > 0))[labels]
 
 
 def best_mean_mask(rows: list[Example]) -> np.ndarray:
@@ -129,12 +147,12 @@ def fit_forest(rows: list[Example]):
     return forest.fit(np.concatenate(features), np.concatenate(labels))
 
 
-def by_forest(forest, gray: np.ndarray) -> np.ndarray:
-    """(H, W) bool: the largest connected part of what a forest takes for foreground."""
+def by_forest(forest, gray: np.ndarray, parts: int, touching: bool) -> np.ndarray:
+    """(H, W) bool: the largest connected parts of what a forest takes for foreground."""
     step = coarser(gray)
     small = gray[::step, ::step]
     likely = ndimage.gaussian_filter(forest.predict(texture(small)).reshape(small.shape), 1)
-    mask = in_band(likely, (0.5, np.inf))
+    mask = in_band(likely, (0.5, np.inf), parts, touching)
     return mask.repeat(step, 0).repeat(step, 1)[: len(gray), : len(gray)]
 
 
