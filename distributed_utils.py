@@ -402,7 +402,8 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
         if others != usual:
             name = next(name for name, a, b in zip(state, others, usual, strict=True) if a != b)
             reason = f"rank {rank} holds other weights than rank {sums.index(usual)} ({name})"
-            raise RunError(f"{reason}: a GPU or a kernel is at fault; resume from the checkpoint before")
+            fault = "a GPU or a kernel is at fault, or a layer like BatchNorm that keeps statistics of its own batches"
+            raise RunError(f"{reason}: {fault}; resume from the checkpoint before")
 
 
 # --- sums that do not round -------------------------------------------------------------------------------------------

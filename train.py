@@ -71,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="optimizer steps of linear warm-up",
     )
     rare("--weight_decay", type=number(0), default=0.01, help="of AdamW")
-    text = "times the GPUs (or effective batch / batch size), its root, or 1"
+    text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="none", help=text)
 
     add = parser.add_argument_group("evaluation").add_argument

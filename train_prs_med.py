@@ -49,7 +49,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("loss and learning rate").add_argument
     add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
     add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
-    text = "times the GPUs (or effective batch / batch size), its root, or 1"
+    text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add(
         "--lr_schedule",

@@ -23,8 +23,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--data_root", help="folder with train/ and val/; left out: made-up images")
     add("--image_size", type=whole(8), default=32, help="side that images are resized to")
     add("--dropout", type=number(0, 0.99), default=0.1, help="before the last layer")
-    text = "times the GPUs (or effective batch / batch size), its root, or 1"
-    add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add("--warmup_steps", type=whole(0), default=5, help="optimizer steps of linear warm-up, then a cosine to 0")
     add_common_arguments(parser, output_dir="runs/minimal", num_epochs=5, learning_rate=1e-3, batch_size=16)
     return parser.parse(argv)
@@ -96,14 +94,14 @@ def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str) -> dict[str, float]:
+def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, split: str = "val") -> dict[str, float]:
     """Exact over the whole set at any number of processes: each sample once, sums and a count, one division."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     for batch in run.batches(loader):
         sums += du.on_grid(torch.stack(loss_sum(model, batch, precision)))
     loss, right = (du.reduce_sum(sums.cpu()) / len(loader.dataset)).tolist()
-    return {"val/loss": loss, "val/accuracy": right}
+    return {f"{split}/loss": loss, f"{split}/accuracy": right}
 
 
 def train(args: Namespace, ranks: du.Ranks) -> int:
@@ -112,7 +110,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     precision, _ = choose_precision(args.mixed_precision, device)
     set_numerics(device, precision, args.deterministic)
     # flags are final from here on: a checkpoint brings its own model_flags. Nothing is written before begin().
-    run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size",))
+    run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
     folder = Path(args.data_root) if args.data_root else None
     train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
     val_set = Images(folder and folder / "val", args, made_up=50, augmented=False, known=train_set.classes)
@@ -139,7 +137,6 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
     facts = {"training images": len(train_set), "validation images": len(val_set), "classes": train_set.classes}
     wrapped = run.begin(model, optimizer, precision, steps, ["loss"], facts)
 
@@ -150,7 +147,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
                 for batch in step.leaves():
                     # a leaf's part of the mean over all samples of the step, wherever they are computed
                     step.backward(loss_sum(wrapped, batch, precision)[0] / step.samples)
-                step.update(base_lr * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
+                step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
             if run.stopped:
                 return run.save_and_stop()
             run.keep(evaluate(model, val_loader, run, precision), headline="val/accuracy")

@@ -58,6 +58,10 @@ def test_two_runs(trained, copy, capsys):
     (copy / "model.safetensors").write_bytes(weights)
     assert check(trained, copy) == 1
     assert "model.safetensors: different bits" in capsys.readouterr().out
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps(summary | {"val/accuracy": 0.123}))
+    assert check(trained, copy) == 1
+    assert "summary.json: val/accuracy is " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

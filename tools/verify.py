@@ -1,6 +1,6 @@
 """Compare two runs, or repeat some steps of a run and compare: equal to the bit?
 
-python -m tools.verify runs/a runs/b                     each line of metrics.jsonl, and model.safetensors
+python -m tools.verify runs/a runs/b                     lines of metrics.jsonl, summary.json, model.safetensors
 python -m tools.verify runs/a runs/b --tolerance 1e-6    numbers may differ by this much, relative to their size
 python -m tools.verify runs/a --steps 11:20              repeat steps 11 to 20 from the checkpoint before, in a copy
 
@@ -65,6 +65,19 @@ def read_log(folder: Path) -> list[dict]:
             raise InputError(f"{path}:{row}: not a line of a run's log; resume the run, which mends it") from None
         lines.append({name: value for name, value in line.items() if not name.endswith(TIMES)})
     return lines
+
+
+def read_results(folder: Path) -> list[dict]:
+    """The metrics of summary.json, at the end of a run, as one more line; none before that."""
+    if not (folder / "summary.json").is_file():
+        return []
+    path = find_file(folder, "summary.json")
+    try:
+        summary = json.loads(path.read_bytes())
+        metrics = {name: value for name, value in summary.items() if "/" in name and not name.endswith(TIMES)}
+        return [{"step": int(summary["steps"]), **{f"summary.json: {name}": metrics[name] for name in metrics}}]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InputError(f"{path}: not a run's summary; resume the run, which writes it anew") from None
 
 
 def relative_difference(a, b) -> float:
@@ -169,7 +182,9 @@ def main(args: Namespace) -> int:
     if args.steps:
         first, last = map(int, args.steps.split(":"))
         return 0 if compare_logs(*repeat(folders[0], first, last, args.script), args.tolerance) else 1
-    logs = [read_log(folder) for folder in folders]
+    logs, results = ([read(folder) for folder in folders] for read in (read_log, read_results))
+    if all(results):
+        logs = [log + result for log, result in zip(logs, results, strict=True)]
     equal = [compare_logs(*logs, args.tolerance), same_weights(folders, args.tolerance)]
     return 0 if all(equal) else 1
 

@@ -308,7 +308,8 @@ class Run:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
 
-        count: numbers of this rank's leaves (their batches) to be summed over the ranks. Before a step the ranks tell
+        count: numbers of this rank's leaves (a list of their batches, which may be empty) to be summed over the ranks
+        into `totals`; always as many. Before a step the ranks tell
         each other these, a stop signal and an unusable sample (a batch's "error"), in one small transfer of host
         memory. A signal to any rank ends the steps on all; `stopped` is then its exit code. Raises InputError on all
         for a sample of any.
@@ -442,7 +443,7 @@ class Run:
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
         return self.stopped
 
-    def keep(self, metrics: dict[str, float], headline: str = "", lower: bool = False) -> None:
+    def keep(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
         """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
 
         metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error. Without
