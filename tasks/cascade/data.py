@@ -1,8 +1,7 @@
 """The patients of guide 3: which files are whose and what they hold, the split, decoded files on disk, the data set.
 
 A folder holds one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal) and
-<id>_lat_drr.png (or _lat, _lateral; .npy too); the files may also lie side by side. The CT may be a DICOM series, and
-CT and X-rays one HDF5 file as X2CT-GAN has it (Ying et al. 2019): ct = HU + 1000, xray1, xray2.
+<id>_lat_drr.png (or _lat, _lateral; .npy too); the files may also lie side by side. The CT may be a DICOM series.
 """
 
 import hashlib
@@ -40,9 +39,6 @@ from utils.sampler import permute
 CT_FILE = re.compile(r"(?P<id>.+)\.(nii|nii\.gz|npy)$", re.IGNORECASE)
 XRAY_FILE = re.compile(r"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?\.(png|npy|jpe?g|tiff?)$", re.IGNORECASE)
 VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
-HDF5 = "ct_xray_data.h5"
-# mm along each side of an HDF5 file's CT, where the file does not say
-HDF5_MM = 320.0
 # side of the images that the alignment check compares; and what X-ray and projection correlate by at least, the mean
 # patient taken away
 CHECK, ALIKE = 32, 0.5
@@ -51,7 +47,7 @@ KNOWN, PRIOR_SIDE = 256, 64
 
 
 class Patient(NamedTuple):
-    """Where one patient's files are; ct: None where none is needed. Both may be one HDF5 file."""
+    """Where one patient's files are; ct: None where none is needed."""
 
     id: str
     ct: Path | None
@@ -72,23 +68,21 @@ def list_files(root: Path) -> dict[str, dict]:
     for path in sorted([*root.glob("*"), *root.glob("*/*"), *root.glob("*/*/*")]):
         if len(path.relative_to(root).parts) == 3 and path.suffix.lower() != ".dcm":
             continue
-        match, kinds = None, []
         if match := XRAY_FILE.match(path.name):
-            kinds = [VIEW_OF[match["view"].lower()]]
-        elif path.name == HDF5:
-            kinds = ["ct", 0, 1]
+            kind = VIEW_OF[match["view"].lower()]
         elif path.suffix.lower() == ".dcm":
             if path.parent == root:
                 raise InputError(f"{path}: a DICOM slice beside the patients; put each series into a folder of its own")
-            kinds, path = ["ct"], path.parent
+            kind, path = "ct", path.parent
         elif match := CT_FILE.match(path.name):
-            kinds = ["ct"]
+            kind = "ct"
+        else:
+            continue
         # a sub-folder is one patient, whatever its files are called
         name = match["id"] if match and path.parent == root else path.relative_to(root).parts[0]
-        for kind in kinds:
-            files = found.setdefault(name, {})
-            if files.setdefault(kind, path) != path:
-                raise InputError(f"{path}: beside {files[kind].name}; keep one of a kind per patient")
+        files = found.setdefault(name, {})
+        if files.setdefault(kind, path) != path:
+            raise InputError(f"{path}: beside {files[kind].name}; keep one of a kind per patient")
     return found
 
 
@@ -141,29 +135,6 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 # --- what a file holds ------------------------------------------------------------------------------------------------
 
 
-def read_hdf5(path: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A dataset of X2CT-GAN's file: `ct` as (HU, affine), xray1 and xray2 as (image, -).
-
-    The axes of ct run down, back and to the patient's left; it covers 320 mm, or its shape (ori_size) times `spacing`.
-    What lies in another file, by a link or a virtual data set, is refused.
-    """
-    import h5py
-
-    with h5py.File(path, "r", locking=False) as file:
-        linked = any(isinstance(file.get(key, getlink=True), h5py.ExternalLink | h5py.SoftLink) for key in file)
-        if linked or file[name].is_virtual or file[name].external:
-            raise ValueError("a link to another file or place")
-        stored = np.asarray(file[name][()])
-        if name != "ct":
-            return stored, np.eye(4)
-        spacing, size = (np.asarray(file[key]) if key in file else None for key in ("spacing", "ori_size"))
-    mm = np.full(3, HDF5_MM)
-    if spacing is not None:
-        mm = np.broadcast_to(spacing, 3) * (stored.shape if size is None else size)
-    hu = stored[::-1, ::-1, ::-1].transpose(2, 1, 0).astype(np.float32) - 1000
-    return hu, np.diag([*(mm[::-1] / hu.shape), 1.0])
-
-
 def slices_of(folder: Path) -> list[Path]:
     """The DICOM files of a series."""
     return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
@@ -189,9 +160,7 @@ def read_dicom(folder: Path):
 def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """(HU float32 (X, Y, Z) in RAS+ order, voxel size in mm). Raises InputError. A .npy has voxels of 1 mm."""
     try:
-        if path.name == HDF5:
-            hu, affine = read_hdf5(path, "ct")
-        elif path.suffix == ".npy":
+        if path.suffix == ".npy":
             hu, affine = np.load(path), np.eye(4)
         else:
             import nibabel
@@ -203,7 +172,7 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
         if hu.ndim != 3 or min(hu.shape) < 4:
             raise ValueError(f"shape {hu.shape}")
     except Exception as error:
-        # nibabel, zlib, pydicom, h5py and numpy each have their own
+        # nibabel, zlib, pydicom and numpy each have their own
         reason = f"{type(error).__name__}: {str(error)[:100]}".replace("\n", " ")
         raise InputError(f"{path}: not a readable volume ({reason}); replace it") from None
     spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
@@ -214,15 +183,13 @@ def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return hu, spacing
 
 
-def read_xray(path: Path, view: int, size: int, upside_down: bool, mirrored: bool) -> Tensor:
+def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
     """(size, size) float32 in -1..1 as one looks at the patient. Raises InputError.
 
     8 and 16 bits are divided by their range; .npy floats lie within 0..1, -1..1 or 0..255.
     """
     try:
-        if path.name == HDF5:
-            stored = read_hdf5(path, f"xray{view + 1}")[0]
-        elif path.suffix == ".npy":
+        if path.suffix == ".npy":
             stored = np.load(path)
         else:
             from PIL import Image
@@ -413,7 +380,7 @@ class Data:
             turn = (self.flips[0], self.flips[1][view])
             kept = self.kept(path, ("xray", view, side, turn))
             if not kept.is_file():
-                keep(kept, (read_xray(path, view, side, *turn) * 32767).round().to(torch.int16).numpy())
+                keep(kept, (read_xray(path, side, *turn) * 32767).round().to(torch.int16).numpy())
             images.append(torch.from_numpy(load_kept(kept)))
         return torch.stack(images).float() / 32767
 
