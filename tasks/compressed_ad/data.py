@@ -141,7 +141,8 @@ def gymnasium_env(name: str) -> Env:
         start, states, actions = int(env.reset(seed=0)[0]), int(env.observation_space.n), int(env.action_space.n)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-        raise InputError(f"--env gym:{name}: {reason}; it needs Discrete spaces and a table P") from None
+        needs = "it needs `make setup-dev`, Discrete spaces and a table P"
+        raise InputError(f"--env gym:{name}: {reason}; {needs}") from None
     outcomes = max(len(found) for row in table.values() for found in row.values())
     # those with fewer have their last once more, which never happens
     rows = [
