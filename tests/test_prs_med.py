@@ -761,7 +761,7 @@ def test_the_same_seed_writes_the_same_data(data_root, tmp_path):
 
 
 class Discs(list):
-    """Rows about a disc of a grey of its own, "cyst" of 150 and others of 90, at the top left; brighter ones beside."""
+    """Rows about a disc at the top left, grey 150 of a "cyst" and 90 of others; beside it a brighter, and the other."""
 
     def __init__(self, count: int, seed: int, structures: tuple[str, ...] = ("cyst", "node")):
         self.rows, self.reader = [], SimpleNamespace(image_size=64)
@@ -769,7 +769,8 @@ class Discs(list):
         y, x = np.mgrid[:64, :64]
         for k in range(count):
             name, gray = structures[k % len(structures)], rng.integers(0, 40, (64, 64))
-            for place, grey in (((48, 16), 250), ((16, 48), 220), ((16, 16), 150 if name == "cyst" else 90)):
+            own, other = (150, 90) if name == "cyst" else (90, 150)
+            for place, grey in (((48, 16), 250), ((16, 48), other), ((16, 16), own)):
                 top, left = place + rng.integers(-4, 5, 2)
                 disc = (y - top) ** 2 + (x - left) ** 2 < 64
                 gray[disc] = grey + rng.integers(-5, 6)
