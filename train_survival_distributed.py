@@ -562,7 +562,6 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
     extra = {"columns": columns, "trained_cases": sorted(set(cohort.case[train].tolist()))}
     run.begin(model, optimizer, precision, steps, ["loss", "events"], facts, notes, extra)
 
-    metrics = {}
     with run:
         while not run.is_over():
             frozen = args.image == "volume" and run.position.epoch < args.freeze_epochs
@@ -579,15 +578,14 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
                 step.update(lowest + (args.learning_rate - lowest) * factor)
             if run.stopped:
                 return run.save_and_stop(), None
-            metrics = evaluate(model, sets, run, args)[0]
-            run.keep(metrics, headline="val/c_index")
+            run.keep(evaluate(model, sets, run, args)[0], headline="val/c_index")
 
         step = run.position.step if cross_validates else run.load_best(model)
         is_best = not cross_validates and run.position.best is not None
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
         results, log_hazard = finish(model, sets, run, args, title, rivals, step)
-        if metrics and not cross_validates:
-            results["val/c_index_last"] = metrics["val/c_index"]
+        if not cross_validates and "val/c_index" in run.log.last:
+            results["val/c_index_last"] = run.log.last["val/c_index"]
         run.finish(results)
         # a signal since the last step: a single run is done, of a cross-validation no further fold begins
         code = int(du.reduce_max([run.stop.code])[0]) if cross_validates else 0

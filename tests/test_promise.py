@@ -219,9 +219,16 @@ def flip_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 def test_three_processes_are_one(script, run, whole, tmp_path):
-    """Dropout, augmentation, an uneven last step, unequal numbers of leaves: the same bits, scores included."""
-    run(script, tmp_path / "run", "", 3)
-    assert_same(tmp_path / "run", whole(script))
+    """Dropout, augmentation, an uneven last step, unequal numbers of leaves: the same bits, scores included.
+
+    And where it is killed in what follows the last step, the final test.
+    """
+    folder = tmp_path / "run"
+    run(script, folder, "", 3)
+    assert_same(folder, whole(script))
+    (folder / "summary.json").unlink()
+    run(script, folder, "--resume_from auto")
+    assert_same(folder, whole(script))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
