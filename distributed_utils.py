@@ -500,9 +500,13 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 
 
 class StopSignal:
-    """SIGTERM and SIGINT set `code` (143 or 130); the loop asks all ranks for it before each step."""
+    """SIGTERM and SIGINT set `code` (143 or 130); the loop asks all ranks for it before each step.
+
+    at_once: once this is set, they end the process, with these last words.
+    """
 
     code = 0
+    at_once: bytes | None = None
 
     def __enter__(self) -> "StopSignal":
         signals = [getattr(signal, name, None) for name in ("SIGTERM", "SIGINT", "SIGBREAK")]
@@ -515,3 +519,6 @@ class StopSignal:
 
     def _note(self, number: int, _frame) -> None:
         self.code = 130 if number == signal.SIGINT else 143
+        if self.at_once is not None:
+            os.write(1, self.at_once)
+            os._exit(self.code)

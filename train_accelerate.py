@@ -806,7 +806,8 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
     empty = torch.zeros(len(dataset), dtype=torch.float64)
     table = du.reduce_sum(torch.stack([tables.get(key, empty) for key in keys])).numpy()
     run.figure("test" if run.trains else "eval_test", example)
-    return metrics | report.print_test(dict(zip(keys, table, strict=True)), args.rival_run, data.digest)
+    grid = "x".join(map(str, size.volume_size))
+    return metrics | report.print_test(dict(zip(keys, table, strict=True)), grid, args.rival_run, data.digest)
 
 
 # --- prediction -------------------------------------------------------------------------------------------------------

@@ -444,7 +444,7 @@ def test_table_names_rivals_and_compares_with_the_strongest(capfd):
     means = {"one step": 34, "another patient's X-rays": 20, "linear posterior, consistent": 30, "mean volume": 22}
     table = {(row, "psnr"): mean + rng.random(6) for row, mean in means.items()}
     # a patient without bone does not count as one without an error
-    metrics = report.print_test(table | {("one step", "bone_hu"): np.array([90, np.nan, 110])}, None, "")
+    metrics = report.print_test(table | {("one step", "bone_hu"): np.array([90, np.nan, 110])}, "4x4x4", None, "")
     own, _, rival, _ = table.values()
     assert metrics["test/bone_hu"] == 100
     assert metrics["test/psnr"] == own.mean()

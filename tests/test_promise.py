@@ -479,16 +479,17 @@ def test_loader_workers(run, evaluated, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "code"),
     [
-        pytest.param("kill_eval2@6@0", marks=pytest.mark.soak, id="between stages"),
-        pytest.param("kill_eval3@10@0", id="in sampling"),
+        pytest.param("kill_eval2@6@0", -9, marks=pytest.mark.soak, id="between stages"),
+        pytest.param("int_eval3@10@0", 130, id="Ctrl-C in sampling"),
     ],
 )
-def test_cascade_killed_in_what_only_it_has(run, whole, tmp_path, fault):
-    """While a stage's start is measured on the stages before; while the samples of the test are drawn."""
+def test_cascade_ended_in_what_only_it_has(run, whole, tmp_path, fault, code):
+    """While a stage's start is measured on the stages before; while the samples of the test are drawn: at once."""
     folder = tmp_path / "run"
-    run(CASCADE, folder, "", 1, code=-9, fault=fault)
+    text = run(CASCADE, folder, "", 1, code=code, fault=fault)
+    assert ("signal: the final test is broken off" in text) == (code == 130)
     run(CASCADE, folder, "--resume_from auto", 2)
     assert_same(folder, whole(CASCADE))
 
@@ -586,7 +587,7 @@ def test_drift_is_named(run, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
-        ("die@7@1", 137, "error: rank 1 was ended by SIGKILL"),
+        ("die@7@1", 137, "error: rank 1 was ended by SIGKILL (by the system, if its memory was full)"),
         # on all ranks at once, as the same bad kernel does it
         ("segv@7@all", 139, "with_fault.py"),
     ],

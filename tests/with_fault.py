@@ -3,9 +3,9 @@
 nan: the loss is not a number. hang: the rank stands still before the step. hang_inside: between forward and backward
 pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a crash in C code. slow_loader: a batch
 that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval1: SIGKILL in the first evaluation after
-the step, of those that have a batch on this rank; kill_eval2: in the second. slow: each step takes 50 ms longer, on all
-ranks. oom: no memory is left. small: more than STEPS samples at once do not fit. numpy: metrics are NumPy's numbers.
-RANK is a number or `all`.
+the step, of those that have a batch on this rank; kill_eval2: in the second; int_eval1: SIGINT. slow: each step takes
+50 ms longer, on all ranks. oom: no memory is left. small: more than STEPS samples at once do not fit. numpy: metrics
+are NumPy's numbers. RANK is a number or `all`.
 """
 
 import ctypes
@@ -40,10 +40,10 @@ def alive(run: loop.Run, place: str) -> None:
     REAL_ALIVE(run, place)
     if KIND == "slow":
         time.sleep(0.05)
-    if KIND.startswith("kill_eval") and place.startswith("batch 1 of the evaluation") and is_here(run, done=1):
+    if "_eval" in KIND and place.startswith("batch 1 of the evaluation") and is_here(run, done=1):
         EVALUATIONS.append(place)
         if len(EVALUATIONS) == int(KIND[-1]):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGINT if KIND.startswith("int") else signal.SIGKILL)
     if place.startswith("step") and is_here(run):
         if KIND == "hang":
             time.sleep(10_000)

@@ -312,7 +312,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
             held = [name for name in WRITTEN if (folder / name).exists()] + [path.name for path in folder.glob("*.pt")]
             run_id = read_run_id(folder)
             if held and not (may_exist and run_id):
-                advice = "--resume_from auto or --overwrite" if run_id else "choose another folder"
+                advice = "--resume_from auto or --overwrite, or " * bool(run_id) + "choose another folder"
                 raise InputError(f"{folder}: holds {held[0]} already; {advice}")
     with agree_on_errors():
         if not folder.is_dir():
@@ -365,13 +365,13 @@ def begin_run(
         # the same run, which may go back to its best.pt, say: what it resumes is the newest from here on
         if not first.exists():
             _link(Path(checkpoint["path"]), first)
-        for path in folder.glob("step_*.pt"):
-            if path.name > first.name:
-                path.unlink()
+        later = [path for path in sorted(folder.glob("step_*.pt")) if path.name > first.name]
         # every *best.pt, of later parts of the run too
-        for path in folder.glob("*best.pt"):
-            if not _counts(read_seal(path), run_id, checkpoint["step"]):
-                path.unlink()
+        later += [p for p in sorted(folder.glob("*best.pt")) if not _counts(read_seal(p), run_id, checkpoint["step"])]
+        for path in later:
+            path.unlink()
+        if later:
+            print(f"back to step {checkpoint['step']}: deleted {', '.join(path.name for path in later)}", flush=True)
         best = folder / best_names[0]
         for path in (folder / name for name in best_names[1:]):
             if best.exists() and not path.exists():

@@ -19,7 +19,7 @@ from PIL import Image
 
 from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
 from hardware_utils import peak_memory_gb
-from utils.cli import RunError
+from utils.cli import InputError, RunError
 
 # ends of intervals, and what stays the same throughout
 DETAILS = ("_low", "_high", "_random", "_optimal")
@@ -105,7 +105,10 @@ class RunLog:
         if args.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=args.wandb, group=self.folder.name, dir=self.folder, config=values)
+            try:
+                self.wandb = wandb.init(project=args.wandb, group=self.folder.name, dir=self.folder, config=values)
+            except wandb.Error as error:
+                raise InputError(f"--wandb: {error}; set WANDB_API_KEY, or WANDB_MODE=offline") from None
 
     def state(self) -> dict:
         """All ranks, for a checkpoint: the interval begun, and how much of metrics.jsonl, now on disk, it counts."""
@@ -204,6 +207,11 @@ class RunLog:
             print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)
         if self.wandb:
             self.wandb.log({**values, "epoch": epoch}, step=step)
+
+    def flush(self) -> None:
+        """Rank 0: TensorBoard's files are complete so far; metrics.jsonl always is."""
+        if self.ranks.is_main:
+            self.writer.flush()
 
     def close(self) -> None:
         if self.ranks.is_main:

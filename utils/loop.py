@@ -489,6 +489,11 @@ class Run:
         best = self.checkpoint
         if self.trains:
             self.writer.wait()
+            if self.is_over():
+                # all is saved: a signal need not wait for the end of the test, which a resume makes again
+                said = b"signal: the final test is broken off; --resume_from auto makes it again\n"
+                self.log.flush()
+                self.stop.at_once = said if self.ranks.is_main else b""
             if self.position.best is None:
                 return self.position.step
             best = checkpoint.load_checkpoint(str(self.folder / self.best_names[0]), self.folder, self.format)

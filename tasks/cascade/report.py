@@ -29,10 +29,13 @@ def name_of(row: str) -> str:
     return "" if row in ("one step", "regression") else f"{name}/"
 
 
-def print_test(table: dict[tuple[str, str], np.ndarray], rival_run: str | None, digest: str) -> dict[str, float]:
+def print_test(
+    table: dict[tuple[str, str], np.ndarray], grid: str, rival_run: str | None, digest: str
+) -> dict[str, float]:
     """{metric: mean over patients} of {(row, column): (patients,)}; rank 0 prints the table and what follows from it.
 
-    rival_run: another run's folder, whose summary.json becomes a row, if its patients are the same (digest).
+    grid: its voxels, for the title. rival_run: another run's folder, whose summary.json becomes a row, if its patients
+    are the same (digest).
     """
     metrics = {f"test/{name_of(row)}{column}": float(np.nanmean(values)) for (row, column), values in table.items()}
     rows: dict[str, dict[str, float]] = {}
@@ -62,7 +65,7 @@ def print_test(table: dict[tuple[str, str], np.ndarray], rival_run: str | None, 
         lines.append(f"the 90 % interval of the samples holds {coverage:.1%} of the true voxels of the body")
 
     columns = list(next(iter(rows.values())))
-    title = f"test, {len(patients)} patient{'s' * (len(patients) > 1)}"
+    title = f"test, {len(patients)} patient{'s' * (len(patients) > 1)}, {grid}"
     lines = [f"{title:<28}" + "".join(f"{c:>9}" for c in columns)] + [
         f"{row:<28}" + "".join(f"{values[c]:9.{digits_of(c)}f}" if c in values else f"{'-':>9}" for c in columns)
         for row, values in rows.items()

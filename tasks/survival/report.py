@@ -158,8 +158,8 @@ def print_table(
 ) -> dict[str, float]:
     """Rank 0: print the scores of the network, which is the first of `models`, and of its rivals; returns all by name.
 
-    models: {name: (log-hazards, baseline)}. The last columns are the network's C above that of each rival, in resamples
-    of the same cases, and the two-sided p value of no difference.
+    models: {name: (log-hazards, baseline)}. The last columns are the network's C above that of each rival, with its
+    interval in resamples of the same cases, and the two-sided p value of no difference.
     """
     truth = val.cohort.table.get("true_log_hazard")
     if truth is not None:
@@ -180,7 +180,8 @@ def print_table(
             above = above[np.isfinite(above)]
             low, high = interval(above)
             p = min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES)
-            row |= {"network above": f"{above.mean():+.3f} ({low:+.3f}, {high:+.3f})", "p": f"{p:.3f}"}
+            lead = metrics["val/c_index"] - scores["of/c_index"]
+            row |= {"network above": f"{lead:+.3f} ({low:+.3f}, {high:+.3f})", "p": f"{p:.3f}"}
             scores |= {"of/above_low": low, "of/above_high": high, "of/p": float(p)}
         metrics |= {key.replace("of", prefix, 1): value for key, value in scores.items()}
         rows[model.replace("_and_", " + ").replace("_", " ")] = row
