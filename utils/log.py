@@ -108,7 +108,7 @@ class RunLog:
             try:
                 self.wandb = wandb.init(project=args.wandb, group=self.folder.name, dir=self.folder, config=values)
             except wandb.Error as error:
-                raise InputError(f"--wandb: {error}; set WANDB_API_KEY, or WANDB_MODE=offline") from None
+                raise InputError(f"--wandb: {error} (or set WANDB_API_KEY, or WANDB_MODE=offline)") from None
 
     def state(self) -> dict:
         """All ranks, for a checkpoint: the interval begun, and how much of metrics.jsonl, now on disk, it counts."""
