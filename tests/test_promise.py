@@ -432,7 +432,8 @@ def test_without_the_flag(start, run, tmp_path):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_hundred_steps(script, run, tmp_path, seed):
     """1, 2, 3 and 5 processes, shares 2:1 and 7:3:2, and 3 -> 1 -> 2 by resume: the same bits after 100 steps."""
-    flags = f"--num_epochs 99 --max_steps 100 --save_every 50 --seed {seed}"
+    length = "--train_timesteps 100" if script == COMPRESSED_AD else "--num_epochs 99"
+    flags = f"{length} --max_steps 100 --save_every 50 --seed {seed}"
     run(script, tmp_path / "whole", flags)
     ways = [(2, ""), (3, ""), (5, ""), (2, "--gpu_shares 2,1"), (3, "--gpu_shares 7,3,2")]
     for number, (processes, shares) in enumerate(ways):
