@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from utils.cli import InputError, RunError
 from utils.sampler import EvalBatchSampler, ImageGroups, TrainBatchSampler
@@ -519,6 +519,7 @@ class StopSignal:
 
     def _note(self, number: int, _frame) -> None:
         self.code = 130 if number == signal.SIGINT else 143
-        if self.at_once is not None:
+        # the loader's processes have a copy of this, and end with theirs
+        if self.at_once is not None and get_worker_info() is None:
             os.write(1, self.at_once)
             os._exit(self.code)

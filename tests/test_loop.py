@@ -52,6 +52,11 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
     args.learning_rate, args.num_workers = 0.2, 4
     log = RunLog(tmp_path, CPU, names, args, saved, 2)
     assert "other flags than at the run's last start: learning_rate 0.1 -> 0.2\n" in capsys.readouterr().out
+    # args.yaml cut short by a kill stops nobody
+    for rest in ("", "a: ["):
+        (tmp_path / "args.yaml").write_text(rest)
+        log.close()
+        log = RunLog(tmp_path, CPU, names, args, copy.deepcopy(saved), 2)
     log.step(torch.tensor([3.0, 3.0, 1.0]), 3, 4, 0.2)
     log.write_interval(3, 1, 9)
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

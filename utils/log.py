@@ -87,8 +87,12 @@ class RunLog:
         values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
         values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
         path, text = self.folder / "args.yaml", yaml.safe_dump(values)
-        if step and path.exists():
-            before, now = yaml.safe_load(path.read_text(encoding="utf-8")), yaml.safe_load(text)
+        before = None
+        # a kill may have cut it short
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if step and isinstance(before, dict):
+            now = yaml.safe_load(text)
             names = sorted(before.keys() & now.keys() - set(MAY_DIFFER.split()))
             changed = [f"{name} {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
             if changed:
@@ -207,11 +211,6 @@ class RunLog:
             print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)
         if self.wandb:
             self.wandb.log({**values, "epoch": epoch}, step=step)
-
-    def flush(self) -> None:
-        """Rank 0: TensorBoard's files are complete so far; metrics.jsonl always is."""
-        if self.ranks.is_main:
-            self.writer.flush()
 
     def close(self) -> None:
         if self.ranks.is_main:

@@ -308,11 +308,10 @@ class Run:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
 
-        count: numbers of this rank's leaves (a list of their batches, which may be empty) to be summed over the ranks
-        into `totals`; always as many. Before a step the ranks tell
-        each other these, a stop signal and an unusable sample (a batch's "error"), in one small transfer of host
-        memory. A signal to any rank ends the steps on all; `stopped` is then its exit code. Raises InputError on all
-        for a sample of any.
+        count: numbers of this rank's leaves (a list of their batches, which may be empty), always as many, to be
+        summed over the ranks into `totals`. Before a step the ranks tell each other these, a stop signal and an
+        unusable sample (a batch's "error"), in one small transfer of host memory. A signal to any rank ends the steps
+        on all; `stopped` is then its exit code. Raises InputError on all for a sample of any.
         """
         position, sampler = self.position, loader.batch_sampler
         first, last = map(int, (self.args.profile or "0:0").split(":"))
@@ -491,9 +490,10 @@ class Run:
             self.writer.wait()
             if self.is_over():
                 # all is saved: a signal need not wait for the end of the test, which a resume makes again
-                said = b"signal: the final test is broken off; --resume_from auto makes it again\n"
-                self.log.flush()
-                self.stop.at_once = said if self.ranks.is_main else b""
+                self.stop.at_once = b""
+                if self.ranks.is_main:
+                    self.log.writer.flush()
+                    self.stop.at_once = b"signal: the final test is broken off; --resume_from auto makes it again\n"
             if self.position.best is None:
                 return self.position.step
             best = checkpoint.load_checkpoint(str(self.folder / self.best_names[0]), self.folder, self.format)
