@@ -148,6 +148,7 @@ class PRSMed(nn.Module):
     def __init__(self, vlm: nn.Module, sam: nn.Module, reader: "Reader", precision: str):
         super().__init__()
         self.vlm, self.sam, self.reader, self.precision = vlm, sam, reader, precision
+        self.checkpointing = False
         self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
         # each encoder has its own normalisation
         for name, values in reader.statistics.items():
@@ -193,7 +194,7 @@ class PRSMed(nn.Module):
         With neither a mask nor a cache, transformers would look for packed sequences in the batch, which waits for the
         GPU. A cache cannot be had together with recomputed activations; they get a mask.
         """
-        if not self.vlm.is_activation_checkpointing:
+        if not self.checkpointing:
             return {"past_key_values": NoCache(), "use_cache": True}
         samples, length, _ = embeddings.shape
         mask = torch.ones(length, length, dtype=torch.bool, device=embeddings.device).tril()
@@ -335,6 +336,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     elif torch.get_num_threads() > 1:
         look_up_in_order(model.sam)
     if args.gradient_checkpointing:
+        model.checkpointing = True
         for encoder in (model.vlm, model.sam):
             encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

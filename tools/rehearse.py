@@ -129,7 +129,24 @@ def convolution_backward_flops(gradient, images, weight, *options, **_) -> int:
     return 2 * len(images) * positions * weight.numel() * (wanted[0] + wanted[1])
 
 
+def attention_flops(query, key, value, *_, **__) -> int:
+    """Of the scores and of the values that they weight. The key and the value may have fewer heads than the query."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[3])
+
+
+def attention_backward_flops(_, query, key, value, *__, **___) -> int:
+    """The scores anew, then two products for each of the forward pass."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[3])
+
+
 FLOPS = flop_registry | {torch.ops.aten.convolution_backward: convolution_backward_flops}
+for kernel in ("flash", "efficient", "cudnn"):
+    # torch 2.11's own formula refuses fewer heads
+    name = f"_scaled_dot_product_{kernel}_attention"
+    FLOPS[getattr(torch.ops.aten, name)] = attention_flops
+    FLOPS[getattr(torch.ops.aten, f"{name}_backward")] = attention_backward_flops
 
 
 class Trace(TorchDispatchMode):
