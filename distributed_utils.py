@@ -201,13 +201,15 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
     on_cpu = device.type == "cpu"
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model,
         device_ids=None if on_cpu else [device],
         gradient_as_bucket_view=True,
-        forward_sync_buffers=False,
         find_unused_parameters=on_cpu and world()[1] > 2,
     )
+    # the argument has another name from torch 2.13 on
+    wrapped.broadcast_buffers = False
+    return wrapped
 
 
 def print_main(*values) -> None:
