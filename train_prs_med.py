@@ -914,7 +914,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 return run.save_and_stop()
 
             metrics = {}
-            if val_loader:
+            if val_loader is not None:
                 scores, examples = evaluate(model, val_loader, run)
                 if args.generate_every and (run.position.epoch + 1) % args.generate_every == 0:
                     add_answers(model, val_loader, run, scores, args.max_new_tokens)
