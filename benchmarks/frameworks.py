@@ -6,7 +6,7 @@
 One process, on a GPU where there is one, without augmentation and loading processes. All take the same batches with the
 same weights, in rounds by turns; the first round, and the first steps of each, do not count. On a CPU time is that of
 the processor, which other work on the machine hardly changes. A trainer that is not installed is left out. The last
-line is a JSON object: samples/s of each, the median of its rounds.
+line is a JSON object: ms a step of each, the median of its rounds.
 """
 
 import contextlib
@@ -216,7 +216,7 @@ def monai_trainer(case: Case, clock: Clock) -> None:
 
 
 def measure(flags: list[str]) -> dict[str, float]:
-    """Samples/s of each trainer that is installed, with these flags of the survival script."""
+    """Milliseconds a step of each trainer that is installed, with these flags of the survival script."""
     trainers = {"this project": this_project, "bare loop": bare_loop}
     others = {
         "Accelerate": (accelerate, "accelerate"),
@@ -231,7 +231,7 @@ def measure(flags: list[str]) -> dict[str, float]:
             print(f"{name}: {package} is not installed")
 
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
-    rates: dict[str, list[float]] = {name: [] for name in trainers}
+    times: dict[str, list[float]] = {name: [] for name in trainers}
     with du.setup_distributed() as ranks:
         script.set_numerics(ranks.device, args.mixed_precision, args.deterministic)
         cohort = script.read_table(args.csv_path, args)
@@ -249,8 +249,8 @@ def measure(flags: list[str]) -> dict[str, float]:
                 clock = Clock()
                 trainer(Case(model, optimizer, loader, args, data, ranks), clock)
                 if number:
-                    rates[name].append(STEPS * args.batch_size / (clock.times[1] - clock.times[0]))
-    return {name: statistics.median(values) for name, values in rates.items()}
+                    times[name].append(1000 * (clock.times[1] - clock.times[0]) / STEPS)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main(flags: list[str]) -> None:
@@ -261,10 +261,11 @@ def main(flags: list[str]) -> None:
             root = Path(__file__).resolve().parents[1]
             subprocess.run([sys.executable, *words.split()], cwd=root, check=True, stdout=subprocess.DEVNULL)
             flags = f"--csv_path {folder}/data/dataset.csv --cache_dir {folder}/cache {SMALL}".split()
-        rates = measure(flags)
-    for name, rate in rates.items():
-        print(f"{name:<24} {rate:9.2f} samples/s   this project over it: {rates['this project'] / rate:.3f}")
-    print(json.dumps(rates), flush=True)
+        times = measure(flags)
+    for name, milliseconds in times.items():
+        speed = milliseconds / times["this project"]
+        print(f"{name:<24} {milliseconds:9.2f} ms a step   speed of this project over it: {speed:.3f}")
+    print(json.dumps(times), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """What each script's loop costs beside a bare loop, and --deterministic beside DDP, each as a ratio within one run.
 
-    python benchmarks/step_overhead.py                # all five scripts, on sample data that it makes; one CPU process
-    python benchmarks/step_overhead.py survival       # one of them
+    python benchmarks/step_overhead.py                # four scripts, on sample data that it makes; one process
+    python benchmarks/step_overhead.py cascade        # one of them; of survival: benchmarks/frameworks.py
     python benchmarks/step_overhead.py prs_med DATA   # on your sample data (of mimic_cxr: prepared in DATA/prepared)
     torchrun --standalone --nproc_per_node=2 benchmarks/step_overhead.py exact [--parameters 20e6]
 
 Two copies of a model train on the same batches, one in a bare loop (forward, backward, clip, update) and one in the
 script's (checked data, agreement of ranks, skipped steps, logs, timings). They take turns of a few steps. The ratio is
 the median time of the bare turns over the median of ours: 1 means no cost, the goal is 0.97. On a machine that others
-use, processor time (cpu) says more than wall time. Larger sample data make longer turns and a steadier ratio.
+use, processor time (cpu) says more than wall time. Larger sample data make longer turns and a steadier ratio. It takes
+a GPU where there is one. The last line is a JSON object: the speed of our loop over the bare one, and our ms a step.
 """
 
 import argparse
@@ -23,7 +24,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if "exact" in sys.argv:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 from torch import nn
@@ -33,42 +35,50 @@ import distributed_utils as du
 from utils.loop import Run
 
 ROOT = Path(__file__).resolve().parents[1]
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # the first turn of each loop warms up
 TURNS = 9
 # the sample data of each task; small, as the loop's cost shows most where a step is short
 SAMPLES = {
     "prs_med": "--num_train 432 --num_val 1 --num_test 1",
     "mimic_cxr": "--num_train 200 --num_val 1 --num_test 1",
-    "survival": "--num_patients 600 --matrix 20",
     "cascade": "--num_patients 120 --matrix 32",
     "compressed_ad": "--streams 10 --steps 500",
 }
 
 
 def clock() -> tuple[float, float]:
+    """Wall and processor time, once the GPU has done all that it was given."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
-def report(name: str, bare: list, ours: list) -> None:
-    """Print the ratios of turns, each given by its clock() before and after."""
-    for kind, unit in enumerate(("wall", "cpu")):
-        theirs, own = (statistics.median(end[kind] - begin[kind] for begin, end in turns[1:]) for turns in (bare, ours))
+def report(name: str, bare: list, ours: list) -> tuple[float, float]:
+    """Print the ratios of turns, each given by its clock() before and after; returns ours: wall ratio, and seconds."""
+    medians = [
+        [statistics.median(end[kind] - begin[kind] for begin, end in turns[1:]) for turns in (bare, ours)]
+        for kind in range(2)
+    ]
+    for unit, (theirs, own) in zip(("wall", "cpu"), medians, strict=True):
         du.print_main(f"{name}: {unit} of the bare loop / ours = {theirs / own:.3f} ({theirs:.3f} s a turn)")
+    theirs, own = medians[0]
+    return theirs / own, own
 
 
-def compare(name, args, model, make_optimizer, make_loader, losses, loss_parts, count=None, own_step=None) -> None:
+def compare(name, args, model, make_optimizer, make_loader, losses, loss_parts, count=None) -> dict[str, float]:
     """Train two copies of a model on the same batches, one by a bare loop and one by the project's.
 
     make_loader(run): of the training set. loss_parts(model, batch, totals): the numbers of `losses`, the first of them
-    is learned. count(batches): the totals, as the script counts them. own_step(run, step, loader): the script's passes
-    of a step, where they are not those of loss_parts.
+    is learned. count(batches): the totals, as the script counts them. Returns `speed` of our loop over the bare one,
+    and `ms` of a step of ours.
     """
-    models = [model, copy.deepcopy(model)]
+    models = [model.to(DEVICE), copy.deepcopy(model).to(DEVICE)]
     optimizers = [make_optimizer(model, args) for model in models]
     trained = [parameter for group in optimizers[0].param_groups for parameter in group["params"]]
     rate = optimizers[0].param_groups[0]["lr"]
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
-        args.output_dir, args.num_workers, args.save_every = folder, 0, 0
+        args.output_dir, args.num_workers, args.save_every, args.auto_batch = folder, 0, 0, False
         run = Run("benchmark/1", args, ranks, "")
         run.choose_batch(models[1], None)
         loader = make_loader(run)
@@ -78,7 +88,8 @@ def compare(name, args, model, make_optimizer, make_loader, losses, loss_parts, 
         if not steps:
             sys.exit(f"error: {name}: fewer than {TURNS} steps in the data; make more")
         run.begin(models[1], optimizers[1], "no", TURNS * steps, losses, {})
-        batches = iter(DataLoader(loader.dataset, batch_sampler=order, collate_fn=loader.collate_fn))
+        options = {"collate_fn": loader.collate_fn, "pin_memory": loader.pin_memory}
+        batches = iter(DataLoader(loader.dataset, batch_sampler=order, **options))
         bare, ours = [], []
         with run:
             own = run.steps(loader, count=count)
@@ -86,7 +97,8 @@ def compare(name, args, model, make_optimizer, make_loader, losses, loss_parts, 
                 begun = clock()
                 for _ in range(steps):
                     batch = next(batches)
-                    loss_parts(models[0].train(), batch, count and count([batch]))[0].backward()
+                    totals = count and count([batch])
+                    loss_parts(models[0].train(), du.to_device(batch, DEVICE), totals)[0].backward()
                     nn.utils.clip_grad_norm_(trained, 1.0)
                     optimizers[0].step()
                     optimizers[0].zero_grad(set_to_none=True)
@@ -95,30 +107,28 @@ def compare(name, args, model, make_optimizer, make_loader, losses, loss_parts, 
                 begun = clock()
                 for _ in range(steps):
                     step = next(own)
-                    if own_step:
-                        own_step(run, step, loader)
-                    else:
-                        for batch in step.leaves():
-                            step.backward(*loss_parts(models[1].train(), batch, step.totals))
+                    for batch in step.leaves():
+                        step.backward(*loss_parts(models[1].train(), batch, step.totals))
                     step.update(rate)
                 ours.append((begun, clock()))
-        report(name, bare, ours)
+        speed, seconds = report(name, bare, ours)
     state = models[1].state_dict()
     same = all(torch.equal(value, state[key]) for key, value in models[0].state_dict().items())
     print(f"{name}: weights {'equal to the bit' if same else 'DIFFERENT'} after {TURNS * steps} steps", flush=True)
+    return {"speed": speed, "ms": 1000 * seconds / steps}
 
 
-# --- the five scripts -------------------------------------------------------------------------------------------------
+# --- the four scripts -------------------------------------------------------------------------------------------------
 
 
-def prs_med(data: str) -> None:
+def prs_med(data: str) -> dict[str, float]:
     import train_prs_med as script
 
     args = script.parse_args(["--data_root", data, "--batch_size", "16", "--lora_dropout", "0"])
-    model = script.build_model(args, "no", torch.device("cpu"))
+    model = script.build_model(args, "no", DEVICE)
     train_set = script.make_sets(script.read_data(args, "train"), model.reader, args)["train"]
 
-    compare(
+    return compare(
         "prs_med",
         args,
         model,
@@ -130,7 +140,7 @@ def prs_med(data: str) -> None:
     )
 
 
-def mimic_cxr(data: str) -> None:
+def mimic_cxr(data: str) -> dict[str, float]:
     import train_mimic_cxr as script
 
     flags = f"--data_path {data}/prepared --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny"
@@ -138,7 +148,7 @@ def mimic_cxr(data: str) -> None:
     args = script.parse_args(flags.split())
     prepared = script.open_prepared(Path(args.data_path))
     args.image_size = prepared.facts["image_size"]
-    model = script.build_model(args, "no", torch.device("cpu"))
+    model = script.build_model(args, "no", DEVICE)
     train_set = script.Questions(prepared, "train", args)
     groups = script.ImageGroups(train_set.column("study"), args.questions_per_image)
 
@@ -146,7 +156,7 @@ def mimic_cxr(data: str) -> None:
         options = {"effective_batch_size": run.effective, "shares": run.shares, "groups": groups}
         return script.make_loader(train_set, model, run.leaf, args, train=True, **options)
 
-    compare(
+    return compare(
         "mimic_cxr",
         args,
         model,
@@ -158,33 +168,7 @@ def mimic_cxr(data: str) -> None:
     )
 
 
-def survival(data: str) -> None:
-    import train_survival_distributed as script
-
-    flags = f"--csv_path {data}/dataset.csv --cache_dir {data}/cache --batch_size 8 --no-augment"
-    flags += " --resnet resnet10 --base_channels 16 --image_size 24 24 16"
-    args = script.parse_args(flags.split())
-    cohort = script.read_table(args.csv_path, args)
-    columns = script.encode_columns(cohort, [])
-    train_set = script.make_sets(cohort, columns, {"train": range(len(cohort))}, args)["train"]
-    time_to_event, event = torch.from_numpy(cohort.time), torch.from_numpy(cohort.event)
-
-    def loss_parts(model: nn.Module, batch: dict, _) -> tuple:
-        return (script.cox_loss(model(batch), time_to_event[batch["index"]], event[batch["index"]]),)
-
-    compare(
-        "survival",
-        args,
-        script.build_model(args, "no", torch.device("cpu")),
-        script.make_optimizer,
-        lambda run: du.create_distributed_dataloader(train_set, run.leaf),
-        ["loss", "events"],
-        loss_parts,
-        own_step=lambda run, step, loader: script.cox_step(run, step, loader, args),
-    )
-
-
-def cascade(data: str) -> None:
+def cascade(data: str) -> dict[str, float]:
     """The second of two small stages, which sees what the first has made."""
     import train_accelerate as script
 
@@ -194,7 +178,7 @@ def cascade(data: str) -> None:
     args = script.parse_args([*flags.split(), "--stage_configs", *stages])
     sizes = [stage["volume_size"] for stage in args.stage_configs]
     patients = script.Data(args, sizes)
-    model = script.Cascade(args, torch.device("cpu"), "no", patients.learn_prior(), [0.1, 0.1])
+    model = script.Cascade(args, DEVICE, "no", patients.learn_prior(), [0.1, 0.1])
     for _ in sizes:
         model.add_stage()
     train_set = script.XrayCtDataset(patients, "train", sizes[-1])
@@ -206,7 +190,7 @@ def cascade(data: str) -> None:
         diffusion, physics = (part.mean() for part in script.patient_losses(model, 1, model.net, batch))
         return diffusion + model.stages[1].physics_weight * physics, diffusion, physics
 
-    compare(
+    return compare(
         "cascade",
         args,
         model,
@@ -217,7 +201,7 @@ def cascade(data: str) -> None:
     )
 
 
-def compressed_ad(data: str) -> None:
+def compressed_ad(data: str) -> dict[str, float]:
     import train as script
 
     flags = f"--config {ROOT}/configs/compressed_ad_demo.yaml --data {data} --batch_size 32 --effective_batch_size 32"
@@ -226,10 +210,10 @@ def compressed_ad(data: str) -> None:
     tasks, _ = script.split_tasks(len(histories.words), args.split_seed)
     train_set = script.SegmentDataset(histories, tasks, args, train=True)
 
-    compare(
+    return compare(
         "compressed_ad",
         args,
-        script.build_model(args, "no", torch.device("cpu"), histories.env),
+        script.build_model(args, "no", DEVICE, histories.env),
         script.make_optimizer,
         lambda run: du.create_distributed_dataloader(train_set, run.leaf, collate_fn=dict),
         ["loss", "accuracy"],
@@ -287,7 +271,6 @@ def main() -> None:
     compare_one = {
         "prs_med": prs_med,
         "mimic_cxr": mimic_cxr,
-        "survival": survival,
         "cascade": cascade,
         "compressed_ad": compressed_ad,
     }
@@ -302,7 +285,8 @@ def main() -> None:
                 for words in commands:
                     command = [sys.executable, "-m", *f"tools.{words}".split()]
                     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            compare_one[task](data)
+            found = compare_one[task](data)
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
