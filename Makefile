@@ -3,11 +3,14 @@
 # make test                  set up, run the test suite          make soak   the long sweeps of faults and repeats
 # make test-quick            the parts: losses, metrics, data, samplers, checkpoints, flags, launchers; and one script killed
 # make gpu                   measures and checks all that a GPU changes (on CPU: a trial at tiny sizes); see benchmarks/gpu.py
-#      FLAGS="--parts machine,survival"  its flags; PYTHON=python3 takes that python as it is, without making .venv
+#      FLAGS="--minutes 9"   its flags; PYTHON=python3 takes that python as it is, without making .venv
+# make versions PYTHON=python3.12 WITH="torch==2.11.0 transformers==5.17.0"   all else as pinned, in .venv-versions:
+#      test-quick, and make gpu's trial at tiny sizes
 # make lint                  ruff, shellcheck, shfmt
 PYTHON ?= python3
 TASK ?= prs_med
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 SHELL_FILES := run_multi_gpu_train.sh launch_distributed_training.sh train_4gpu.sh $(wildcard configs/slurm/*.sbatch) .ci/run
 PROCESSES = $$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)")
 
@@ -20,13 +23,13 @@ demo demo-all: export ATEN_CPU_CAPABILITY := avx2
 demo demo-all: export ONEDNN_MAX_CPU_ISA := AVX2
 endif
 
-.PHONY: demo demo-all test test-quick soak gpu lint setup setup-dev
-setup: .venv/requirements.txt
-	@echo "ready; type: source .venv/bin/activate"
-setup-dev: .venv/requirements-dev.txt
+.PHONY: demo demo-all test test-quick soak gpu versions lint setup setup-dev
+setup: $(VENV)/requirements.txt
+	@echo "ready; type: source $(BIN)/activate"
+setup-dev: $(VENV)/requirements-dev.txt
 
-.venv/%.txt: requirements.txt requirements-dev.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(VENV)/%.txt: requirements.txt requirements-dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $*.txt
 	cp $*.txt $@
 
@@ -96,6 +99,18 @@ soak: setup-dev
 
 gpu: $(if $(GIVEN),,setup)
 	$(if $(GIVEN),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(FLAGS)
+
+# -r and the pins that WITH replaces are left out
+versions: V := .venv-versions
+versions:
+	rm -rf $(V) runs/versions
+	$(PYTHON) -m venv $(V)
+	cat requirements.txt requirements-dev.txt | \
+	    grep -v -e '^-r' $(foreach pin,$(WITH),-e '^$(firstword $(subst =, ,$(pin)))==') >$(V)/pins.txt
+	$(V)/bin/python -m pip install --quiet --disable-pip-version-check -r $(V)/pins.txt $(WITH)
+	touch $(V)/requirements-dev.txt
+	. $(V)/bin/activate && $(MAKE) VENV=$(V) test-quick
+	$(V)/bin/python benchmarks/gpu.py --tiny --folder runs/versions $(FLAGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -614,19 +614,19 @@ def of_task(task: str, tiny: float, full: float) -> Part:
 
 
 PARTS = {
-    "machine": Part(machine, (10, 25), ()),
+    "machine": Part(machine, (8, 25), ()),
     "survival": of_task("survival", 25, 60),
     "prs_med": of_task("prs_med", 30, 90),
-    "mimic_cxr": of_task("mimic_cxr", 30, 50),
-    "compressed_ad": of_task("compressed_ad", 25, 40),
-    "cascade": of_task("cascade", 30, 80),
+    "mimic_cxr": of_task("mimic_cxr", 22, 50),
+    "compressed_ad": of_task("compressed_ad", 16, 40),
+    "cascade": of_task("cascade", 18, 80),
     "guides": Part(guides, (1, 1), ()),
-    "same_answer": Part(of_each(same_answer), (160, 60), None, "tiny"),
+    "same_answer": Part(of_each(same_answer), (250, 60), None, "tiny"),
     "resume": Part(of_each(resume), (130, 50), None, "tiny"),
     "waits": Part(of_each(waits), (60, 30), None, "tiny"),
-    "operations": Part(of_each(operations), (110, 60), None, "tiny"),
+    "operations": Part(of_each(operations), (120, 60), None, "tiny"),
     "deepspeed": Part(deepspeed, (60, 100), ("mimic_cxr",)),
-    "overhead": Part(overhead, (150, 120), ("survival",)),
+    "overhead": Part(overhead, (190, 120), ("survival",)),
     "variants": Part(variants, (40, 300)),
 }
 

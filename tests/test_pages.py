@@ -100,7 +100,7 @@ def test_flags_that_a_page_names_exist(page):
     ours = [SCRIPTS[task] for task in SCRIPTS if f"tasks/{task}/" in page] or list(SCRIPTS.values())
     tools = [("tools.sample_data", task) for task in SCRIPTS]
     tools += [("tools.prepare_data", task) for task in ("prs_med", "mimic_cxr")]
-    anywhere = OTHER_FLAGS | flags_in(read("launch_distributed_training.sh"))
+    anywhere = OTHER_FLAGS | flags_in(read("launch_distributed_training.sh") + read("benchmarks/gpu.py"))
     anywhere = anywhere.union(*map(help_flags, ours), *(help_flags(*tool) for tool in tools))
     for words in commands(page):
         script = next((word for word in words if word in SCRIPTS.values()), None)
