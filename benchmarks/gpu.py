@@ -81,7 +81,10 @@ STAGE = '{"name":"stage1","volume_size":[8,8,8],"voxel_dim":16,"vit_depth":1,"nu
 STAGE_EPOCHS = 6
 FLAGS = {
     "tiny": {
-        "prs_med": "--data_root {data} --batch_size 4 --num_workers 0 --lr_scaling none --max_new_tokens 2",
+        "prs_med": """
+            --data_root {data} --vlm_path {data}/llava_tiny --sam_path {data}/sam_tiny
+            --batch_size 4 --num_workers 0 --lr_scaling none --max_new_tokens 2
+        """,
         "mimic_cxr": """
             --data_path {data}/prepared --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny
             --batch_size 8 --num_workers 0 --no_auto_optimize --warmup_steps 2
@@ -621,12 +624,12 @@ PARTS = {
     "compressed_ad": of_task("compressed_ad", 16, 40),
     "cascade": of_task("cascade", 18, 80),
     "guides": Part(guides, (1, 1), ()),
-    "same_answer": Part(of_each(same_answer), (250, 60), None, "tiny"),
-    "resume": Part(of_each(resume), (130, 50), None, "tiny"),
+    "same_answer": Part(of_each(same_answer), (250, 80), None, "tiny"),
+    "resume": Part(of_each(resume), (130, 60), None, "tiny"),
     "waits": Part(of_each(waits), (60, 30), None, "tiny"),
     "operations": Part(of_each(operations), (120, 60), None, "tiny"),
     "deepspeed": Part(deepspeed, (60, 100), ("mimic_cxr",)),
-    "overhead": Part(overhead, (190, 120), ("survival",)),
+    "overhead": Part(overhead, (190, 240), ("survival",)),
     "variants": Part(variants, (40, 300)),
 }
 
