@@ -625,7 +625,7 @@ PARTS = {
     "cascade": of_task("cascade", 18, 80),
     "guides": Part(guides, (1, 1), ()),
     "same_answer": Part(of_each(same_answer), (250, 80), None, "tiny"),
-    "resume": Part(of_each(resume), (130, 60), None, "tiny"),
+    "resume": Part(of_each(resume), (170, 75), None, "tiny"),
     "waits": Part(of_each(waits), (60, 30), None, "tiny"),
     "operations": Part(of_each(operations), (120, 60), None, "tiny"),
     "deepspeed": Part(deepspeed, (60, 100), ("mimic_cxr",)),
@@ -743,7 +743,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_args()
-    options.deadline = time.monotonic() + 60 * options.minutes
+    # the last seconds are for ending what runs
+    options.deadline = time.monotonic() + 60 * options.minutes - 3
     options.folder = options.folder.resolve()
     gpus = find_gpus()
     options.gpus = len(gpus)
