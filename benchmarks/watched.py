@@ -1,9 +1,9 @@
 """A script as it is, with random weights where a model has no file of them; what is watched in it is named first.
 
-    python benchmarks/watched.py [share_gpu] [product | waits | repeats] train_prs_med.py FLAGS ...
+    python benchmarks/watched.py [share_gpu] [speed | waits | repeats] train_prs_med.py FLAGS ...
 
     share_gpu  all processes use the first GPU, over gloo, as NCCL refuses two ranks on one
-    product    measures a matrix product before the script starts
+    speed      measures a matrix product before the script starts, and counts the FLOPs of the first two steps
     waits      counts where the host waits for the GPU, from the third step on in the steps and apart from them
     repeats    makes each operation of the steps three times on the same tensors and names those whose results differ
 
@@ -179,6 +179,36 @@ def storages(values) -> list[torch.UntypedStorage]:
     return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of the first two steps that an optimizer makes; the cascade has one a stage."""
+
+    def __init__(self):
+        from tools.rehearse import FLOPS
+
+        super().__init__()
+        self.formulas, self.optimizer, self.stages = FLOPS, None, []
+        around_steps(self.before_step, lambda: None)
+
+    def before_step(self, run) -> contextlib.AbstractContextManager:
+        if run.optimizer is not self.optimizer:
+            self.optimizer = run.optimizer
+            self.stages.append({"steps": 0, "flops": 0})
+        if self.stages[-1]["steps"] == 2:
+            return contextlib.nullcontext()
+        self.stages[-1]["steps"] += 1
+        return self
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        if function.overloadpacket in self.formulas:
+            self.stages[-1]["flops"] += self.formulas[function.overloadpacket](*args, **kwargs, out_val=out)
+        return out
+
+    def found(self) -> dict:
+        return {"tflop": [stage["flops"] / stage["steps"] / 1e12 for stage in self.stages]}
+
+
 class Repeats(TorchDispatchMode):
     """Makes each operation three times and counts those that gave other bits, by name."""
 
@@ -225,9 +255,10 @@ def main(words: list[str]) -> None:
     sys.argv = [str(Path(words[len(options)]).resolve()), *words[len(options) + 1 :]]
     if "share_gpu" in options:
         share_gpu()
-    facts = {"product": product()} if "product" in options else {}
+    facts = {"product": product()} if "speed" in options else {}
     use_random_weights()
-    watch = Waits() if "waits" in options else Repeats() if "repeats" in options else None
+    watches = {"speed": Flops, "waits": Waits, "repeats": Repeats}
+    watch = next((watches[name]() for name in options if name in watches), None)
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
