@@ -34,7 +34,7 @@ import train_survival_distributed as script
 from utils.loop import Run
 
 ON_GPU = torch.cuda.is_available()
-ROUNDS, WARM_UP, STEPS = 6, 3, 10
+ROUNDS, WARM_UP, STEPS = 4 if ON_GPU else 6, 3, 10
 SMALL = "--resnet resnet10 --base_channels 16 --image_size 24 24 16 --batch_size 8 --mixed_precision no"
 
 
@@ -204,6 +204,9 @@ def monai_trainer(case: Case, clock: Clock) -> None:
         amp_kwargs={"dtype": torch.bfloat16} if precision == "bf16" else None,
         decollate=False,
     )
+    if precision == "bf16":
+        # it would scale the loss as for fp16
+        trainer.scaler = torch.amp.GradScaler(enabled=False)
     # ignite has no place for clipping but the end of the backward pass
     parameters = list(case.model.parameters())
     clip = case.args.grad_clip

@@ -23,7 +23,7 @@ def run(*command) -> str:
 
 def test_a_part_that_was_broken_off_is_measured_again(tmp_path):
     kept = {"commit": "abc", "seconds": 1.0, "lines": [gpu.row("torch", "as it was")]}
-    begun = {"commit": "abc", "lines": [gpu.row("compressed_ad: waits a step", 3.0)]}
+    begun = {"commit": "new", "lines": [], "before": {"compressed_ad: waits a step": "3 (abc)"}}
     (tmp_path / "cpu.json").write_text(json.dumps({"machine": kept, "waits": begun}))
     flags = "--tiny --parts machine,waits --tasks compressed_ad --folder".split()
     assert "left out" in run("benchmarks/gpu.py", *flags, tmp_path, "--minutes", "0.1")
