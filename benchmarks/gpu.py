@@ -14,7 +14,7 @@
     resume         --deterministic, begun by 3 processes, killed and ended by 2: equal to the bit
     operations     each operation of some steps made three times: which give other bits, with --deterministic none
     waits          how often the host waits for the GPU: never in a step
-    deepspeed      MIMIC-CXR by ZeRO-2, by ZeRO-2 with its optimizer on the CPU, and by ZeRO-3, beside DDP
+    deepspeed      MIMIC-CXR by ZeRO-2, by ZeRO-2 with its optimizer on the CPU, and by ZeRO-3, beside --use_ddp
     overhead       our loops over a bare loop, Accelerate, Fabric, HF Trainer and MONAI, in turns
     variants       fp32, fp16, compiled and recomputed activations over plain bf16
 
@@ -452,7 +452,7 @@ def guides(options: argparse.Namespace, results: dict) -> Iterator[dict]:
 def deepspeed(options: argparse.Namespace, _) -> Iterator[dict]:
     """MIMIC-CXR by each of DeepSpeed's ZeRO engines beside torch's own, one process."""
     engines = {
-        "DDP": "--use_ddp",
+        "--use_ddp": "--use_ddp",
         "ZeRO-2": "--use_deepspeed --stage 2",
         "ZeRO-2, optimizer on the CPU": "--deepspeed_config configs/deepspeed_config.json",
         "ZeRO-3": "--use_deepspeed --stage 3",
@@ -467,12 +467,12 @@ def deepspeed(options: argparse.Namespace, _) -> Iterator[dict]:
             continue
         plain = plain or lines
         speed = samples_per_s(lines[1:])
-        yield row(f"{name}: samples/s", speed, note=f"{speed / samples_per_s(plain[1:]):.2f} of DDP's")
+        yield row(f"{name}: samples/s", speed, note=f"{speed / samples_per_s(plain[1:]):.2f} of --use_ddp's")
         yield row(f"{name}: peak GiB", peak_gib(lines))
         losses = [(line["train/loss"], other["train/loss"]) for line, other in zip(lines, plain, strict=True)]
         # it rounds weights to bf16 where torch's autocast rounds products
         apart = max(abs(one / other - 1) for one, other in losses)
-        yield row(f"{name}: losses apart from DDP's, relative", apart, most=0.05)
+        yield row(f"{name}: losses apart from --use_ddp's, relative", apart, most=0.05)
 
 
 def overhead(options: argparse.Namespace, _) -> Iterator[dict]:

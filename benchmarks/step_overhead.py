@@ -1,4 +1,4 @@
-"""What each script's loop costs beside a bare loop, and --deterministic beside DDP, each as a ratio within one run.
+"""What four scripts' loops cost beside a bare loop, and --deterministic beside DDP, each as a ratio within one run.
 
     python benchmarks/step_overhead.py                # four scripts, on sample data that it makes; one process
     python benchmarks/step_overhead.py cascade        # one of them; of survival: benchmarks/frameworks.py
