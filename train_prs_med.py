@@ -19,7 +19,7 @@ from pathlib import Path
 
 from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "prs_med/2"
+FORMAT = "prs_med/3"
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -36,6 +36,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image in a row")
     rare("--cache_gb", type=number(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
+    text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
+    add("--reword", type=number(0, 1), default=0.75, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
@@ -64,6 +66,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
     rare("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
+    add("--unet_steps", type=whole(0), default=2000, help="steps of 8 images for the table's UNet; 0: leave it out")
     rare("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: masks and answers; a CSV has image and question")
     add("--question", help="with --predict: the question about each image")
@@ -96,9 +99,10 @@ from transformers import DynamicCache
 
 import distributed_utils as du
 from hardware_utils import autocast, choose_precision, out_of_memory, set_numerics
-from tasks.prs_med import annotations, report, rivals
+from tasks.prs_med import annotations, report, rivals, wordings
 from tasks.prs_med.annotations import POSITIONS, Row, position_in, position_of
 from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
+from tasks.prs_med.unet import unet_scores
 from utils import checkpoint, images, tables
 from utils.loop import Run
 from utils.sampler import EvalBatchSampler, ImageGroups
@@ -110,36 +114,70 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """Image tokens attend to the prompt's words, then convolutions up to 4x SAM's grid.
+    """Image tokens, told by the question what to look for, decoded to a coarse mask, which the image then sharpens.
 
-    dim is the SAM encoder's output width (256). GroupNorm, not BatchNorm, whose statistics would depend on the number
-    of GPUs.
+    As in the paper, tokens attend to the prompt's words and are decoded by convolutions to 4x SAM's grid. Three things
+    are ours. A small convolutional stem sees the image itself, with the pixels of a cell as channels (sub-pixel
+    convolution, arXiv 1609.05158), so that nothing is as large as the image but the logits. The last word's state,
+    from which the language model is about to answer, scales and shifts the tokens (FiLM, arXiv 1709.07871). And the
+    refined mask may differ from the coarse one only close to where that one says yes.
+
+    dim: SAM's output width (256). scale: pixels along a side of a cell of 4x SAM's grid (4). GroupNorm, not BatchNorm,
+    whose statistics would depend on the number of GPUs.
     """
 
-    def __init__(self, text_dim: int, dim: int):
+    def __init__(self, text_dim: int, dim: int, scale: int, fine: int = 16):
         super().__init__()
         half, quarter = dim // 2, dim // 4
+        self.scale = scale
         self.text = nn.Sequential(nn.Linear(text_dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim), nn.LayerNorm(dim))
+        self.film = nn.Linear(dim, 2 * dim)
         self.attention = nn.MultiheadAttention(dim, num_heads=8, batch_first=True)
-        self.norm = nn.LayerNorm(dim)
+        self.image_norm, self.norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.encoder = nn.TransformerEncoderLayer(
             dim, nhead=8, dim_feedforward=4 * dim, dropout=0.0, activation="gelu", batch_first=True
         )
-        # made before the others, as in all runs: the order decides who draws which weights
-        last = nn.Conv2d(quarter, 1, 3, padding=1)
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(dim, half, 3, padding=1), nn.GroupNorm(8, half), nn.GELU(), nn.Upsample(scale_factor=2),
-            nn.Conv2d(half, quarter, 3, padding=1), nn.GroupNorm(8, quarter), nn.GELU(), nn.Upsample(scale_factor=2),
-            last,
-        )  # fmt: skip
+        up = nn.Upsample(scale_factor=2)
+        self.convolutions = nn.Sequential(*convolve(dim, half), up, *convolve(half, quarter), up)
+        self.coarse = nn.Conv2d(quarter, 1, 3, padding=1)
+        self.stem = nn.Sequential(*convolve(3 * scale**2, fine), *convolve(fine, fine))
+        self.down = nn.Sequential(
+            *convolve(fine, 2 * fine, stride=2), *convolve(2 * fine, 4 * fine, stride=2), nn.Conv2d(4 * fine, dim, 1)
+        )
+        self.refine = nn.Sequential(
+            *convolve(quarter + fine + 1, fine), *convolve(fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1)
+        )
+        # a pretrained SAM is first seen as it is, and the refined mask is first the coarse one
+        for last in (self.down[-1], self.refine[-1]):
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
 
-    def forward(self, features: Tensor, words: Tensor, padding: Tensor) -> Tensor:
-        """(B, dim, h, w) features and (B, Q, D) words -> (B, 1, 4h, 4w) logits; padding (B, Q): True without a word."""
-        tokens = features.flatten(2).transpose(1, 2)
+    def forward(self, features: Tensor, words: Tensor, padding: Tensor, pixels: Tensor, image_of: Tensor) -> Tensor:
+        """(N, dim, h, w) features of (N, 3, S, S) images, (B, Q, D) words -> (B, 2, S, S) logits: refined, coarse.
+
+        padding (B, Q): True without a word. image_of (B,): which image a question is about.
+        """
+        stem = self.stem(F.pixel_unshuffle(pixels, self.scale))
+        tokens = (features + self.down(stem)).flatten(2).transpose(1, 2).index_select(0, image_of)
         text = self.text(words)
+        scale, shift = self.film(pick(text, (~padding).sum(1, keepdim=True) - 1)).chunk(2, dim=2)
+        tokens = self.image_norm(tokens) * (1 + scale) + shift
         attended, _ = self.attention(tokens, text, text, key_padding_mask=padding, need_weights=False)
         tokens = self.encoder(self.norm(tokens + attended))
-        return self.convolutions(tokens.transpose(1, 2).unflatten(2, features.shape[2:]))
+        decoded = self.convolutions(tokens.transpose(1, 2).unflatten(2, features.shape[2:]))
+        coarse = self.coarse(decoded)
+
+        # within two cells of what the coarse mask takes in; elsewhere other structures would show up
+        likely = coarse.detach().sigmoid()
+        near = F.max_pool2d(likely, 5, stride=1, padding=2)
+        correction = self.refine(torch.cat([decoded, stem.index_select(0, image_of), likely], dim=1))
+        coarse, near = (upsample(grid.float(), pixels.shape[-1]) for grid in (coarse, near))
+        return torch.cat([coarse + near * F.pixel_shuffle(correction, self.scale), coarse], dim=1)
+
+
+def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
+    """A 3 x 3 convolution with its norm and activation."""
+    return nn.Conv2d(channels, out, 3, stride, padding=1), nn.GroupNorm(8, out), nn.GELU()
 
 
 class PRSMed(nn.Module):
@@ -149,7 +187,8 @@ class PRSMed(nn.Module):
         super().__init__()
         self.vlm, self.sam, self.reader, self.precision = vlm, sam, reader, precision
         self.checkpointing = False
-        self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels)
+        scale = sam.config.patch_size // 4
+        self.decoder = MaskDecoder(vlm.config.text_config.hidden_size, sam.config.output_channels, scale)
         # each encoder has its own normalisation
         for name, values in reader.statistics.items():
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
@@ -164,7 +203,7 @@ class PRSMed(nn.Module):
         return self
 
     def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """Mask logits (B, image_size, image_size), the answer's cross-entropy summed over its tokens (B,), both fp32.
+        """Refined and coarse mask logits (B, 2, image_size, image_size), the answer's summed cross-entropy (B,); fp32.
 
         Both encoders run once for each different image; image_of says which one a question is about. The mask reads
         hidden states of prompt positions, which by causality know nothing of the answer behind them.
@@ -183,10 +222,10 @@ class PRSMed(nn.Module):
 
             # the mask of what the prompt's words ask for
             pixels = (batch["sam"] / 255 - self.sam_mean) / self.sam_std
-            features = self.sam(pixels).last_hidden_state.index_select(0, batch["image_of"])
+            features = self.sam(pixels).last_hidden_state
             words = pick(hidden, batch["words"]).to(features.dtype)
-            masks = self.decoder(features, words, padding=batch["words"] < 0).float()
-            return upsample(masks, self.reader.image_size).squeeze(1), text_losses.sum(1)
+            masks = self.decoder(features, words, batch["words"] < 0, pixels, batch["image_of"])
+            return masks.float(), text_losses.sum(1)
 
     def causal(self, embeddings: Tensor) -> dict:
         """Options of the language model for causal attention without a mask, as flash attention wants it.
@@ -469,14 +508,22 @@ class Decoded:
 class PositionData(Dataset):
     """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
 
-    A row whose image is "" has a blank one. augmented_by: the seed of augmentation, None for none.
+    A row whose image is "" has a blank one. augmented_by: the seed of augmentation, None for none. reworded: the share
+    of questions put in other words, drawn from `seed`.
     """
 
     def __init__(
-        self, rows: list[Row], reader: Reader, decoded: tuple[Decoded, Decoded], augmented_by: int | None = None
+        self,
+        rows: list[Row],
+        reader: Reader,
+        decoded: tuple[Decoded, Decoded],
+        augmented_by: int | None = None,
+        reworded: float = 0.0,
+        seed: int = 0,
     ):
-        self.rows, self.reader, self.augmented_by = rows, reader, augmented_by
+        self.rows, self.reader, self.augmented_by, self.reworded, self.seed = rows, reader, augmented_by, reworded, seed
         self.images, self.masks = decoded
+        self.others = wordings.others_of(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -502,7 +549,13 @@ class PositionData(Dataset):
             moved = position_of(mask)
             # the answer names the position that the lesion has now
             answer, position = annotations.name_position(answer, position, moved), moved
-        prompt, answer = self.reader.tokens(row.question, answer)
+        question = row.question
+        if self.reworded and row.names:
+            # where a set has few wordings, each would be learnt as a whole, not by the name in it
+            rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
+            if rng.random() < self.reworded:
+                question = wordings.draw(rng, row.names, self.others[row.modality, row.names[0]])
+        prompt, answer = self.reader.tokens(question, answer)
         item = {name: torch.from_numpy(x.copy()) for name, x in (("sam", sam), ("vlm", vlm), ("mask", mask))}
         item |= {"index": int(index), "identity": row.identity, "error": error}
         return item | {"prompt": prompt, "answer": answer, "position": position}
@@ -610,8 +663,11 @@ def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, Pos
     for split in ("train", "val", "test"):
         of_split = [row for row in rows if row.split == split]
         if of_split:
-            augmented = args.augmentation and split == "train" and not args.eval_only
-            sets[split] = PositionData(of_split, reader, (files, masks), args.seed if augmented else None)
+            options = {}
+            if split == "train" and not args.eval_only:
+                augmented_by = args.seed if args.augmentation else None
+                options = {"augmented_by": augmented_by, "reworded": args.reword, "seed": args.seed}
+            sets[split] = PositionData(of_split, reader, (files, masks), **options)
     return sets
 
 
@@ -619,13 +675,13 @@ def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, Pos
 
 
 def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """BCE + Dice loss of each sample: (B, H, W) logits and bool masks -> (B,)."""
-    target = masks.float()
+    """BCE + Dice loss of each sample: (B, n, H, W) logits of its (B, H, W) bool mask -> (B,), the mean of the n."""
+    target = masks.float()[:, None].expand_as(logits)
     probability = logits.sigmoid()
-    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
-    overlap = (probability * target).sum((1, 2))
-    areas = probability.sum((1, 2)) + target.sum((1, 2))
-    return bce + 1 - (2 * overlap + 1) / (areas + 1)
+    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((2, 3))
+    overlap = (probability * target).sum((2, 3))
+    areas = probability.sum((2, 3)) + target.sum((2, 3))
+    return (bce + 1 - (2 * overlap + 1) / (areas + 1)).mean(1)
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
@@ -657,7 +713,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
     shown = report.spread(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
         logits, text_loss = model(batch)
-        predicted, target = logits > 0, batch["mask"]
+        predicted, target = logits[:, 0] > 0, batch["mask"]
         columns = [
             (predicted & target).sum((1, 2)),
             (predicted | target).sum((1, 2)),
@@ -728,28 +784,34 @@ def mean_metrics(scores: list[dict], split: str, args: Namespace) -> dict[str, f
     return {f"{split}/{name}": value for name, value in metrics.items()}
 
 
-def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Namespace) -> dict[str, float]:
+def test(model: PRSMed, sets: dict[str, PositionData], split: str, run: Run, args: Namespace) -> dict[str, float]:
     """All ranks: the test table with intervals, ablations and rivals, its figure and cases; returns its metrics."""
-    data = sets[split]
+    data, ranks = sets[split], run.ranks
     make = partial(make_loader, args=args, batch_size=run.leaf)
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     # the same model without the image, or with that of another case: of some hundred rows
     some = report.spread(range(len(data)), report.MOST_ABLATED)
-    ablations = {}
-    for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items():
-        blind = PositionData(rows, data.reader, (data.images, data.masks))
-        ablations[name] = (blind, evaluate(model, make(blind), run)[0])
+    changed = {
+        f"ablation/{name}": (rows, some)
+        for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items()
+    }
+    # and asked in words that no training step has seen, as many questions in all
+    few = report.spread(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
+    changed |= wordings.in_other_words(data.rows, few)
+    for name, (rows, indices) in changed.items():
+        asked = PositionData(rows, data.reader, (data.images, data.masks))
+        changed[name] = asked, indices, evaluate(model, make(asked), run)[0]
 
     # answers at last, as they are generated by merged weights, many at once
     merge_lora(model)
     generate = partial(make_loader, args=args, batch_size=max(run.leaf, 64))
     add_answers(model, generate(data), run, scores, args.max_new_tokens)
-    for blind, blind_scores in ablations.values():
-        add_answers(model, generate(blind), run, blind_scores, args.max_new_tokens)
-        for row in blind_scores:
-            row["index"] = some[row["index"]]
-    others = {f"ablation/{name}": blind_scores for name, (_, blind_scores) in ablations.items()}
+    others = {}
+    for name, (asked, indices, asked_scores) in changed.items():
+        add_answers(model, generate(asked), run, asked_scores, args.max_new_tokens)
+        others[name] = [row | {"index": indices[row["index"]]} for row in asked_scores]
+    report.join_wordings(others)
     if "train" in sets:
         # as they are, not augmented
         known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
@@ -757,6 +819,13 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run, args: Na
         for name in rivals.NAMES:
             rows = [row for part in parts for row in part[name]]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
+        if args.unet_steps:
+            if ranks.is_main:
+                fitted = unet_scores(
+                    known, sets.get("val"), data, args.unet_steps, args.seed, ranks.device, model.precision
+                )
+                others["rival/unet"] = fitted
+            ranks.wait_for_main("the UNet")
     metrics = {}
     with du.agree_on_errors():
         if du.world()[0] == 0:
@@ -798,7 +867,7 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
             )
         batch = du.to_device(collate(model.reader, items), model.device)
         logits, answers = model(batch)[0], model.answer(batch, args.max_new_tokens)
-        for index, mask, answer in zip(indices, logits, answers, strict=True):
+        for index, mask, answer in zip(indices, logits[:, 0], answers, strict=True):
             # back to the image's own size, without the padding of the square
             image = opened[asked[index][0]]
             left, top, right, bottom = images.square_box(image.size, len(mask))
@@ -807,7 +876,8 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
             own[index] = {"mask": native[0, 0].cpu().numpy() > 0, "answer": answer}
     records = {index: record for part in du.gather_objects(own) for index, record in part.items()}
     if du.world()[0] == 0:
-        report.write_predictions(run.folder, asked, [records[index] for index in range(len(asked))], opened)
+        records = [records[index] for index in range(len(asked))]
+        report.write_predictions(run.folder, asked, records, opened, run.checkpoint["structures"])
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -822,7 +892,9 @@ def make_loader(data: PositionData, args: Namespace, batch_size: int, **options)
 def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dict:
     """A made-up batch of the longest prompt and answer of some rows, of 64 tokens of text each without any."""
     reader = model.reader
-    pairs = [reader.tokens(*texts) for texts in {(row.question, row.answer) for row in rows}]
+    texts = {(row.question, row.answer) for row in rows}
+    texts |= {(wordings.longest(row.names), row.answer) for row in rows if row.names}
+    pairs = [reader.tokens(*of_row) for of_row in texts]
     prompts, answers = zip(*pairs or [(reader.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
     item = blank_item(reader, max(prompts, key=len), max(answers, key=len))
     return collate(reader, [item | {"identity": number} for number in range(size)])
@@ -893,6 +965,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "images": len(sets["train"].images.numbers),
         "augmentation": args.augmentation,
         "questions per image": args.questions_per_image,
+        "questions reworded": args.reword,
     }
     scaled = "" if base_lr == args.learning_rate else f" -> {base_lr:g} ({args.lr_scaling})"
     notes = {
@@ -900,7 +973,9 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "precision": f"{precision} ({reason}) {remark}".strip(),
     }
     losses = ["loss", "loss_seg", "loss_txt"]
-    wrapped = run.begin(model, optimizer, precision, steps, losses, facts, notes, {"base": base})
+    structures = sorted({row.names for row in sets["train"].rows if row.names})
+    extra = {"base": base, "structures": [list(names) for names in structures]}
+    wrapped = run.begin(model, optimizer, precision, steps, losses, facts, notes, extra)
 
     with run:
         while not run.is_over():

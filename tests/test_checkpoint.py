@@ -63,7 +63,7 @@ def test_the_newest_intact_one_of_this_run_counts(folder, capsys):
     assert "step_00000009.pt: has no seal" in told
     with pytest.raises(InputError, match="step_00000009.pt: damaged"):
         load(folder / "step_00000009.pt", folder)
-    with pytest.raises(InputError, match="a checkpoint of test/1, not of test/2"):
+    with pytest.raises(InputError, match="a checkpoint of test/1; this script's are test/2, with other weights"):
         checkpoint.load_checkpoint("auto", folder, "test/2")
     for path in folder.glob("step_*.pt"):
         path.write_bytes(b"torn")

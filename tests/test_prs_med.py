@@ -19,17 +19,26 @@ from test_images_and_tables import save_dicom
 
 import distributed_utils as du
 import train_prs_med as script
-from tasks.prs_med import annotations, report, rivals, sample_data
+from tasks.prs_med import annotations, report, rivals, sample_data, wordings
 from tasks.prs_med.annotations import Row, check_data, open_mask, position_in, position_of, read_rows
 from tasks.prs_med.prepare import prepare
 from tasks.prs_med.sam_attention import fold_relative_positions, look_up_in_order
+from tasks.prs_med.unet import unet_scores
 from tools.prepare_data import parse_args as prepare_args
 from utils.cli import InputError, RunError
 from utils.sampler import Index
 from utils.stats import interval_of_mean
 
 ALONE = du.Ranks(0, 1, torch.device("cpu"), "python", None)
-SETTINGS = "--num_workers 0 --batch_size 4 --max_new_tokens 4 --log_every 1".split()
+SETTINGS = "--num_workers 0 --batch_size 4 --max_new_tokens 4 --log_every 1 --unet_steps 2".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_readings():
+    """The tiny language model need not know what a question asks for, which takes 10 s to learn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_data, "READINGS", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,7 @@ def data_root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def args(data_root):
-    return script.parse_args(["--data_root", str(data_root), "--lora_dropout", "0", *SETTINGS])
+    return script.parse_args(["--data_root", str(data_root), "--lora_dropout", "0", "--reword", "0", *SETTINGS])
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +139,28 @@ def test_the_mask_knows_the_question_and_nothing_of_the_answer(model, batch):
 
 
 @torch.no_grad()
+def test_the_image_corrects_the_coarse_mask_near_to_it_alone():
+    """The refined mask is the coarse one at first, and far from what that takes in whatever the refinement says."""
+    torch.manual_seed(0)
+    decoder = script.MaskDecoder(text_dim=16, dim=32, scale=2)
+    torch.nn.init.normal_(decoder.down[-1].weight)
+    words, pixels = torch.randn(3, 5, 16), torch.randn(2, 3, 64, 64)
+    given = torch.randn(2, 32, 8, 8), words, torch.zeros(3, 5, dtype=torch.bool), pixels, torch.tensor([0, 1, 1])
+    refined, coarse = decoder(*given).unbind(1)
+    assert torch.equal(refined, coarse)
+    for conv in (decoder.coarse, decoder.refine[-1]):
+        torch.nn.init.zeros_(conv.weight)
+    # nothing but one cell, of 2 x 2 pixels, is taken in
+    decoder.coarse.forward = lambda x: torch.full_like(x[:, :1], -30).index_fill(2, torch.tensor([16]), 30)
+    torch.nn.init.constant_(decoder.refine[-1].bias, 5)
+    refined, coarse = decoder(*given).unbind(1)
+    changed = (refined - coarse).abs().amax((0, 2))
+    assert (changed[30:36] > 4.9).all()
+    assert (changed[:26] < 1e-3).all()
+    assert (changed[40:] < 1e-3).all()
+
+
+@torch.no_grad()
 def test_an_image_is_encoded_once(model, sets, data_root):
     """Rows 0 and 1 ask about copies of one image; the results are those of a row alone. SAM has its own statistics."""
     rows, seen = [sets["train"][index] for index in (0, 2, 1, 3)], []
@@ -184,7 +215,11 @@ def test_prompt_and_answer_are_tokenized_together(model):
     image = reader.tokenizer.convert_ids_to_tokens(reader.image_token)
     text = f"USER: {image * reader.image_tokens}\nWhere is it?\nASSISTANT: There."
     assert prompt + answer == [*reader.tokenizer(text)["input_ids"], reader.end]
-    assert reader.tokenizer.decode(answer, skip_special_tokens=True).strip() == "There."
+    assert reader.tokenizer.decode(answer, skip_special_tokens=True).strip() == "there."
+    # the tiny tokenizer takes capitals and the start of a line as any place
+    words = [reader.tokens(text, "")[0] for text in ("THE GLIOMA", "the glioma")]
+    assert words[0] == words[1]
+    assert set(reader.tokens("glioma", "")[0]) < set(words[0])
 
 
 def test_image_and_mask_are_padded_not_stretched(model, sets, tmp_path):
@@ -209,6 +244,33 @@ def test_augmentation_moves_image_mask_and_answer_together():
         assert moved[:, 32:].sum() > moved[:, :32].sum()
         seen.add(moved.tobytes())
     assert len(seen) > 15
+
+
+def test_questions_in_other_words_are_a_function_of_epoch_and_row(args, model, sets):
+    """Each asks for the row's structure, alone or with another that it excludes; the answer stays."""
+    data = sets["train"]
+    reworded = script.PositionData(data.rows, data.reader, (data.images, data.masks), reworded=1.0, seed=3)
+
+    def asked(number: int, epoch: int) -> str:
+        index = Index(number)
+        index.epoch = epoch
+        item = reworded[index]
+        assert item["answer"] == data[number]["answer"]
+        return data.reader.tokenizer.decode(item["prompt"])
+
+    names = [list(row.names) for row in data.rows]
+    questions = {(number, epoch): asked(number, epoch) for number in range(len(data)) for epoch in range(30)}
+    assert len({*questions.values()}) > 0.9 * len(questions)
+    assert questions[2, 7] == asked(2, 7)
+    excluded = 0
+    for (number, _), question in questions.items():
+        found = wordings.named_in(question, names)
+        assert data.rows[number].names[0] in found
+        excluded += len(found) == 2
+        assert len(found) <= 2
+        longest = wordings.longest(data.rows[number].names)
+        assert len(question.partition("\n")[2]) < len(longest) + len("\nASSISTANT:") + 40
+    assert 0.2 < excluded / len(questions) < 0.5
 
 
 def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, monkeypatch):
@@ -240,7 +302,7 @@ def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, mon
 
 @torch.no_grad()
 def test_leaves_add_up_to_means_over_the_global_batch(model, sets, args):
-    """BCE by NumPy and Dice by MONAI, of each row; cross-entropy of each token."""
+    """BCE by NumPy and Dice by MONAI, of each row's two masks; cross-entropy of each token."""
     from monai.losses import DiceLoss
 
     rows = [sets["train"][index] for index in range(7)]
@@ -250,8 +312,9 @@ def test_leaves_add_up_to_means_over_the_global_batch(model, sets, args):
     logits, entropy = model(script.collate(model.reader, rows))
     masks = torch.stack([row["mask"] for row in rows])
     probability = logits.double().sigmoid().numpy()
+    masks = masks[:, None].expand_as(logits)
     bce = -np.log(np.where(masks, probability, 1 - probability)).mean()
-    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1)(logits[:, None], masks[:, None].float())
+    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1)(logits, masks.float())
     seg, txt = bce + dice.item(), entropy.sum().item() / tokens
     losses = sum(torch.stack(script.batch_loss(model, leaf, 7, tokens, args)) for leaf in leaves)
     assert losses.tolist() == pytest.approx([seg + 0.5 * txt, seg, txt], rel=1e-5)
@@ -271,7 +334,7 @@ def test_every_row_is_scored_by_its_own_mask(model, sets, args):
     assert [row["index"] for row in scores] == list(range(12))
     assert len(examples) == report.EXAMPLES
     for row, item in zip(scores, sets["test"], strict=False):
-        true, predicted = item["mask"].numpy(), model(script.collate(model.reader, [item]))[0][0].numpy() > 0
+        true, predicted = item["mask"].numpy(), model(script.collate(model.reader, [item]))[0][0, 0].numpy() > 0
         both, areas = (predicted & true).sum(), predicted.sum() + true.sum()
         assert [row["dice"], row["iou"]] == pytest.approx([2 * both / areas, both / (areas - both)], abs=0.02)
         assert row["position"] == position_of(true)
@@ -325,7 +388,13 @@ def test_the_run_and_its_test(trained, run, monkeypatch):
     assert summary["test/loss"] == pytest.approx(np.mean(seg) + 0.5 * sum(txt) / sum(tokens))
     right = [position_in(case["generated"]) == case["position"] for case in cases]
     assert summary["test/position_accuracy"] == np.mean(right)
-    for name, some in (("rival/mean_mask", dice), ("ablation/blank_image", [dice[k] for k in (0, 2, 5, 8, 11)])):
+    assert {"test/in_other_words/dice", "test/worst_wording/dice", "test/rival/unet/hd95"} <= {*summary}
+    assert summary["test/worst_wording/dice"] <= summary["test/in_other_words/dice"]
+    for name, some in (
+        ("rival/mean_mask", dice),
+        ("rival/unet", dice),
+        ("ablation/blank_image", [dice[k] for k in (0, 2, 5, 8, 11)]),
+    ):
         assert summary[f"test/{name}/dice_gain"] == pytest.approx(np.mean(some) - summary[f"test/{name}/dice"])
     figures = {path.name for path in (trained / "figures").iterdir()}
     assert figures == {"curves.png", "test_predictions.png", "val_predictions.png"}
@@ -365,6 +434,21 @@ def test_predict(trained, run, data_root, tmp_path, capsys):
     run("--output_dir", trained, "--predict", tmp_path / "case.png", "--question", "Where?")
     assert (folder / "predictions.csv").read_bytes() == before
     assert (trained / "predictions_2" / "predictions.csv").exists()
+
+
+def test_predict_says_what_a_question_names(trained, run, data_root, tmp_path, capsys):
+    source = next((data_root / "lung_CT" / "test_images").iterdir())
+    shutil.copy(source, tmp_path / "case.png")
+    asked = {"THE TUMOUR?": "tumour", "tumour, not the fibrosis": "fibrosis|tumour", "the tumours": ""}
+    lines = ["image,question", *(f'case.png,"{question}"' for question in asked)]
+    (tmp_path / "ask.csv").write_text("\n".join(lines))
+    run("--output_dir", trained, "--predict", tmp_path / "ask.csv")
+    out = capsys.readouterr().out
+    assert "2 of 3 questions name none of the training's structures, or several" in out
+    assert "names fibrosis and tumour; known are fibrosis, glioma, keratosis, meningioma, naevus, tumour" in out
+    [*_, folder] = sorted(trained.glob("predictions*"), key=os.path.getmtime)
+    with open(folder / "predictions.csv") as file:
+        assert {row["question"]: row["named"] for row in csv.DictReader(file)} == asked
 
 
 OTHER = "--data_root {tmp}/other --skip_data_check"
@@ -460,7 +544,8 @@ def test_the_files_of_a_row(tmp_path, image, mask, path):
     table = tmp_path / "annotations/qa/ct.csv"
     table.write_text(f"{HEADER}\n{line(9, 'val', image_path=path, image_name='shared.png')}")
     texts = "val", "Where is the liver?", "The liver is in the top left."
-    assert read_rows(tmp_path) == [Row("ct", str(tmp_path / image), str(tmp_path / mask), *texts, f"{table}:2", "p9")]
+    files = str(tmp_path / image), str(tmp_path / mask)
+    assert read_rows(tmp_path) == [Row("ct", *files, *texts, f"{table}:2", "p9", names=("liver",))]
 
 
 def test_all_bad_rows_are_listed_at_once(tmp_path, capsys):
@@ -517,6 +602,28 @@ def test_the_position_that_a_sentence_names():
         moved = annotations.name_position(sentence, position, "top left")
         assert position_in(moved) == (position and "top left")
         assert annotations.name_position(sentence, "bottom center", "top left") == sentence
+
+
+def test_the_structure_that_a_question_names():
+    found = wordings.name_structure(
+        "Where is the left kidney located in this CT?", "The Left kidney is located in the top left."
+    )
+    assert found == "left kidney"
+    assert wordings.name_structure("In which part of the image are the lungs?", "They are in the center.") == ""
+    assert (
+        wordings.name_structure("Is there a COVID-19 lesion here?", "The COVID-19 lesion is in the center.")
+        == "COVID-19 lesion"
+    )
+    structures = [["kidney"], ["left kidney", "sinister kidney"], ["lung"]]
+    assert wordings.named_in("The LEFT KIDNEY, please", structures) == ["left kidney"]
+    assert wordings.named_in("lung and sinister kidney; kidney", structures) == ["kidney", "left kidney", "lung"]
+    assert wordings.named_in("lungs", structures) == []
+    assert wordings.fill(wordings.QUESTIONS[2], "lungs") == "Please find the lungs and say where in the image they are."
+    rows = [Row("ct", "", "", "test", "", "", "", names=names) for names in (("cyst",), ("node",), ())]
+    for key, (worded, indices) in wordings.in_other_words(rows, [0, 1, 2]).items():
+        assert indices == [0, 1]
+        assert "cyst" in worded[0].question.lower()
+        assert ("node" in worded[0].question) == ("{other}" in key)
 
 
 def test_masks_are_binary_and_label_maps_are_told_from_soft_edges(tmp_path):
@@ -799,6 +906,22 @@ def test_rivals_find_what_they_can():
     parts = rivals.parts_of([rivals.Example(gray, lungs, None)])
     assert parts == (2, False)
     assert np.array_equal(rivals.in_band(gray, (0, 100), *parts), lungs)
+
+
+def test_a_unet_learns_each_structure_of_an_image():
+    """Two discs of other greys in one image, asked for in turn; of a structure that was not trained it says nothing."""
+    train, held_out = Discs(40, 0), Discs(6, 1)
+    for discs in (train, held_out):
+        for k, row in enumerate(discs.rows):
+            discs.rows[k] = row._replace(names=("cyst" if k % 2 == 0 else "node",))
+            discs[k] |= {"sam": discs[k]["sam"].to(torch.uint8).expand(3, -1, -1), "position": "top left"}
+    held_out.rows[5] = held_out.rows[5]._replace(names=("wart",))
+    state = torch.get_rng_state()
+    scores = unet_scores(train, held_out, held_out, 60, 0, torch.device("cpu"), "no")
+    assert torch.equal(state, torch.get_rng_state())
+    assert [row["index"] for row in scores] == [0, 1, 2, 3, 4]
+    assert np.mean([row["dice"] for row in scores]) > 0.8
+    assert np.mean([row["position_accuracy_mask"] for row in scores]) > 0.5
 
 
 def test_a_forest_tells_textures_of_one_grey_apart():

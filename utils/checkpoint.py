@@ -209,7 +209,8 @@ def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict 
         except Exception as error:
             raise InputError(f"{path}: not a readable checkpoint ({error}); choose another --resume_from") from None
         if checkpoint["format"] != format:
-            raise InputError(f"{path}: a checkpoint of {checkpoint['format']}, not of {format}")
+            what = f"a checkpoint of {checkpoint['format']}; this script's are {format}, with other weights or settings"
+            raise InputError(f"{path}: {what}; train anew, or use the version that wrote it")
     print_main(f"loaded {path} (step {checkpoint['step']})")
     return checkpoint | {"path": str(path)}
 

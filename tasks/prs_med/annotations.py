@@ -15,6 +15,7 @@ from PIL import Image
 from scipy.ndimage import maximum_filter, minimum_filter
 from tqdm import tqdm
 
+from tasks.prs_med.wordings import name_structure
 from utils.cli import InputError, is_first_process
 from utils.images import IMAGE_ENDINGS, open_upright
 from utils.tables import SPLITS, find_column, in_two_splits, patient_in, read_table
@@ -23,14 +24,12 @@ NEEDED = ("image_path", "split", "question", "answer")
 # a mask's position by its number, as position_of has it
 POSITIONS = (None, "top left", "top right", "bottom left", "bottom right", "center")
 PLACE = r"\b(?:(top|upper|bottom|lower)[\s-]+(left|right)|center|centre|middle)\b"
-# words that question and answer may share without naming a structure
-COMMON = set("a an and are at be can find image in is it located of part position say see seen the they to".split())
 
 
 class Row(NamedTuple):
     """One question about one image. image, mask: existing files. source: `file:row`. patient: "" where unknown.
 
-    digest: of the image's pixels, as the check has it.
+    digest: of the image's pixels, as the check has it. names: of the structure, then its synonyms; () where unknown.
     """
 
     modality: str
@@ -42,6 +41,7 @@ class Row(NamedTuple):
     source: str
     patient: str = ""
     digest: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def identity(self) -> str:
@@ -101,7 +101,10 @@ def read_rows(
             except ValueError as error:
                 problems.append(f"{source}: {error}")
             else:
-                rows.append(Row(name, image, mask, split, record["question"], record["answer"], source, patient))
+                question, answer = record["question"], record["answer"]
+                named = record.get("structure", "") or name_structure(question, answer)
+                names = tuple(filter(None, re.split(r"\s*[|]\s*", named.strip())))
+                rows.append(Row(name, image, mask, split, question, answer, source, patient, names=names))
 
     if not skip_bad_rows:
         refuse(problems, "rows cannot be used; correct them or pass --skip_bad_rows")
@@ -286,9 +289,8 @@ def check_data(rows: list[Row], image_size: int | None, cache: Path | None) -> t
         side = max(mask.width, mask.height)
         if mask.pixels * ((image_size or side) / side) ** 2 < 25:
             found["the mask has fewer than 25 pixels at the model's size; raise --image_size"] += [row.source]
-        # what question and answer both name is the structure; a longer name for it means the same
-        question, answer = (set(re.findall(r"\w+", text.lower())) for text in (row.question, row.answer))
-        named = question & answer - COMMON
+        # a longer name for a structure means the same
+        named = set(" ".join(row.names[:1]).casefold().split())
         first = structures.setdefault((image.digest, mask.digest), named)
         if not (first <= named or named <= first):
             found["one mask for two structures of an image; give each its own mask"] += [row.source]

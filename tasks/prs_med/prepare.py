@@ -14,6 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from tasks.prs_med.annotations import foreground, is_label_map, is_misfit, position_of, refuse
+from tasks.prs_med.wordings import ANSWERS, QUESTIONS, fill
 from utils.cli import InputError, RunError, number, pattern, whole
 from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
 from utils.tables import SPLITS, check_one_split, find_column, parse_shares, patient_in, read_table, split_of
@@ -28,18 +29,7 @@ UNSAFE = r"[^\w .+-]"
 MIN_PIXELS = 10
 
 LABEL_MAP = 'a label map; name its values, as --labels "1=liver,2=spleen"'
-COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "patient")
-QUESTIONS = (
-    "Where {is} the {name} located in this image?",
-    "In which part of the image {is} the {name}?",
-    "Please find the {name} and say where in the image {it} {is}.",
-    "What is the position of the {name} in this image?",
-)
-ANSWERS = (
-    "The {name} {is} located in the {position} of the image.",
-    "The {name} {is} in the {position} of the image.",
-    "The {name} can be seen in the {position} of the image.",
-)
+COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure", "patient")
 
 
 def parse_labels(text: str) -> dict[int, str]:
@@ -62,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("masks", type=Path, help="folder of masks or label maps, named like the images; may be the same folder")
     add("out", type=Path, help="folder to write, for --data_root; other sets may be there")
     add("--name", type=pattern(r"\w[\w .+-]*", "a plain name"), help="name of the set; default: the folder of images")
-    text = "what the masks show; of several structures, the one that a mask's name ends with"
+    text = "what the masks show, as NAME|SYNONYM|...; of several structures, the one that a mask's name ends with"
     add("--structure", nargs="+", default=[], metavar="NAME", help=text)
     add("--labels", type=parse_labels, metavar="1=A,2=B", help="for label maps, or a dataset.json; 3=- leaves 3 out")
     add("--window", type=float, nargs=2, metavar=("CENTER", "WIDTH"), help="default: the DICOM file's, else its range")
@@ -99,7 +89,7 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
 
     In a folder of both, a mask is not its own image. structure: "" where the name tells none of several.
     """
-    words = {name: GAP.join(map(re.escape, name.lower().split())) for name in structures}
+    words = {name: GAP.join(map(re.escape, name.partition("|")[0].lower().split())) for name in structures}
     named = [name for name, word in words.items() if re.search(f"{GAP}{word}({GAP}({MASK_WORDS}))*$", key)]
     # "left kidney" also ends with "kidney"
     structure = max(named, key=len) if named else structures[0] if len(structures) == 1 else ""
@@ -187,11 +177,8 @@ def read_views(image: Path, mask: Path, structure: str, args: argparse.Namespace
 
 def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str, str]:
     """A question about a structure and its answer, in wordings drawn from (seed, case, structure)."""
-    word = structure.lower().split()[-1]
-    plural = word.endswith("s") and not word.endswith(("ss", "us", "is", "as"))
-    words = {"name": structure, "position": position, "is": "are" if plural else "is", "it": "they" if plural else "it"}
     draw = random.Random(f"{seed}/{case}/{structure}")
-    return draw.choice(QUESTIONS).format(**words), draw.choice(ANSWERS).format(**words)
+    return tuple(fill(draw.choice(texts), structure, position=position) for texts in (QUESTIONS, ANSWERS))
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -245,7 +232,8 @@ def prepare(args: argparse.Namespace) -> None:
                 # two images may not have one name
                 while names.setdefault(file.lower(), image) != image:
                     file += "_"
-                for shows, inside in sorted(of_view.items()):
+                for names_of_it, inside in sorted(of_view.items()):
+                    shows = names_of_it.partition("|")[0].strip()
                     if inside.sum() < MIN_PIXELS:
                         reason = f"a mask of fewer than {MIN_PIXELS} pixels"
                         unused |= {path: reason for path in (image, mask) if path in unused}
@@ -261,7 +249,7 @@ def prepare(args: argparse.Namespace) -> None:
                     description = f"Area of the {shows}: {inside.mean():.1%} of the image."
                     position = position_of(inside)
                     texts = (description, position, *sentences(shows, position, file, args.seed))
-                    rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, patient))
+                    rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, names_of_it, patient))
         refuse(problems, "files cannot be used")
         if not any(row[2] == "train" for row in rows):
             names = f"{min(images.values()).name} and {min(masks.values()).name}"
@@ -295,7 +283,10 @@ def prepare(args: argparse.Namespace) -> None:
     if args.small_models:
         from tasks.prs_med.sample_data import write_small_models
 
-        write_small_models(args.out, [text for row in rows for text in row[5:7]], args.small_size, args.seed)
+        texts = [text for row in rows for text in row[5:7]]
+        synonyms = sorted({name for row in rows for name in row[7].split("|")[1:]})
+        texts += [fill(wording, name, position="center") for name in synonyms for wording in (QUESTIONS[0], ANSWERS[0])]
+        write_small_models(args.out, texts, args.small_size, args.seed)
     config = " --config configs/prs_med_small.yaml" if args.small_models else ""
     print(f"written: {table}, {folder}")
     run = f"--data_root {args.out} --output_dir runs/{args.out.name}"

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from tasks.prs_med.annotations import Row, position_in, position_of
+from tasks.prs_med.wordings import named_in
 from utils.stats import interval_of_mean, other_cases
 
 # rows that a figure shows, and the most that are evaluated again without their image
@@ -52,6 +53,16 @@ def ablations(rows: list[Row], seed: int) -> dict[str, list[Row]]:
         pairs = zip(rows, images, strict=True)
         shown["shuffled_image"] = [row._replace(image=image.image, digest=image.digest) for row, image in pairs]
     return shown
+
+
+def join_wordings(others: dict[str, list[dict]]) -> None:
+    """Replace the scores of each wording by "in_other_words", each row's mean, and "worst_wording" by mean Dice."""
+    asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
+    if asked:
+        frame = pd.concat(pd.DataFrame(rows)[["index", *set(rows[0]) & set(MEANS)]] for rows in asked.values())
+        means = frame.astype(float).groupby("index").mean().reset_index().astype({"index": int})
+        others["in_other_words"] = means.astype(object).where(means.notna(), None).to_dict("records")
+        others["worst_wording"] = min(asked.values(), key=lambda rows: np.mean([row["dice"] for row in rows]))
 
 
 def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], rows: list[Row]) -> dict[str, float]:
@@ -137,11 +148,13 @@ def draw_predictions(rows: list[Row], scores: list[dict], examples: dict[int, di
     return figure
 
 
-def write_predictions(run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image]) -> None:
+def write_predictions(
+    run_folder: Path, asked: list, records: list[dict], opened: dict[Path, Image.Image], structures: list[list[str]]
+) -> None:
     """Rank 0: predictions.csv, and of each (image, question) a mask (0 and 255) and an overlay, named by the image.
 
     Earlier predictions stay: the folder is predictions, predictions_2, ... agree: whether the sentence names the
-    position where the mask lies.
+    position where the mask lies. structures: the names that the training had; `named`: those that a question has.
     """
     folder, number = run_folder / "predictions", 1
     while folder.exists():
@@ -159,11 +172,20 @@ def write_predictions(run_folder: Path, asked: list, records: list[dict], opened
         overlay = Image.composite(red, opened[file], Image.fromarray(110 * mask.astype(np.uint8)))
         overlay.save(folder / f"{stem}_overlay.png")
         facts = {"image": file, "question": question, "answer": record["answer"], "mask_position": position}
+        facts["named"] = "|".join(named_in(question, structures))
         facts |= {"agree": position_in(record["answer"]) == position, "share": round(float(mask.mean()), 6)}
         lines.append(facts | {"mask": f"{stem}_mask.png", "overlay": f"{stem}_overlay.png"})
     pd.DataFrame(lines).to_csv(folder / "predictions.csv", index=False)
     for line in lines[:9]:
         print(f"{line['image']}: {line['answer']} (mask: {line['share']:.1%} of the image, {line['mask_position']})")
+    unclear = [line for line in lines if not line["named"] or "|" in line["named"]]
+    if unclear and structures:
+        named = unclear[0]["named"].replace("|", " and ") or "none"
+        known = ", ".join(names[0] for names in structures)
+        print(
+            f"warning: {len(unclear)} of {len(lines)} questions name none of the training's structures, or several; "
+            f"masks may show anything: {unclear[0]['question']!r} names {named}; known are {known}"
+        )
     apart = [str(line["image"]) for line in lines if not line["agree"]]
     if apart:
         print(f"warning: {len(apart)} of {len(lines)} sentences name another place than their mask: {apart[0]}, ...")

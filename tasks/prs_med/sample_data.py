@@ -5,7 +5,8 @@ right and a dark one whose streaks rise to the left are asked about, a dark and 
 are not. Neither grey nor texture alone finds the one meant, and nothing in the image says which question comes with it.
 
 As in the real data, image_path is the mask's path, skin images have ISIC's names, and each mask has its own copy of the
-image. The checkpoints have random weights and go through the same `from_pretrained` calls as LLaVA-Med and SAM.
+image. The checkpoints go through the same `from_pretrained` calls as LLaVA-Med and SAM. Their weights are random, but
+for a language model that has learnt which structure a question asks for.
 """
 
 import argparse
@@ -18,21 +19,19 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
+from tasks.prs_med.wordings import ANSWERS, QUESTIONS, draw, fill, name_structure
 from utils.cli import InputError, whole
 
 BRAIN, LUNG, SKIN = "brain_tumors_ct_scan", "lung_CT", "skin_rgbimage"
 # the bright lesion and the dark one
 TARGETS = {BRAIN: ("glioma", "meningioma"), LUNG: ("tumour", "fibrosis"), SKIN: ("naevus", "keratosis")}
 PICTURES = {BRAIN: "A brain slice", LUNG: "A chest CT slice", SKIN: "A skin photograph"}
-QUESTIONS = (
-    "Where is the {} located in this image?",
-    "In which part of the picture is the {}?",
-    "Please find the {} and say where it is.",
-)
 POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1), "bottom right": (1, 1)}
 POSITIONS["center"] = (0, 0)
-COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer")
+COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
+# batches of made-up questions that the tiny language model reads beforehand
+READINGS = 300
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -62,7 +61,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     for modality in filter(rows.get, rows):
         with open(out / "annotations" / f"{modality}.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows[modality]])
-    texts = [text for modality in rows for row in rows[modality] for text in (row[3], *row[5:])]
+    texts = [text for modality in rows for row in rows[modality] for text in row[5:7]]
     write_small_models(out, texts, image_size, seed)
     print(f"{out}: {2 * len(splits)} questions about {len(splits)} images, llava_tiny, sam_tiny")
 
@@ -80,9 +79,13 @@ def write_case(out: Path, rng: Generator, number: int, modality: str, split: str
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(content).save(folder / file, quality=92)
         description = f"{PICTURES[modality]} in which the {target} covers {mask.mean():.1%} of the picture."
-        question = str(rng.choice(QUESTIONS)).format(target)
-        answer = f"The {target} is located in the {position} of the image."
-        rows.append((f"{modality}/{split}_masks/{mask_name}", name, split, description, position, question, answer))
+        texts = (
+            description,
+            position,
+            fill(str(rng.choice(QUESTIONS)), target),
+            fill(ANSWERS[0], target, position=position),
+        )
+        rows.append((f"{modality}/{split}_masks/{mask_name}", name, split, *texts, target))
     return rows
 
 
@@ -160,15 +163,27 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
 
 
 def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) -> None:
-    """Write llava_tiny, its tokenizer trained on the texts, and sam_tiny for images of about image_size."""
+    """Write llava_tiny, with a tokenizer trained on the texts, and sam_tiny for images of about image_size.
+
+    texts: questions and answers in turn, which name the structures.
+    """
     import torch
     import transformers as hf
+    from tokenizers import normalizers
 
     hf.utils.logging.disable_progress_bar()
     for name in ("llava_tiny", "sam_tiny"):
         shutil.copytree(CONFIGS / "tiny_models" / name, out / name, dirs_exist_ok=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(CONFIGS / "models" / "llava_med_v1.5_mistral_7b")
-    tokenizer = tokenizer.train_new_from_iterator([*texts, "USER: \nASSISTANT:"], vocab_size=512, show_progress=False)
+    rng = np.random.default_rng(seed)
+    names = sorted({*map(name_structure, texts[::2], texts[1::2])} - {""})
+    spoken = [draw(rng, [name], names) for name in names for _ in range(200)]
+    # a few hundred questions do not teach that a name in capitals, or at the start of a line, means the same
+    one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n ")]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
+    tokenizer = tokenizer.train_new_from_iterator(
+        [*texts, *spoken, "USER: \nASSISTANT:"], vocab_size=1024, show_progress=False
+    )
     tokenizer.save_pretrained(out / "llava_tiny")
 
     torch.manual_seed(seed)
@@ -178,6 +193,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     with torch.no_grad():
         let_it_see(llava.model.vision_tower.embeddings, llava.model.multi_modal_projector)
         llava.lm_head.weight *= 3
+    let_it_listen(llava, tokenizer, names, rng)
     llava.save_pretrained(out / "llava_tiny")
 
     torch.manual_seed(seed)
@@ -185,6 +201,38 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     for part in ("vision_config", "prompt_encoder_config"):
         settings[part]["image_size"] = max(8, round(image_size / 8) * 8)
     hf.SamModel(hf.SamConfig(**settings)).save_pretrained(out / "sam_tiny")
+
+
+def let_it_listen(llava, tokenizer, names: list[str], rng: Generator, batch: int = 64) -> None:
+    """Teach the language model which structure a question asks for, as one that has read all the world's texts knows.
+
+    At the prompt's last place it is to expect the words of the name. It sees noise in place of the image.
+    """
+    import torch
+
+    model, embed = llava.model.language_model, llava.get_input_embeddings()
+    image = tokenizer.convert_ids_to_tokens(llava.config.image_token_id)
+    noise = embed.weight.std().item()
+    torch.manual_seed(int(rng.integers(2**31)))
+    trained = [*model.layers.parameters(), *model.norm.parameters()]
+    optimizer = torch.optim.AdamW(trained, 3e-3, fused=True)
+    others = {name: [other for other in names if other != name] for name in names}
+    ends = {name: tokenizer(f" {name}", add_special_tokens=False)["input_ids"] for name in names}
+    for step in range(READINGS if names else 0):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / READINGS)
+        asked = [names[i] for i in rng.integers(len(names), size=batch)]
+        worded = [draw(rng, [name], others[name]) for name in asked]
+        questions = [f"USER: {image}\n{question}\nASSISTANT:" for question in worded]
+        tokens = tokenizer(questions, padding=True, padding_side="left", return_tensors="pt")
+        place = (tokens["input_ids"] == llava.config.image_token_id)[..., None]
+        words = embed(tokens["input_ids"]).masked_fill(place, 0)
+        words = words + place * noise * torch.randn_like(words)
+        last = model(inputs_embeds=words, attention_mask=tokens["attention_mask"]).last_hidden_state[:, -1]
+        scores = llava.lm_head(last).log_softmax(1)
+        loss = -torch.stack([row[ends[name]].mean() for row, name in zip(scores, asked, strict=True)]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def let_it_see(tower, projector) -> None:

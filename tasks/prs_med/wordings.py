@@ -1,0 +1,180 @@
+"""The words of questions: which structure one names, and how to ask for it in other words. No torch."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from numpy.random import Generator
+
+# questions and answers of the data that we write; {is} and {it} agree with the name in number
+QUESTIONS = (
+    "Where {is} the {name} located in this image?",
+    "In which part of the image {is} the {name}?",
+    "Please find the {name} and say where in the image {it} {is}.",
+    "What is the position of the {name} in this image?",
+)
+ANSWERS = (
+    "The {name} {is} located in the {position} of the image.",
+    "The {name} {is} in the {position} of the image.",
+    "The {name} can be seen in the {position} of the image.",
+)
+
+# a reworded training question is one of these requests amid words without meaning; it may exclude another structure
+REQUESTS = (
+    "{name}",
+    "the {name}",
+    "find the {name}",
+    "show the {name}",
+    "show me where the {name} {is}",
+    "mark the {name}",
+    "segment the {name}",
+    "locate the {name}",
+    "where {is} the {name}",
+    "where do you see the {name}",
+    "tell me the position of the {name}",
+    "in which part {is} the {name}",
+    "I am looking for the {name}",
+    "can the {name} be found",
+    "give me a mask of the {name}",
+    "what area does the {name} take up",
+    "which pixels belong to the {name}",
+    "{name}: where {is} {it}",
+    "the {name} should be drawn in red",
+)
+EXCLUSIONS = (
+    "{request}, not the {other},",
+    "{request} and not the {other}",
+    "{request}, but leave the {other} out",
+    "{request} (the {other} is not asked for)",
+    "{request} rather than the {other}",
+    "{request} without the {other}",
+    "not the {other} but {request}",
+)
+FILLERS = """
+a about again all also always an and another any are as ask at be because been before below best both but by call
+came can careful case clear come could day department did different do doctor does each edge end even every few
+first for from get go good great had has have he hello help her here him his hospital how I if image important in
+into is it its just kind know last let like line little look made make many may me medical might mine more most much
+must my need new next no now of on one only or other our out over own patient people picture please point quick
+radiologist red report right said same say scan see seen she should shown side since size slice slide small so some
+still such sure take tell than thank that their them then there these they thing think this those time to today too
+under up upon us use very view want was way we well what when which while who why will with would year yes yet you
+your
+""".split()
+PUNCTUATION = ("", "", "", ".", "?", "!", ",", ":", ";", "...", "?!", " -")
+
+# how the test asks, as no training step does
+OTHER_WORDS = (
+    "Outline the {name}.",
+    "{name} -> border",
+    "GIVE THE EXACT BORDERS OF THE {NAME} NOW",
+    "Delineate the {name}, never the {other}.",
+    "The student wonders: does anything on our slice look like the {name}?",
+    "Good evening, I would be grateful if someone could kindly trace for us, with all the care that it deserves, "
+    "the whole contour of the {name} displayed above.",
+)
+
+# words that question and answer may share without naming a structure
+COMMON = set("a an and are at be can find image in is it located of part position say see seen the they to".split())
+
+
+def name_structure(question: str, answer: str) -> str:
+    """The structure that a question is about: the longest run of its words that the answer repeats; "" without one.
+
+    The run begins and ends with words that are not COMMON.
+    """
+    asked, said = (re.findall(r"\w[\w'-]*", text) for text in (question, answer))
+    said, best = spaced(" ".join(said)), []
+    for first in range(len(asked)):
+        for last in range(first + 1 + len(best), len(asked) + 1):
+            run = asked[first:last]
+            if spaced(" ".join(run)) in said and not {run[0].casefold(), run[-1].casefold()} & COMMON:
+                best = run
+    return " ".join(best)
+
+
+def named_in(question: str, structures: list[list[str]]) -> list[str]:
+    """The structures, each [name, synonyms...], that a question names; "left kidney" does not name "kidney"."""
+    left, found = spaced(question), set()
+    for name, structure in sorted(((name, s[0]) for s in structures for name in s), key=lambda pair: -len(pair[0])):
+        if spaced(name) in left:
+            found.add(structure)
+            left = left.replace(spaced(name), " . ")
+    return sorted(found)
+
+
+def spaced(text: str) -> str:
+    """Its words in lower case, with a space before and behind each."""
+    return " ".join(["", *re.findall(r"[^\W_]+", text.casefold()), ""])
+
+
+def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
+    """A wording about a structure. other: one that is not asked for."""
+    word = name.lower().split()[-1]
+    plural = word.endswith("s") and not word.endswith(("ss", "us", "is", "as"))
+    words = {"is": "are" if plural else "is", "it": "they" if plural else "it", "NAME": name.upper()}
+    return wording.format(name=name, other=other, position=position, **words)
+
+
+def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
+    """{(modality, name): the other structures that rows of the modality ask for}, each by its first name."""
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        names[row.modality] |= dict.fromkeys(row.names[:1])
+    return {
+        (kind, name): [other for other in known if other != name] for kind, known in names.items() for name in known
+    }
+
+
+def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
+    """A question about the structure of these names, in words and letter case drawn anew.
+
+    others: structures that it may exclude.
+    """
+
+    def one(choices: Sequence[str]) -> str:
+        return choices[rng.integers(len(choices))]
+
+    def talk(most: int) -> str:
+        """Words without meaning; the letters of some are shuffled, to stand for words never seen."""
+        words = [one(FILLERS) for _ in range(rng.integers(most + 1))]
+        words = ["".join(rng.permutation(list(word))) if rng.random() < 0.2 else word for word in words]
+        return " ".join(words) + (one(PUNCTUATION) if words else "")
+
+    wording = one(REQUESTS) if rng.random() < 0.8 else "{name}"
+    if others and rng.random() < 0.35:
+        wording = one(EXCLUSIONS).replace("{request}", wording)
+    if rng.random() < 0.7:
+        wording = f"{talk(12)} {wording} {talk(8)}".strip()
+    text = fill(wording + one(PUNCTUATION), one(names), one(others) if others else "")
+    case = rng.random()
+    if case < 0.25:
+        return text.upper()
+    return text.lower() if case < 0.4 else text[:1].upper() + text[1:]
+
+
+def longest(names: Sequence[str]) -> str:
+    """A question as long as the longest that `draw` may give, for a trial of the memory."""
+    name = max(names, key=len)
+    return fill(
+        max(EXCLUSIONS, key=len).replace("{request}", max(REQUESTS, key=len)) + 20 * f" {max(FILLERS, key=len)}",
+        name,
+        name,
+    ).upper()
+
+
+def in_other_words(rows: list, some: list[int]) -> dict[str, tuple[list, list[int]]]:
+    """{"wording/<wording>": (rows asked in it, their indices)} of those of some rows whose structure is known."""
+    others, asked = others_of(rows), {}
+    for wording in OTHER_WORDS:
+        indices = [index for index in some if rows[index].names]
+        if "{other}" in wording:
+            indices = [index for index in indices if others[rows[index].modality, rows[index].names[0]]]
+        worded = []
+        for index in indices:
+            row = rows[index]
+            known = others[row.modality, row.names[0]] or [""]
+            worded.append(row._replace(question=fill(wording, row.names[0], known[index % len(known)])))
+        if indices:
+            asked[f"wording/{wording}"] = worded, indices
+    return asked
