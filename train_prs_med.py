@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     rare("--cache_gb", type=number(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
     text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
-    add("--reword", type=number(0, 1), default=0.75, metavar="SHARE", help=text)
+    add("--reword", type=number(0, 1), default=0.5, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
@@ -819,7 +819,7 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run: Run, arg
         for name in rivals.NAMES:
             rows = [row for part in parts for row in part[name]]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
-        if args.unet_steps:
+        if args.unet_steps and data.reader.image_size >= 32:
             if ranks.is_main:
                 fitted = unet_scores(
                     known, sets.get("val"), data, args.unet_steps, args.seed, ranks.device, model.precision

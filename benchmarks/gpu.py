@@ -85,7 +85,7 @@ FLAGS = {
     "tiny": {
         "prs_med": """
             --data_root {data} --vlm_path {data}/llava_tiny --sam_path {data}/sam_tiny
-            --batch_size 4 --num_workers 0 --lr_scaling none --max_new_tokens 2
+            --batch_size 4 --num_workers 0 --lr_scaling none --max_new_tokens 2 --unet_steps 2
         """,
         "mimic_cxr": """
             --data_path {data}/prepared --image_encoder {data}/convnext_tiny --text_encoder {data}/bert_tiny
@@ -107,7 +107,7 @@ FLAGS = {
     },
     "full": {
         "prs_med": """
-            --data_root {data} --max_new_tokens 2
+            --data_root {data} --max_new_tokens 2 --unet_steps 2
             --vlm_path configs/models/llava_med_v1.5_mistral_7b --sam_path configs/models/sam_vit_base
         """,
         "mimic_cxr": """
