@@ -820,12 +820,13 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run: Run, arg
             rows = [row for part in parts for row in part[name]]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
         if args.unet_steps and data.reader.image_size >= 32:
-            if ranks.is_main:
-                fitted = unet_scores(
-                    known, sets.get("val"), data, args.unet_steps, args.seed, ranks.device, model.precision
-                )
-                others["rival/unet"] = fitted
-            ranks.wait_for_main("the UNet")
+            try:
+                if ranks.is_main:
+                    settings = args.unet_steps, args.seed, ranks.device, model.precision
+                    others["rival/unet"] = unet_scores(known, sets.get("val"), data, *settings)
+            finally:
+                # to train it may take longer than a collective waits
+                ranks.wait_for_main("the UNet")
     metrics = {}
     with du.agree_on_errors():
         if du.world()[0] == 0:
@@ -893,7 +894,7 @@ def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dic
     """A made-up batch of the longest prompt and answer of some rows, of 64 tokens of text each without any."""
     reader = model.reader
     texts = {(row.question, row.answer) for row in rows}
-    texts |= {(wordings.longest(row.names), row.answer) for row in rows if row.names}
+    texts |= {(wordings.longest(names), "") for names in {row.names for row in rows} - {()}}
     pairs = [reader.tokens(*of_row) for of_row in texts]
     prompts, answers = zip(*pairs or [(reader.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
     item = blank_item(reader, max(prompts, key=len), max(answers, key=len))

@@ -619,6 +619,11 @@ def test_the_structure_that_a_question_names():
     assert wordings.named_in("lung and sinister kidney; kidney", structures) == ["kidney", "left kidney", "lung"]
     assert wordings.named_in("lungs", structures) == []
     assert wordings.fill(wordings.QUESTIONS[2], "lungs") == "Please find the lungs and say where in the image they are."
+    rows = [
+        Row("ct", "", "", "test", "", "", "", names=(name,)) for name in ("Liver", "liver", "kidney", "left kidney")
+    ]
+    assert wordings.others_of(rows)["ct", "liver"] == ["kidney", "left kidney"]
+    assert wordings.others_of(rows)["ct", "kidney"] == ["Liver", "liver"]
     rows = [Row("ct", "", "", "test", "", "", "", names=names) for names in (("cyst",), ("node",), ())]
     for key, (worded, indices) in wordings.in_other_words(rows, [0, 1, 2]).items():
         assert indices == [0, 1]

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--table", type=Path, help="CSV or parquet: columns file, patient and, if the table decides it, split")
     add("--patient_column", default="patient", metavar="NAME", help="in the table")
     add("--overwrite", action="store_true", help="replace the set of this name in OUT")
-    add("--small_models", action="store_true", help="write tiny models with random weights into OUT, for a trial")
+    add("--small_models", action="store_true", help="write tiny models into OUT, for a trial")
     add("--small_size", type=whole(32), default=96, help="input side of the tiny SAM")
 
 

@@ -59,7 +59,9 @@ def join_wordings(others: dict[str, list[dict]]) -> None:
     """Replace the scores of each wording by "in_other_words", each row's mean, and "worst_wording" by mean Dice."""
     asked = {key: others.pop(key) for key in [*others] if key.startswith("wording/")}
     if asked:
-        frame = pd.concat(pd.DataFrame(rows)[["index", *set(rows[0]) & set(MEANS)]] for rows in asked.values())
+        frame = pd.concat(
+            pd.DataFrame(rows)[["index", *(name for name in MEANS if name in rows[0])]] for rows in asked.values()
+        )
         means = frame.astype(float).groupby("index").mean().reset_index().astype({"index": int})
         others["in_other_words"] = means.astype(object).where(means.notna(), None).to_dict("records")
         others["worst_wording"] = min(asked.values(), key=lambda rows: np.mean([row["dice"] for row in rows]))

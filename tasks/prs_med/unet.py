@@ -14,6 +14,7 @@ from torch import Tensor
 from hardware_utils import autocast
 from tasks.prs_med.annotations import position_of
 from tasks.prs_med.report import hausdorff_95, spread
+from tasks.prs_med.rivals import dice
 
 BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
 
@@ -79,14 +80,19 @@ def unet_scores(train, val, test, steps: int, seed: int, device: torch.device, p
         loss.backward()
         optimizer.step()
         if validated and (step + 1) % max(1, steps // EVALUATIONS) == 0:
-            score = np.mean([dice(mask, true) for _, mask, true in predict(val, spread(validated, MOST_VALIDATED))])
+            score = np.mean(
+                [
+                    dice(mask.cpu().numpy(), true.cpu().numpy())
+                    for _, mask, true in predict(val, spread(validated, MOST_VALIDATED))
+                ]
+            )
             if score > best:
                 best, weights = score, {name: value.clone() for name, value in net.state_dict().items()}
     net.load_state_dict(weights)
 
     scores = []
     for index, mask, true in predict(test, [n for n, row in enumerate(test.rows) if structure_of(row) in outputs]):
-        overlap, position = dice(mask, true), test[index]["position"]
+        overlap, position = dice(mask.cpu().numpy(), true.cpu().numpy()), test[index]["position"]
         right = position and float(position_of(mask[0].cpu().numpy()) == position)
         scores.append(
             {"index": index, "dice": overlap, "iou": overlap / (2 - overlap), "position_accuracy_mask": right}
@@ -106,9 +112,3 @@ def augment(pixels: Tensor, masks: Tensor, image_of: Tensor, rng: np.random.Gene
     return pixels + torch.from_numpy(rng.normal(0, 0.05, tuple(pixels.shape)).astype(np.float32)).to(
         device
     ), masks.round()
-
-
-def dice(predicted: Tensor, target: Tensor) -> float:
-    """Dice of two bool masks; 1 where both are empty."""
-    both, areas = (predicted & target).sum().item(), (predicted.sum() + target.sum()).item()
-    return 2 * both / areas if areas else 1.0

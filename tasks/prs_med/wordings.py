@@ -88,7 +88,9 @@ def name_structure(question: str, answer: str) -> str:
     for first in range(len(asked)):
         for last in range(first + 1 + len(best), len(asked) + 1):
             run = asked[first:last]
-            if spaced(" ".join(run)) in said and not {run[0].casefold(), run[-1].casefold()} & COMMON:
+            if spaced(" ".join(run)) not in said:
+                break
+            if not {run[0].casefold(), run[-1].casefold()} & COMMON:
                 best = run
     return " ".join(best)
 
@@ -117,12 +119,21 @@ def fill(wording: str, name: str, other: str = "", position: str = "") -> str:
 
 
 def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
-    """{(modality, name): the other structures that rows of the modality ask for}, each by its first name."""
+    """{(modality, name): the other structures that rows of the modality ask for}, each by its first name.
+
+    "Liver" is no other than "liver", and "kidney" and "left kidney" may be one.
+    """
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for row in rows:
         names[row.modality] |= dict.fromkeys(row.names[:1])
+
+    def differ(one: str, other: str) -> bool:
+        return spaced(one) not in spaced(other) and spaced(other) not in spaced(one)
+
     return {
-        (kind, name): [other for other in known if other != name] for kind, known in names.items() for name in known
+        (kind, name): sorted(other for other in known if differ(name, other))
+        for kind, known in names.items()
+        for name in known
     }
 
 
