@@ -19,7 +19,7 @@ from pathlib import Path
 
 from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "prs_med/3"
+FORMAT = "prs_med/4"
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -144,9 +144,8 @@ class MaskDecoder(nn.Module):
         self.down = nn.Sequential(
             *convolve(fine, 2 * fine, stride=2), *convolve(2 * fine, 4 * fine, stride=2), nn.Conv2d(4 * fine, dim, 1)
         )
-        self.refine = nn.Sequential(
-            *convolve(quarter + fine + 1, fine), *convolve(fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1)
-        )
+        self.lead = nn.Conv2d(quarter + 1, fine, 1)
+        self.refine = nn.Sequential(*convolve(fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1))
         # a pretrained SAM is first seen as it is, and the refined mask is first the coarse one
         for last in (self.down[-1], self.refine[-1]):
             nn.init.zeros_(last.weight)
@@ -170,7 +169,8 @@ class MaskDecoder(nn.Module):
         # within two cells of what the coarse mask takes in; elsewhere other structures would show up
         likely = coarse.detach().sigmoid()
         near = F.max_pool2d(likely, 5, stride=1, padding=2)
-        correction = self.refine(torch.cat([decoded, stem.index_select(0, image_of), likely], dim=1))
+        lead = self.lead(torch.cat([decoded, likely], dim=1))
+        correction = self.refine(stem.index_select(0, image_of) + lead)
         coarse, near = (upsample(grid.float(), pixels.shape[-1]) for grid in (coarse, near))
         return torch.cat([coarse + near * F.pixel_shuffle(correction, self.scale), coarse], dim=1)
 
@@ -815,18 +815,23 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run: Run, arg
     if "train" in sets:
         # as they are, not augmented
         known = PositionData(sets["train"].rows, data.reader, (data.images, data.masks))
-        parts = du.gather_objects(rivals.rival_scores(known, data, *du.world()))
-        for name in rivals.NAMES:
-            rows = [row for part in parts for row in part[name]]
+        with_unet = args.unet_steps > 0 and data.reader.image_size >= 32
+        # of several processes the first trains the UNet while the others fit what is left
+        (rank, size), own = du.world(), {}
+        busy = int(with_unet and size > 1)
+        try:
+            if with_unet and ranks.is_main:
+                settings = args.unet_steps, args.seed, ranks.device, model.precision
+                own["unet"] = unet_scores(known, sets.get("val"), data, *settings, lambda: run.alive("the UNet"))
+            if rank >= busy:
+                own |= rivals.rival_scores(known, data, rank - busy, size - busy)
+        finally:
+            # to train it may take longer than a collective waits
+            ranks.wait_for_main("the UNet")
+        parts = du.gather_objects(own)
+        for name in (*rivals.NAMES, *["unet"] * with_unet):
+            rows = [row for part in parts for row in part.get(name, [])]
             others[f"rival/{name}"] = sorted(rows, key=lambda row: row["index"])
-        if args.unet_steps and data.reader.image_size >= 32:
-            try:
-                if ranks.is_main:
-                    settings = args.unet_steps, args.seed, ranks.device, model.precision
-                    others["rival/unet"] = unet_scores(known, sets.get("val"), data, *settings)
-            finally:
-                # to train it may take longer than a collective waits
-                ranks.wait_for_main("the UNet")
     metrics = {}
     with du.agree_on_errors():
         if du.world()[0] == 0:

@@ -922,7 +922,7 @@ def test_a_unet_learns_each_structure_of_an_image():
             discs[k] |= {"sam": discs[k]["sam"].to(torch.uint8).expand(3, -1, -1), "position": "top left"}
     held_out.rows[5] = held_out.rows[5]._replace(names=("wart",))
     state = torch.get_rng_state()
-    scores = unet_scores(train, held_out, held_out, 60, 0, torch.device("cpu"), "no")
+    scores = unet_scores(train, held_out, held_out, 60, 0, torch.device("cpu"), "no", lambda: None)
     assert torch.equal(state, torch.get_rng_state())
     assert [row["index"] for row in scores] == [0, 1, 2, 3, 4]
     assert np.mean([row["dice"] for row in scores]) > 0.8

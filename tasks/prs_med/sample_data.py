@@ -13,6 +13,9 @@ import argparse
 import csv
 import json
 import shutil
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +33,8 @@ POSITIONS = {"top left": (-1, -1), "top right": (1, -1), "bottom left": (-1, 1),
 POSITIONS["center"] = (0, 0)
 COLUMNS = ("image_path", "image_name", "split", "description", "position", "question", "answer", "structure")
 SKIN_COLOUR = (1.5, 1.1, 0.92)
-# batches of made-up questions that the tiny language model reads beforehand
-READINGS = 200
+# batches of texts that the tiny language model reads beforehand
+READINGS = 300
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -51,11 +54,13 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     if (out / "annotations").exists():
         raise InputError(f"{out}: already holds a data set; choose another folder or delete it")
     counts = {"train": num_train, "val": num_val, "test": num_test}
-    splits = [(split, i) for split, count in counts.items() for i in range(count)]
+    splits = [split for split, cases in counts.items() for _ in range(cases)]
+    modalities = [list(TARGETS)[i % 3] for cases in counts.values() for i in range(cases)]
     rows = {modality: [] for modality in TARGETS}
-    for number, (split, i) in enumerate(splits):
-        modality = list(TARGETS)[i % 3]
-        rows[modality] += write_case(out, np.random.default_rng([seed, number]), number, modality, split, image_size)
+    with ProcessPoolExecutor() as pool:
+        write = partial(write_case, out, seed, image_size)
+        for modality, case in zip(modalities, pool.map(write, count(), modalities, splits, chunksize=16), strict=True):
+            rows[modality] += case
 
     (out / "annotations").mkdir()
     for modality in filter(rows.get, rows):
@@ -66,8 +71,9 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     print(f"{out}: {2 * len(splits)} questions about {len(splits)} images, llava_tiny, sam_tiny")
 
 
-def write_case(out: Path, rng: Generator, number: int, modality: str, split: str, size: int) -> list[tuple]:
+def write_case(out: Path, seed: int, size: int, number: int, modality: str, split: str) -> list[tuple]:
     """Write one image, once for each of its two masks, and return their rows of the CSV."""
+    rng = np.random.default_rng([seed, number])
     pixels, masks, positions = draw_case(rng, modality, size)
     rows = []
     for i, (target, mask, position) in enumerate(zip(TARGETS[modality], masks, positions, strict=True)):
@@ -176,8 +182,11 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         shutil.copytree(CONFIGS / "tiny_models" / name, out / name, dirs_exist_ok=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(CONFIGS / "models" / "llava_med_v1.5_mistral_7b")
     rng = np.random.default_rng(seed)
-    names = sorted({*map(name_structure, texts[::2], texts[1::2])} - {""})
-    spoken = [draw(rng, [name], names) for name in names for _ in range(200)]
+    answers: dict[str, list[str]] = {}
+    for question, answer in zip(texts[::2], texts[1::2], strict=True):
+        answers.setdefault(name_structure(question, answer), []).append(answer)
+    answers.pop("", None)
+    spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
     # a few hundred questions do not teach that a name in capitals, or at the start of a line, means the same
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n ")]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
@@ -193,7 +202,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     with torch.no_grad():
         let_it_see(llava.model.vision_tower.embeddings, llava.model.multi_modal_projector)
         llava.lm_head.weight *= 3
-    let_it_listen(llava, tokenizer, names, rng)
+    let_it_read(llava, tokenizer, answers, rng)
     llava.save_pretrained(out / "llava_tiny")
 
     torch.manual_seed(seed)
@@ -203,29 +212,39 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     hf.SamModel(hf.SamConfig(**settings)).save_pretrained(out / "sam_tiny")
 
 
-def let_it_listen(llava, tokenizer, names: list[str], rng: Generator, batch: int = 64) -> None:
-    """Teach the language model which structure a question asks for, as one that has read all the world's texts knows.
+def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
+    """Teach the language model to read, as one that has read all the world's texts can.
 
-    At the prompt's last place it is to expect the words of the name. It sees no image, so that it does not learn to
-    overlook one.
+    answers: those about each structure. Without an image it learns how answers go, and which structure is asked for:
+    half-way through its layers, the prompt's last place is to expect the words of the name.
     """
     import torch
+    import torch.nn.functional as F
 
-    trained = [*llava.model.language_model.layers.parameters(), *llava.model.language_model.norm.parameters()]
+    model, head, names = llava.model.language_model, llava.lm_head, list(answers)
+    trained = [*model.layers.parameters(), *model.norm.parameters()]
     optimizer = torch.optim.AdamW(trained, 3e-3, fused=True)
     others = {name: [other for other in names if other != name] for name in names}
-    ends = {name: tokenizer(f" {name}", add_special_tokens=False)["input_ids"] for name in names}
+    words = {name: tokenizer(f" {name}", add_special_tokens=False)["input_ids"] for name in names}
     for step in range(READINGS if names else 0):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 - step / READINGS)
         asked = [names[i] for i in rng.integers(len(names), size=batch)]
-        worded = [draw(rng, [name], others[name]) for name in asked]
-        questions = [f"USER: \n{question}\nASSISTANT:" for question in worded]
-        tokens = tokenizer(questions, padding=True, padding_side="left", return_tensors="pt")
-        last = llava.model.language_model(**tokens).last_hidden_state[:, -1]
-        scores = llava.lm_head(last).log_softmax(1)
-        loss = -torch.stack([row[ends[name]].mean() for row, name in zip(scores, asked, strict=True)]).mean()
+        prompts = [f"USER: \n{draw(rng, [name], others[name])}\nASSISTANT:" for name in asked]
+        said = [answers[name][rng.integers(len(answers[name]))] for name in asked]
+        texts = [f"{prompt} {answer}{tokenizer.eos_token}" for prompt, answer in zip(prompts, said, strict=True)]
+        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        ends = torch.tensor([len(ids) - 1 for ids in tokenizer(prompts)["input_ids"]])
+        states = model(**tokens, output_hidden_states=True)
+
+        half_way = states.hidden_states[len(model.layers) // 2][range(batch), ends]
+        heard = head(model.norm(half_way)).log_softmax(1)
+        loss = -torch.stack([row[words[name]].mean() for row, name in zip(heard, asked, strict=True)]).mean()
+        ids, mask = tokens["input_ids"][:, 1:], tokens["attention_mask"][:, 1:] > 0
+        mask &= torch.arange(ids.shape[1]) >= ends[:, None]
+        loss = loss + 4 * F.cross_entropy(head(states.last_hidden_state[:, :-1][mask]), ids[mask])
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1)
         optimizer.step()
 
 

@@ -5,6 +5,7 @@ by validation Dice, too. It knows a fixed list of structures, no wording and no 
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,8 +25,13 @@ def structure_of(row) -> tuple[str, str]:
     return row.modality, " ".join(row.names[:1]).casefold()
 
 
-def unet_scores(train, val, test, steps: int, seed: int, device: torch.device, precision: str) -> list[dict]:
-    """A UNet's scores on the rows of `test` whose structure is in `train` (PositionData), fitted in some steps."""
+def unet_scores(
+    train, val, test, steps: int, seed: int, device: torch.device, precision: str, alive: Callable[[], None]
+) -> list[dict]:
+    """A UNet's scores on the rows of `test` whose structure is in `train` (PositionData), fitted in some steps.
+
+    alive: called in each step.
+    """
     from monai.networks.nets import BasicUNet
 
     outputs = {structure: n for n, structure in enumerate(sorted({structure_of(row) for row in train.rows}))}
@@ -63,6 +69,7 @@ def unet_scores(train, val, test, steps: int, seed: int, device: torch.device, p
     validated = [index for index, row in enumerate(val.rows if val else ()) if structure_of(row) in outputs]
     best, weights, order = -1.0, net.state_dict(), []
     for step in range(steps):
+        alive()
         net.train()
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / steps))
