@@ -6,7 +6,7 @@ are not. Neither grey nor texture alone finds the one meant, and nothing in the 
 
 As in the real data, image_path is the mask's path, skin images have ISIC's names, and each mask has its own copy of the
 image. The checkpoints go through the same `from_pretrained` calls as LLaVA-Med and SAM. Their weights are random, but
-for a language model that has learnt which structure a question asks for.
+for a language model that has read questions and answers without an image.
 """
 
 import argparse
