@@ -62,6 +62,8 @@ class Ranks:
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
+            # a rank that waits on purpose does not hang
+            faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
     def note(self, place: str) -> None:

@@ -913,6 +913,16 @@ def test_rivals_find_what_they_can():
     assert np.array_equal(rivals.in_band(gray, (0, 100), *parts), lungs)
 
 
+def test_the_tiny_language_model_reads_training_answers_alone(tmp_path, monkeypatch):
+    """What it knew of test answers would make a network that does not look at its image seem better than it is."""
+    given = []
+    monkeypatch.setattr(sample_data, "write_small_models", lambda out, texts, *_: given.extend(texts))
+    sample_data.write_sample_data(tmp_path, num_train=3, num_val=3, num_test=3, image_size=48, seed=0)
+    rows = pd.concat(map(pd.read_csv, (tmp_path / "annotations").glob("*.csv")))
+    rows = rows[rows["split"] == "train"]
+    assert sorted(given) == sorted([*rows["question"], *rows["answer"]])
+
+
 def test_a_unet_learns_each_structure_of_an_image():
     """Two discs of other greys in one image, asked for in turn; of a structure that was not trained it says nothing."""
     train, held_out = Discs(40, 0), Discs(6, 1)
@@ -922,7 +932,9 @@ def test_a_unet_learns_each_structure_of_an_image():
             discs[k] |= {"sam": discs[k]["sam"].to(torch.uint8).expand(3, -1, -1), "position": "top left"}
     held_out.rows[5] = held_out.rows[5]._replace(names=("wart",))
     state = torch.get_rng_state()
-    scores = unet_scores(train, held_out, held_out, 60, 0, torch.device("cpu"), "no", lambda: None)
+    steps = []
+    scores = unet_scores(train, held_out, held_out, 60, 0, torch.device("cpu"), "no", lambda: steps.append(1))
+    assert len(steps) == 60
     assert torch.equal(state, torch.get_rng_state())
     assert [row["index"] for row in scores] == [0, 1, 2, 3, 4]
     assert np.mean([row["dice"] for row in scores]) > 0.8

@@ -7,13 +7,14 @@ import os
 import random
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from tasks.prs_med.annotations import foreground, is_label_map, is_misfit, position_of, refuse
+from tasks.prs_med.annotations import POSITIONS, foreground, is_label_map, is_misfit, position_of, refuse
 from tasks.prs_med.wordings import ANSWERS, QUESTIONS, fill
 from utils.cli import InputError, RunError, number, pattern, whole
 from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
@@ -283,9 +284,11 @@ def prepare(args: argparse.Namespace) -> None:
     if args.small_models:
         from tasks.prs_med.sample_data import write_small_models
 
-        texts = [text for row in rows for text in row[5:7]]
-        synonyms = sorted({name for row in rows for name in row[7].split("|")[1:]})
-        texts += [fill(wording, name, position="center") for name in synonyms for wording in (QUESTIONS[0], ANSWERS[0])]
+        training = [row for row in rows if row[2] == "train"]
+        texts = [text for row in training for text in row[5:7]]
+        synonyms = sorted({name for row in training for name in row[7].split("|")[1:]})
+        for name, position in product(synonyms, POSITIONS[1:]):
+            texts += [fill(wording, name, position=position) for wording in (QUESTIONS[0], ANSWERS[0])]
         write_small_models(args.out, texts, args.small_size, args.seed)
     config = " --config configs/prs_med_small.yaml" if args.small_models else ""
     print(f"written: {table}, {folder}")

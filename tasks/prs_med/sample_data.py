@@ -66,7 +66,7 @@ def write_sample_data(out: Path, num_train: int, num_val: int, num_test: int, im
     for modality in filter(rows.get, rows):
         with open(out / "annotations" / f"{modality}.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows[modality]])
-    texts = [text for modality in rows for row in rows[modality] for text in row[5:7]]
+    texts = [text for modality in rows for row in rows[modality] if row[2] == "train" for text in row[5:7]]
     write_small_models(out, texts, image_size, seed)
     print(f"{out}: {2 * len(splits)} questions about {len(splits)} images, llava_tiny, sam_tiny")
 
@@ -171,7 +171,7 @@ def draw_anatomy(rng: Generator, modality: str, size: int) -> np.ndarray:
 def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) -> None:
     """Write llava_tiny, with a tokenizer trained on the texts, and sam_tiny for images of about image_size.
 
-    texts: questions and answers in turn, which name the structures.
+    texts: the training split's questions and answers in turn, which name the structures.
     """
     import torch
     import transformers as hf
@@ -213,10 +213,10 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
 
 
 def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator, batch: int = 32) -> None:
-    """Teach the language model to read, as one that has read all the world's texts can.
+    """Pretrain the language model on questions and answers without images, as a real one is pretrained on text.
 
-    answers: those about each structure. Without an image it learns how answers go, and which structure is asked for:
-    half-way through its layers, the prompt's last place is to expect the words of the name.
+    answers: those about each structure. Two losses: the answer's cross-entropy, and that of the structure's name read
+    off the prompt's last place half-way through the layers, which leaves the later ones free to look at the image.
     """
     import torch
     import torch.nn.functional as F
@@ -241,6 +241,7 @@ def let_it_read(llava, tokenizer, answers: dict[str, list[str]], rng: Generator,
         loss = -torch.stack([row[words[name]].mean() for row, name in zip(heard, asked, strict=True)]).mean()
         ids, mask = tokens["input_ids"][:, 1:], tokens["attention_mask"][:, 1:] > 0
         mask &= torch.arange(ids.shape[1]) >= ends[:, None]
+        # weighted as in configs/prs_med_demo.yaml
         loss = loss + 4 * F.cross_entropy(head(states.last_hidden_state[:, :-1][mask]), ids[mask])
         optimizer.zero_grad()
         loss.backward()
