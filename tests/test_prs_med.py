@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import nibabel
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
