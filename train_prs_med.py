@@ -19,7 +19,7 @@ from pathlib import Path
 
 from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "prs_med/4"
+FORMAT = "prs_med/5"
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -38,6 +38,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
     text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
     add("--reword", type=number(0, 1), default=0.5, metavar="SHARE", help=text)
+    text = "share of training questions about what only other modalities show, with an empty mask"
+    add("--absent", type=number(0, 1), default=0.0, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
@@ -114,65 +116,63 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """Image tokens, told by the question what to look for, decoded to a coarse mask, which the image then sharpens.
+    """A U-Net around SAM's tokens, which the question tells what to look for.
 
-    As in the paper, tokens attend to the prompt's words and are decoded by convolutions to 4x SAM's grid. Three things
-    are ours. A small convolutional stem sees the image itself, with the pixels of a cell as channels (sub-pixel
-    convolution, arXiv 1609.05158), so that nothing is as large as the image but the logits. The last word's state,
-    from which the language model is about to answer, scales and shifts the tokens (FiLM, arXiv 1709.07871). And the
-    refined mask may differ from the coarse one only close to where that one says yes.
+    As in the paper, tokens attend to the prompt's words and are decoded by convolutions to 4x SAM's grid. Two things
+    are ours. A convolutional stem sees the image itself, with the pixels of a cell as channels (sub-pixel convolution,
+    arXiv 1609.05158), so that nothing is as large as the image but the logits; its features are added to SAM's and
+    meet the decoded ones on the way up (U-Net, arXiv 1505.04597). And the last word's state, from which the language
+    model is about to answer, scales and shifts the tokens (FiLM, arXiv 1709.07871).
 
-    dim: SAM's output width (256). scale: pixels along a side of a cell of 4x SAM's grid (4). GroupNorm, not BatchNorm,
-    whose statistics would depend on the number of GPUs.
+    dim: SAM's output width (256). scale: pixels along a side of a cell of 4x SAM's grid (4). fine: the stem's channels.
+    GroupNorm, not BatchNorm, whose statistics would depend on the number of GPUs.
     """
 
     def __init__(self, text_dim: int, dim: int, scale: int, fine: int = 16):
         super().__init__()
-        half, quarter = dim // 2, dim // 4
+        half, quarter, heads = dim // 2, dim // 4, max(1, dim // 32)
         self.scale = scale
+        self.stem = nn.Sequential(*convolve(3 * scale**2, fine), *convolve(fine, fine))
+        self.down = nn.Sequential(*convolve(fine, 2 * fine, stride=2))
+        self.bottom = nn.Sequential(*convolve(2 * fine, 4 * fine, stride=2), nn.Conv2d(4 * fine, dim, 1))
         self.text = nn.Sequential(nn.Linear(text_dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim), nn.LayerNorm(dim))
         self.film = nn.Linear(dim, 2 * dim)
-        self.attention = nn.MultiheadAttention(dim, num_heads=8, batch_first=True)
+        self.attention = nn.MultiheadAttention(dim, heads, batch_first=True)
         self.image_norm, self.norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.encoder = nn.TransformerEncoderLayer(
-            dim, nhead=8, dim_feedforward=4 * dim, dropout=0.0, activation="gelu", batch_first=True
+            dim, heads, dim_feedforward=4 * dim, dropout=0.0, activation="gelu", batch_first=True
         )
-        up = nn.Upsample(scale_factor=2)
-        self.convolutions = nn.Sequential(*convolve(dim, half), up, *convolve(half, quarter), up)
-        self.coarse = nn.Conv2d(quarter, 1, 3, padding=1)
-        self.stem = nn.Sequential(*convolve(3 * scale**2, fine), *convolve(fine, fine))
-        self.down = nn.Sequential(
-            *convolve(fine, 2 * fine, stride=2), *convolve(2 * fine, 4 * fine, stride=2), nn.Conv2d(4 * fine, dim, 1)
-        )
-        self.lead = nn.Conv2d(quarter + 1, fine, 1)
-        self.refine = nn.Sequential(*convolve(fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1))
-        # a pretrained SAM is first seen as it is, and the refined mask is first the coarse one
-        for last in (self.down[-1], self.refine[-1]):
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
+        double = nn.Upsample(scale_factor=2)
+        self.up = nn.ModuleList([
+            nn.Sequential(*convolve(dim, half), double),
+            nn.Sequential(*convolve(half + 2 * fine, quarter), double),
+            nn.Sequential(*convolve(quarter + fine, fine), nn.Conv2d(fine, scale**2, 3, padding=1)),
+        ])  # fmt: skip
+        # a pretrained SAM is first seen as it is
+        nn.init.zeros_(self.bottom[-1].weight)
+        nn.init.zeros_(self.bottom[-1].bias)
 
     def forward(self, features: Tensor, words: Tensor, padding: Tensor, pixels: Tensor, image_of: Tensor) -> Tensor:
-        """(N, dim, h, w) features of (N, 3, S, S) images, (B, Q, D) words -> (B, 2, S, S) logits: refined, coarse.
+        """(N, dim, h, w) features of (N, 3, S, S) images and (B, Q, D) words -> (B, S, S) mask logits.
 
         padding (B, Q): True without a word. image_of (B,): which image a question is about.
         """
-        stem = self.stem(F.pixel_unshuffle(pixels, self.scale))
-        tokens = (features + self.down(stem)).flatten(2).transpose(1, 2).index_select(0, image_of)
+        fine = self.stem(F.pixel_unshuffle(pixels, self.scale))
+        half = self.down(fine)
+        features = features + self.bottom(half)
+        features, half, fine = (grid.index_select(0, image_of) for grid in (features, half, fine))
+
         text = self.text(words)
         scale, shift = self.film(pick(text, (~padding).sum(1, keepdim=True) - 1)).chunk(2, dim=2)
-        tokens = self.image_norm(tokens) * (1 + scale) + shift
+        tokens = self.image_norm(features.flatten(2).transpose(1, 2)) * (1 + scale) + shift
         attended, _ = self.attention(tokens, text, text, key_padding_mask=padding, need_weights=False)
         tokens = self.encoder(self.norm(tokens + attended))
-        decoded = self.convolutions(tokens.transpose(1, 2).unflatten(2, features.shape[2:]))
-        coarse = self.coarse(decoded)
 
-        # within two cells of what the coarse mask takes in; elsewhere other structures would show up
-        likely = coarse.detach().sigmoid()
-        near = F.max_pool2d(likely, 5, stride=1, padding=2)
-        lead = self.lead(torch.cat([decoded, likely], dim=1))
-        correction = self.refine(stem.index_select(0, image_of) + lead)
-        coarse, near = (upsample(grid.float(), pixels.shape[-1]) for grid in (coarse, near))
-        return torch.cat([coarse + near * F.pixel_shuffle(correction, self.scale), coarse], dim=1)
+        first, second, third = self.up
+        decoded = first(tokens.transpose(1, 2).unflatten(2, features.shape[2:]))
+        decoded = second(torch.cat([decoded, half], dim=1))
+        decoded = third(torch.cat([decoded, fine], dim=1))
+        return F.pixel_shuffle(decoded, self.scale)[:, 0]
 
 
 def convolve(channels: int, out: int, stride: int = 1) -> tuple[nn.Module, ...]:
@@ -203,7 +203,7 @@ class PRSMed(nn.Module):
         return self
 
     def forward(self, batch: dict) -> tuple[Tensor, Tensor]:
-        """Refined and coarse mask logits (B, 2, image_size, image_size), the answer's summed cross-entropy (B,); fp32.
+        """Mask logits (B, image_size, image_size) and the answer's summed cross-entropy (B,), both in fp32.
 
         Both encoders run once for each different image; image_of says which one a question is about. The mask reads
         hidden states of prompt positions, which by causality know nothing of the answer behind them.
@@ -276,19 +276,6 @@ def pick(hidden: Tensor, places: Tensor) -> Tensor:
     """(B, L, D) hidden states at (B, N) places -> (B, N, D); a negative place gives those of the first."""
     index = places.clamp_min(0).unsqueeze(2).expand(-1, -1, hidden.shape[2])
     return hidden.gather(1, index)
-
-
-def upsample(masks: Tensor, side: int) -> Tensor:
-    """(B, 1, h, w) -> (B, 1, side, side), bilinear.
-
-    A matrix product along each axis: CUDA's own interpolation has no deterministic gradient.
-    """
-    with torch.autocast(masks.device.type, enabled=False):
-        for _ in range(2):
-            ruler = torch.eye(masks.shape[3], device=masks.device)[None]
-            weights = F.interpolate(ruler, side, mode="linear", align_corners=False)[0]
-            masks = (masks @ weights).transpose(2, 3)
-    return masks
 
 
 # --- pretrained parts -------------------------------------------------------------------------------------------------
@@ -508,8 +495,8 @@ class Decoded:
 class PositionData(Dataset):
     """Rows as uint8 images at the two encoders' sizes, bool mask, token ids and true position.
 
-    A row whose image is "" has a blank one. augmented_by: the seed of augmentation, None for none. reworded: the share
-    of questions put in other words, drawn from `seed`.
+    A row whose image or mask is "" has a blank one. augmented_by: the seed of augmentation, None for none. reworded,
+    absent: the shares of questions put in other words, and about what is not in the image, drawn from `seed`.
     """
 
     def __init__(
@@ -519,22 +506,25 @@ class PositionData(Dataset):
         decoded: tuple[Decoded, Decoded],
         augmented_by: int | None = None,
         reworded: float = 0.0,
+        absent: float = 0.0,
         seed: int = 0,
     ):
-        self.rows, self.reader, self.augmented_by, self.reworded, self.seed = rows, reader, augmented_by, reworded, seed
+        self.rows, self.reader, self.augmented_by, self.seed = rows, reader, augmented_by, seed
         self.images, self.masks = decoded
-        self.others = wordings.others_of(rows)
+        self.reworded, self.others = reworded, wordings.others_of(rows)
+        self.absent, self.elsewhere = absent, wordings.absent_of(rows)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict:
         """A row's tensors. One that cannot be used is blank and `error` says why: all ranks then end together."""
-        row, side, small = self.rows[index], self.reader.image_size, self.reader.vlm_size
+        row, side, small = self.asked(index), self.reader.image_size, self.reader.vlm_size
         pixels, mask = np.zeros(3 * (side**2 + small**2), np.uint8), np.zeros(side**2 + 1, np.uint8)
         file, error = row.mask, ""
         try:
-            mask = self.masks.get(row.mask, self.decode_mask, row.mask)
+            if row.mask:
+                mask = self.masks.get(row.mask, self.decode_mask, row.mask)
             if row.image:
                 file = row.image
                 pixels = self.images.get(row.identity, self.decode_image, row.image)
@@ -549,16 +539,27 @@ class PositionData(Dataset):
             moved = position_of(mask)
             # the answer names the position that the lesion has now
             answer, position = annotations.name_position(answer, position, moved), moved
-        question = row.question
-        if self.reworded and row.names:
-            # where a set has few wordings, each would be learnt as a whole, not by the name in it
-            rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
-            if rng.random() < self.reworded:
-                question = wordings.draw(rng, row.names, self.others[row.modality, row.names[0]])
-        prompt, answer = self.reader.tokens(question, answer)
+        prompt, answer = self.reader.tokens(row.question, answer)
         item = {name: torch.from_numpy(x.copy()) for name, x in (("sam", sam), ("vlm", vlm), ("mask", mask))}
         item |= {"index": int(index), "identity": row.identity, "error": error}
         return item | {"prompt": prompt, "answer": answer, "position": position}
+
+    def asked(self, index: int) -> Row:
+        """The row, in training with the question that this epoch asks."""
+        row = self.rows[index]
+        if not row.names or not (self.reworded or self.absent):
+            return row
+        rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
+        elsewhere = self.elsewhere[row.modality]
+        if elsewhere and rng.random() < self.absent:
+            name = elsewhere[rng.integers(len(elsewhere))]
+            question = wordings.draw(rng, [name], [row.names[0]])
+            return wordings.ask_for_absent(row, question, name)
+        if rng.random() < self.reworded:
+            # where a set has few wordings, each would be learnt as a whole, not by the name in it
+            question = wordings.draw(rng, row.names, self.others[row.modality, row.names[0]])
+            return row._replace(question=question)
+        return row
 
     def decode_image(self, path: str) -> np.ndarray:
         return np.concatenate([pixels.ravel() for pixels in self.reader.pixels(images.open_image(path))])
@@ -666,8 +667,8 @@ def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, Pos
             options = {}
             if split == "train" and not args.eval_only:
                 augmented_by = args.seed if args.augmentation else None
-                options = {"augmented_by": augmented_by, "reworded": args.reword, "seed": args.seed}
-            sets[split] = PositionData(of_split, reader, (files, masks), **options)
+                options = {"augmented_by": augmented_by, "reworded": args.reword, "absent": args.absent}
+            sets[split] = PositionData(of_split, reader, (files, masks), seed=args.seed, **options)
     return sets
 
 
@@ -675,13 +676,13 @@ def make_sets(rows: list[Row], reader: Reader, args: Namespace) -> dict[str, Pos
 
 
 def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
-    """BCE + Dice loss of each sample: (B, n, H, W) logits of its (B, H, W) bool mask -> (B,), the mean of the n."""
-    target = masks.float()[:, None].expand_as(logits)
+    """BCE + Dice loss of each sample: (B, H, W) logits and bool masks -> (B,)."""
+    target = masks.float()
     probability = logits.sigmoid()
-    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((2, 3))
-    overlap = (probability * target).sum((2, 3))
-    areas = probability.sum((2, 3)) + target.sum((2, 3))
-    return (bce + 1 - (2 * overlap + 1) / (areas + 1)).mean(1)
+    bce = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean((1, 2))
+    overlap = (probability * target).sum((1, 2))
+    areas = probability.sum((1, 2)) + target.sum((1, 2))
+    return bce + 1 - (2 * overlap + 1) / (areas + 1)
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
@@ -713,7 +714,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
     shown = report.spread(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
         logits, text_loss = model(batch)
-        predicted, target = logits[:, 0] > 0, batch["mask"]
+        predicted, target = logits > 0, batch["mask"]
         columns = [
             (predicted & target).sum((1, 2)),
             (predicted | target).sum((1, 2)),
@@ -799,6 +800,9 @@ def test(model: PRSMed, sets: dict[str, PositionData], split: str, run: Run, arg
     # and asked in words that no training step has seen, as many questions in all
     few = report.spread(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     changed |= wordings.in_other_words(data.rows, few)
+    # and about what only other modalities show
+    absent = wordings.for_what_is_absent(data.rows, some, wordings.absent_of(sets.get("train", data).rows))
+    changed |= {"absent": absent} if absent[0] else {}
     for name, (rows, indices) in changed.items():
         asked = PositionData(rows, data.reader, (data.images, data.masks))
         changed[name] = asked, indices, evaluate(model, make(asked), run)[0]
@@ -873,7 +877,7 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
             )
         batch = du.to_device(collate(model.reader, items), model.device)
         logits, answers = model(batch)[0], model.answer(batch, args.max_new_tokens)
-        for index, mask, answer in zip(indices, logits[:, 0], answers, strict=True):
+        for index, mask, answer in zip(indices, logits, answers, strict=True):
             # back to the image's own size, without the padding of the square
             image = opened[asked[index][0]]
             left, top, right, bottom = images.square_box(image.size, len(mask))
@@ -899,7 +903,8 @@ def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dic
     """A made-up batch of the longest prompt and answer of some rows, of 64 tokens of text each without any."""
     reader = model.reader
     texts = {(row.question, row.answer) for row in rows}
-    texts |= {(wordings.longest(names), "") for names in {row.names for row in rows} - {()}}
+    for name in {name for row in rows for name in row.names}:
+        texts.add((wordings.longest([name]), wordings.fill(wordings.ABSENT, name)))
     pairs = [reader.tokens(*of_row) for of_row in texts]
     prompts, answers = zip(*pairs or [(reader.tokens("", "")[0] + [0] * 64, [0] * 64)], strict=True)
     item = blank_item(reader, max(prompts, key=len), max(answers, key=len))
@@ -972,6 +977,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "augmentation": args.augmentation,
         "questions per image": args.questions_per_image,
         "questions reworded": args.reword,
+        "questions about what is absent": args.absent,
     }
     scaled = "" if base_lr == args.learning_rate else f" -> {base_lr:g} ({args.lr_scaling})"
     notes = {

@@ -127,9 +127,9 @@ train_prs_med.py tests/test_prs_med.py::test_an_image_is_encoded_once
 train_prs_med.py tests/test_prs_med.py::test_augmented_rows_are_a_function_of_epoch_and_image
 -if split == "train" and not args.eval_only:
 +if True:
-train_prs_med.py tests/test_prs_med.py::test_the_image_corrects_the_coarse_mask_near_to_it_alone
--coarse + near * F.pixel_shuffle
-+coarse + F.pixel_shuffle
+train_prs_med.py tests/test_prs_med.py::test_questions_about_what_only_other_modalities_show
+-if row.mask:
++if self.rows[index].mask:
 tasks/prs_med/unet.py tests/test_prs_med.py::test_a_unet_learns_each_structure_of_an_image
 -logits = net(pixels)[image_of, channels].float()
 +logits = net(pixels)[image_of, 0 * channels].float()

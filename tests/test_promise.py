@@ -51,7 +51,7 @@ MINIMAL = Script(
 PRS_MED = Script(
     "train_prs_med.py",
     "--effective_batch_size 7 --batch_size 2 --num_epochs 2 --lora_dropout 0.05 --max_new_tokens 4 --augmentation "
-    "--unet_steps 2",
+    "--unet_steps 2 --absent 0.2",
     steps_before_kill=3,
     # fewer validation batches than processes
     data=("prs_med", "--num_train", "9", "--num_val", "1", "--num_test", "3", "--image_size", "48"),

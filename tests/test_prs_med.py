@@ -140,25 +140,19 @@ def test_the_mask_knows_the_question_and_nothing_of_the_answer(model, batch):
 
 
 @torch.no_grad()
-def test_the_image_corrects_the_coarse_mask_near_to_it_alone():
-    """The refined mask is the coarse one at first, and far from what that takes in whatever the refinement says."""
-    torch.manual_seed(0)
-    decoder = script.MaskDecoder(text_dim=16, dim=32, scale=2)
-    torch.nn.init.normal_(decoder.down[-1].weight)
-    words, pixels = torch.randn(3, 5, 16), torch.randn(2, 3, 64, 64)
-    given = torch.randn(2, 32, 8, 8), words, torch.zeros(3, 5, dtype=torch.bool), pixels, torch.tensor([0, 1, 1])
-    refined, coarse = decoder(*given).unbind(1)
-    assert torch.equal(refined, coarse)
-    for conv in (decoder.coarse, decoder.refine[-1]):
-        torch.nn.init.zeros_(conv.weight)
-    # nothing but one cell, of 2 x 2 pixels, is taken in
-    decoder.coarse.forward = lambda x: torch.full_like(x[:, :1], -30).index_fill(2, torch.tensor([16]), 30)
-    torch.nn.init.constant_(decoder.refine[-1].bias, 5)
-    refined, coarse = decoder(*given).unbind(1)
-    changed = (refined - coarse).abs().amax((0, 2))
-    assert (changed[30:36] > 4.9).all()
-    assert (changed[:26] < 1e-3).all()
-    assert (changed[40:] < 1e-3).all()
+def test_a_pretrained_sam_is_first_seen_as_it_is():
+    """The stem adds nothing to SAM's features before the first step, but a single pixel already changes the logits."""
+    decoder, seen = script.MaskDecoder(text_dim=16, dim=32, scale=2), []
+    decoder.image_norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    features, words, pixels = torch.randn(2, 32, 8, 8), torch.randn(3, 5, 16), torch.randn(2, 3, 64, 64)
+    rest = torch.zeros(3, 5, dtype=torch.bool), pixels, torch.tensor([0, 1, 1])
+    logits = decoder(features, words, *rest)
+    assert logits.shape == (3, 64, 64)
+    assert torch.equal(seen[0], features[[0, 1, 1]].flatten(2).transpose(1, 2))
+    pixels[1, :, 30, 40] += 1
+    changed = (decoder(features, words, *rest) - logits).abs()
+    assert not changed[0].any()
+    assert (changed[1:].amax((1, 2)) == changed[1:, 24:37, 34:47].amax((1, 2))).all()
 
 
 @torch.no_grad()
@@ -195,15 +189,12 @@ def test_sam_attends_the_same(data_root, side):
 
 
 @torch.no_grad()
-def test_merged_lora_and_our_upsampling_are_the_same(args, batch, model):
+def test_merged_lora_is_the_same(args, batch, model):
     merged = script.build_model(args, "no", torch.device("cpu")).eval()
     merged.load_state_dict(model.state_dict())
     script.merge_lora(merged)
     assert torch.allclose(merged(batch)[1], model(batch)[1], rtol=1e-4)
     assert merged.answer(batch, 4) == model.answer(batch, 4)
-    masks = torch.randn(2, 1, 7, 5)
-    expected = torch.nn.functional.interpolate(masks, (20, 20), mode="bilinear", align_corners=False)
-    assert torch.allclose(script.upsample(masks, 20), expected, atol=1e-6)
 
 
 # --- items and batches ------------------------------------------------------------------------------------------------
@@ -274,6 +265,32 @@ def test_questions_in_other_words_are_a_function_of_epoch_and_row(args, model, s
     assert 0.2 < excluded / len(questions) < 0.5
 
 
+def test_questions_about_what_only_other_modalities_show(sets):
+    """An empty mask and a sentence that says so; a name that may be the same structure is never taken for absent."""
+    data = sets["train"]
+    asked = script.PositionData(data.rows, data.reader, (data.images, data.masks), absent=1.0, seed=3)
+    for number, row in enumerate(data.rows):
+        index = Index(number)
+        index.epoch = 5
+        item = asked[index]
+        assert torch.equal(item["sam"], data[number]["sam"])
+        assert (item["mask"].any(), item["position"]) == (False, None)
+        said = data.reader.tokenizer.decode(item["answer"], skip_special_tokens=True).strip()
+        name = said.removeprefix("there is no ").removesuffix(" in this image.")
+        assert name in {other.names[0] for other in data.rows if other.modality != row.modality}
+        question = data.reader.tokenizer.decode(item["prompt"])
+        assert name in wordings.named_in(question, [list(row.names) for row in data.rows])
+
+    rows = [Row(kind, "", "", "train", "", "", "", names=(name,)) for kind, name in (
+        ("lung", "left lung"), ("lung", "heart"), ("ct", "Lung"), ("ct", "liver"), ("mr", "Heart")
+    )]  # fmt: skip
+    assert wordings.absent_of(rows) == {
+        "lung": ["liver"],
+        "ct": ["Heart", "heart"],
+        "mr": ["Lung", "left lung", "liver"],
+    }
+
+
 def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, monkeypatch):
     flags = argparse.Namespace(**vars(args) | {"augmentation": True, "seed": 3})
     made = script.make_sets(sets["train"].rows + sets["val"].rows, model.reader, flags)
@@ -303,7 +320,7 @@ def test_augmented_rows_are_a_function_of_epoch_and_image(args, model, sets, mon
 
 @torch.no_grad()
 def test_leaves_add_up_to_means_over_the_global_batch(model, sets, args):
-    """BCE by NumPy and Dice by MONAI, of each row's two masks; cross-entropy of each token."""
+    """BCE by NumPy and Dice by MONAI, of each row; cross-entropy of each token."""
     from monai.losses import DiceLoss
 
     rows = [sets["train"][index] for index in range(7)]
@@ -313,9 +330,8 @@ def test_leaves_add_up_to_means_over_the_global_batch(model, sets, args):
     logits, entropy = model(script.collate(model.reader, rows))
     masks = torch.stack([row["mask"] for row in rows])
     probability = logits.double().sigmoid().numpy()
-    masks = masks[:, None].expand_as(logits)
     bce = -np.log(np.where(masks, probability, 1 - probability)).mean()
-    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1)(logits, masks.float())
+    dice = DiceLoss(sigmoid=True, smooth_nr=1, smooth_dr=1)(logits[:, None], masks[:, None].float())
     seg, txt = bce + dice.item(), entropy.sum().item() / tokens
     losses = sum(torch.stack(script.batch_loss(model, leaf, 7, tokens, args)) for leaf in leaves)
     assert losses.tolist() == pytest.approx([seg + 0.5 * txt, seg, txt], rel=1e-5)
@@ -335,7 +351,7 @@ def test_every_row_is_scored_by_its_own_mask(model, sets, args):
     assert [row["index"] for row in scores] == list(range(12))
     assert len(examples) == report.EXAMPLES
     for row, item in zip(scores, sets["test"], strict=False):
-        true, predicted = item["mask"].numpy(), model(script.collate(model.reader, [item]))[0][0, 0].numpy() > 0
+        true, predicted = item["mask"].numpy(), model(script.collate(model.reader, [item]))[0][0].numpy() > 0
         both, areas = (predicted & true).sum(), predicted.sum() + true.sum()
         assert [row["dice"], row["iou"]] == pytest.approx([2 * both / areas, both / (areas - both)], abs=0.02)
         assert row["position"] == position_of(true)
@@ -349,9 +365,12 @@ def test_the_table_leads_by_pairs():
     scores = [{"index": k, "dice": x, "hd95": 40.0 * (k == 7), "position_accuracy": 1.0} for k, x in enumerate(dice)]
     rival = [{"index": k, "dice": x} for k, x in enumerate(other)]
     often = [{"index": k, "position_accuracy": float(k < 5)} for k in range(20)]
-    metrics = report.print_table(
-        "test", scores, {"rival/grey_threshold": rival, "rival/frequent_position": often}, rows
-    )
+    said = ("There is no cyst in this image.", "The cyst is in the top left.", "There is no cyst.")
+    absent = [{"index": k, "dice": float(k == 1), "generated": answer} for k, answer in enumerate(said)]
+    others = {"rival/grey_threshold": rival, "rival/frequent_position": often, "absent": absent}
+    metrics = report.print_table("test", scores, others, rows)
+    assert metrics["test/absent/empty_mask"] == pytest.approx(1 / 3)
+    assert metrics["test/absent/no_place_named"] == pytest.approx(2 / 3)
     patients, ends = [row.patient for row in rows], ("", "_low", "_high")
     found = [metrics[f"test/rival/grey_threshold/dice_gain{end}"] for end in ends]
     assert found == pytest.approx([(dice - other).mean(), *interval_of_mean(dice - other, patients, bounded=False)])
@@ -389,7 +408,8 @@ def test_the_run_and_its_test(trained, run, monkeypatch):
     assert summary["test/loss"] == pytest.approx(np.mean(seg) + 0.5 * sum(txt) / sum(tokens))
     right = [position_in(case["generated"]) == case["position"] for case in cases]
     assert summary["test/position_accuracy"] == np.mean(right)
-    assert {"test/in_other_words/dice", "test/worst_wording/dice", "test/rival/unet/hd95"} <= {*summary}
+    others = {"in_other_words/dice", "worst_wording/dice", "rival/unet/hd95", "absent/empty_mask"}
+    assert {f"test/{name}" for name in others} <= {*summary}
     assert summary["test/worst_wording/dice"] <= summary["test/in_other_words/dice"]
     for name, some in (
         ("rival/mean_mask", dice),

@@ -71,9 +71,10 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     """Rank 0: print the network's row, then by modality, then the others'; returns their metrics by name.
 
     Means over rows with 95 % intervals by case. The last column is the network's mean paired difference to each of the
-    others, in Dice, or in position for what has no mask.
+    others, in Dice, or in position for what has no mask. Below, what questions about "absent" structures bring.
     """
     metrics: dict[str, float] = {}
+    absent = others.pop("absent", [])
 
     def enter(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         """A mean and its interval as metrics, and as the table has them; values: of each row."""
@@ -117,6 +118,15 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     asked, cases = (metrics[f"{split}/{name}"] for name in ("rows", "cases"))
     print(f"\n{split}: {asked} questions, {cases} cases (95 % intervals by case)")
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
+    if absent:
+        # the Dice of an empty mask with an empty one is 1, of any other with it 0
+        empty = metrics[f"{split}/absent/empty_mask"] = float(np.mean([row["dice"] for row in absent]))
+        placeless = [position_in(row["generated"]) is None for row in absent]
+        silent = metrics[f"{split}/absent/no_place_named"] = float(np.mean(placeless))
+        print(
+            f"asked for what is not in the image ({len(absent)} questions): "
+            f"{empty:.1%} of masks empty, {silent:.1%} of answers name no place"
+        )
     return metrics
 
 

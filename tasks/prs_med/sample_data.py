@@ -22,7 +22,7 @@ import numpy as np
 from numpy.random import Generator
 from PIL import Image
 
-from tasks.prs_med.wordings import ANSWERS, QUESTIONS, draw, fill, name_structure
+from tasks.prs_med.wordings import ABSENT, ANSWERS, QUESTIONS, draw, fill, name_structure
 from utils.cli import InputError, whole
 
 BRAIN, LUNG, SKIN = "brain_tumors_ct_scan", "lung_CT", "skin_rgbimage"
@@ -191,7 +191,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n ")]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
     tokenizer = tokenizer.train_new_from_iterator(
-        [*texts, *spoken, "USER: \nASSISTANT:"], vocab_size=1024, show_progress=False
+        [*texts, *spoken, "USER: \nASSISTANT:", ABSENT], vocab_size=1024, show_progress=False
     )
     tokenizer.save_pretrained(out / "llava_tiny")
 

@@ -18,6 +18,8 @@ ANSWERS = (
     "The {name} {is} in the {position} of the image.",
     "The {name} can be seen in the {position} of the image.",
 )
+# of a structure that no image of the modality shows
+ABSENT = "There {is} no {name} in this image."
 
 # a reworded training question is one of these requests amid words without meaning; it may exclude another structure
 REQUESTS = (
@@ -123,18 +125,37 @@ def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
 
     "Liver" is no other than "liver", and "kidney" and "left kidney" may be one.
     """
-    names: dict[str, dict[str, None]] = defaultdict(dict)
-    for row in rows:
-        names[row.modality] |= dict.fromkeys(row.names[:1])
-
-    def differ(one: str, other: str) -> bool:
-        return spaced(one) not in spaced(other) and spaced(other) not in spaced(one)
-
+    names = names_of(rows)
     return {
         (kind, name): sorted(other for other in known if differ(name, other))
         for kind, known in names.items()
         for name in known
     }
+
+
+def absent_of(rows: list) -> dict[str, list[str]]:
+    """{modality: the structures that only rows of other modalities ask for}, each by its first name."""
+    names = names_of(rows)
+    known = sorted({name for of_one in names.values() for name in of_one})
+    return {kind: [name for name in known if all(differ(name, own) for own in names[kind])] for kind in names}
+
+
+def names_of(rows: list) -> dict[str, dict[str, None]]:
+    """{modality: the first names of the structures that its rows ask for}."""
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        names[row.modality] |= dict.fromkeys(row.names[:1])
+    return names
+
+
+def differ(one: str, other: str) -> bool:
+    """Whether two names stand for two structures: neither holds the other."""
+    return spaced(one) not in spaced(other) and spaced(other) not in spaced(one)
+
+
+def ask_for_absent(row, question: str, name: str):
+    """A row about the same image with an empty mask, whose answer says that the structure is not there."""
+    return row._replace(question=question, answer=fill(ABSENT, name), mask="", names=(name,))
 
 
 def draw(rng: Generator, names: Sequence[str], others: Sequence[str]) -> str:
@@ -189,3 +210,14 @@ def in_other_words(rows: list, some: list[int]) -> dict[str, tuple[list, list[in
         if indices:
             asked[f"wording/{wording}"] = worded, indices
     return asked
+
+
+def for_what_is_absent(rows: list, some: list[int], absent: dict[str, list[str]]) -> tuple[list, list[int]]:
+    """(rows that ask some images for a structure of another modality, the indices of those images' rows)."""
+    indices = [index for index in some if absent.get(rows[index].modality)]
+    asked = []
+    for number, index in enumerate(indices):
+        known = absent[rows[index].modality]
+        name = known[number % len(known)]
+        asked.append(ask_for_absent(rows[index], fill(QUESTIONS[number % len(QUESTIONS)], name), name))
+    return asked, indices
