@@ -952,6 +952,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         predict(model, run, args)
         return 0
     sets = make_sets(rows, model.reader, args)
+    if args.absent and not args.eval_only and not any(sets["train"].elsewhere.values()):
+        raise InputError(f"--absent {args.absent:g}: all structures are of one modality; leave it out")
     if args.eval_only:
         metrics = test(model, sets, args.eval_split, run, args)
         run.write_summary(f"eval_{args.eval_split}", metrics)

@@ -478,6 +478,7 @@ MISTAKES = {
     "--image_size 50": "not a multiple of SAM's patch; try 48",
     "--vlm_path {root}/sam_tiny": "is a sam model, not llava",
     "--annotations lung": "no lung.csv, there are",
+    "--annotations lung_CT --absent 0.1": "all structures are of one modality; leave it out",
     "--data_root {tmp}/other": "lung_CT.csv:2, .*: 4 files cannot be opened",
     OTHER: "is not a readable image",
     OTHER + " --resume_from {trained}/best.pt": "not the base that the checkpoint",
