@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
     add("--reword", type=number(0, 1), default=0.5, metavar="SHARE", help=text)
     text = "share of training questions about what only other modalities show, with an empty mask"
-    add("--absent", type=number(0, 1), default=0.0, metavar="SHARE", help=text)
+    rare("--absent", type=number(0, 1), default=0.0, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")

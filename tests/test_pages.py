@@ -136,9 +136,9 @@ OWN = {
     "train_prs_med.py": EPOCHS
     + """
     data_root annotations skip_bad_rows skip_data_check patient_column patient_pattern questions_per_image
-    cache_gb augmentation reword vlm_path sam_path image_size lora_rank lora_alpha lora_dropout gradient_checkpointing
-    no-gradient_checkpointing lambda_seg lambda_txt lr_scaling lr_schedule scheduler warmup_steps weight_decay
-    eval_split generate_every unet_steps max_new_tokens predict question
+    cache_gb augmentation reword absent vlm_path sam_path image_size lora_rank lora_alpha lora_dropout
+    gradient_checkpointing no-gradient_checkpointing lambda_seg lambda_txt lr_scaling lr_schedule scheduler warmup_steps
+    weight_decay eval_split generate_every unet_steps max_new_tokens predict question
 """,
     "train_mimic_cxr.py": EPOCHS
     + """

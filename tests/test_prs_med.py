@@ -370,7 +370,7 @@ def test_the_table_leads_by_pairs():
     others = {"rival/grey_threshold": rival, "rival/frequent_position": often, "absent": absent}
     metrics = report.print_table("test", scores, others, rows)
     assert metrics["test/absent/empty_mask"] == pytest.approx(1 / 3)
-    assert metrics["test/absent/no_place_named"] == pytest.approx(2 / 3)
+    assert metrics["test/absent/place_named"] == pytest.approx(1 / 3)
     patients, ends = [row.patient for row in rows], ("", "_low", "_high")
     found = [metrics[f"test/rival/grey_threshold/dice_gain{end}"] for end in ends]
     assert found == pytest.approx([(dice - other).mean(), *interval_of_mean(dice - other, patients, bounded=False)])

@@ -120,13 +120,12 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     print(pd.DataFrame.from_dict(table, orient="index").to_string(na_rep="-"), flush=True)
     if absent:
         # the Dice of an empty mask with an empty one is 1, of any other with it 0
-        empty = metrics[f"{split}/absent/empty_mask"] = float(np.mean([row["dice"] for row in absent]))
-        placeless = [position_in(row["generated"]) is None for row in absent]
-        silent = metrics[f"{split}/absent/no_place_named"] = float(np.mean(placeless))
-        print(
-            f"asked for what is not in the image ({len(absent)} questions): "
-            f"{empty:.1%} of masks empty, {silent:.1%} of answers name no place"
-        )
+        empty = [row["dice"] == 1 for row in absent]
+        named = [position_in(row["generated"]) is not None for row in absent]
+        metrics |= {f"{split}/absent/empty_mask": float(np.mean(empty))}
+        metrics |= {f"{split}/absent/place_named": float(np.mean(named))}
+        shares = f"{sum(empty)} of {len(absent)} masks empty, {sum(named)} of {len(absent)} answers name a place"
+        print(f"asked for what is not in the image: {shares}", flush=True)
     return metrics
 
 
