@@ -116,7 +116,7 @@ ADVICE = "give --gradient_checkpointing, a smaller --image_size or fewer --lora_
 
 
 class MaskDecoder(nn.Module):
-    """A U-Net around SAM's tokens, which the question tells what to look for.
+    """A U-Net whose bottleneck is SAM's tokens, conditioned on the question.
 
     As in the paper, tokens attend to the prompt's words and are decoded by convolutions to 4x SAM's grid. Two things
     are ours. A convolutional stem sees the image itself, with the pixels of a cell as channels (sub-pixel convolution,

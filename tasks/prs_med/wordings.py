@@ -125,7 +125,9 @@ def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
 
     "Liver" is no other than "liver", and "kidney" and "left kidney" may be one.
     """
-    names = names_of(rows)
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for row in rows:
+        names[row.modality] |= dict.fromkeys(row.names[:1])
     return {
         (kind, name): sorted(other for other in known if differ(name, other))
         for kind, known in names.items()
@@ -134,18 +136,20 @@ def others_of(rows: list) -> dict[tuple[str, str], list[str]]:
 
 
 def absent_of(rows: list) -> dict[str, list[str]]:
-    """{modality: the structures that only rows of other modalities ask for}, each by its first name."""
-    names = names_of(rows)
-    known = sorted({name for of_one in names.values() for name in of_one})
-    return {kind: [name for name in known if all(differ(name, own) for own in names[kind])] for kind in names}
+    """{modality: the structures that only rows of other modalities ask for}, each by its first name.
 
-
-def names_of(rows: list) -> dict[str, dict[str, None]]:
-    """{modality: the first names of the structures that its rows ask for}."""
-    names: dict[str, dict[str, None]] = defaultdict(dict)
+    None where a row of the modality names no structure, and none that shares a synonym with one of its own.
+    """
+    structures: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
-        names[row.modality] |= dict.fromkeys(row.names[:1])
-    return names
+        structures[row.modality].add(row.names)
+    known = {names for of_one in structures.values() for names in of_one if names}
+    absent = {}
+    for kind, own in structures.items():
+        own_names = {name for names in own for name in names}
+        elsewhere = [names for names in known if all(differ(name, one) for name in names for one in own_names)]
+        absent[kind] = [] if () in own else sorted({names[0] for names in elsewhere})
+    return absent
 
 
 def differ(one: str, other: str) -> bool:
