@@ -175,7 +175,7 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
     """
     import torch
     import transformers as hf
-    from tokenizers import normalizers
+    from tokenizers import Regex, normalizers
 
     hf.utils.logging.disable_progress_bar()
     for name in ("llava_tiny", "sam_tiny"):
@@ -187,8 +187,10 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         answers.setdefault(name_structure(question, answer), []).append(answer)
     answers.pop("", None)
     spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
-    # a few hundred questions do not teach that a name in capitals, or at the start of a line, means the same
-    one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n ")]
+    # a few hundred questions do not teach that a name in capitals, quotes or brackets, or at the start of a line, means
+    # the same
+    symbols = normalizers.Replace(Regex(r"[^\w\n<>.,?!:;]+"), " ")
+    one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n "), symbols]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
     tokenizer = tokenizer.train_new_from_iterator(
         [*texts, *spoken, "USER: \nASSISTANT:", ABSENT], vocab_size=1024, show_progress=False
