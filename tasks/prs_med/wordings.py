@@ -51,9 +51,6 @@ EXCLUSIONS = (
     "{request} rather than the {other}",
     "{request} without the {other}",
     "not the {other} but {request}",
-    "instead of the {other} {request}",
-    "the {other} is of no interest. {request}",
-    "leave the {other} out: {request}",
 )
 FILLERS = """
 a about again all also always an and another any are as ask at be because been before below best both but by call
