@@ -187,8 +187,8 @@ def write_small_models(out: Path, texts: list[str], image_size: int, seed: int) 
         answers.setdefault(name_structure(question, answer), []).append(answer)
     answers.pop("", None)
     spoken = [draw(rng, [name], list(answers)) for name in answers for _ in range(200)]
-    # a few hundred questions do not teach that a name in capitals, quotes or brackets, or at the start of a line, means
-    # the same
+    # so that a name in capitals, quotes or brackets, or at the start of a line, is made of the same tokens: a few
+    # hundred questions are too few to learn that it means the same
     symbols = normalizers.Replace(Regex(r"[^\w\n<>.,?!:;]+"), " ")
     one_way = [normalizers.Lowercase(), normalizers.Replace("\n", "\n "), symbols]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(one_way)
