@@ -18,7 +18,7 @@ import math
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, pattern, run_main, whole
 
 FORMAT = "survival/2"
 # what a model is made of, and what it sees
@@ -56,7 +56,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--hu_window", type=number(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1"
     )
     add("--spacing", type=number(0, above=True), **xyz, help="resample to voxels of so many mm first")
-    rare("--orientation", metavar="CODES", help="turn the axes first: RAS, LPS ...; default: as in the file")
+    axes = pattern("as-is|(?=.*[RL])(?=.*[AP])(?=.*[SI]).{3}", "as-is, or where X, Y and Z point to, as RAS or LPS")
+    rare("--orientation", type=axes, metavar="CODES", default="RAS", help="of all volumes; as-is: as in each file")
     add(
         "--augmentation",
         "--augment",
@@ -154,6 +155,7 @@ from tasks.survival.data import (
 )
 from utils import checkpoint
 from utils.loop import Run, Step
+from utils.volumes import describe
 
 ADVICE = "give a smaller --image_size or --resnet, or --stem_stride 2"
 
@@ -481,13 +483,20 @@ def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
 
 def make_sets(cohort: Cohort, columns: np.ndarray, rows: dict[str, np.ndarray], args: Namespace) -> dict:
     """A data set of each of these rows, and all volumes read once; of "train" what the smart cache has of "all"."""
-    names = ("image_size", "hu_window", "spacing", "orientation", "mask_margin", "cache_dir")
+    names = ("image_size", "hu_window", "spacing", "mask_margin", "cache_dir")
     mask_mode = args.mask_column and args.mask_mode
-    volumes = Volumes(mask_mode=mask_mode, **{name: getattr(args, name) for name in names})
+    orientation = None if args.orientation == "as-is" else args.orientation
+    volumes = Volumes(mask_mode=mask_mode, orientation=orientation, **{name: getattr(args, name) for name in names})
     options = {"columns": columns if columns.shape[1] else None, "volumes": volumes}
     sets = {name: MultiGPUSurvivalDataset(cohort, rows=part, **options) for name, part in rows.items()}
-    for data in sets.values() if args.image == "volume" else []:
-        data.check(args.num_workers)
+    if args.image == "volume":
+        for data in sets.values():
+            data.check(args.num_workers)
+        summaries = np.concatenate([data.summaries for data in sets.values()])
+        du.print_main(f"volumes: {describe(summaries, orientation)}")
+        sizes = summaries[:, :3]
+        if not args.spacing and (sizes.max(0) > 1.1 * sizes.min(0)).any():
+            du.print_main("warning: voxel sizes vary by more than 10 %, which the network does not see; see --spacing")
     if "all" in sets:
         smart = {name: getattr(args, name) for name in ("use_smart_cache", "cache_rate", "replace_rate", "seed")}
         sets["train"] = MultiGPUSurvivalDataset(cohort, rows=rows["all"], **options, **smart)

@@ -15,6 +15,7 @@ from monai.networks.schedulers import DDIMScheduler
 from PIL import Image
 from scipy import stats
 from sklearn.linear_model import Ridge
+from test_volumes import write_series
 from torch.nn import functional as F
 
 import train_accelerate as script
@@ -128,39 +129,48 @@ def test_hashed_noise_is_gaussian_and_a_function_of_seed_and_place():
 
 
 def test_a_ct_is_the_same_in_any_format_and_orientation(tmp_path):
-    """NIfTI with other axes, .npy and a DICOM series."""
+    """NIfTI with other axes, .npy and a DICOM series, beside which pictures lie, one of them DICOM."""
     hu = np.random.default_rng(0).integers(-1000, 1500, (5, 6, 7)).astype(np.int16)
     affine = np.array([[0, 0, -2, 8], [0, 3, 0, 0], [4, 0, 0, 0], [0, 0, 0, 1.0]])
     nibabel.save(nibabel.Nifti1Image(hu[::-1].T[..., None], affine), tmp_path / "ct.nii")
     np.save(tmp_path / "ct.npy", hu)
-    (tmp_path / "p").mkdir()
+    write_series(tmp_path / "p", hu, (2, 3, 4))
     (tmp_path / "p" / "p_pa_drr.png").write_bytes(b"a picture beside the slices")
-    one = pydicom.dcmread(pydicom.data.get_testdata_file("CT_small.dcm"))
-    one.Rows, one.Columns, one.RescaleIntercept, one.PixelSpacing, one.SliceThickness = 6, 5, 0, [3.0, 2.0], 4.0
-    for k in range(7):
-        # LPS: x to the left, y to the back
-        one.InstanceNumber, one.ImagePositionPatient, one.PixelData = k, [0, 0, 4.0 * k], hu[::-1, ::-1, k].T.tobytes()
-        one.SOPInstanceUID = one.file_meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
-        one.save_as(tmp_path / "p" / f"{(k * 5) % 7}.{'dcm' if k else 'DCM'}")
-    found = {name: files.read_ct(tmp_path / name) for name in ("ct.nii", "p", "ct.npy")}
-    for values, _ in found.values():
-        np.testing.assert_array_equal(values, hu)
-    np.testing.assert_allclose([spacing for _, spacing in found.values()], [[2, 3, 4], [2, 3, 4], [1, 1, 1]])
+    save_xray(tmp_path / "p" / "p_lat.dcm", np.arange(256).reshape(16, 16))
+    found = [files.read_ct(tmp_path / name) for name in ("ct.nii", "p", "ct.npy")]
+    (tmp_path / "ct.npy").unlink()
+    for volume, spacing in zip(found, ([2, 3, 4], [2, 3, 4], [1, 1, 1]), strict=True):
+        np.testing.assert_array_equal(volume.values, hu)
+        np.testing.assert_allclose(volume.spacing, spacing)
+    assert files.list_files(tmp_path)["p"] == {
+        "ct": tmp_path / "p", 0: tmp_path / "p" / "p_pa_drr.png", 1: tmp_path / "p" / "p_lat.dcm"
+    }  # fmt: skip
 
-    (tmp_path / "p" / "1.dcm").unlink()
-    with pytest.raises(InputError, match="slices are missing"):
-        files.read_ct(tmp_path / "p")
+
+def save_xray(path: Path, values: np.ndarray) -> None:
+    one = pydicom.examples.ct
+    one.Rows, one.Columns = values.shape
+    one.Modality, one.SeriesInstanceUID, one.RescaleIntercept = "DX", "1.2", 0
+    one.PixelData = values.astype(np.uint16).tobytes()
+    del one.ImagePositionPatient
+    one.save_as(path)
 
 
 def test_a_picture_is_the_same_in_any_format(tmp_path):
+    """12 bits in 16 as scanners write them, or all 16; DICOM; numbers of several kinds."""
     grey = np.arange(256).reshape(16, 16)
     Image.fromarray(grey.astype(np.uint8)).save(tmp_path / "8.png")
     Image.fromarray((grey * 257).astype(np.uint16)).save(tmp_path / "16.png")
-    for number, values in enumerate((grey / 255, grey / 127.5 - 1, grey * 1.0)):
+    Image.fromarray((grey * 16).astype(np.uint16)).save(tmp_path / "12.png")
+    save_xray(tmp_path / "12.dcm", grey * 16)
+    for number, values in enumerate((grey / 255, grey / 127.5 - 1, grey * 1.0, grey * 16)):
         np.save(tmp_path / f"{number}.npy", values)
     for path in tmp_path.iterdir():
         turned = files.read_xray(path, 16, upside_down=True, mirrored=True)
         np.testing.assert_allclose(turned, grey[::-1, ::-1] / 127.5 - 1, atol=1e-6)
+    # not cut to 8 bits on the way
+    Image.fromarray((np.arange(4096) // 2 * 2).reshape(64, 64).astype(np.uint16)).save(tmp_path / "fine.png")
+    assert len(files.read_xray(tmp_path / "fine.png", 64, False, False).unique()) == 2048
 
 
 STAGES = [
@@ -258,7 +268,7 @@ def exchange(one: Path, two: Path) -> None:
 SPOILT = {
     "one view": (lambda ct, pa, lat, _: lat.unlink(), "no lat picture"),
     "two CTs": (lambda ct, *_: shutil.copy(ct, ct.with_name("other.nii.gz")), "beside other.nii.gz"),
-    "cut": (lambda ct, *_: ct.write_bytes(ct.read_bytes()[:999]), "patient_0003.nii.gz: not a readable volume"),
+    "cut": (lambda ct, *_: ct.write_bytes(ct.read_bytes()[:999]), "patient_0003.nii.gz: cannot be used"),
     "no HU": (
         lambda ct, *_: (np.save(ct.with_name("ct.npy"), np.eye(5)[:, :, None] * np.ones(5)), ct.unlink()),
         "not in HU",
@@ -276,6 +286,21 @@ def test_spoilt_patients_are_named(copies, name):
     ct, pa, lat = (place.with_name(place.name + ending) for ending in (".nii.gz", "_pa_drr.png", "_lat_drr.png"))
     spoil(ct, pa, lat, copies / "patient_0004" / "patient_0004_pa_drr.png")
     with pytest.raises(InputError, match=message):
+        files.Data(make_args(copies), [[16, 16, 16]])
+
+
+def test_all_files_that_cannot_be_used_are_listed(copies, capsys):
+    for patient, ending in (("patient_0003", ".nii.gz"), ("patient_0005", "_lat_drr.png")):
+        (copies / patient / f"{patient}{ending}").write_bytes(b"x")
+    with pytest.raises(InputError, match="patient_0005_lat_drr.png, ...: 2 patients cannot be used, all listed above"):
+        files.Data(make_args(copies), [[16, 16, 16]])
+    assert [line.split(": ")[0][-12:] for line in capsys.readouterr().out.splitlines()] == [
+        "_0003.nii.gz",
+        "_lat_drr.png",
+    ]
+    for patient in ("patient_0003", "patient_0005"):
+        (copies / patient / f"{patient}_pa_drr.png").unlink()
+    with pytest.raises(InputError, match="patient_0003, .*patient_0005, ...: 2 files are missing, all listed above"):
         files.Data(make_args(copies), [[16, 16, 16]])
 
 

@@ -112,7 +112,11 @@ def test_the_same_rows_from_every_kind_of_table(tmp_path):
     ("text", "message"),
     [
         ("a,b\n1,2\n1,2,3\n1,2\n4,5,6\n", r"t.csv:3, .*t.csv:5: more fields than the header \(2 rows\)"),
-        ("a,b\n\udcff,1\n", "not a readable table"),
+        ("a,b\n\udc81,1\n", "not a readable table"),
+        (
+            "Age;b; age\n1;2;3\n",
+            r"t.csv:1: two columns are named 'age' \(capitals do not count\); rename or remove one",
+        ),
     ],
 )
 def test_a_bad_table_is_one_line(tmp_path, text, message):
@@ -120,6 +124,26 @@ def test_a_bad_table_is_one_line(tmp_path, text, message):
     with pytest.raises(InputError, match=message) as raised:
         read_table(tmp_path / "t.csv")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_every_spreadsheets_encoding_is_read_and_said(tmp_path, capsys, encoding):
+    path = tmp_path / "t.csv"
+    path.write_bytes("Größe;Ort\r\n63,5;Köln\r\n;Ærø\r\n".encode(encoding))
+    assert [row for _, row in read_table(path)] == [{"größe": "63.5", "ort": "Köln"}, {"größe": "", "ort": "Ærø"}]
+    said = {"utf-16": "read as UTF-16, ", "cp1252": "read as Windows-1252, "}.get(encoding, "")
+    assert capsys.readouterr().out == f"{path}: {said}decimal commas in 'größe'\n"
+
+
+def test_decimal_commas_are_those_of_a_whole_column(tmp_path):
+    """Not of one cell beside others, nor thousands in English."""
+    cells = {"age": ["63,5", "70", "NA", "-1,25e2"], "mixed": ["1,5", "2.5", "", "3"], "text": ["1,5", "x", "2", "3"]}
+    (tmp_path / "t.csv").write_text("\n".join(";".join(row) for row in zip(*([n, *c] for n, c in cells.items()))))  # noqa: B905
+    rows = [row for _, row in read_table(tmp_path / "t.csv")]
+    assert [row["age"] for row in rows] == ["63.5", "70", "NA", "-1.25e2"]
+    assert [[row[name] for row in rows] for name in ("mixed", "text")] == [cells["mixed"], cells["text"]]
+    (tmp_path / "t.csv").write_text('a,b,c\n"1,234","0,5","1,5"\n900,"1,25",2\n')
+    assert read_table(tmp_path / "t.csv")[0][1] == {"a": "1,234", "b": "0.5", "c": "1.5"}
 
 
 def test_a_patients_split_depends_on_seed_and_name_alone():

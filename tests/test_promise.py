@@ -553,6 +553,26 @@ def test_power_cut(run, whole, tmp_path):
     assert_same(folder, whole(MINIMAL))
 
 
+def test_a_copy_that_broke_off(run, whole, tmp_path):
+    """The log ends within a line, run_id is empty, a folder has a checkpoint's name: the run goes on, and says so."""
+    folder = tmp_path / "run"
+    run(MINIMAL, folder, "--max_steps 8")
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    lines = [line for line in lines if json.loads(line)["step"] <= 6]
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines)[:-20])
+    (folder / "run_id").write_text("")
+    (folder / "step_00000500.pt").mkdir()
+    text = run(MINIMAL, folder, "--resume_from auto")
+    assert text.count("metrics.jsonl: cut short; ") == 1
+    assert text.count("step_00000500.pt: cannot be read") == 1
+    expected = read_log(whole(MINIMAL))
+    assert read_log(folder) == expected[: len(lines) - 1] + [line for line in expected if line["step"] > 8]
+    assert (folder / "model.safetensors").read_bytes() == (whole(MINIMAL) / "model.safetensors").read_bytes()
+    # it has its name again, and is still a run that nothing is written over unasked
+    assert (folder / "run_id").read_text()
+    assert "--resume_from auto or --overwrite" in error_lines(run(MINIMAL, folder, code=2))[0]
+
+
 def test_full_disk(run, whole, tmp_path):
     """One line and exit code 1; the checkpoint before is intact, and the run resumes once there is room."""
     folder = tmp_path / "run"

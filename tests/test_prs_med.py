@@ -17,6 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from scipy import ndimage
 from test_images_and_tables import save_dicom
+from test_volumes import HU, write_series
 
 import distributed_utils as du
 import train_prs_med as script
@@ -29,6 +30,7 @@ from tools.prepare_data import parse_args as prepare_args
 from utils.cli import InputError, RunError
 from utils.sampler import Index
 from utils.stats import interval_of_mean
+from utils.volumes import read_volume
 
 ALONE = du.Ranks(0, 1, torch.device("cpu"), "python", None)
 SETTINGS = "--num_workers 0 --batch_size 4 --max_new_tokens 4 --log_every 1 --unet_steps 2".split()
@@ -809,6 +811,24 @@ def test_a_volume_is_cut_and_seen_from_below(tmp_path, codes):
     assert np.array_equal(mask, expected)
     assert pixels[mask].min() > pixels[~mask].max()
     assert pixels[0, -1] > pixels[-1, -1]
+
+
+def test_a_dicom_series_is_cut_as_its_nifti_mask_says(tmp_path):
+    """The series is a folder named as the mask is, and both have axes of their own."""
+    write_series(tmp_path / "scans/case", HU)
+    labels = np.zeros(HU.shape, np.uint8)
+    labels[1:5, 1:5, 3:6] = 1
+    image = nibabel.Nifti1Image(labels, read_volume(tmp_path / "scans/case").affine)
+    turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", "LPS")))
+    (tmp_path / "masks").mkdir()
+    nibabel.save(image.as_reoriented(turn), tmp_path / "masks/case.nii.gz")
+    table = prepared(tmp_path, "--structure", "lesion", "--slice_spacing", "2", "--window", "0", "2000")
+    assert [entry["image_name"] for entry in table] == [f"case_s{n:03d}.png" for n in (3, 4, 5)]
+    for row, n in zip(read_rows(tmp_path / "out"), (3, 4, 5), strict=True):
+        # right at the left, front at the top
+        seen, shown = (array[::-1, ::-1, n].T for array in (HU, labels))
+        assert np.abs(np.asarray(Image.open(row.image)) - np.interp(seen, [-1000, 1000], [0, 255])).max() <= 1
+        assert np.array_equal(open_mask(row.mask), shown > 0)
 
 
 def patients(folder: Path, count: int = 6) -> None:

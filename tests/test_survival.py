@@ -8,9 +8,9 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pandas as pd
-import pydicom
 import pytest
 import torch
+from test_volumes import write_series
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -521,6 +521,43 @@ def test_columns_by_hand(read, table):
         encode_columns(read(table.drop(columns="stage").iloc[:5]), columns)
 
 
+def test_a_column_of_too_many_levels_is_asked_about(read, table, capsys):
+    """Numbers that are written oddly, or an id, among them; all wrong cells of the others are listed."""
+    table = table.assign(age_de=[f"{40 + n} J." for n in range(40)], stage=["I", "II", "III", "IV", "X"] * 8)
+    table.loc[table.index[[3, 7]], "Age"] = ["x", "y"]
+    cohort = read(table)
+    line = r"age_de has 40 levels in 40 rows: an id, or numbers\? \('40 J.'\); correct it, join levels"
+    with pytest.raises(InputError, match=line):
+        fit_columns(cohort, ["stage", "age_de"], np.arange(40))
+    with pytest.raises(InputError, match=r"d.csv:5, .*d.csv:9, --clinical_columns, ...: 3 cells or columns cannot"):
+        fit_columns(cohort, ["Age", "age_de", "stage"], np.arange(40))
+    assert "d.csv:9: age 'y' is no number, as most are" in capsys.readouterr().out
+    columns = [{"name": "age", "mean": 60, "sd": 10}]
+    with pytest.raises(InputError, match=r"d.csv:5, .*d.csv:9, ...: 2 cells cannot be used"):
+        encode_columns(cohort, columns)
+
+
+def test_all_rows_that_cannot_be_used_are_listed(read, table, capsys):
+    table["event"] = table["event"].astype(str)
+    table.loc[table.index[[2, 5]], "event"] = ["dead", "2"]
+    table.loc[table.index[6], "NIFTI Path"] = ""
+    with pytest.raises(
+        InputError, match=r"d.csv:4, .*d.csv:7, .*d.csv:8, ...: 3 rows cannot be used, all listed above"
+    ):
+        read(table)
+    assert "d.csv:8: no path in column 'nifti path'; fill it in" in capsys.readouterr().out
+
+
+def test_a_german_spreadsheet(tmp_path):
+    """Semicolons, decimal commas, Windows-1252: numbers are numbers."""
+    lines = ["Path;Time;Event;Größe", "a.nii;365,25;1;1,75", "b.nii;730,5;0;1,65"]
+    (tmp_path / "d.csv").write_bytes("\r\n".join(lines).encode("cp1252"))
+    cohort = read_cohort(tmp_path / "d.csv")
+    assert cohort.time.tolist() == [1.0, 2.0]
+    (column,) = fit_columns(cohort, ["größe"], np.arange(2))
+    assert (column["mean"], column["sd"]) == pytest.approx((1.7, 0.05))
+
+
 # --- volumes ----------------------------------------------------------------------------------------------------------
 
 
@@ -532,14 +569,14 @@ def save_volume(path: Path, values: np.ndarray, affine: np.ndarray | None = None
 def test_window_order_spacing_and_orientation(tmp_path):
     values = np.random.default_rng(0).integers(-1200, 1200, (8, 10, 12)).astype(np.int16)
     path = save_volume(tmp_path / "a.nii.gz", values[..., None], np.diag([-2.0, 1, 3, 1]))
-    plain = Volumes(image_size=(8, 10, 12)).load(path)
+    plain = Volumes(image_size=(8, 10, 12), orientation=None).load(path)
     assert plain.dtype == torch.float16
     assert np.allclose(plain[0], np.clip((values + 1000) / 2000, 0, 1), atol=1e-3)
-    window = Volumes(image_size=(8, 10, 12), hu_window=(0, 100)).load(path)
+    window = Volumes(image_size=(8, 10, 12), hu_window=(0, 100), orientation="LAS").load(path)
     assert np.allclose(window[0], np.clip(values / 100, 0, 1), atol=1e-3)
-    assert torch.equal(Volumes(image_size=(8, 10, 12), orientation="RAS").load(path), plain.flip(1))
+    assert torch.equal(Volumes(image_size=(8, 10, 12)).load(path), plain.flip(1))
     # from the first voxel's centre to the last's: 9 mm along y by steps of 2, 33 mm along z by steps of 1
-    volume = Volumes(spacing=(2.0, 2.0, 1.0))._open(path, "bilinear")
+    volume, _ = Volumes(spacing=(2.0, 2.0, 1.0))._open(path, "bilinear")
     assert tuple(volume.shape) == (1, 8, 6, 34)
     flags = parse("--spacing", 2, 2, 1, "--orientation", "LPS", "--mask_margin", 3)
     cohort = fold([1.0], [True]).cohort
@@ -552,18 +589,41 @@ def test_window_order_spacing_and_orientation(tmp_path):
     assert data.resize(volume, (2, 2, 8))[0, 0, 0].tolist() == [0, 0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3]
 
 
-def test_a_dicom_series(tmp_path):
-    """HU by slope and intercept, slices in their order in space, whatever the files are called."""
-    values = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
-    for z, name in enumerate("bca"):
-        file = pydicom.examples.ct
-        file.Rows, file.Columns, file.InstanceNumber, file.PixelData = 4, 5, z + 1, values[z].tobytes()
-        file.ImagePositionPatient, file.ImageOrientationPatient = [0, 0, 2.5 * z], [1, 0, 0, 0, 1, 0]
-        file.PixelSpacing, file.SliceThickness, file.RescaleSlope, file.RescaleIntercept = [0.5, 0.5], 2.5, 2, -1000
-        file.save_as(tmp_path / f"{name}.dcm")
-    volume = Volumes()._open(str(tmp_path), "bilinear")
-    assert volume.pixdim.tolist() == pytest.approx([0.5, 0.5, 2.5])
-    assert np.array_equal(volume.numpy()[0], 2.0 * values.transpose(2, 1, 0) - 1000)
+def test_volumes_and_masks_lie_one_way_whatever_their_files_say(tmp_path, capsys):
+    """NIfTI with three kinds of axes, the same volume each time: the same inputs, and a line about what was found."""
+    values = np.random.default_rng(0).integers(-900, 900, (8, 8, 8)).astype(np.int16)
+    mask = np.zeros((8, 8, 8), np.uint8)
+    mask[1:4, 2:6, 5:7] = 1
+    cohort = fold([1.0, 2.0, 3.0, 4.0], [True] * 4).cohort
+    cohort.path, cohort.mask = [], []
+    for name, codes, size in (("a", "RAS", 1), ("b", "LPS", 1), ("c", "PIR", 1), ("d", "LPS", 2)):
+        for kind, array, of_cohort in (("", values, cohort.path), ("_mask", mask, cohort.mask)):
+            image = nibabel.Nifti1Image(array, np.diag([size, 1.0, 1, 1]))
+            turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", codes)))
+            nibabel.save(image.as_reoriented(turn), tmp_path / f"{name}{kind}.nii.gz")
+            of_cohort.append(str(tmp_path / f"{name}{kind}.nii.gz"))
+    flags = parse("--image_size", 8, 8, 8, "--mask_column", "m", "--mask_mode", "channel")
+    cases = script.make_sets(cohort, np.zeros((4, 0)), {"val": np.arange(4)}, flags)["val"]
+    images = [cases[row]["image"] for row in range(4)]
+    assert np.array_equal(images[0][1], mask)
+    assert all(torch.equal(image, images[0]) for image in images)
+    told = capsys.readouterr().out
+    assert "volumes: 2 LPS, 1 RAS, 1 PIR, turned to RAS; voxels 1 to 2 x 1 x 1 mm\n" in told
+    assert "warning: voxel sizes vary by more than 10 %" in told
+    flags.orientation, flags.spacing = "as-is", [1.0, 1.0, 1.0]
+    script.make_sets(cohort, np.zeros((4, 0)), {"val": np.arange(4)}, flags)
+    assert capsys.readouterr().out == "volumes: 2 LPS, 1 RAS, 1 PIR; voxels 1 to 2 x 1 x 1 mm\n"
+
+
+def test_a_dicom_series_is_a_volume_and_is_read_anew_once_a_slice_changes(tmp_path):
+    hu = np.random.default_rng(0).integers(-900, 900, (8, 8, 8)).astype(np.int16)
+    write_series(tmp_path / "scan", hu, (0.5, 0.5, 2.5))
+    volumes = Volumes(image_size=(8, 8, 8), cache_dir=str(tmp_path / "cache"))
+    first = volumes.load(str(tmp_path / "scan"))
+    assert np.allclose(first[0], (hu + 1000) / 2000, atol=1e-3)
+    # in the same folder and files
+    write_series(tmp_path / "scan", -hu, (0.5, 0.5, 2.5))
+    assert np.allclose(volumes.load(str(tmp_path / "scan"))[0], (1000 - hu) / 2000, atol=1e-3)
 
 
 def test_a_mask_crops_with_its_margin_or_becomes_a_channel(tmp_path):
@@ -593,7 +653,7 @@ def test_numbers_of_a_volume(tmp_path):
     path = save_volume(tmp_path / "a.nii.gz", values, np.diag([1.0, 2, 1, 1]))
     mask = save_volume(tmp_path / "m.nii.gz", (values > 0).astype(np.uint8), np.diag([1.0, 2, 1, 1]))
     numbers = Volumes(image_size=(8, 8, 8)).load(path, mask, numbers=True)
-    assert numbers.tolist() == pytest.approx([math.log1p(6), math.log1p(2), 523 / 512, math.log1p(8)])
+    assert numbers[:4].tolist() == pytest.approx([math.log1p(6), math.log1p(2), 523 / 512, math.log1p(8)])
 
 
 def test_the_disk_cache_is_read_once_and_notices_changes(tmp_path, monkeypatch):
@@ -624,9 +684,11 @@ def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsy
     table.loc[0, "heart_mask"] = ""
     cohort = read(table, mask_column="heart_mask")
     dataset = MultiGPUSurvivalDataset(cohort, rows=np.arange(40), volumes=Volumes((8, 8, 8), mask_mode="crop"))
-    line = rf"d.csv:5: {tmp_path}/3.nii.gz cannot be used \(.+\); replace it or remove the row \(4 such rows\)"
-    with pytest.raises(InputError, match=line):
+    with pytest.raises(InputError, match=r"d.csv:5, .*d.csv:9, .*d.csv:10, ...: 4 volumes cannot be used, all listed"):
         dataset.check(threads=2)
+    listed = capsys.readouterr().out.splitlines()
+    assert re.search(rf"d.csv:5: {tmp_path}/3.nii.gz: cannot be used \(.+\); replace it$", listed[0])
+    assert listed[2].endswith("8.nii.gz cannot be used (holds one value everywhere); replace it or remove the row")
     # met later, the case says so, and is no image
     assert dataset[3]["error"].startswith(f"{tmp_path}/d.csv:5: ")
     assert dataset[3]["image"].isnan().all()
@@ -684,6 +746,6 @@ def test_sample_data_hides_the_risk_in_the_shape_of_the_lesions(tmp_path, capsys
     assert max(scores.values()) < 0.7
     cohort = read_cohort(tmp_path / "dataset.csv", mask_column="heart_mask")
     assert cohort.event.mean() == pytest.approx(0.4, abs=0.02)
-    numbers = Volumes().load(cohort.path[0], cohort.mask[0], numbers=True).expm1()
+    numbers = Volumes().load(cohort.path[0], cohort.mask[0], numbers=True)[:1].expm1()
     # noise may lift a voxel
     assert numbers[0].item() == pytest.approx(float(cohort.table["volumescore"][0]), rel=0.05)

@@ -157,7 +157,7 @@ class CheckpointWriter:
             path = self.folder / f"step_{contents['step']:08d}.pt"
             # killed between the two names, best.pt is one step ahead: the resumed run makes the same once more
             write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
-            for old in sorted(self.folder.glob("step_*.pt"))[: -self.keep_last]:
+            for old in sorted(filter(Path.is_file, self.folder.glob("step_*.pt")))[: -self.keep_last]:
                 old.unlink()
         except (OSError, RuntimeError) as error:
             self.error = error
@@ -273,10 +273,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def read_run_id(folder: Path) -> str:
-    """Which run the folder holds, "" for none."""
+    """Which run the folder holds, "" for none. Where a copy lost or emptied the file, its newest checkpoint knows."""
     with contextlib.suppress(OSError):
-        return (folder / "run_id").read_text()
-    return ""
+        if run_id := (folder / "run_id").read_text().strip():
+            return run_id
+    seals = map(read_seal, sorted(folder.glob("step_*.pt"), reverse=True))
+    return next((seal.run_id for seal in seals if not seal.damage), "")
 
 
 def make_folder(folder: Path) -> None:
@@ -369,8 +371,11 @@ def begin_run(
         later = [path for path in sorted(folder.glob("step_*.pt")) if path.name > first.name]
         # every *best.pt, of later parts of the run too
         later += [p for p in sorted(folder.glob("*best.pt")) if not _counts(read_seal(p), run_id, checkpoint["step"])]
+        # a folder of such a name is not ours
+        later = list(filter(Path.is_file, later))
         for path in later:
             path.unlink()
+        write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
         if later:
             print(f"back to step {checkpoint['step']}: deleted {', '.join(path.name for path in later)}", flush=True)
         best = folder / best_names[0]

@@ -29,6 +29,17 @@ def is_first_process() -> bool:
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
+def refuse(problems: list[str], what: str) -> None:
+    """Raises InputError where there are problems (`file: what is wrong; what to do`); rank 0 lists several first."""
+    if len(problems) > 1:
+        if is_first_process():
+            print("\n".join(problems), flush=True)
+        places = ", ".join(problem.split(": ")[0] for problem in problems[:3])
+        raise InputError(f"{places}, ...: {len(problems)} {what}, all listed above")
+    if problems:
+        raise InputError(problems[0])
+
+
 # --- types of arguments -----------------------------------------------------------------------------------------------
 
 

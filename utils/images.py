@@ -1,6 +1,7 @@
-"""Images as users have them, opened upright in 8 bits: PNG, JPEG, 16-bit and float TIFF, palette, RGBA, DICOM.
+"""Images as users have them, opened upright: PNG, JPEG, 16-bit and float TIFF, palette, RGBA, DICOM.
 
 Training, preparation and prediction all open images here, so an image looks the same to a model in all three. No torch.
+pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 by GDCM (Apache-2.0 and BSD; other decoders are GPL).
 """
 
 import contextlib
@@ -28,8 +29,19 @@ def open_upright(path: str | Path, window: Window | None = None, side: int | Non
     side: a JPEG may be decoded at a reduced scale at which both its edges have so many pixels, which is faster. Raises
     OSError or ValueError for a file that cannot be opened.
     """
+    return _open(path, window, side)
+
+
+def open_grey(path: str | Path) -> np.ndarray:
+    """The image as grey values (H, W) float32 from 0 to 255, as open_upright has them, but not rounded to 8 bits."""
+    image = _open(path, kind=np.float32)
+    return np.asarray(image if image.mode == "F" else image.convert("L"), np.float32)
+
+
+def _open(path, window=None, side=None, kind: type = np.uint8) -> Image.Image:
+    """What open_upright says; kind: of grey values of more than 8 bits."""
     try:
-        return _open_dicom(path, window) if is_dicom(path) else _open_picture(path, window, side)
+        return _open_dicom(path, window, kind) if is_dicom(path) else _open_picture(path, window, side, kind)
     except OSError:
         raise
     except Exception as error:
@@ -37,7 +49,7 @@ def open_upright(path: str | Path, window: Window | None = None, side: int | Non
         raise ValueError(str(error) or type(error).__name__) from None
 
 
-def _open_picture(path: str | Path, window: Window | None, side: int | None) -> Image.Image:
+def _open_picture(path: str | Path, window: Window | None, side: int | None, kind: type) -> Image.Image:
     with Image.open(path) as image:
         if side:
             image.draft(None, (side, side))
@@ -47,31 +59,34 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None) -> 
         with contextlib.suppress(SyntaxError, ValueError):
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
-            return Image.fromarray(to_bytes(np.asarray(image, np.float32), window))
+            return Image.fromarray(to_bytes(np.asarray(image, np.float32), window, kind))
         return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 
-def to_bytes(values: np.ndarray, window: Window | None = None) -> np.ndarray:
-    """Numbers as uint8: the window, or their own range, becomes 0 to 255. uint8 without a window stays as it is."""
+def to_bytes(values: np.ndarray, window: Window | None = None, kind: type = np.uint8) -> np.ndarray:
+    """Numbers as `kind`: the window, or their own range, becomes 0 to 255. uint8 without a window stays as it is."""
     if window is None and values.dtype == np.uint8:
         return values
     values = values.astype(np.float32)
     if not np.isfinite(values).all():
         raise ValueError("holds values that are not finite numbers")
     center, width = window or ((values.min() + values.max()) / 2, np.ptp(values))
-    return (255 * ((values - center) / max(width, 1e-6) + 0.5)).clip(0, 255).astype(np.uint8)
+    return (255 * ((values - center) / max(width, 1e-6) + 0.5)).clip(0, 255).astype(kind)
 
 
 # --- DICOM ------------------------------------------------------------------------------------------------------------
 
 
 def is_dicom(path: str | Path) -> bool:
-    """True where a file has the mark of DICOM after its first 128 bytes, whatever its name."""
+    """Whether it is a file with the mark of DICOM after its first 128 bytes, whatever its name; an index is none."""
+    path = Path(path)
+    if path.is_dir() or path.name == "DICOMDIR":
+        return False
     with open(path, "rb") as file:
         return file.read(132)[128:] == b"DICM"
 
 
-def _open_dicom(path: str | Path, window: Window | None) -> Image.Image:
+def _open_dicom(path: str | Path, window: Window | None, kind: type) -> Image.Image:
     from pydicom import dcmread
     from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut
 
@@ -80,8 +95,8 @@ def _open_dicom(path: str | Path, window: Window | None) -> Image.Image:
     if frames > 1:
         raise ValueError(f"a DICOM file of {frames} frames; write each to its own file")
     stored = dataset.pixel_array
-    kind = dataset.PhotometricInterpretation
-    if kind == "PALETTE COLOR":
+    greys = dataset.PhotometricInterpretation
+    if greys == "PALETTE COLOR":
         stored = apply_color_lut(stored, dataset)
     if stored.ndim == 3:
         return Image.fromarray((stored >> 8 * (stored.itemsize - 1)).astype(np.uint8))
@@ -92,8 +107,8 @@ def _open_dicom(path: str | Path, window: Window | None) -> Image.Image:
         window = float(np.ravel(dataset.WindowCenter)[0]), float(np.ravel(dataset.WindowWidth)[0])
     elif window is None and "VOILUTSequence" in dataset:
         values = apply_voi_lut(values.astype(stored.dtype), dataset)
-    pixels = to_bytes(values, window)
-    return Image.fromarray(255 - pixels if kind == "MONOCHROME1" else pixels)
+    pixels = to_bytes(values, window, kind)
+    return Image.fromarray(255 - pixels if greys == "MONOCHROME1" else pixels)
 
 
 # --- squares ----------------------------------------------------------------------------------------------------------

@@ -100,10 +100,12 @@ class RunLog:
         path.write_text(text, encoding="utf-8")
 
         # what was logged after the checkpoint is forgotten
-        self.jsonl = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - lives as the run does
-        if self.bytes > self.jsonl.tell():
-            print_main(f"warning: {self.jsonl.name}: cut short; {self.bytes - self.jsonl.tell()} bytes of it are lost")
-        self.bytes = min(self.bytes, self.jsonl.tell())
+        path, expected = self.folder / "metrics.jsonl", self.bytes
+        self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as the run does
+        # a copy that broke off may end within a line
+        self.bytes = path.read_bytes().rfind(b"\n", 0, expected) + 1
+        if self.bytes < expected:
+            print_main(f"warning: {path}: cut short; {expected - self.bytes} bytes of it are lost")
         self.jsonl.truncate(self.bytes)
         self.writer = SummaryWriter(str(self.folder / "logs"), purge_step=step + 1 if step else None)
         if args.wandb:

@@ -4,16 +4,22 @@ import argparse
 import csv
 import difflib
 import hashlib
+import io
 import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from utils.cli import InputError
+from utils.cli import InputError, is_first_process
 from utils.images import IMAGE_ENDINGS
 
 # what tables call the splits
 SPLITS = {"train": "train", "training": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
+
+# cells that say nothing, in small letters
+BLANK = ("", "na", "nan", "n/a", "null", "none")
+# a number with a decimal comma or without; and thousands as English has them
+DECIMAL, THOUSANDS = r"[+-]?\d*,?\d+(e[+-]?\d+)?", r"[+-]?\d{1,3},\d{3}"
 
 # (`file:row`, {column in small letters: its text}) of each row
 Rows = list[tuple[str, dict[str, str]]]
@@ -22,32 +28,59 @@ Rows = list[tuple[str, dict[str, str]]]
 def read_table(path: Path) -> Rows:
     """The rows of a CSV (commas, semicolons or tabs) or parquet file; the header is row 1.
 
-    Raises InputError for a file that is no table, and for rows with more fields than the header.
+    CSV in UTF-8, else in UTF-16 with its mark, else in Windows-1252. A column whose cells are all numbers, some with a
+    decimal comma, gets points; "1,234" between commas may be thousands and stays. Both are said. Raises InputError for
+    a file that is no table, for two columns of one name, and for rows with more fields than the header.
     """
+    delimiter, notes = ",", []
     try:
         if path.suffix == ".parquet":
             import pandas as pd
 
             frame = pd.read_parquet(path)
+            names = list(frame.columns)
             records = frame.astype(str).where(frame.notna(), "").to_dict("records")
             rows = [(f"{path}:{number}", record) for number, record in enumerate(records, 2)]
         else:
-            with open(path, newline="", encoding="utf-8-sig") as file:
-                delimiter = max(",;\t", key=file.readline().count)
-                file.seek(0)
-                reader = csv.DictReader(file, delimiter=delimiter, restval="", strict=True)
-                rows = [(f"{path}:{reader.line_num}", record) for record in reader]
+            data = path.read_bytes()
+            try:
+                encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "UTF-8-sig"
+                text = data.decode(encoding)
+            except UnicodeDecodeError:
+                encoding = "Windows-1252"
+                text = data.decode(encoding)
+            notes += [f"read as {encoding}"] * (encoding != "UTF-8-sig")
+            delimiter = max(",;\t", key=text.partition("\n")[0].count)
+            reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, restval="", strict=True)
+            rows = [(f"{path}:{reader.line_num}", record) for record in reader]
+            names = reader.fieldnames or []
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; check its name") from None
     except Exception as error:
         raise InputError(f"{path}: not a readable table ({error}); save it as CSV in UTF-8") from None
     if not rows:
         raise InputError(f"{path}: holds no rows; the first line names the columns, each other line is a row")
+    names = [str(name).strip().lower() for name in names]
+    twice = [name for place, name in enumerate(names) if name and name in names[:place]]
+    if twice:
+        raise InputError(f"{path}:1: two columns are named {twice[0]!r} (capitals do not count); rename or remove one")
     too_long = [source for source, record in rows if None in record]
     if too_long:
         places = ", ".join(too_long[:9])
         raise InputError(f"{places}: more fields than the header ({len(too_long)} rows); quote texts that hold commas")
-    return [(source, {name.strip().lower(): text.strip() for name, text in row.items()}) for source, row in rows]
+    rows = [(source, {name.strip().lower(): text.strip() for name, text in row.items()}) for source, row in rows]
+
+    for name in names:
+        cells = [row[name].lower() for _, row in rows if row[name].lower() not in BLANK]
+        split = [cell for cell in cells if "," in cell]
+        thousands = delimiter == "," and all(re.fullmatch(THOUSANDS, cell) for cell in split)
+        if split and not thousands and all(re.fullmatch(DECIMAL, cell) for cell in cells):
+            notes.append(f"decimal commas in {name!r}")
+            for _, row in rows:
+                row[name] = row[name].replace(",", ".")
+    if notes and is_first_process():
+        print(f"{path}: {', '.join(notes)}", flush=True)
+    return rows
 
 
 def find_column(rows: Rows, *names: str) -> str:

@@ -1,7 +1,8 @@
 """The patients of guide 3: which files are whose and what they hold, the split, decoded files on disk, the data set.
 
 A folder holds one sub-folder per patient: <id>/<id>.nii.gz (or .nii, .npy; HU), <id>_pa_drr.png (or _pa, _frontal) and
-<id>_lat_drr.png (or _lat, _lateral; .npy too); the files may also lie side by side. The CT may be a DICOM series.
+<id>_lat_drr.png (or _lat, _lateral; DICOM, .npy, ...); the files may also lie side by side. The CT may be a folder of
+DICOM slices.
 """
 
 import hashlib
@@ -33,11 +34,14 @@ from tasks.cascade.geometry import (
     render_drr,
     resize,
 )
-from utils.cli import InputError
+from utils.cli import InputError, refuse
+from utils.images import DICOM_ENDINGS, IMAGE_ENDINGS, is_dicom, open_grey, to_bytes
 from utils.sampler import permute
+from utils.volumes import Volume, describe, read_volume, stamp
 
 CT_FILE = re.compile(r"(?P<id>.+)\.(nii|nii\.gz|npy)$", re.IGNORECASE)
-XRAY_FILE = re.compile(r"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?\.(png|npy|jpe?g|tiff?)$", re.IGNORECASE)
+XRAY_ENDINGS = "|".join(map(re.escape, (*IMAGE_ENDINGS, ".npy")))
+XRAY_FILE = re.compile(rf"(?P<id>.+)_(?P<view>pa|frontal|lat|lateral)(_drr)?({XRAY_ENDINGS})$", re.IGNORECASE)
 VIEW_OF = {"pa": 0, "frontal": 0, "lat": 1, "lateral": 1}
 # side of the images that the alignment check compares; and what X-ray and projection correlate by at least, the mean
 # patient taken away
@@ -65,17 +69,16 @@ def list_files(root: Path) -> dict[str, dict]:
             f"`python -m tools.sample_data cascade {root}` only makes them up"
         )
     found: dict[str, dict] = {}
-    for path in sorted([*root.glob("*"), *root.glob("*/*"), *root.glob("*/*/*")]):
-        if len(path.relative_to(root).parts) == 3 and path.suffix.lower() != ".dcm":
-            continue
-        if match := XRAY_FILE.match(path.name):
+    for path in sorted(path for depth in range(4) for path in root.glob("*/" * depth + "[!.]*")):
+        match, deep = None, len(path.relative_to(root).parts) > 2
+        if not deep and (match := XRAY_FILE.match(path.name)):
             kind = VIEW_OF[match["view"].lower()]
-        elif path.suffix.lower() == ".dcm":
+        elif not deep and (match := CT_FILE.match(path.name)):
+            kind = "ct"
+        elif path.is_file() and (path.suffix.lower() in DICOM_ENDINGS or is_dicom(path)):
             if path.parent == root:
                 raise InputError(f"{path}: a DICOM slice beside the patients; put each series into a folder of its own")
             kind, path = "ct", path.parent
-        elif match := CT_FILE.match(path.name):
-            kind = "ct"
         else:
             continue
         # a sub-folder is one patient, whatever its files are called
@@ -87,16 +90,17 @@ def list_files(root: Path) -> dict[str, dict]:
 
 
 def find_patients(root: Path, num_views: int, need_ct: bool = True) -> list[Patient]:
-    """Every patient of a data folder with all files that are needed. Raises InputError naming what is missing."""
-    patients = []
+    """Every patient of a data folder with all files that are needed. Raises InputError naming all that is missing."""
+    patients, problems = [], []
     for name, files in list_files(root).items():
         if need_ct and "ct" not in files:
-            raise InputError(f"{root}/{name}: no CT ({name}.nii.gz); add it, or move the files elsewhere")
+            problems.append(f"{root}/{name}: no CT ({name}.nii.gz); add it, or move the files elsewhere")
         for view in range(num_views):
             if view not in files:
                 advice = f"add it, render it with --make_drrs {root}, or train on the frontal view with --num_views 1"
-                raise InputError(f"{root}/{name}: no {VIEWS[view]} picture ({name}_{VIEWS[view]}_drr.png); {advice}")
-        patients.append(Patient(name, files.get("ct"), tuple(files[view] for view in range(num_views))))
+                problems.append(f"{root}/{name}: no {VIEWS[view]} picture ({name}_{VIEWS[view]}_drr.png); {advice}")
+        patients.append(Patient(name, files.get("ct"), tuple(files.get(view) for view in range(num_views))))
+    refuse(problems, "files are missing")
     if not patients:
         raise InputError(f"{root}: holds no patients (<id>/<id>.nii.gz); check the folder's name")
     return patients
@@ -135,75 +139,39 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
 # --- what a file holds ------------------------------------------------------------------------------------------------
 
 
-def slices_of(folder: Path) -> list[Path]:
-    """The DICOM files of a series."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".dcm")
-
-
-def read_dicom(folder: Path):
-    """The CT series of a folder as a NIfTI image, by MONAI. Raises ValueError for gaps between its slices."""
-    import nibabel
-    import pydicom
-    from monai.data import PydicomReader
-
-    reader = PydicomReader(fname_regex=r"(?i).*\.dcm$")
-    values, facts = reader.get_data(reader.read(folder))
-    places = [pydicom.dcmread(file, stop_before_pixels=True) for file in slices_of(folder)]
-    gaps = np.diff(np.sort([np.dot(np.cross(p[:3], p[3:]), q) for p, q in (
-        (np.array(one.ImageOrientationPatient, float), np.array(one.ImagePositionPatient, float)) for one in places
-    )]))  # fmt: skip
-    if len(gaps) < 3 or gaps.min() <= 0 or gaps.max() > 1.1 * gaps.min():
-        raise ValueError("slices are missing, or not evenly spaced")
-    return nibabel.Nifti1Image(values, np.asarray(facts["affine"]))
-
-
-def read_ct(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(HU float32 (X, Y, Z) in RAS+ order, voxel size in mm). Raises InputError. A .npy has voxels of 1 mm."""
+def read_ct(path: Path) -> Volume:
+    """The CT in RAS+ order. Raises InputError, also for one that is not in HU. A .npy has voxels of 1 mm."""
     try:
-        if path.suffix == ".npy":
-            hu, affine = np.load(path), np.eye(4)
-        else:
-            import nibabel
-
-            image = read_dicom(path) if path.is_dir() else nibabel.load(path)
-            image = nibabel.as_closest_canonical(nibabel.squeeze_image(image))
-            hu, affine = np.asarray(image.dataobj, np.float32), image.affine
-        hu = np.array(hu, np.float32, order="C")
-        if hu.ndim != 3 or min(hu.shape) < 4:
-            raise ValueError(f"shape {hu.shape}")
-    except Exception as error:
-        # nibabel, zlib, pydicom and numpy each have their own
-        reason = f"{type(error).__name__}: {str(error)[:100]}".replace("\n", " ")
-        raise InputError(f"{path}: not a readable volume ({reason}); replace it") from None
-    spacing = np.sqrt((affine[:3, :3] ** 2).sum(0))
-    if not np.isfinite(hu).all() or not np.isfinite(spacing).all() or spacing.min() < 1e-3:
-        raise InputError(f"{path}: values or voxel sizes that are NaN, infinite or 0; replace it")
+        volume = Volume(np.load(path).astype(np.float32), np.eye(4), "RAS") if path.suffix == ".npy" else None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be used ({error}); replace it") from None
+    volume = volume or read_volume(path)
+    hu = volume.values
+    if hu.ndim != 3 or min(hu.shape) < 4 or not np.isfinite(hu).all():
+        raise InputError(f"{path}: shape {hu.shape}, or values that are NaN; a volume is needed; replace it")
     if hu.min() >= -200 or hu.min() == hu.max():
         raise InputError(f"{path}: its lowest value is {hu.min():g}, so it is not in HU (air is -1000); convert it")
-    return hu, spacing
+    return volume
 
 
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
     """(size, size) float32 in -1..1 as one looks at the patient. Raises InputError.
 
-    8 and 16 bits are divided by their range; .npy floats lie within 0..1, -1..1 or 0..255.
+    Pictures are opened as in all tasks. A .npy holds numbers in 0..1, -1..1 or 0..255, or larger ones, of which
+    the range is taken.
     """
     try:
-        if path.suffix == ".npy":
-            stored = np.load(path)
-        else:
-            from PIL import Image
-
-            with Image.open(path) as image:
-                stored = np.asarray(image if image.mode.startswith(("I", "F")) else image.convert("L"))
-        values = stored.squeeze().astype(np.float32)
+        stored = np.load(path).squeeze() if path.suffix == ".npy" else open_grey(path)
+        values = stored.astype(np.float32)
         low, high = float(values.min()), float(values.max())
         if values.ndim != 2 or not low < high or low < (-1 if high <= 1 else 0) or high > 65535:
             raise ValueError(f"shape {stored.shape}, grey values {low:g} to {high:g}")
     except Exception as error:
         raise InputError(f"{path}: not a readable picture ({str(error)[:100]}); replace it") from None
-    floats = stored.dtype.kind == "f" and high <= 1
-    values = (values if low < 0 else 2 * values - 1) if floats else values * (2 / (255 if high <= 255 else 65535)) - 1
+    if path.suffix == ".npy" and stored.dtype.kind == "f" and high <= 1:
+        values = values if low < 0 else 2 * values - 1
+    else:
+        values = (to_bytes(values, kind=np.float32) if high > 255 else values) * (2 / 255) - 1
     values = values[:: -1 if upside_down else 1, :: -1 if mirrored else 1]
     return resize(torch.from_numpy(np.ascontiguousarray(values))[None, None], (size, size))[0, 0]
 
@@ -223,7 +191,9 @@ def make_drrs(root: Path) -> int:
         for name, ct, view in tqdm(jobs[rank::world_size], "rendering", delay=3, disable=rank > 0):
             folder = root / name if (root / name).is_dir() else root
             path = folder / f"{name}_{VIEWS[view]}_drr.png"
-            Image.fromarray(render_drr(*read_ct(ct), view)).save(path.with_suffix(".tmp"), format="png")
+            volume = read_ct(ct)
+            picture = render_drr(volume.values, volume.spacing, view)
+            Image.fromarray(picture).save(path.with_suffix(".tmp"), format="png")
             os.replace(path.with_suffix(".tmp"), path)
     return len(jobs)
 
@@ -241,6 +211,8 @@ class Data:
         self.flips = args.flip_drrs_vertical is False, [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
         self.sizes = [tuple(size) for size in (*sizes, self.prior_size)]
+        # see kept()
+        self.places: dict[tuple, Path] = {}
         if args.predict:
             return
         with du.agree_on_errors():
@@ -248,7 +220,8 @@ class Data:
             self.split = split_patients(self.patients, args.split_seed, args.split_files)
         self.ids = {name: sorted(self.patients[place].id for place in part) for name, part in self.split.items()}
         self.digest = hashlib.sha256(repr(self.ids).encode()).hexdigest()[:8]
-        rays, images, extents = self.survey()
+        rays, images, extents, summaries = self.survey()
+        du.print_main(f"volumes: {describe(summaries, 'RAS')}")
         train = self.split["train"]
         with du.agree_on_errors():
             if not args.skip_alignment_check:
@@ -256,33 +229,33 @@ class Data:
             self.greys = [fit_grey(rays[train, view], images[train, view]) for view in range(args.num_views)]
         self.extent = extents[train].mean(0).tolist()
 
-    def survey(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All ranks: (line integrals, images (patients, views, CHECK, CHECK), extents (patients, 3)) of everyone."""
+    def survey(self) -> tuple[np.ndarray, ...]:
+        """All ranks: (line integrals, images (patients, views, CHECK, CHECK), extents (patients, 3), summaries).
+
+        Raises InputError for all files that cannot be used.
+        """
         rank, world_size = du.world()
 
-        def read(patient: Patient):
+        def read(patient: Patient) -> tuple | str:
             try:
                 images = resize(self.xrays(patient)[None], (CHECK, CHECK))[0].numpy()
-                _, extent, rays = self.volume(patient, self.sizes[-1])
-                return rays, images, extent, None
+                _, extent, rays, summary = self.volume(patient, self.sizes[-1])
+                return rays, images, extent, summary
             except InputError as reason:
-                error = reason
+                return str(reason)
             except OSError as reason:
-                error = InputError(f"{patient.id}: {reason.filename}: {reason.strerror}; replace the file")
-            return None, None, None, error
+                return f"{patient.id}: {reason.filename}: {reason.strerror}; replace the file"
 
         with ThreadPoolExecutor(max(1, self.args.num_workers)) as pool:
             own = self.patients[rank::world_size]
             own = list(
                 tqdm(pool.map(read, own), "reading patients", len(own), delay=3, mininterval=2, disable=rank > 0)
             )
-        with du.agree_on_errors():
-            for error in (row[3] for row in own if row[3]):
-                raise error
         rows = [None] * len(self.patients)
         for first, part in enumerate(du.gather_objects(own)):
             rows[first::world_size] = part
-        return tuple(np.stack([row[part] for row in rows]) for part in range(3))
+        refuse([row for row in rows if isinstance(row, str)], "patients cannot be used")
+        return tuple(map(np.stack, zip(*rows, strict=True)))
 
     def check_alignment(self, rays: np.ndarray, images: np.ndarray) -> None:
         """Raises InputError where X-rays do not look like their CT's projection, and names the flags that help.
@@ -347,31 +320,31 @@ class Data:
     # --- decoded files, kept on disk ----------------------------------------------------------------------------------
 
     def kept(self, path: Path, content) -> Path:
-        """Where what is made of a file lies; another place once the file changes."""
-        facts = [
-            (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns)
-            for file in (slices_of(path) if path.is_dir() else [path])
-        ]
-        return Path(self.args.cache_dir, hashlib.sha256(f"{facts}{content}4".encode()).hexdigest()[:32] + ".npy")
+        """Where what is made of a file lies; another place once the file changes, which is looked at once a run."""
+        if (path, content) not in self.places:
+            name = hashlib.sha256(f"{stamp(path)}{content}5".encode()).hexdigest()[:32]
+            self.places[path, content] = Path(self.args.cache_dir, name + ".npy")
+        return self.places[path, content]
 
-    def volume(self, patient: Patient, size: list[int] | None) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-        """(int16 HU on one of the run's grids, or None; mm of the field of view (3,); line integrals (views, CHECK^2)).
+    def volume(self, patient: Patient, size: list[int] | None) -> tuple[np.ndarray | None, ...]:
+        """(int16 HU on one of the run's grids, or None; mm of the field of view (3,); line integrals (views, CHECK^2);
+        Volume.summary()).
 
         A CT is decoded once for all grids. Raises InputError.
         """
         paths = {other: self.kept(patient.ct, other) for other in self.sizes}
         facts = self.kept(patient.ct, ("facts", self.args.num_views))
         if not all(path.is_file() for path in (facts, *paths.values())):
-            hu, spacing = read_ct(patient.ct)
-            hu = torch.from_numpy(hu).clamp_(HU_MIN, HU_MAX)
-            extent = (spacing * hu.shape).astype(np.float32)
+            found = read_ct(patient.ct)
+            hu = torch.from_numpy(np.array(found.values, order="C")).clamp_(HU_MIN, HU_MAX)
+            extent = (found.spacing * hu.shape).astype(np.float32)
             for other, path in paths.items():
                 keep(path, resize(hu, other).round().to(torch.int16).numpy())
             whole = normalise(hu)[None, None], torch.from_numpy(extent)[None]
             rays = [resize(project(*whole, view), (CHECK, CHECK))[0, 0].numpy() for view in range(self.args.num_views)]
-            keep(facts, np.concatenate([extent, np.stack(rays).ravel()]))
-        extent, rays = np.split(load_kept(facts), [3])
-        return load_kept(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK)
+            keep(facts, np.concatenate([extent, found.summary().astype(np.float32), np.stack(rays).ravel()]))
+        extent, summary, rays = np.split(load_kept(facts), [3, 9])
+        return load_kept(paths[tuple(size)]) if size else None, extent, rays.reshape(-1, CHECK, CHECK), summary
 
     def xrays(self, patient: Patient) -> Tensor:
         """(views, img_size, img_size) float32 in -1..1, kept in 16 bits. Raises InputError."""
@@ -441,7 +414,7 @@ class XrayCtDataset(Dataset):
         if index in self.memory:
             return self.memory[index]
         patient = self.data.patients[self.places[index]]
-        volume, extent, _ = self.data.volume(patient, self.size)
+        volume, extent, *_ = self.data.volume(patient, self.size)
         found = torch.from_numpy(volume), torch.from_numpy(extent), self.data.xrays(patient)
         if self.data.args.cache_in_memory:
             self.memory[index] = found

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from tasks.mimic_cxr.answers import CHEXPERT, CLASS_OF, HEAD_NUMBER, HEADS, head_of, target_of
 from utils import images, tables
-from utils.cli import InputError, RunError, whole
+from utils.cli import InputError, RunError, refuse, whole
 
 FORMAT = 1
 SPLITS = ("train", "val", "test")
@@ -281,6 +281,8 @@ def study_of(source: str, row: dict[str, str], folder: Path, args: argparse.Name
     patient = row.get("patient") or image
     split = tables.SPLITS[split.lower()] if split else tables.split_of(patient, args.seed, args.split)
     given = {name: row[name] for name in ("view", "sex", "age") if row.get(name)}
+    if "age" in given and not re.fullmatch(r"\d+(\.\d+)?", given["age"]):
+        raise InputError(f"{source}: age {given['age']!r} is no number; correct it, or leave it blank")
     return {"image": image, "patient": patient, "split": split} | given | labels_of(source, row)
 
 
@@ -301,21 +303,25 @@ def question_of(source: str, row: dict[str, str]) -> tuple[int, int, str, str]:
 def read_own(args: argparse.Namespace) -> tuple[pd.DataFrame, pa.Table, Counter]:
     """(studies, questions, {}) of a table with image, question, answer and, if wanted, head, labels, patient, split.
 
-    Without questions, each label that is known becomes one. Raises InputError with the row.
+    Without questions, each label that is known becomes one. Raises InputError naming all rows that are wrong.
     """
     path = Path(args.source[0])
     table = tables.read_table(path)
     tables.find_column(table, "image")
-    studies, questions, binary = {}, {}, HEAD_NUMBER["binary"]
+    studies, questions, problems, binary = {}, {}, [], HEAD_NUMBER["binary"]
     for source, row in table:
-        told = study_of(source, row, path.parent, args)
-        study = studies.setdefault(row["image"], told | {"source": source})
-        for name, value in told.items():
-            if study.setdefault(name, value) != value:
-                other = f"{study[name]!r} in {study['source']}"
-                raise InputError(f"{source}: {name} {value!r} of this image is {other}; make them agree")
-        if "question" in row:
-            questions.setdefault(row["image"], []).append(question_of(source, row))
+        try:
+            told = study_of(source, row, path.parent, args)
+            study = studies.setdefault(row["image"], told | {"source": source})
+            for name, value in told.items():
+                if study.setdefault(name, value) != value:
+                    other = f"{study[name]!r} in {study['source']}"
+                    raise InputError(f"{source}: {name} {value!r} of this image is {other}; make them agree")
+            if "question" in row:
+                questions.setdefault(row["image"], []).append(question_of(source, row))
+        except InputError as error:
+            problems.append(str(error))
+    refuse(problems, "rows cannot be used")
     tables.check_one_split((study["patient"], study["split"], study["source"]) for study in studies.values())
 
     frame = pd.DataFrame(sorted(studies.values(), key=lambda study: SPLITS.index(study["split"])))
@@ -377,9 +383,10 @@ def write(args: argparse.Namespace, folder: Path) -> None:
     if problems:
         damaged, reasons = zip(*problems, strict=True)
         rows = rows.filter(pc.invert(pc.is_in(rows["study"], pa.array(damaged, pa.int32()))))
-        if own or not len(rows):
-            place = f"{studies['source'][damaged[0]]}: " if own else ""
-            raise InputError(f"{place}{reasons[0]} ({len(problems):,} such images); replace what is damaged")
+        if own:
+            refuse([f"{studies['source'][k]}: {reason}; replace it" for k, reason in problems], "images cannot be used")
+        if not len(rows):
+            raise InputError(f"{reasons[0]} ({len(problems):,} such images); replace what is damaged")
         left_out["studies with a damaged image"] = len(problems)
         print("\n".join(f"warning: {reason}" for reason in reasons[:5]), flush=True)
     counts = dict(zip(SPLITS, np.diff(bounds_of(studies, rows["study"].to_numpy())).tolist(), strict=True))

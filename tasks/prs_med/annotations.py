@@ -16,7 +16,7 @@ from scipy.ndimage import maximum_filter, minimum_filter
 from tqdm import tqdm
 
 from tasks.prs_med.wordings import name_structure
-from utils.cli import InputError, is_first_process
+from utils.cli import InputError, is_first_process, refuse
 from utils.images import IMAGE_ENDINGS, open_upright
 from utils.tables import SPLITS, find_column, in_two_splits, patient_in, read_table
 
@@ -47,17 +47,6 @@ class Row(NamedTuple):
     def identity(self) -> str:
         """What rows of one image share, also where copies of it have other names; without a digest, its path."""
         return self.digest or self.image
-
-
-def refuse(problems: list[str], what: str) -> None:
-    """Raises InputError where there are problems (`file: what is wrong; what to do`); rank 0 lists several first."""
-    if len(problems) > 1:
-        if is_first_process():
-            print("\n".join(problems), flush=True)
-        places = ", ".join(problem.split(": ")[0] for problem in problems[:3])
-        raise InputError(f"{places}, ...: {len(problems)} {what}, all listed above")
-    if problems:
-        raise InputError(problems[0])
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

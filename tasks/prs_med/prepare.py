@@ -14,12 +14,14 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from tasks.prs_med.annotations import POSITIONS, foreground, is_label_map, is_misfit, position_of, refuse
+from tasks.prs_med.annotations import POSITIONS, foreground, is_label_map, is_misfit, position_of
 from tasks.prs_med.wordings import ANSWERS, QUESTIONS, fill
-from utils.cli import InputError, RunError, number, pattern, whole
+from utils.cli import InputError, RunError, number, pattern, refuse, whole
 from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
 from utils.tables import SPLITS, check_one_split, find_column, parse_shares, patient_in, read_table, split_of
+from utils.volumes import read_volume
 
+VOLUME = r"(?i)[.]nii([.]gz)?$"
 ENDING = "(?i)({}|[.]nii|[.]nii[.]gz)$".format("|".join(map(re.escape, IMAGE_ENDINGS)))
 # what separates words in a name, and which may follow the name that an image and its mask share (nnU-Net adds _0000)
 GAP = "[ _.+-]+"
@@ -49,7 +51,7 @@ def parse_labels(text: str) -> dict[int, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, WebP, DICOM or NIfTI, also in subfolders")
+    add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, WebP, DICOM, NIfTI, series as subfolders")
     add("masks", type=Path, help="folder of masks or label maps, named like the images; may be the same folder")
     add("out", type=Path, help="folder to write, for --data_root; other sets may be there")
     add("--name", type=pattern(r"\w[\w .+-]*", "a plain name"), help="name of the set; default: the folder of images")
@@ -141,7 +143,7 @@ def read_views(image: Path, mask: Path, structure: str, args: argparse.Namespace
     """
     path = image
     try:
-        if not re.search(r"(?i)\.nii(\.gz)?$", image.name):
+        if image.is_file() and not re.search(VOLUME, image.name):
             pixels, path = open_upright(image, args.window), mask
             # labels as they are stored; a mask as training opens it
             values = np.asarray(Image.open(mask) if args.labels else open_upright(mask).convert("L"))
@@ -151,27 +153,24 @@ def read_views(image: Path, mask: Path, structure: str, args: argparse.Namespace
                 raise ValueError(f"its {values.shape[::-1]} pixels do not fit {pixels.size} of {image.name}")
             return [("", pixels, masks_in(values, args.labels, structure))]
 
-        import nibabel
-
-        volume = nibabel.as_closest_canonical(nibabel.load(image))
-        voxels = np.asarray(volume.dataobj, np.float32)
         # of several channels the first
-        voxels = voxels[..., 0] if voxels.ndim == 4 else voxels
-        low, high = np.percentile(voxels, [0.5, 99.5])
-        voxels = to_bytes(voxels, args.window or ((low + high) / 2, high - low))
+        volume = read_volume(image, first_channel=True)
+        low, high = np.percentile(volume.values, [0.5, 99.5])
+        voxels = to_bytes(volume.values, args.window or ((low + high) / 2, high - low))
         path = mask
-        label_map = nibabel.as_closest_canonical(nibabel.load(mask))
-        values = np.asarray(label_map.dataobj)
+        label_map = read_volume(mask)
+        values, sizes = label_map.values, volume.spacing
         if values.shape != voxels.shape or not np.allclose(volume.affine, label_map.affine, atol=0.01):
             raise ValueError(f"{image.name} has another grid; resample one of them")
         if not args.labels and len(np.unique(values)) > 2:
             raise ValueError(LABEL_MAP)
-        sizes = volume.header.get_zooms()[:3]
         axis = int(np.argmax(sizes)) if max(sizes) > 1.05 * sizes[2] else 2
         voxels, values = (np.moveaxis(array, axis, 0)[:, ::-1, ::-1].transpose(0, 2, 1) for array in (voxels, values))
         slices = np.flatnonzero(values.any((1, 2)))[:: max(1, round(args.slice_spacing / sizes[axis]))]
         masks = [masks_in(values[n], args.labels, structure) for n in slices]
         return [(f"_s{n:03d}", Image.fromarray(voxels[n].copy()), of_n) for n, of_n in zip(slices, masks, strict=True)]
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"{path}: cannot be used ({error}); correct or remove it") from None
 
@@ -195,6 +194,8 @@ def prepare(args: argparse.Namespace) -> None:
         raise InputError('what do the masks show? give --structure lesion, or for label maps --labels "1=liver,2=cyst"')
     images, masks = list_files(args.images), list_files(args.masks)
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
+    # a folder of DICOM slices is one image where the mask is a volume
+    folders = {path.parent.relative_to(args.images).as_posix().lower(): path.parent for path in images.values()}
     # why a file is left out, until it is used
     unused = dict.fromkeys(masks.values(), "no image of this name")
     unused |= dict.fromkeys(images.values(), "no mask of this name")
@@ -208,7 +209,8 @@ def prepare(args: argparse.Namespace) -> None:
             (partial / f"{split}_images").mkdir(parents=True)
             (partial / f"{split}_masks").mkdir()
         for key, mask in tqdm(masks.items(), "masks", mininterval=2):
-            image, structure = find_image(key, mask, partners, args.structure)
+            candidates = folders | partners if re.search(VOLUME, mask.name) else partners
+            image, structure = find_image(key, mask, candidates, args.structure)
             if image is None:
                 continue
             stem = re.sub(ENDING, "", image.relative_to(args.images).as_posix())
@@ -239,8 +241,8 @@ def prepare(args: argparse.Namespace) -> None:
                         reason = f"a mask of fewer than {MIN_PIXELS} pixels"
                         unused |= {path: reason for path in (image, mask) if path in unused}
                         continue
-                    unused.pop(image, None)
-                    unused.pop(mask, None)
+                    for path in (image, mask, *(image.rglob("*") if image.is_dir() else ())):
+                        unused.pop(path, None)
                     mask_file = f"{file}__{re.sub(UNSAFE, '_', shows)}.png" if several else f"{file}.png"
                     mask_path = f"{split}_masks/{mask_file}"
                     if (partial / mask_path).exists():

@@ -1,4 +1,4 @@
-"""A survival cohort: its table, its folds, its clinical columns, and its CT volumes (NIfTI or DICOM) as a data set.
+"""A survival cohort: its table, its folds, its clinical columns, and its CT volumes as a data set.
 
 dataset = MultiGPUSurvivalDataset("data/dataset.csv", use_smart_cache=True)
 loader = create_distributed_dataloader(dataset, batch_size=8)
@@ -28,7 +28,8 @@ from tqdm import tqdm
 
 import distributed_utils as du
 from utils import tables
-from utils.cli import InputError
+from utils.cli import InputError, refuse
+from utils.volumes import read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
 # what each column may be called, in any case of letters
@@ -38,9 +39,8 @@ COLUMNS = {
     "event": ("event",),
     "id": ("case_num", "patient_id", "case_id", "case", "subject_id", "patient", "mrn"),
 }
-# labels of a fold column that are neither trained nor validated on, and cells that tell nothing
+# labels of a fold column that are neither trained nor validated on
 HELD_OUT = ("test", "holdout", "hold-out", "")
-BLANK = ("", "na", "nan", "n/a", "null", "none")
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ def read_cohort(
     mask_column: str | None = None,
     **given: str | None,
 ) -> Cohort:
-    """All rows of a table, checked. Raises InputError for the first that is wrong.
+    """All rows of a table, checked. Raises InputError naming all that are wrong.
 
     Paths start at data_dir, by default the table's folder; absolute ones may lead anywhere. outcome False: rows may
     lack time and event. image False: no volume is needed. given: path_column="scan" and so on, for other names.
@@ -94,20 +94,25 @@ def read_cohort(
 
     def cell(kind: str, row: dict) -> str:
         text = row[names[kind]] if names[kind] else ""
-        return "" if text.lower() in BLANK else text
+        return "" if text.lower() in tables.BLANK else text
 
-    found = []
+    found, problems = [], []
     for source, row in rows:
-        path, mask = (_resolve(cell(kind, row), root, source) for kind in ("path", "mask"))
+        try:
+            path, mask = (_resolve(cell(kind, row), root, source) for kind in ("path", "mask"))
+        except InputError as error:
+            problems.append(str(error))
+            continue
         if image and not path:
-            raise InputError(f"{source}: no path in column {names['path']!r}; fill it in or remove the row")
+            problems.append(f"{source}: no path in column {names['path']!r}; fill it in or remove the row")
         time, event = cell("time", row), cell("event", row)
         years = _number(time) * YEARS[time_unit]
         unknown = not outcome and not (time and event)
         if not unknown and (not 0 <= years <= 120 or _number(event) not in (0, 1)):
             reason = f"time {time!r} {time_unit}, event {event!r}: must be 0 to 120 years, and 1 or 0 (censored)"
-            raise InputError(f"{source}: {reason}; correct or remove the row, or see --time_unit")
+            problems.append(f"{source}: {reason}; correct or remove the row, or see --time_unit")
         found.append((source, cell("id", row) or path or source, path, mask, math.nan if unknown else years, event))
+    refuse(problems, "rows cannot be used")
     sources, case, paths, masks, times, events = map(list, zip(*found, strict=True))
     event = np.array([text not in ("", "0") and _number(text) == 1 for text in events])
     table = pd.DataFrame([row for _, row in rows])
@@ -179,26 +184,34 @@ def choose_fold(
 def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict]:
     """How each clinical column becomes numbers, by these (training) rows alone. Raises InputError.
 
-    A column of numbers is standardised; any other gets one number for each of its levels.
+    A column of numbers is standardised; any other gets one number for each of its levels, of which there may be as many
+    as a tenth of the rows, or five.
     """
-    columns = []
+    columns, problems = [], []
     for name in names:
         everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
         column = tables.find_column(everything, name)
         cells = cohort.table[column].iloc[rows]
-        known = cells[~cells.str.lower().isin(BLANK)]
+        known = cells[~cells.str.lower().isin(tables.BLANK)]
         values = pd.to_numeric(known, errors="coerce")
         if known.empty:
             raise InputError(f"--clinical_columns {name}: blank in all training rows; leave it out")
         wrong = known[~np.isfinite(values)]
+        levels = sorted(set(known))
         if 0 < len(wrong) < len(known) / 2:
-            reason = f"{column} {wrong.iloc[0]!r} is no number, as most are"
-            raise InputError(f"{cohort.source[wrong.index[0]]}: {reason}; correct it or leave it blank")
+            problems += [
+                f"{cohort.source[row]}: {column} {cell!r} is no number, as most are; correct it or leave it blank"
+                for row, cell in wrong.items()
+            ]
+        elif len(wrong) and len(levels) > max(5, len(cells) / 10):
+            reason = f"{column} has {len(levels)} levels in {len(cells)} rows: an id, or numbers?"
+            problems.append(f"--clinical_columns: {reason} ({levels[0]!r}); correct it, join levels, or leave it out")
         if wrong.empty:
             mean, sd = float(values.mean()), float(values.std(ddof=0))
             columns.append({"name": column, "mean": mean, "sd": sd if sd > 1e-9 * (1 + abs(mean)) else 1.0})
         else:
-            columns.append({"name": column, "levels": sorted(set(known))})
+            columns.append({"name": column, "levels": levels})
+    refuse(problems, "cells or columns cannot be used")
     return columns
 
 
@@ -206,20 +219,19 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
     """(rows, numbers) float32 of fit_columns' columns; each column's last number says that a cell is blank.
 
     Numbers are standardised, 0 where blank. A level is 1 in its own place; one that training did not have is 1 in the
-    place before the last. Raises InputError for a text among numbers.
+    place before the last. Raises InputError for texts among numbers.
     """
     parts = [np.zeros((len(cohort), 0))]
     for column in columns:
         if column["name"] not in cohort.table:
             raise InputError(f"{cohort.source[0].rpartition(':')[0]}: no column {column['name']!r}; the model needs it")
         cells = cohort.table[column["name"]]
-        blank = cells.str.lower().isin(BLANK).to_numpy()
+        blank = cells.str.lower().isin(tables.BLANK).to_numpy()
         if "mean" in column:
             values = pd.to_numeric(cells, errors="coerce").to_numpy(float)
+            reason = f"{column['name']} {{!r}} is no number, as it is in training; correct it or leave it blank"
             wrong = np.flatnonzero(~blank & ~np.isfinite(values))
-            if len(wrong):
-                reason = f"{column['name']} {cells.iloc[wrong[0]]!r} is no number, as it is in training"
-                raise InputError(f"{cohort.source[wrong[0]]}: {reason}; correct it or leave it blank")
+            refuse([f"{cohort.source[row]}: {reason.format(cells.iloc[row])}" for row in wrong], "cells cannot be used")
             parts.append(np.where(blank, 0, (values - column["mean"]) / column["sd"])[:, None])
         else:
             levels = cells.to_numpy()[:, None] == np.array(column["levels"])
@@ -239,31 +251,28 @@ def encode_columns(cohort: Cohort, columns: list[dict]) -> np.ndarray:
 
 @dataclass
 class Volumes:
-    """Reads volumes by MONAI: (C, X, Y, Z) float16, HU windowed to 0..1; what was read is kept on disk at that size.
+    """Reads volumes: (C, X, Y, Z) float16, HU windowed to 0..1; what was read is kept on disk at that size.
 
-    Axes as in the file, or turned to `orientation` ("RAS"); resampled to `spacing` (mm) where given. mask_mode: "crop"
-    cuts out the box around the mask with mask_margin mm on all sides, "channel" adds the mask as a second channel. A
-    mask that is empty crops nothing.
+    Axes turned to `orientation` (None: as in the file); resampled by MONAI to `spacing` (mm) where given. mask_mode:
+    "crop" cuts out the box around the mask with mask_margin mm on all sides, "channel" adds the mask as a second
+    channel. A mask that is empty crops nothing.
     """
 
     image_size: Sequence[int] = (256, 256, 64)
     hu_window: Sequence[float] = (-1000, 1000)
     spacing: Sequence[float] | None = None
-    orientation: str | None = None
+    orientation: str | None = "RAS"
     mask_mode: str | None = None
     mask_margin: float = 10
     cache_dir: str | None = None
 
     def load(self, path: str, mask: str = "", numbers: bool = False) -> Tensor:
-        """The volume of a NIfTI file, or a DICOM series' folder; or its numbers, see read().
-
-        Raises ValueError, OSError and what MONAI raises.
-        """
+        """The volume of a path, see read_volume; or its numbers, see read(). Raises InputError and ValueError."""
         kept = None
         if self.cache_dir:
             # another one for another size, time of change or setting
-            facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in (path, mask) if file]
-            key = hashlib.sha256(f"{facts}{self}".encode()).hexdigest()
+            stamps = [stamp(file) for file in (path, mask) if file]
+            key = hashlib.sha256(f"{stamps}{self}2".encode()).hexdigest()
             kept = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
             if kept[1].exists():
                 return torch.from_numpy(np.load(kept[not numbers]))
@@ -284,14 +293,18 @@ class Volumes:
         return both[not numbers]
 
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
-        """(volume, numbers): log of the mm3 above 130 HU, log of how many parts they have, mean HU, log of the mask."""
-        volume = self._open(path, "bilinear")
-        if not volume.isfinite().all() or volume.min() == volume.max():
-            raise ValueError("holds values that are not finite, or one value everywhere")
+        """(volume, numbers).
+
+        numbers: log of the mm3 above 130 HU, log of how many parts they have, mean HU, log of the mask's mm3, and
+        the file's Volume.summary().
+        """
+        volume, summary = self._open(path, "bilinear")
+        if volume.min() == volume.max():
+            raise ValueError("holds one value everywhere")
         hu, voxel = volume.as_tensor(), volume.pixdim.numpy()
         inside = torch.zeros_like(hu)
         if mask:
-            found = self._open(mask, "nearest")
+            found, _ = self._open(mask, "nearest")
             inside = (found.as_tensor() > 0.5).float()
             if inside.shape != hu.shape:
                 raise ValueError(f"its mask has {tuple(inside.shape[1:])} voxels, not {tuple(hu.shape[1:])}")
@@ -307,31 +320,22 @@ class Volumes:
         calcium = hu[0].numpy() > 130
         parts = label(calcium, np.ones((3, 3, 3)))[1]
         sizes = np.log1p([calcium.sum() * voxel.prod(), parts, float(inside.sum()) * voxel.prod()])
-        numbers = torch.tensor([sizes[0], sizes[1], float(hu.mean()), sizes[2]])
+        numbers = torch.tensor([sizes[0], sizes[1], float(hu.mean()), sizes[2], *summary])
         low, high = self.hu_window
         channels = [((hu - low) / (high - low)).clip(0, 1), inside]
         channels = channels[: 1 + (self.mask_mode == "channel")]
         return torch.cat([resize(channel, self.image_size) for channel in channels]).to(torch.float16), numbers
 
-    def _open(self, path: str, mode: str) -> Tensor:
-        """(1, X, Y, Z) float32, with its affine, turned and resampled."""
-        from monai.data import MetaTensor, NibabelReader, PydicomReader
-        from monai.transforms import Orientation, Spacing
+    def _open(self, path: str, mode: str) -> tuple[Tensor, np.ndarray]:
+        """((1, X, Y, Z) float32 with its affine, turned and resampled; summary of the file)."""
+        from monai.data import MetaTensor
+        from monai.transforms import Spacing
 
-        is_dicom = os.path.isdir(path) or path.lower().endswith(".dcm")
-        # not by LoadImage, which asks for other readers' libraries aloud each time
-        reader = PydicomReader() if is_dicom else NibabelReader()
-        values, facts = reader.get_data(reader.read(path))
-        if values.ndim == 4 and values.shape[3] == 1:
-            values = values[..., 0]
-        if values.ndim != 3:
-            raise ValueError(f"has shape {values.shape}, not one volume")
-        volume = MetaTensor(torch.from_numpy(values.astype(np.float32))[None], affine=torch.as_tensor(facts["affine"]))
-        if self.orientation:
-            volume = Orientation(axcodes=self.orientation, labels=None)(volume)
+        found = read_volume(path, self.orientation)
+        volume = MetaTensor(torch.from_numpy(found.values)[None], affine=torch.as_tensor(found.affine))
         if self.spacing:
             volume = Spacing(pixdim=self.spacing, mode=mode, padding_mode="border")(volume)
-        return volume
+        return volume, found.summary()
 
 
 def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
@@ -447,9 +451,9 @@ class MultiGPUSurvivalDataset(Dataset):
         return torch.from_numpy(volumes[place].copy())
 
     def check(self, threads: int) -> None:
-        """All ranks: read every volume once, by threads, into what is kept on disk; image_numbers has their numbers.
+        """All ranks: read every volume once, by threads, into what is kept on disk.
 
-        Raises InputError for unusable ones.
+        image_numbers (cases, 4) and summaries (cases, 6) have what read() tells. Raises InputError for unusable ones.
         """
         rank, world_size = du.world()
         cohort = self.cohort
@@ -466,10 +470,8 @@ class MultiGPUSurvivalDataset(Dataset):
         found = [None] * len(self.rows)
         for first, part in enumerate(du.gather_objects(own)):
             found[first::world_size] = part
-        faults = [fault for fault, _ in found if fault]
-        if faults:
-            raise InputError(faults[0] + (f" ({len(faults)} such rows)" if len(faults) > 1 else ""))
-        self.image_numbers = np.array([numbers for _, numbers in found])
+        refuse([fault for fault, _ in found if fault], "volumes cannot be used")
+        self.image_numbers, self.summaries = np.split(np.array([numbers for _, numbers in found]), [4], axis=1)
         empty = sum(not numbers[3] for _, numbers in found)
         if self.volumes.mask_mode and empty:
             effect = "are taken whole" if self.volumes.mask_mode == "crop" else "have zeros for it"
@@ -478,8 +480,7 @@ class MultiGPUSurvivalDataset(Dataset):
 
 def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:
     """The line that tells of an unusable volume."""
-    # MONAI wraps what happened in the names of its transforms
-    while error.__cause__ is not None:
-        error = error.__cause__
+    if isinstance(error, InputError):
+        return f"{cohort.source[row]}: {error}"
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
     return f"{cohort.source[row]}: {cohort.path[row]} cannot be used ({reason}); replace it or remove the row"

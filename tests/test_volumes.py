@@ -1,0 +1,232 @@
+"""utils/volumes.py: DICOM series and NIfTI as hospitals export them, by the values of voxels at known places."""
+
+import random
+from pathlib import Path
+
+import gdcm
+import nibabel
+import numpy as np
+import pytest
+from pydicom import dcmread
+from pydicom.dataset import FileDataset, FileMetaDataset
+from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+from utils.cli import InputError
+from utils.volumes import describe, read_volume, stamp
+
+# a volume in RAS+
+HU = np.random.default_rng(0).integers(-1000, 2000, (5, 6, 8)).astype(np.int16)
+SPACING = (0.7, 0.8, 2.0)
+AFFINE = np.diag([*SPACING, 1.0])
+AFFINE[:3, 3] = -10, 20, 30
+
+
+def write_series(folder: Path, hu: np.ndarray, spacing=SPACING, plane="axial", uid="1.2.3") -> list[Path]:
+    """Write hu (X, Y, Z) as a CT series whose numbers and names say nothing of its order; files from foot to head.
+
+    Every second slice is stored with a slope of its own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # DICOM's x and y go to the left and to the back
+    hu, origin = hu[::-1, ::-1], AFFINE[:3, 3] + (np.array(hu.shape) - 1) * spacing
+    origin = np.array([-origin[0], -origin[1], AFFINE[2, 3]])
+    row, column, normal = {"axial": (0, 1, 2), "coronal": (0, 2, 1), "sagittal": (1, 2, 0)}[plane]
+    names = random.Random(0).sample(range(100), hu.shape[normal])
+    for k, name in enumerate(names):
+        meta = FileMetaDataset()
+        meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = CTImageStorage, generate_uid()
+        meta.TransferSyntaxUID = ExplicitVRLittleEndian
+        one = FileDataset(None, {}, file_meta=meta, preamble=b"\0" * 128)
+        one.SOPClassUID, one.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+        one.Modality, one.SeriesInstanceUID, one.InstanceNumber = "CT", uid, 1
+        one.ImagePositionPatient = (origin + np.eye(3)[normal] * k * spacing[normal]).tolist()
+        one.ImageOrientationPatient = np.eye(3)[[row, column]].ravel().tolist()
+        one.PixelSpacing = [spacing[column], spacing[row]]
+        picture = np.moveaxis(hu, (column, row, normal), (0, 1, 2))[..., k].astype(int)
+        one.Rows, one.Columns = picture.shape
+        one.SamplesPerPixel, one.PhotometricInterpretation = 1, "MONOCHROME2"
+        one.BitsAllocated, one.BitsStored, one.HighBit, one.PixelRepresentation = 16, 16, 15, 0
+        one.RescaleSlope, one.RescaleIntercept = 1 / (1 + k % 2), -1024
+        one.PixelData = ((picture + 1024) * (1 + k % 2)).astype(np.uint16).tobytes()
+        one.save_as(folder / f"IM{name:03d}", enforce_file_format=True)
+    return [folder / f"IM{name:03d}" for name in names]
+
+
+def change(path: Path, **tags) -> None:
+    one = dcmread(path)
+    for name, value in tags.items():
+        setattr(one, name, value)
+    one.save_as(path)
+
+
+def save_nifti(path: Path, codes: str) -> Path:
+    turn = nibabel.orientations.ornt_transform(*map(nibabel.orientations.axcodes2ornt, ("RAS", codes)))
+    nibabel.save(nibabel.Nifti1Image(HU, AFFINE).as_reoriented(turn), path)
+    return path
+
+
+@pytest.mark.parametrize(("plane", "codes"), [("axial", "LPS"), ("coronal", "LSA"), ("sagittal", "PSL")])
+def test_a_series_is_sorted_by_position(tmp_path, plane, codes):
+    """In a folder below, without endings, beside other files and an X-ray: HU, spacing and affine are right."""
+    files = write_series(tmp_path / "a/b", HU, plane=plane)
+    (tmp_path / "a/DICOMDIR").write_bytes(files[0].read_bytes())
+    (tmp_path / "a/notes.txt").write_text("exported on a Monday")
+    xray = dcmread(files[0])
+    del xray.ImagePositionPatient
+    xray.SeriesInstanceUID = "1.2.9"
+    xray.save_as(tmp_path / "a/b/xray")
+    volume = read_volume(tmp_path)
+    np.testing.assert_array_equal(volume.values, HU)
+    np.testing.assert_allclose(volume.affine, AFFINE, atol=1e-9)
+    np.testing.assert_allclose(volume.spacing, SPACING)
+    assert volume.codes == codes
+    # as the files have it: the same voxels at the same places
+    raw = read_volume(tmp_path, orientation=None)
+    image = nibabel.as_closest_canonical(nibabel.Nifti1Image(raw.values, raw.affine))
+    np.testing.assert_array_equal(image.get_fdata(), HU)
+    np.testing.assert_allclose(image.affine, AFFINE, atol=1e-6)
+
+
+@pytest.mark.parametrize("syntax", ["JPEGLosslessProcess14_1", "JPEGLSLossless", "JPEG2000Lossless", "RLELossless"])
+def test_a_compressed_series_has_the_same_voxels(tmp_path, syntax):
+    # GDCM's own encoder of JPEG 2000 fails on images of a few pixels
+    hu = np.tile(HU, (7, 6, 1))
+    for file in write_series(tmp_path, hu):
+        reader, packed, writer = gdcm.ImageReader(), gdcm.ImageChangeTransferSyntax(), gdcm.ImageWriter()
+        reader.SetFileName(str(file))
+        assert reader.Read()
+        packed.SetTransferSyntax(gdcm.TransferSyntax(getattr(gdcm.TransferSyntax, syntax)))
+        packed.SetInput(reader.GetImage())
+        assert packed.Change()
+        writer.SetFile(reader.GetFile())
+        writer.SetImage(packed.GetOutput())
+        writer.SetFileName(str(file))
+        assert writer.Write()
+        assert dcmread(file).file_meta.TransferSyntaxUID.is_compressed
+    np.testing.assert_array_equal(read_volume(tmp_path).values, hu)
+
+
+def test_of_two_series_one_is_chosen_by_a_file(tmp_path):
+    write_series(tmp_path, HU)
+    for file in write_series(tmp_path / "new", HU[..., 4:7], (0.7, 0.8, 5), uid="1.2.4"):
+        file.rename(tmp_path / f"X{file.name}")
+    (tmp_path / "new").rmdir()
+    one, two = min(tmp_path.glob("IM*")), min(tmp_path.glob("X*"))
+    names = rf"1.2.3 \(8 files, as {one.name}\), 1.2.4 \(3 files, as {two.name}\)"
+    with pytest.raises(InputError, match=rf"^{tmp_path}: holds 2 series .*{names}; keep one there, or name one of its"):
+        read_volume(tmp_path)
+    np.testing.assert_array_equal(read_volume(one).values, HU)
+    volume = read_volume(two)
+    np.testing.assert_array_equal(volume.values, HU[..., 4:7])
+    np.testing.assert_allclose(volume.spacing, (0.7, 0.8, 5))
+
+
+def tilt(files: list[Path]) -> None:
+    for k, file in enumerate(files):
+        change(file, ImagePositionPatient=[0, 0.3 * k, 2 * k])
+
+
+WRONG = {
+    "missing": (lambda files: files[3].unlink(), r"4 mm between {2} at \[.*34.0\] and {4} at \[.*38.0\], where 2 are"),
+    "uneven": (
+        lambda files: [change(files[k], ImagePositionPatient=[7.2, -24, 40 + 5 * (k - 5)]) for k in (6, 7)],
+        "5 mm between {5} .* and {6} .*, where 2 are usual",
+    ),
+    "1 % more": (
+        lambda files: change(files[7], ImagePositionPatient=[7.2, -24, 44.03]),
+        "2.03 mm between {6} .* and {7}",
+    ),
+    "twice": (
+        lambda files: (files[0].parent / "copy").write_bytes(files[2].read_bytes()),
+        "0 mm between .* missing or",
+    ),
+    "shifted": (
+        lambda files: change(files[4], ImagePositionPatient=[9.2, -24, 38]),
+        "between {3} .* and {4} .*: slices",
+    ),
+    "tilted": (tilt, "its axes are not at right angles, as a tilted gantry"),
+    "turned": (
+        lambda files: change(files[5], ImageOrientationPatient=[1, 0, 0, 0, 0, 1]),
+        "({5}|{0}): another size, orie",
+    ),
+    "spacing": (lambda files: change(files[5], PixelSpacing=[0.9, 0.7]), "another size, orientation or pixel spacing"),
+    "no HU": (lambda files: change(files[5], RescaleSlope=None), "{5}: no RescaleSlope; export the series anew"),
+    "not HU": (lambda files: change(files[5], RescaleType="Z_EFF"), "{5}: values in Z_EFF, not HU"),
+    "no place": (lambda files: change(files[5], ImagePositionPatient=None), "{5}: no ImagePositionPatient"),
+    "damaged": (lambda files: change(files[5], PixelData=b"12"), "{5}: cannot be decoded"),
+    "alone": (lambda files: [file.unlink() for file in files[1:]], "one slice alone is no volume; give the folder"),
+    "none": (lambda files: [file.unlink() for file in files], "holds 0 series of DICOM slices"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_regular_stack_is_one_line(tmp_path, kind):
+    files = write_series(tmp_path / "scan", HU)
+    spoil, line = WRONG[kind]
+    spoil(files)
+    with pytest.raises(InputError, match=line.format(*(file.name for file in files))) as raised:
+        read_volume(tmp_path / "scan")
+    assert str(raised.value).startswith(str(tmp_path / "scan"))
+    assert "\n" not in str(raised.value)
+
+
+def test_positions_may_be_rounded(tmp_path):
+    """.625 mm written with two decimals is .62 and .63 by turns."""
+    for k, file in enumerate(write_series(tmp_path, HU)):
+        change(file, ImagePositionPatient=[0, 0, round(0.625 * k + 1e-9, 2)])
+    np.testing.assert_allclose(read_volume(tmp_path).spacing[2], 0.625, atol=1e-3)
+
+
+def test_nifti_is_turned_scaled_and_squeezed(tmp_path):
+    volumes = [read_volume(save_nifti(tmp_path / f"{codes}.nii.gz", codes)) for codes in ("RAS", "LPS", "PIR")]
+    for volume, codes in zip(volumes, ("RAS", "LPS", "PIR"), strict=True):
+        np.testing.assert_array_equal(volume.values, HU)
+        np.testing.assert_allclose(volume.affine, AFFINE, atol=1e-5)
+        assert volume.codes == codes
+    # a fourth axis of 1, stored values with slope and intercept
+    image = nibabel.Nifti1Image((HU + 1024)[..., None].astype(np.uint16), AFFINE)
+    image.header.set_slope_inter(0.5, -1024)
+    nibabel.save(image, tmp_path / "scaled.nii")
+    scaled = read_volume(tmp_path / "scaled.nii", orientation="SPL").values
+    np.testing.assert_allclose(scaled, ((HU + 1024) * 0.5 - 1024)[::-1, ::-1].transpose(2, 1, 0))
+
+
+def test_what_is_no_volume_is_one_line(tmp_path):
+    both = np.stack([HU, -HU], -1)
+    nibabel.save(nibabel.Nifti1Image(both, AFFINE), tmp_path / "4d.nii")
+    np.testing.assert_array_equal(read_volume(tmp_path / "4d.nii", first_channel=True).values, HU)
+    nibabel.save(nibabel.Nifti1Image(np.where(HU > 0, np.nan, HU), AFFINE), tmp_path / "nan.nii")
+    sheared = AFFINE.copy()
+    sheared[1, 2] = 0.3
+    nibabel.save(nibabel.Nifti1Image(HU, sheared), tmp_path / "sheared.nii")
+    (tmp_path / "text.nii.gz").write_bytes(b"\x1f\x8b no volume")
+    lines = {
+        "4d": "not one volume",
+        "nan": "not finite",
+        "sheared": "right angles",
+        "text": "file type",
+        "none": "No such",
+    }
+    for name, line in lines.items():
+        path = tmp_path / f"{name}.nii{'.gz' * (name == 'text')}"
+        with pytest.raises(InputError, match=rf"^{path}: cannot be used \(.*(?i:{line}).*\); replace it"):
+            read_volume(path)
+
+
+def test_what_a_data_set_holds_is_one_line(tmp_path):
+    """A file without qform and sform does not say where its axes point to."""
+    nibabel.save(nibabel.Nifti1Image(HU, None), tmp_path / "unknown.nii")
+    paths = [save_nifti(tmp_path / f"{name}.nii", codes) for name, codes in (("a", "LPS"), ("b", "LPS"), ("c", "RAS"))]
+    found = [read_volume(path).summary() for path in (*paths, tmp_path / "unknown.nii")]
+    sizes = "voxels 0.7 to 1 x 0.8 to 1 x 1 to 2 mm"
+    assert describe(np.array(found), "RAS") == f"2 LPS, 1 RAS, 1 of unknown axes, turned to RAS; {sizes}"
+    assert describe(np.array(found), None) == f"2 LPS, 1 RAS, 1 of unknown axes; {sizes}"
+    assert describe(np.array(found[2:3]), "RAS") == "1 RAS; voxels 0.7 x 0.8 x 2 mm"
+
+
+def test_a_stamp_changes_with_any_slice(tmp_path):
+    files = write_series(tmp_path, HU)
+    before = stamp(tmp_path)
+    assert stamp(tmp_path) == before
+    change(files[2], SeriesDescription="thin")
+    assert stamp(tmp_path) != before

@@ -1,0 +1,175 @@
+"""Volumes as hospitals export them, NIfTI or DICOM, with their axes turned to one orientation. No torch.
+
+Survival, the cascade and PRS-Med's slices all read here. A DICOM series is sorted by where its slices lie, never by
+their numbers or names. What is missing, doubled, shifted or mixed is one line that names the files, never a guess.
+
+pydicom reads and GDCM decodes, as fast as SimpleITK. The geometry is checked here because no library checks all of it:
+SimpleITK averages gaps and takes the first of two series, dicom2nifti trusts InstanceNumber, and highdicom refuses
+files whose FrameOfReferenceUID was removed.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.cli import InputError
+from utils.images import is_dicom
+
+# directions of axes as letters; "?" for a file that does not say
+CODES = "RLAPSI?"
+# what is needed of each slice: 3, 6, 2, 1, 1, 1, 1 numbers
+TAGS = "ImagePositionPatient ImageOrientationPatient PixelSpacing Rows Columns RescaleSlope RescaleIntercept".split()
+
+
+class Volume(NamedTuple):
+    """values (X, Y, Z) float32, HU where it is CT; affine (4, 4): voxel indices to mm, x right, y front, z up (RAS+).
+
+    codes: where the axes of the file itself point to, such as "LPS"; "???" where it does not say.
+    """
+
+    values: np.ndarray
+    affine: np.ndarray
+    codes: str
+
+    @property
+    def spacing(self) -> np.ndarray:
+        """(3,) mm between voxels."""
+        return np.linalg.norm(self.affine[:3, :3], axis=0)
+
+    def summary(self) -> np.ndarray:
+        """(6,) numbers for describe(): spacing, codes."""
+        return np.array([*self.spacing, *map(CODES.index, self.codes)])
+
+
+def describe(summaries: np.ndarray, orientation: str | None) -> str:
+    """The line about a data set's volumes, from their summaries (N, 6)."""
+    codes = Counter("".join(CODES[int(code)] for code in row[3:]) for row in summaries)
+    found = ", ".join(f"{count} {code}" for code, count in codes.most_common()).replace("???", "of unknown axes")
+    turned = f", turned to {orientation}" if orientation and {*codes} != {orientation} else ""
+    ends = np.quantile(summaries[:, :3], (0, 1), axis=0).T
+    sizes = " x ".join(" to ".join(dict.fromkeys(f"{end:.3g}" for end in both)) for both in ends)
+    return f"{found}{turned}; voxels {sizes} mm"
+
+
+def _files_of(path: Path) -> list[Path]:
+    """What a volume is read from: a file, or the DICOM files in a folder and below it."""
+    return sorted(filter(is_dicom, path.rglob("[!.]*"))) if path.is_dir() else [path]
+
+
+def stamp(path: str | Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of the files of a volume or an image, for the key of a cache."""
+    files = [(str(file.resolve()), file.stat()) for file in _files_of(Path(path))]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+
+
+def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel: bool = False) -> Volume:
+    """A NIfTI file, a folder that holds one DICOM series, or the series that a DICOM file belongs to.
+
+    orientation: where the axes shall point to; None leaves them as they are. first_channel: take the first of several
+    channels. Raises InputError with what is wrong and what to do.
+    """
+    import nibabel
+    from nibabel import orientations as axes
+
+    path = Path(path)
+    try:
+        if path.is_dir() or is_dicom(path):
+            values, affine, says = *_read_series(path), True
+        else:
+            image = nibabel.squeeze_image(nibabel.load(path))
+            # as scaled by its header
+            values, affine = np.asarray(image.dataobj, np.float32), image.affine
+            says = image.header.get("sform_code", 0) or image.header.get("qform_code", 0)
+        values = values[..., 0] if first_channel and values.ndim == 4 else values
+        if values.ndim != 3:
+            raise ValueError(f"has shape {values.shape}, not one volume")
+        cosines = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
+        if not np.isfinite(cosines).all() or not np.isfinite(values).all():
+            raise ValueError("holds values or voxel sizes that are not finite, or sizes of 0")
+        if abs(cosines.T @ cosines - np.eye(3)).max() > 0.01:
+            raise ValueError("its axes are not at right angles, as a tilted gantry leaves them; resample it")
+        own = axes.io_orientation(affine)
+        if orientation:
+            change = axes.ornt_transform(own, axes.axcodes2ornt(orientation))
+            values, affine = axes.apply_orientation(values, change), affine @ axes.inv_ornt_aff(change, values.shape)
+        # torch takes no negative strides
+        values = values if min(values.strides) > 0 else values.copy("K")
+        return Volume(values, affine, "".join(axes.ornt2axcodes(own)) if says else "???")
+    except InputError:
+        raise
+    except Exception as error:
+        # nibabel, zlib and pydicom each have their own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        raise InputError(f"{path}: cannot be used ({reason}); replace it") from None
+
+
+def _find_series(path: Path) -> dict:
+    """{file: header} of the DICOM series in a folder, or of that which a file belongs to. Raises InputError."""
+    from pydicom import dcmread
+
+    series: dict[str, dict] = {}
+    for file in _files_of(path if path.is_dir() else path.parent):
+        header = dcmread(file, stop_before_pixels=True)
+        # reports, X-rays and screenshots have no position
+        if TAGS[0] in header:
+            series.setdefault(header.get("SeriesInstanceUID"), {})[file] = header
+    found = [files for files in series.values() if path.is_dir() or path in files]
+    if len(found) != 1:
+        names = "".join(f", {uid} ({len(files)} files, as {min(files).name})" for uid, files in series.items())
+        advice = "keep one there, or name one of its files instead of the folder"
+        raise InputError(f"{path}: holds {len(found)} series of DICOM slices with a position{names}; {advice}")
+    return found[0]
+
+
+def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(HU by each slice's own slope and intercept, affine), from foot to head, or along the normal of the slices.
+
+    Raises InputError for slices that are no regular stack.
+    """
+    from pydicom import dcmread, pixels
+
+    series, rows = _find_series(path), []
+    for file, header in series.items():
+        if header.get("Modality") != "CT":
+            header.setdefault("RescaleSlope", 1)
+            header.setdefault("RescaleIntercept", 0)
+        lacks = [tag for tag in TAGS if header.get(tag) in (None, "")]
+        if lacks or header.get("RescaleType", "HU") not in ("", "HU", "HU_MOD", "US"):
+            reason = f"no {lacks[0]}" if lacks else f"values in {header.RescaleType}, not HU"
+            raise InputError(f"{file}: {reason}; export the series anew, or remove what does not belong to it")
+        rows.append(np.hstack([header[tag].value for tag in TAGS]).astype(float))
+    files, table = list(series), np.array(rows)
+    unlike = (abs(table - table[0])[:, 3:13] > 1e-3).any(1)
+    if unlike.any():
+        reason = f"another size, orientation or pixel spacing than {files[0].name} of the same series"
+        raise InputError(f"{files[unlike.argmax()]}: {reason}; remove what does not belong to the volume")
+    if len(files) == 1:
+        raise InputError(f"{path}: one slice alone is no volume; give the folder of the series")
+
+    row, column, (height, width) = table[0, 3:6], table[0, 6:9], table[0, 9:11]
+    order = np.argsort(table[:, :3] @ np.cross(row, column))
+    files, table = [files[k] for k in order], table[order]
+    places = table[:, :3]
+    steps = np.diff(places, axis=0)
+    gaps = np.linalg.norm(steps, axis=1)
+    usual = np.argsort(gaps)[(len(gaps) - 1) // 2]
+    # positions are often rounded to .01 mm
+    wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[usual], axis=1) > max(0.01 * gaps[usual], 0.011))
+    if wrong.any():
+        k = int(wrong.argmax())
+        ends = " and ".join(f"{files[n].name} at {places[n].tolist()}" for n in (k, k + 1))
+        advice = "slices are missing or doubled, or spacing changes; export one whole series, or resample it"
+        raise InputError(f"{path}: {gaps[k]:.4g} mm between {ends}, where {gaps[usual]:.4g} are usual: {advice}")
+
+    stack = np.empty((len(files), *table[0, 11:13].astype(int)), np.float32)
+    for values, file, (slope, intercept) in zip(stack, files, table[:, 13:], strict=True):
+        try:
+            values[:] = pixels.pixel_array(dcmread(file)) * slope + intercept
+        except Exception as error:
+            raise InputError(f"{file}: cannot be decoded ({' '.join(str(error).split())}); replace it") from None
+    affine = np.eye(4)
+    affine[:3] = np.column_stack([row * width, column * height, (places[-1] - places[0]) / len(gaps), places[0]])
+    # from LPS to RAS
+    return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine
