@@ -18,7 +18,7 @@ import math
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, pattern, run_main, whole
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, pattern, refuse, run_main, whole
 
 FORMAT = "survival/2"
 # what a model is made of, and what it sees
@@ -490,8 +490,8 @@ def make_sets(cohort: Cohort, columns: np.ndarray, rows: dict[str, np.ndarray], 
     options = {"columns": columns if columns.shape[1] else None, "volumes": volumes}
     sets = {name: MultiGPUSurvivalDataset(cohort, rows=part, **options) for name, part in rows.items()}
     if args.image == "volume":
-        for data in sets.values():
-            data.check(args.num_workers)
+        faults = [data.check(args.num_workers) for data in sets.values()]
+        refuse(sum(faults, []), "volumes cannot be used")
         summaries = np.concatenate([data.summaries for data in sets.values()])
         du.print_main(f"volumes: {describe(summaries, orientation)}")
         sizes = summaries[:, :3]

@@ -129,7 +129,7 @@ def test_a_bad_table_is_one_line(tmp_path, text, message):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
 def test_every_spreadsheets_encoding_is_read_and_said(tmp_path, capsys, encoding):
     path = tmp_path / "t.csv"
-    path.write_bytes("Größe;Ort\r\n63,5;Köln\r\n;Ærø\r\n".encode(encoding))
+    path.write_bytes("Größe;Ort\r\n63,5;Köln\r\n;Ærø\r\n;\r\n\r\n".encode(encoding))
     assert [row for _, row in read_table(path)] == [{"größe": "63.5", "ort": "Köln"}, {"größe": "", "ort": "Ærø"}]
     said = {"utf-16": "read as UTF-16, ", "cp1252": "read as Windows-1252, "}.get(encoding, "")
     assert capsys.readouterr().out == f"{path}: {said}decimal commas in 'größe'\n"

@@ -1,10 +1,11 @@
 """Images as users have them, opened upright: PNG, JPEG, 16-bit and float TIFF, palette, RGBA, DICOM.
 
 Training, preparation and prediction all open images here, so an image looks the same to a model in all three. No torch.
-pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 by GDCM (Apache-2.0 and BSD; other decoders are GPL).
+pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 by GDCM (BSD; its package is Apache-2.0).
 """
 
 import contextlib
+import zlib  # noqa: F401 - before GDCM, whose own zlib the system's would else be bound to, and crash
 from pathlib import Path
 
 import numpy as np
@@ -22,24 +23,13 @@ def open_image(path: str | Path) -> Image.Image:
     return open_upright(path).convert("RGB")
 
 
-def open_upright(path: str | Path, window: Window | None = None, side: int | None = None) -> Image.Image:
+def open_upright(path: str | Path, window: Window | None = None, side: int | None = None, kind=np.uint8) -> Image.Image:
     """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
 
-    Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
-    side: a JPEG may be decoded at a reduced scale at which both its edges have so many pixels, which is faster. Raises
-    OSError or ValueError for a file that cannot be opened.
+    Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range;
+    kind np.float32 leaves them unrounded (F). side: a JPEG may be decoded at a reduced scale at which both its edges
+    have so many pixels, which is faster. Raises OSError or ValueError for a file that cannot be opened.
     """
-    return _open(path, window, side)
-
-
-def open_grey(path: str | Path) -> np.ndarray:
-    """The image as grey values (H, W) float32 from 0 to 255, as open_upright has them, but not rounded to 8 bits."""
-    image = _open(path, kind=np.float32)
-    return np.asarray(image if image.mode == "F" else image.convert("L"), np.float32)
-
-
-def _open(path, window=None, side=None, kind: type = np.uint8) -> Image.Image:
-    """What open_upright says; kind: of grey values of more than 8 bits."""
     try:
         return _open_dicom(path, window, kind) if is_dicom(path) else _open_picture(path, window, side, kind)
     except OSError:
@@ -49,7 +39,7 @@ def _open(path, window=None, side=None, kind: type = np.uint8) -> Image.Image:
         raise ValueError(str(error) or type(error).__name__) from None
 
 
-def _open_picture(path: str | Path, window: Window | None, side: int | None, kind: type) -> Image.Image:
+def _open_picture(path: str | Path, window: Window | None, side: int | None, kind) -> Image.Image:
     with Image.open(path) as image:
         if side:
             image.draft(None, (side, side))
@@ -63,7 +53,7 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, kin
         return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 
-def to_bytes(values: np.ndarray, window: Window | None = None, kind: type = np.uint8) -> np.ndarray:
+def to_bytes(values: np.ndarray, window: Window | None = None, kind=np.uint8) -> np.ndarray:
     """Numbers as `kind`: the window, or their own range, becomes 0 to 255. uint8 without a window stays as it is."""
     if window is None and values.dtype == np.uint8:
         return values
@@ -86,7 +76,7 @@ def is_dicom(path: str | Path) -> bool:
         return file.read(132)[128:] == b"DICM"
 
 
-def _open_dicom(path: str | Path, window: Window | None, kind: type) -> Image.Image:
+def _open_dicom(path: str | Path, window: Window | None, kind) -> Image.Image:
     from pydicom import dcmread
     from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut
 

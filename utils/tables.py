@@ -69,6 +69,8 @@ def read_table(path: Path) -> Rows:
         places = ", ".join(too_long[:9])
         raise InputError(f"{places}: more fields than the header ({len(too_long)} rows); quote texts that hold commas")
     rows = [(source, {name.strip().lower(): text.strip() for name, text in row.items()}) for source, row in rows]
+    # spreadsheets may leave lines of delimiters at the end
+    rows = [(source, row) for source, row in rows if any(row.values())] or rows[:1]
 
     for name in names:
         cells = [row[name].lower() for _, row in rows if row[name].lower() not in BLANK]

@@ -35,7 +35,7 @@ from tasks.cascade.geometry import (
     resize,
 )
 from utils.cli import InputError, refuse
-from utils.images import DICOM_ENDINGS, IMAGE_ENDINGS, is_dicom, open_grey, to_bytes
+from utils.images import DICOM_ENDINGS, IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
 from utils.sampler import permute
 from utils.volumes import Volume, describe, read_volume, stamp
 
@@ -69,6 +69,7 @@ def list_files(root: Path) -> dict[str, dict]:
             f"`python -m tools.sample_data cascade {root}` only makes them up"
         )
     found: dict[str, dict] = {}
+    problems = []
     for path in sorted(path for depth in range(4) for path in root.glob("*/" * depth + "[!.]*")):
         match, deep = None, len(path.relative_to(root).parts) > 2
         if not deep and (match := XRAY_FILE.match(path.name)):
@@ -85,7 +86,8 @@ def list_files(root: Path) -> dict[str, dict]:
         name = match["id"] if match and path.parent == root else path.relative_to(root).parts[0]
         files = found.setdefault(name, {})
         if files.setdefault(kind, path) != path:
-            raise InputError(f"{path}: beside {files[kind].name}; keep one of a kind per patient")
+            problems.append(f"{path}: beside {files[kind].name}; keep one of a kind per patient")
+    refuse(list(dict.fromkeys(problems)), "files too many")
     return found
 
 
@@ -161,7 +163,11 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
     the range is taken.
     """
     try:
-        stored = np.load(path).squeeze() if path.suffix == ".npy" else open_grey(path)
+        if path.suffix == ".npy":
+            stored = np.load(path).squeeze()
+        else:
+            image = open_upright(path, kind=np.float32)
+            stored = np.asarray(image if image.mode == "F" else image.convert("L"))
         values = stored.astype(np.float32)
         low, high = float(values.min()), float(values.max())
         if values.ndim != 2 or not low < high or low < (-1 if high <= 1 else 0) or high > 65535:

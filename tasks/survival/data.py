@@ -450,10 +450,10 @@ class MultiGPUSurvivalDataset(Dataset):
             known[place] = number + 1
         return torch.from_numpy(volumes[place].copy())
 
-    def check(self, threads: int) -> None:
-        """All ranks: read every volume once, by threads, into what is kept on disk.
+    def check(self, threads: int) -> list[str]:
+        """All ranks: read every volume once, by threads, into what is kept on disk; what is wrong with which.
 
-        image_numbers (cases, 4) and summaries (cases, 6) have what read() tells. Raises InputError for unusable ones.
+        Where nothing is, image_numbers (cases, 4) and summaries (cases, 6) have what read() tells.
         """
         rank, world_size = du.world()
         cohort = self.cohort
@@ -470,12 +470,15 @@ class MultiGPUSurvivalDataset(Dataset):
         found = [None] * len(self.rows)
         for first, part in enumerate(du.gather_objects(own)):
             found[first::world_size] = part
-        refuse([fault for fault, _ in found if fault], "volumes cannot be used")
+        faults = [fault for fault, _ in found if fault]
+        if faults:
+            return faults
         self.image_numbers, self.summaries = np.split(np.array([numbers for _, numbers in found]), [4], axis=1)
         empty = sum(not numbers[3] for _, numbers in found)
         if self.volumes.mask_mode and empty:
             effect = "are taken whole" if self.volumes.mask_mode == "crop" else "have zeros for it"
             du.print_main(f"{empty} of {len(found)} cases have no mask, or an empty one, and {effect}")
+        return []
 
 
 def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:
