@@ -688,7 +688,7 @@ def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsy
     with pytest.raises(InputError, match=r"d.csv:9, .*d.csv:10, .*d.csv:11, ...: 4 volumes cannot be used, all listed"):
         script.make_sets(cohort, np.zeros((40, 0)), rows, flags)
     listed = capsys.readouterr().out.splitlines()
-    assert re.search(rf"d.csv:5: {tmp_path}/3.nii.gz: cannot be used \(.+\); replace it$", listed[3])
+    assert re.search(rf"d.csv:5: {tmp_path}/3.nii.gz: cannot be used \(.+\); correct or replace it$", listed[3])
     assert listed[1].endswith("8.nii.gz cannot be used (holds one value everywhere); replace it or remove the row")
     dataset = MultiGPUSurvivalDataset(cohort, rows=np.arange(40), volumes=Volumes((8, 8, 8), mask_mode="crop"))
     # met later, the case says so, and is no image

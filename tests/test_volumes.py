@@ -12,7 +12,7 @@ from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
 
 from utils.cli import InputError
-from utils.volumes import describe, read_volume, stamp
+from utils.volumes import describe, files_of, read_volume, stamp
 
 # a volume in RAS+
 HU = np.random.default_rng(0).integers(-1000, 2000, (5, 6, 8)).astype(np.int16)
@@ -112,7 +112,7 @@ def test_of_two_series_one_is_chosen_by_a_file(tmp_path):
         file.rename(tmp_path / f"X{file.name}")
     (tmp_path / "new").rmdir()
     one, two = min(tmp_path.glob("IM*")), min(tmp_path.glob("X*"))
-    names = rf"1.2.3 \(8 files, as {one.name}\), 1.2.4 \(3 files, as {two.name}\)"
+    names = rf"1.2.3 \(8 files, as {one}\), 1.2.4 \(3 files, as {two}\)"
     with pytest.raises(InputError, match=rf"^{tmp_path}: holds 2 series .*{names}; keep one there, or name one of its"):
         read_volume(tmp_path)
     np.testing.assert_array_equal(read_volume(one).values, HU)
@@ -127,14 +127,17 @@ def tilt(files: list[Path]) -> None:
 
 
 WRONG = {
-    "missing": (lambda files: files[3].unlink(), r"4 mm between {2} at \[.*34.0\] and {4} at \[.*38.0\], where 2 are"),
+    "missing": (
+        lambda files: files[3].unlink(),
+        r"4 mm between .*{2} at \[.*34.0\] and .*{4} at \[.*38.0\], where 2 are",
+    ),
     "uneven": (
         lambda files: [change(files[k], ImagePositionPatient=[7.2, -24, 40 + 5 * (k - 5)]) for k in (6, 7)],
-        "5 mm between {5} .* and {6} .*, where 2 are usual",
+        "5 mm between .*{5} .* and .*{6} .*, where 2 are usual",
     ),
     "1 % more": (
         lambda files: change(files[7], ImagePositionPatient=[7.2, -24, 44.03]),
-        "2.03 mm between {6} .* and {7}",
+        "2.03 mm between .*{6} .* and .*{7}",
     ),
     "twice": (
         lambda files: (files[0].parent / "copy").write_bytes(files[2].read_bytes()),
@@ -142,7 +145,7 @@ WRONG = {
     ),
     "shifted": (
         lambda files: change(files[4], ImagePositionPatient=[9.2, -24, 38]),
-        "between {3} .* and {4} .*: slices",
+        "between .*{3} .* and .*{4} .*: slices",
     ),
     "tilted": (tilt, "its axes are not at right angles, as a tilted gantry"),
     "turned": (
@@ -150,12 +153,33 @@ WRONG = {
         "({5}|{0}): another size, orie",
     ),
     "spacing": (lambda files: change(files[5], PixelSpacing=[0.9, 0.7]), "another size, orientation or pixel spacing"),
-    "no HU": (lambda files: change(files[5], RescaleSlope=None), "{5}: no RescaleSlope; export the series anew"),
+    "no HU": (
+        lambda files: change(files[5], RescaleSlope=None),
+        "{5}: no usable RescaleSlope .* export the series anew",
+    ),
     "not HU": (lambda files: change(files[5], RescaleType="Z_EFF"), "{5}: values in Z_EFF, not HU"),
-    "no place": (lambda files: change(files[5], ImagePositionPatient=None), "{5}: no ImagePositionPatient"),
+    "no place": (lambda files: change(files[5], ImagePositionPatient=None), "{5}: no usable ImagePositionPatient"),
     "damaged": (lambda files: change(files[5], PixelData=b"12"), "{5}: cannot be decoded"),
-    "alone": (lambda files: [file.unlink() for file in files[1:]], "one slice alone is no volume; give the folder"),
-    "none": (lambda files: [file.unlink() for file in files], "holds 0 series of DICOM slices"),
+    "cut short": (
+        lambda files: files[7].write_bytes(files[7].read_bytes()[:140]),
+        "{7}: a damaged DICOM file, or none",
+    ),
+    "no header": (
+        lambda files: files[7].rename(files[7].with_suffix(".dcm")).write_bytes(b""),
+        "{7}.dcm: a damaged DICOM",
+    ),
+    "lost position": (lambda files: change(files[7], ImagePositionPatient=[]), "{7}: no usable ImagePositionPatient"),
+    "decimal comma": (
+        lambda files: change(files[2], PixelSpacing=[0.8]),
+        "{2}: no usable PixelSpacing .* not 2 numbers",
+    ),
+    "frames": (lambda files: change(files[2], NumberOfFrames=2), "{2}: several frames in one file"),
+    "no directions": (
+        lambda files: [change(file, ImageOrientationPatient=[2, 0, 0, 0, 2, 0]) for file in files],
+        "no two perpendicular directions",
+    ),
+    "alone": (lambda files: [file.unlink() for file in files[1:]], "one slice alone: no volume; give the folder"),
+    "none": (lambda files: [file.unlink() for file in files], "holds no DICOM slices with a position"),
 }
 
 
@@ -168,6 +192,19 @@ def test_what_is_no_regular_stack_is_one_line(tmp_path, kind):
         read_volume(tmp_path / "scan")
     assert str(raised.value).startswith(str(tmp_path / "scan"))
     assert "\n" not in str(raised.value)
+
+
+def test_of_mr_all_slices_have_a_slope_or_none(tmp_path):
+    files = write_series(tmp_path, HU)
+    for k, file in enumerate(files):
+        one = dcmread(file)
+        one.Modality, one.PixelData = "MR", (HU[::-1, ::-1, k].T + 1024).astype(np.uint16).tobytes()
+        one.RescaleSlope = one.RescaleIntercept = None
+        one.save_as(file)
+    np.testing.assert_array_equal(read_volume(tmp_path).values, HU + 1024)
+    change(files[3], RescaleSlope=2, RescaleIntercept=0)
+    with pytest.raises(InputError, match="no usable RescaleSlope"):
+        read_volume(tmp_path)
 
 
 def test_positions_may_be_rounded(tmp_path):
@@ -209,7 +246,7 @@ def test_what_is_no_volume_is_one_line(tmp_path):
     }
     for name, line in lines.items():
         path = tmp_path / f"{name}.nii{'.gz' * (name == 'text')}"
-        with pytest.raises(InputError, match=rf"^{path}: cannot be used \(.*(?i:{line}).*\); replace it"):
+        with pytest.raises(InputError, match=rf"^{path}: cannot be used \(.*(?i:{line}).*\); correct or replace it"):
             read_volume(path)
 
 
@@ -226,7 +263,8 @@ def test_what_a_data_set_holds_is_one_line(tmp_path):
 
 def test_a_stamp_changes_with_any_slice(tmp_path):
     files = write_series(tmp_path, HU)
-    before = stamp(tmp_path)
-    assert stamp(tmp_path) == before
-    change(files[2], SeriesDescription="thin")
-    assert stamp(tmp_path) != before
+    for path in (tmp_path, files[0]):
+        before = stamp(files_of(path))
+        assert stamp(files_of(path)) == before
+        change(files[2], SeriesDescription=f"seen from {path.name}")
+        assert stamp(files_of(path)) != before

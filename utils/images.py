@@ -68,12 +68,12 @@ def to_bytes(values: np.ndarray, window: Window | None = None, kind=np.uint8) ->
 
 
 def is_dicom(path: str | Path) -> bool:
-    """Whether it is a file with the mark of DICOM after its first 128 bytes, whatever its name; an index is none."""
+    """Whether it is a file with DICOM's ending, or its mark after the first 128 bytes; an index is none."""
     path = Path(path)
     if path.is_dir() or path.name == "DICOMDIR":
         return False
     with open(path, "rb") as file:
-        return file.read(132)[128:] == b"DICM"
+        return file.read(132)[128:] == b"DICM" or path.suffix.lower() in DICOM_ENDINGS
 
 
 def _open_dicom(path: str | Path, window: Window | None, kind) -> Image.Image:
@@ -93,7 +93,7 @@ def _open_dicom(path: str | Path, window: Window | None, kind) -> Image.Image:
 
     # grey: HU where it is CT, then the window
     values = apply_modality_lut(stored, dataset)
-    if window is None and dataset.get("WindowWidth"):
+    if window is None and dataset.get("WindowWidth") and dataset.get("WindowCenter") is not None:
         window = float(np.ravel(dataset.WindowCenter)[0]), float(np.ravel(dataset.WindowWidth)[0])
     elif window is None and "VOILUTSequence" in dataset:
         values = apply_voi_lut(values.astype(stored.dtype), dataset)

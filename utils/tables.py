@@ -25,14 +25,30 @@ DECIMAL, THOUSANDS = r"[+-]?\d*,?\d+(e[+-]?\d+)?", r"[+-]?\d{1,3},\d{3}"
 Rows = list[tuple[str, dict[str, str]]]
 
 
-def read_table(path: Path) -> Rows:
-    """The rows of a CSV (commas, semicolons or tabs) or parquet file; the header is row 1.
+def read_text(path: Path) -> str:
+    """A text in UTF-8, in UTF-16 with its mark, or else in Windows-1252, which is said. Raises OSError, ValueError."""
+    data = path.read_bytes()
+    encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "UTF-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        encoding = "Windows-1252"
+        text = data.decode(encoding)
+    if "\0" in text:
+        raise ValueError("zero bytes: a spreadsheet's own format, or UTF-16 without its mark")
+    if encoding != "UTF-8-sig" and is_first_process():
+        print(f"{path}: read as {encoding}", flush=True)
+    return text
 
-    CSV in UTF-8, else in UTF-16 with its mark, else in Windows-1252. A column whose cells are all numbers, some with a
-    decimal comma, gets points; "1,234" between commas may be thousands and stays. Both are said. Raises InputError for
-    a file that is no table, for two columns of one name, and for rows with more fields than the header.
+
+def read_table(path: Path) -> Rows:
+    """The rows of a CSV (commas, semicolons or tabs; see read_text) or parquet file; the header is row 1.
+
+    A column whose cells are all numbers, some with a decimal comma, gets points, which is said; "1,234" between commas
+    may be thousands and stays. Raises InputError for a file that is no table, for two columns of one name, and for rows
+    with more fields than the header.
     """
-    delimiter, notes = ",", []
+    delimiter, decimals = ",", []
     try:
         if path.suffix == ".parquet":
             import pandas as pd
@@ -42,14 +58,7 @@ def read_table(path: Path) -> Rows:
             records = frame.astype(str).where(frame.notna(), "").to_dict("records")
             rows = [(f"{path}:{number}", record) for number, record in enumerate(records, 2)]
         else:
-            data = path.read_bytes()
-            try:
-                encoding = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "UTF-8-sig"
-                text = data.decode(encoding)
-            except UnicodeDecodeError:
-                encoding = "Windows-1252"
-                text = data.decode(encoding)
-            notes += [f"read as {encoding}"] * (encoding != "UTF-8-sig")
+            text = read_text(path)
             delimiter = max(",;\t", key=text.partition("\n")[0].count)
             reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, restval="", strict=True)
             rows = [(f"{path}:{reader.line_num}", record) for record in reader]
@@ -77,11 +86,11 @@ def read_table(path: Path) -> Rows:
         split = [cell for cell in cells if "," in cell]
         thousands = delimiter == "," and all(re.fullmatch(THOUSANDS, cell) for cell in split)
         if split and not thousands and all(re.fullmatch(DECIMAL, cell) for cell in cells):
-            notes.append(f"decimal commas in {name!r}")
+            decimals.append(name)
             for _, row in rows:
                 row[name] = row[name].replace(",", ".")
-    if notes and is_first_process():
-        print(f"{path}: {', '.join(notes)}", flush=True)
+    if decimals and is_first_process():
+        print(f"{path}: decimal commas in {', '.join(decimals)}", flush=True)
     return rows
 
 

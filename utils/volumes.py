@@ -19,8 +19,17 @@ from utils.images import is_dicom
 
 # directions of axes as letters; "?" for a file that does not say
 CODES = "RLAPSI?"
-# what is needed of each slice: 3, 6, 2, 1, 1, 1, 1 numbers
-TAGS = "ImagePositionPatient ImageOrientationPatient PixelSpacing Rows Columns RescaleSlope RescaleIntercept".split()
+# what is needed of each slice, and how many numbers it is
+POSITION, SLOPE = "ImagePositionPatient", "RescaleSlope"
+TAGS = {
+    POSITION: 3,
+    "ImageOrientationPatient": 6,
+    "PixelSpacing": 2,
+    "Rows": 1,
+    "Columns": 1,
+    SLOPE: 1,
+    "RescaleIntercept": 1,
+}
 
 
 class Volume(NamedTuple):
@@ -53,15 +62,16 @@ def describe(summaries: np.ndarray, orientation: str | None) -> str:
     return f"{found}{turned}; voxels {sizes} mm"
 
 
-def _files_of(path: Path) -> list[Path]:
-    """What a volume is read from: a file, or the DICOM files in a folder and below it."""
-    return sorted(filter(is_dicom, path.rglob("[!.]*"))) if path.is_dir() else [path]
+def files_of(path: str | Path) -> list[Path]:
+    """What read_volume looks at: a file, or the DICOM files in a folder (that of a DICOM file) and below it."""
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent if is_dicom(path) else None
+    return sorted(filter(is_dicom, folder.rglob("[!.]*"))) if folder else [path]
 
 
-def stamp(path: str | Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of the files of a volume or an image, for the key of a cache."""
-    files = [(str(file.resolve()), file.stat()) for file in _files_of(Path(path))]
-    return [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+def stamp(files: list[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of files, for the key of what is kept of them."""
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel: bool = False) -> Volume:
@@ -79,6 +89,8 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
             values, affine, says = *_read_series(path), True
         else:
             image = nibabel.squeeze_image(nibabel.load(path))
+            if image.get_data_dtype().kind not in "iuf":
+                raise ValueError("holds colours or complex numbers")
             # as scaled by its header
             values, affine = np.asarray(image.dataobj, np.float32), image.affine
             says = image.header.get("sform_code", 0) or image.header.get("qform_code", 0)
@@ -86,10 +98,10 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
         if values.ndim != 3:
             raise ValueError(f"has shape {values.shape}, not one volume")
         cosines = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
-        if not np.isfinite(cosines).all() or not np.isfinite(values).all():
+        if not all(np.isfinite(array).all() for array in (affine, cosines, values)):
             raise ValueError("holds values or voxel sizes that are not finite, or sizes of 0")
         if abs(cosines.T @ cosines - np.eye(3)).max() > 0.01:
-            raise ValueError("its axes are not at right angles, as a tilted gantry leaves them; resample it")
+            raise ValueError("its axes are not at right angles, as a tilted gantry leaves them")
         own = axes.io_orientation(affine)
         if orientation:
             change = axes.ornt_transform(own, axes.axcodes2ornt(orientation))
@@ -102,7 +114,7 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
     except Exception as error:
         # nibabel, zlib and pydicom each have their own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise InputError(f"{path}: cannot be used ({reason}); replace it") from None
+        raise InputError(f"{path}: cannot be used ({reason}); correct or replace it") from None
 
 
 def _find_series(path: Path) -> dict:
@@ -110,16 +122,22 @@ def _find_series(path: Path) -> dict:
     from pydicom import dcmread
 
     series: dict[str, dict] = {}
-    for file in _files_of(path if path.is_dir() else path.parent):
-        header = dcmread(file, stop_before_pixels=True)
-        # reports, X-rays and screenshots have no position
-        if TAGS[0] in header:
-            series.setdefault(header.get("SeriesInstanceUID"), {})[file] = header
+    for file in files_of(path):
+        header = dcmread(file, stop_before_pixels=True, force=True)
+        if "Modality" not in header:
+            raise InputError(f"{file}: a damaged DICOM file, or none; replace or remove it")
+        if int(header.get("NumberOfFrames") or 1) > 1 or "PerFrameFunctionalGroupsSequence" in header:
+            raise InputError(f"{file}: several frames in one file, as of an enhanced CT; convert it to NIfTI")
+        series.setdefault(str(header.get("SeriesInstanceUID")), {})[file] = header
+    # those of reports, X-rays and screenshots have no position
+    series = {uid: files for uid, files in series.items() if any(POSITION in header for header in files.values())}
     found = [files for files in series.values() if path.is_dir() or path in files]
-    if len(found) != 1:
-        names = "".join(f", {uid} ({len(files)} files, as {min(files).name})" for uid, files in series.items())
+    if not found:
+        raise InputError(f"{path}: holds no DICOM slices with a position ({POSITION}); check the path")
+    if len(found) > 1:
+        names = ", ".join(f"{uid} ({len(files)} files, as {min(files)})" for uid, files in series.items())
         advice = "keep one there, or name one of its files instead of the folder"
-        raise InputError(f"{path}: holds {len(found)} series of DICOM slices with a position{names}; {advice}")
+        raise InputError(f"{path}: holds {len(found)} series of DICOM slices, {names}; {advice}")
     return found[0]
 
 
@@ -130,26 +148,36 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     from pydicom import dcmread, pixels
 
-    series, rows = _find_series(path), []
+    series, numbers = _find_series(path), []
+    # MR may have no slope; a CT without is not in HU
+    scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
     for file, header in series.items():
-        if header.get("Modality") != "CT":
-            header.setdefault("RescaleSlope", 1)
-            header.setdefault("RescaleIntercept", 0)
-        lacks = [tag for tag in TAGS if header.get(tag) in (None, "")]
-        if lacks or header.get("RescaleType", "HU") not in ("", "HU", "HU_MOD", "US"):
-            reason = f"no {lacks[0]}" if lacks else f"values in {header.RescaleType}, not HU"
-            raise InputError(f"{file}: {reason}; export the series anew, or remove what does not belong to it")
-        rows.append(np.hstack([header[tag].value for tag in TAGS]).astype(float))
-    files, table = list(series), np.array(rows)
+        unit = str(header.get("RescaleType", "")).upper()
+        if header.Modality == "CT" and unit not in ("", "HU", "HU_MOD", "HOUNSFIELD", "US"):
+            raise InputError(f"{file}: values in {unit}, not HU; export the CT itself")
+        for tag, count in TAGS.items():
+            try:
+                value = header.get(tag) if scaled or "Rescale" not in tag else float(tag == SLOPE)
+                found = np.array(value, float).ravel()
+                if len(found) != count or not np.isfinite(found).all():
+                    raise ValueError(f"{value!r} is not {count} numbers")
+            except (TypeError, ValueError) as error:
+                advice = "export the series anew, or remove what does not belong to it"
+                raise InputError(f"{file}: no usable {tag} ({error}); {advice}") from None
+            numbers += found.tolist()
+    files, table = list(series), np.reshape(numbers, (len(series), -1))
     unlike = (abs(table - table[0])[:, 3:13] > 1e-3).any(1)
     if unlike.any():
-        reason = f"another size, orientation or pixel spacing than {files[0].name} of the same series"
+        reason = f"another size, orientation or pixel spacing than {files[0]} of the same series"
         raise InputError(f"{files[unlike.argmax()]}: {reason}; remove what does not belong to the volume")
-    if len(files) == 1:
-        raise InputError(f"{path}: one slice alone is no volume; give the folder of the series")
+    axes, (height, width) = table[0, 3:9].reshape(2, 3), table[0, 9:11]
+    if len(files) == 1 or abs(axes @ axes.T - np.eye(2)).max() > 1e-3:
+        reason = (
+            "one slice alone" if len(files) == 1 else f"slices along {axes.tolist()}, no two perpendicular directions"
+        )
+        raise InputError(f"{path}: {reason}: no volume; give the folder of a whole series")
 
-    row, column, (height, width) = table[0, 3:6], table[0, 6:9], table[0, 9:11]
-    order = np.argsort(table[:, :3] @ np.cross(row, column))
+    order = np.argsort(table[:, :3] @ np.cross(*axes))
     files, table = [files[k] for k in order], table[order]
     places = table[:, :3]
     steps = np.diff(places, axis=0)
@@ -159,7 +187,7 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[usual], axis=1) > max(0.01 * gaps[usual], 0.011))
     if wrong.any():
         k = int(wrong.argmax())
-        ends = " and ".join(f"{files[n].name} at {places[n].tolist()}" for n in (k, k + 1))
+        ends = " and ".join(f"{files[n]} at {places[n].tolist()}" for n in (k, k + 1))
         advice = "slices are missing or doubled, or spacing changes; export one whole series, or resample it"
         raise InputError(f"{path}: {gaps[k]:.4g} mm between {ends}, where {gaps[usual]:.4g} are usual: {advice}")
 
@@ -170,6 +198,6 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
         except Exception as error:
             raise InputError(f"{file}: cannot be decoded ({' '.join(str(error).split())}); replace it") from None
     affine = np.eye(4)
-    affine[:3] = np.column_stack([row * width, column * height, (places[-1] - places[0]) / len(gaps), places[0]])
+    affine[:3] = np.column_stack([axes[0] * width, axes[1] * height, (places[-1] - places[0]) / len(gaps), places[0]])
     # from LPS to RAS
     return stack.transpose(2, 1, 0), np.diag([-1, -1, 1, 1]) @ affine

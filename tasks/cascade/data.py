@@ -35,9 +35,10 @@ from tasks.cascade.geometry import (
     resize,
 )
 from utils.cli import InputError, refuse
-from utils.images import DICOM_ENDINGS, IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
+from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
 from utils.sampler import permute
-from utils.volumes import Volume, describe, read_volume, stamp
+from utils.tables import read_text
+from utils.volumes import Volume, describe, files_of, read_volume, stamp
 
 CT_FILE = re.compile(r"(?P<id>.+)\.(nii|nii\.gz|npy)$", re.IGNORECASE)
 XRAY_ENDINGS = "|".join(map(re.escape, (*IMAGE_ENDINGS, ".npy")))
@@ -76,7 +77,7 @@ def list_files(root: Path) -> dict[str, dict]:
             kind = VIEW_OF[match["view"].lower()]
         elif not deep and (match := CT_FILE.match(path.name)):
             kind = "ct"
-        elif path.is_file() and (path.suffix.lower() in DICOM_ENDINGS or is_dicom(path)):
+        elif is_dicom(path):
             if path.parent == root:
                 raise InputError(f"{path}: a DICOM slice beside the patients; put each series into a folder of its own")
             kind, path = "ct", path.parent
@@ -114,10 +115,10 @@ def split_patients(patients: list[Patient], seed: int, files: list[str] | None) 
     parts = [list(range(len(patients)))]
     if files:
         try:
-            names = [Path(path).read_text(encoding="utf-8").split() for path in files]
+            names = [read_text(Path(path)).split() for path in files]
             parts = [sorted(places[name] for name in part) for part in names]
-        except UnicodeDecodeError:
-            raise InputError("--split_files: not text in UTF-8; save the lists anew") from None
+        except ValueError:
+            raise InputError("--split_files: not text; save the lists anew, in UTF-8") from None
         except OSError as error:
             raise InputError(f"{error.filename}: cannot be read ({error.strerror}); check --split_files") from None
         except KeyError as error:
@@ -328,7 +329,8 @@ class Data:
     def kept(self, path: Path, content) -> Path:
         """Where what is made of a file lies; another place once the file changes, which is looked at once a run."""
         if (path, content) not in self.places:
-            name = hashlib.sha256(f"{stamp(path)}{content}5".encode()).hexdigest()[:32]
+            files = files_of(path) if path.is_dir() else [path]
+            name = hashlib.sha256(f"{stamp(files)}{content}5".encode()).hexdigest()[:32]
             self.places[path, content] = Path(self.args.cache_dir, name + ".npy")
         return self.places[path, content]
 

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import distributed_utils as du
 from utils import tables
 from utils.cli import InputError, refuse
-from utils.volumes import read_volume, stamp
+from utils.volumes import files_of, read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
 # what each column may be called, in any case of letters
@@ -271,8 +271,8 @@ class Volumes:
         kept = None
         if self.cache_dir:
             # another one for another size, time of change or setting
-            stamps = [stamp(file) for file in (path, mask) if file]
-            key = hashlib.sha256(f"{stamps}{self}2".encode()).hexdigest()
+            files = [file for name in (path, mask) if name for file in files_of(name)]
+            key = hashlib.sha256(f"{stamp(files)}{self}2".encode()).hexdigest()
             kept = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
             if kept[1].exists():
                 return torch.from_numpy(np.load(kept[not numbers]))
