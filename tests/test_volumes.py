@@ -176,9 +176,9 @@ WRONG = {
     "frames": (lambda files: change(files[2], NumberOfFrames=2), "{2}: several frames in one file"),
     "no directions": (
         lambda files: [change(file, ImageOrientationPatient=[2, 0, 0, 0, 2, 0]) for file in files],
-        "no two perpendicular directions",
+        "no two right-angled directions",
     ),
-    "alone": (lambda files: [file.unlink() for file in files[1:]], "one slice alone: no volume; give the folder"),
+    "alone": (lambda files: [file.unlink() for file in files[1:]], "one slice alone is no volume; give the folder"),
     "none": (lambda files: [file.unlink() for file in files], "holds no DICOM slices with a position"),
 }
 

@@ -126,14 +126,13 @@ def _find_series(path: Path) -> dict:
         header = dcmread(file, stop_before_pixels=True, force=True)
         if "Modality" not in header:
             raise InputError(f"{file}: a damaged DICOM file, or none; replace or remove it")
-        if int(header.get("NumberOfFrames") or 1) > 1 or "PerFrameFunctionalGroupsSequence" in header:
-            raise InputError(f"{file}: several frames in one file, as of an enhanced CT; convert it to NIfTI")
         series.setdefault(str(header.get("SeriesInstanceUID")), {})[file] = header
-    # those of reports, X-rays and screenshots have no position
+    # reports, X-rays and screenshots have no position; an enhanced CT has one for each frame, elsewhere
     series = {uid: files for uid, files in series.items() if any(POSITION in header for header in files.values())}
     found = [files for files in series.values() if path.is_dir() or path in files]
     if not found:
-        raise InputError(f"{path}: holds no DICOM slices with a position ({POSITION}); check the path")
+        advice = "check the path; convert an enhanced CT, of several frames a file, to NIfTI"
+        raise InputError(f"{path}: holds no DICOM slices with a position ({POSITION}); {advice}")
     if len(found) > 1:
         names = ", ".join(f"{uid} ({len(files)} files, as {min(files)})" for uid, files in series.items())
         advice = "keep one there, or name one of its files instead of the folder"
@@ -141,20 +140,17 @@ def _find_series(path: Path) -> dict:
     return found[0]
 
 
-def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(HU by each slice's own slope and intercept, affine), from foot to head, or along the normal of the slices.
-
-    Raises InputError for slices that are no regular stack.
-    """
-    from pydicom import dcmread, pixels
-
-    series, numbers = _find_series(path), []
-    # MR may have no slope; a CT without is not in HU
+def _measure(series: dict) -> np.ndarray:
+    """(slices, 15) the numbers of TAGS. Raises InputError for a file that lacks one, and for a CT that is not in HU."""
+    # MR may have no slope; a CT without one is not in HU
     scaled = any(header.get(SLOPE) is not None or header.Modality == "CT" for header in series.values())
+    numbers = []
     for file, header in series.items():
         unit = str(header.get("RescaleType", "")).upper()
         if header.Modality == "CT" and unit not in ("", "HU", "HU_MOD", "HOUNSFIELD", "US"):
             raise InputError(f"{file}: values in {unit}, not HU; export the CT itself")
+        if int(header.get("NumberOfFrames") or 1) > 1:
+            raise InputError(f"{file}: several frames in one file; convert it to NIfTI")
         for tag, count in TAGS.items():
             try:
                 value = header.get(tag) if scaled or "Rescale" not in tag else float(tag == SLOPE)
@@ -165,17 +161,29 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
                 advice = "export the series anew, or remove what does not belong to it"
                 raise InputError(f"{file}: no usable {tag} ({error}); {advice}") from None
             numbers += found.tolist()
-    files, table = list(series), np.reshape(numbers, (len(series), -1))
+    return np.reshape(numbers, (len(series), -1))
+
+
+def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(HU by each slice's own slope and intercept, affine), from foot to head, or along the normal of the slices.
+
+    Raises InputError for slices that are no regular stack.
+    """
+    from pydicom import dcmread, pixels
+
+    series = _find_series(path)
+    files, table = list(series), _measure(series)
     unlike = (abs(table - table[0])[:, 3:13] > 1e-3).any(1)
     if unlike.any():
         reason = f"another size, orientation or pixel spacing than {files[0]} of the same series"
         raise InputError(f"{files[unlike.argmax()]}: {reason}; remove what does not belong to the volume")
     axes, (height, width) = table[0, 3:9].reshape(2, 3), table[0, 9:11]
-    if len(files) == 1 or abs(axes @ axes.T - np.eye(2)).max() > 1e-3:
-        reason = (
-            "one slice alone" if len(files) == 1 else f"slices along {axes.tolist()}, no two perpendicular directions"
+    if abs(axes @ axes.T - np.eye(2)).max() > 1e-3:
+        raise InputError(
+            f"{path}: ImageOrientationPatient {axes.tolist()}: no two right-angled directions; export anew"
         )
-        raise InputError(f"{path}: {reason}: no volume; give the folder of a whole series")
+    if len(files) == 1:
+        raise InputError(f"{path}: one slice alone is no volume; give the folder of a whole series")
 
     order = np.argsort(table[:, :3] @ np.cross(*axes))
     files, table = [files[k] for k in order], table[order]
