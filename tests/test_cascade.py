@@ -147,12 +147,14 @@ def test_a_ct_is_the_same_in_any_format_and_orientation(tmp_path):
     }  # fmt: skip
 
 
-def save_xray(path: Path, values: np.ndarray) -> None:
+def save_xray(path: Path, values: np.ndarray, **tags) -> None:
     one = pydicom.examples.ct
     one.Rows, one.Columns = values.shape
-    one.Modality, one.SeriesInstanceUID, one.RescaleIntercept = "DX", "1.2", 0
+    one.Modality, one.SeriesInstanceUID, one.RescaleIntercept, one.PixelRepresentation = "DX", "1.2", 0, 0
     one.PixelData = values.astype(np.uint16).tobytes()
     del one.ImagePositionPatient
+    for name, value in tags.items():
+        setattr(one, name, value)
     one.save_as(path)
 
 
@@ -161,13 +163,21 @@ def test_a_picture_is_the_same_in_any_format(tmp_path):
     grey = np.arange(256).reshape(16, 16)
     Image.fromarray(grey.astype(np.uint8)).save(tmp_path / "8.png")
     Image.fromarray((grey * 257).astype(np.uint16)).save(tmp_path / "16.png")
-    Image.fromarray((grey * 16).astype(np.uint16)).save(tmp_path / "12.png")
-    save_xray(tmp_path / "12.dcm", grey * 16)
-    for number, values in enumerate((grey / 255, grey / 127.5 - 1, grey * 1.0, grey * 16)):
+    of_12_bits = (grey / 255 * 4095).round()
+    Image.fromarray(of_12_bits.astype(np.uint16)).save(tmp_path / "12.png")
+    Image.fromarray((grey / 255).astype(np.float32)).save(tmp_path / "float.tif")
+    save_xray(tmp_path / "12.dcm", of_12_bits, BitsStored=12, HighBit=11)
+    save_xray(tmp_path / "12_of_16.dcm", of_12_bits)
+    save_xray(tmp_path / "inverse.dcm", 4095 - of_12_bits, BitsStored=12, PhotometricInterpretation="MONOCHROME1")
+    save_xray(tmp_path / "window.dcm", 1000 + grey, WindowCenter=1127.5, WindowWidth=255)
+    for number, values in enumerate((grey / 255, grey / 127.5 - 1, grey * 1.0, of_12_bits)):
         np.save(tmp_path / f"{number}.npy", values)
     for path in tmp_path.iterdir():
         turned = files.read_xray(path, 16, upside_down=True, mirrored=True)
-        np.testing.assert_allclose(turned, grey[::-1, ::-1] / 127.5 - 1, atol=1e-6)
+        np.testing.assert_allclose(turned, grey[::-1, ::-1] / 127.5 - 1, atol=3e-4)
+    # a dark picture of 12 bits stays dark, as one of 8 bits does
+    Image.fromarray((of_12_bits / 2).astype(np.uint16)).save(tmp_path / "dark.png")
+    np.testing.assert_allclose(files.read_xray(tmp_path / "dark.png", 16, False, False), grey / 255 - 1, atol=4e-4)
     # not cut to 8 bits on the way
     Image.fromarray((np.arange(4096) // 2 * 2).reshape(64, 64).astype(np.uint16)).save(tmp_path / "fine.png")
     assert len(files.read_xray(tmp_path / "fine.png", 64, False, False).unique()) == 2048

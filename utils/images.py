@@ -5,7 +5,7 @@ pydicom decompresses JPEG Lossless, JPEG-LS and JPEG 2000 by GDCM (BSD; its pack
 """
 
 import contextlib
-import zlib  # noqa: F401 - before GDCM, whose own zlib the system's would else be bound to, and crash
+import zlib  # noqa: F401 - if GDCM came first, the system's zlib would be bound to GDCM's own, and crash
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +23,16 @@ def open_image(path: str | Path) -> Image.Image:
     return open_upright(path).convert("RGB")
 
 
-def open_upright(path: str | Path, window: Window | None = None, side: int | None = None, kind=np.uint8) -> Image.Image:
+def open_upright(path: str | Path, window: Window | None = None, side: int | None = None, raw=False) -> Image.Image:
     """The image as 8-bit grey (L) or RGB, turned as its EXIF tag says.
 
-    Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range;
-    kind np.float32 leaves them unrounded (F). side: a JPEG may be decoded at a reduced scale at which both its edges
-    have so many pixels, which is faster. Raises OSError or ValueError for a file that cannot be opened.
+    Grey values of more than 8 bits are scaled by `window`, else by the DICOM file's own window, else by their range.
+    side: a JPEG may be decoded at a reduced scale at which both its edges have so many pixels, which is faster. raw:
+    more than 8 bits stay unrounded (F) and, without a window, on a scale of their bits (see bits_window), floats on
+    their own. Raises OSError or ValueError for a file that cannot be opened.
     """
     try:
-        return _open_dicom(path, window, kind) if is_dicom(path) else _open_picture(path, window, side, kind)
+        return _open_dicom(path, window, raw) if is_dicom(path) else _open_picture(path, window, side, raw)
     except OSError:
         raise
     except Exception as error:
@@ -39,7 +40,7 @@ def open_upright(path: str | Path, window: Window | None = None, side: int | Non
         raise ValueError(str(error) or type(error).__name__) from None
 
 
-def _open_picture(path: str | Path, window: Window | None, side: int | None, kind) -> Image.Image:
+def _open_picture(path: str | Path, window: Window | None, side: int | None, raw: bool) -> Image.Image:
     with Image.open(path) as image:
         if side:
             image.draft(None, (side, side))
@@ -49,7 +50,12 @@ def _open_picture(path: str | Path, window: Window | None, side: int | None, kin
         with contextlib.suppress(SyntaxError, ValueError):
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
-            return Image.fromarray(to_bytes(np.asarray(image, np.float32), window, kind))
+            values = np.asarray(image, np.float32)
+            if raw and image.mode == "F":
+                return Image.fromarray(values)
+            return Image.fromarray(
+                to_bytes(values, bits_window(values), np.float32) if raw else to_bytes(values, window)
+            )
         return image.convert("L" if image.mode in ("1", "L", "LA") else "RGB")
 
 
@@ -64,11 +70,18 @@ def to_bytes(values: np.ndarray, window: Window | None = None, kind=np.uint8) ->
     return (255 * ((values - center) / max(width, 1e-6) + 0.5)).clip(0, 255).astype(kind)
 
 
+def bits_window(values: np.ndarray) -> Window:
+    """From 0 to what 8, 10, 12, 14 or 16 bits hold: the same for all images of a device, unlike their own ranges."""
+    bits = max(8, int(values.max()).bit_length())
+    top = 2 ** (bits + bits % 2) - 1
+    return top / 2, top
+
+
 # --- DICOM ------------------------------------------------------------------------------------------------------------
 
 
 def is_dicom(path: str | Path) -> bool:
-    """Whether it is a file with DICOM's ending, or its mark after the first 128 bytes; an index is none."""
+    """Whether it is a file with a DICOM ending, or with the mark "DICM" after 128 bytes; DICOMDIR, an index, is none."""
     path = Path(path)
     if path.is_dir() or path.name == "DICOMDIR":
         return False
@@ -76,7 +89,7 @@ def is_dicom(path: str | Path) -> bool:
         return file.read(132)[128:] == b"DICM" or path.suffix.lower() in DICOM_ENDINGS
 
 
-def _open_dicom(path: str | Path, window: Window | None, kind) -> Image.Image:
+def _open_dicom(path: str | Path, window: Window | None, raw: bool) -> Image.Image:
     from pydicom import dcmread
     from pydicom.pixels import apply_color_lut, apply_modality_lut, apply_voi_lut
 
@@ -97,7 +110,9 @@ def _open_dicom(path: str | Path, window: Window | None, kind) -> Image.Image:
         window = float(np.ravel(dataset.WindowCenter)[0]), float(np.ravel(dataset.WindowWidth)[0])
     elif window is None and "VOILUTSequence" in dataset:
         values = apply_voi_lut(values.astype(stored.dtype), dataset)
-    pixels = to_bytes(values, window, kind)
+    elif window is None and raw:
+        values, window = stored, bits_window(stored)
+    pixels = to_bytes(values, window, np.float32 if raw else np.uint8)
     return Image.fromarray(255 - pixels if greys == "MONOCHROME1" else pixels)
 
 

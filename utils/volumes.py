@@ -195,7 +195,7 @@ def _read_series(path: Path) -> tuple[np.ndarray, np.ndarray]:
     wrong = (gaps < 1e-3) | (np.linalg.norm(steps - steps[usual], axis=1) > max(0.01 * gaps[usual], 0.011))
     if wrong.any():
         k = int(wrong.argmax())
-        ends = " and ".join(f"{files[n]} at {places[n].tolist()}" for n in (k, k + 1))
+        ends = " and ".join(f"{files[n]} at {places[n].round(2).tolist()}" for n in (k, k + 1))
         advice = "slices are missing or doubled, or spacing changes; export one whole series, or resample it"
         raise InputError(f"{path}: {gaps[k]:.4g} mm between {ends}, where {gaps[usual]:.4g} are usual: {advice}")
 

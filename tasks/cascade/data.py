@@ -35,7 +35,7 @@ from tasks.cascade.geometry import (
     resize,
 )
 from utils.cli import InputError, refuse
-from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
+from utils.images import IMAGE_ENDINGS, bits_window, is_dicom, open_upright, to_bytes
 from utils.sampler import permute
 from utils.tables import read_text
 from utils.volumes import Volume, describe, files_of, read_volume, stamp
@@ -160,14 +160,14 @@ def read_ct(path: Path) -> Volume:
 def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tensor:
     """(size, size) float32 in -1..1 as one looks at the patient. Raises InputError.
 
-    Pictures are opened as in all tasks. A .npy holds numbers in 0..1, -1..1 or 0..255, or larger ones, of which
-    the range is taken.
+    Floats lie within 0..1 or -1..1. Other numbers are divided by what 8, 10, 12, 14 or 16 bits hold, not by the image's
+    own range, so that the grey of a line integral is the same in all patients.
     """
     try:
         if path.suffix == ".npy":
             stored = np.load(path).squeeze()
         else:
-            image = open_upright(path, kind=np.float32)
+            image = open_upright(path, raw=True)
             stored = np.asarray(image if image.mode == "F" else image.convert("L"))
         values = stored.astype(np.float32)
         low, high = float(values.min()), float(values.max())
@@ -175,10 +175,10 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
             raise ValueError(f"shape {stored.shape}, grey values {low:g} to {high:g}")
     except Exception as error:
         raise InputError(f"{path}: not a readable picture ({str(error)[:100]}); replace it") from None
-    if path.suffix == ".npy" and stored.dtype.kind == "f" and high <= 1:
+    if stored.dtype.kind == "f" and high <= 1:
         values = values if low < 0 else 2 * values - 1
     else:
-        values = (to_bytes(values, kind=np.float32) if high > 255 else values) * (2 / 255) - 1
+        values = (to_bytes(values, bits_window(values), np.float32) if high > 255 else values) * (2 / 255) - 1
     values = values[:: -1 if upside_down else 1, :: -1 if mirrored else 1]
     return resize(torch.from_numpy(np.ascontiguousarray(values))[None, None], (size, size))[0, 0]
 
