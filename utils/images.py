@@ -81,7 +81,7 @@ def bits_window(values: np.ndarray) -> Window:
 
 
 def is_dicom(path: str | Path) -> bool:
-    """Whether it is a file with a DICOM ending, or with the mark "DICM" after 128 bytes; DICOMDIR, an index, is none."""
+    """Whether it is a file with a DICOM ending, or "DICM" after its first 128 bytes; DICOMDIR, an index, is none."""
     path = Path(path)
     if path.is_dir() or path.name == "DICOMDIR":
         return False
