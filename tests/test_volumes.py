@@ -157,6 +157,7 @@ WRONG = {
         lambda files: change(files[5], RescaleSlope=None),
         "{5}: no usable RescaleSlope .* export the series anew",
     ),
+    "none in HU": (lambda files: [change(file, RescaleSlope=None) for file in files], "no usable RescaleSlope"),
     "not HU": (lambda files: change(files[5], RescaleType="Z_EFF"), "{5}: values in Z_EFF, not HU"),
     "no place": (lambda files: change(files[5], ImagePositionPatient=None), "{5}: no usable ImagePositionPatient"),
     "damaged": (lambda files: change(files[5], PixelData=b"12"), "{5}: cannot be decoded"),
