@@ -356,7 +356,7 @@ BAD_ROWS = {
     "scans/1.png,P0,Is it?,yes,,,test": "this patient is in another split .*; keep each",
     "scans/0.png,P1,Is it?,yes,,,train": "patient 'P1' of this image is 'P0' in .*t.csv:2; ",
     "scans/0.png,P0,Is it?,yes,,Edema,train": "Edema 1.0 of this image is 0.0 in .*t.csv:2; ",
-    "scans/bad.png,P2,Is it?,yes,,,train": r"bad.png: not a readable image \(.*1 such images.*; replace",
+    "scans/bad.png,P2,Is it?,yes,,,train": r"bad.png: not a readable image \(.*\); replace",
 }
 
 
@@ -368,6 +368,18 @@ def test_a_bad_row_is_named(tmp_path, line):
     with pytest.raises(InputError, match=f"^{table}:3: .*{BAD_ROWS[line]}"):
         prepared(table, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scans", "t.csv"]
+
+
+def test_all_bad_rows_are_listed(tmp_path, capsys):
+    """Ages with decimal commas are numbers where all of the column are, and then only."""
+    lines = ["image;patient;question;answer;age", "scans/0.png;P0;Is it?;no;63,5", "scans/1.png;P1;Is it?;yes;70"]
+    data = prepared(write_table(tmp_path, "\n".join(lines), images=9), tmp_path / "out")
+    assert data.studies["age"].tolist() == [63.5, 70]
+    lines += ["scans/2.png;P2;Is it?;yes;070Y", "scans/3.png;P3;;yes;", "scans/4.png;P4;Is it?;perhaps;"]
+    table = write_table(tmp_path, "\n".join(lines), images=9)
+    with pytest.raises(InputError, match=f"^{table}:2, {table}:4, {table}:5, ...: 4 rows cannot be used, all listed"):
+        prepared(table, tmp_path / "other")
+    assert f"{table}:4: age '070Y' is no number; correct it, or leave it blank" in capsys.readouterr().out
 
 
 # --- images and the folder --------------------------------------------------------------------------------------------
