@@ -71,6 +71,7 @@ def test_a_series_is_sorted_by_position(tmp_path, plane, codes):
     files = write_series(tmp_path / "a/b", HU, plane=plane)
     (tmp_path / "a/DICOMDIR").write_bytes(files[0].read_bytes())
     (tmp_path / "a/notes.txt").write_text("exported on a Monday")
+    (tmp_path / "a/link").symlink_to(tmp_path / "gone")
     xray = dcmread(files[0])
     del xray.ImagePositionPatient
     xray.SeriesInstanceUID = "1.2.9"

@@ -83,7 +83,7 @@ def bits_window(values: np.ndarray) -> Window:
 def is_dicom(path: str | Path) -> bool:
     """Whether it is a file with a DICOM ending, or "DICM" after its first 128 bytes; DICOMDIR, an index, is none."""
     path = Path(path)
-    if path.is_dir() or path.name == "DICOMDIR":
+    if path.name == "DICOMDIR" or not path.is_file():
         return False
     with open(path, "rb") as file:
         return file.read(132)[128:] == b"DICM" or path.suffix.lower() in DICOM_ENDINGS
