@@ -239,7 +239,8 @@ def test_a_split_is_by_patient_and_as_its_lists_say(data, tmp_path):
     assert sorted(sum(data.split.values(), [])) == list(range(12))
     lists = [tmp_path / "train.txt", tmp_path / "test.txt"]
     for path, names in zip(lists, ("train", "test"), strict=True):
-        path.write_text("\n".join(data.ids[names]))
+        # as PowerShell writes them
+        path.write_text("\n".join(data.ids[names]), encoding="utf-16")
     split = files.split_patients(data.patients, 42, lists)
     assert split["test"] == data.split["test"]
     assert sorted(split["train"] + split["val"]) == sorted(data.split["train"])
