@@ -134,6 +134,7 @@ def test_the_same_rows_from_every_kind_of_table(tmp_path):
     [
         ("a,b\n1,2\n1,2,3\n1,2\n4,5,6\n", r"t.csv:3, .*t.csv:5: more fields than the header \(2 rows\)"),
         ("a,b\n\udc81,1\n", "not a readable table"),
+        ("a;b\n;\n;\n", "holds no rows"),
         (
             "Age;b; age\n1;2;3\n",
             r"t.csv:1: two columns are named 'age' \(capitals do not count\); rename or remove one",

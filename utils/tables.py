@@ -67,6 +67,8 @@ def read_table(path: Path) -> Rows:
         raise InputError(f"{path}: no such file; check its name") from None
     except Exception as error:
         raise InputError(f"{path}: not a readable table ({error}); save it as CSV in UTF-8") from None
+    # spreadsheets may leave lines of delimiters at the end
+    rows = [(source, record) for source, record in rows if any(record.values())]
     if not rows:
         raise InputError(f"{path}: holds no rows; the first line names the columns, each other line is a row")
     names = [str(name).strip().lower() for name in names]
@@ -78,8 +80,6 @@ def read_table(path: Path) -> Rows:
         places = ", ".join(too_long[:9])
         raise InputError(f"{places}: more fields than the header ({len(too_long)} rows); quote texts that hold commas")
     rows = [(source, {name.strip().lower(): text.strip() for name, text in row.items()}) for source, row in rows]
-    # spreadsheets may leave lines of delimiters at the end
-    rows = [(source, row) for source, row in rows if any(row.values())] or rows[:1]
 
     for name in names:
         cells = [row[name].lower() for _, row in rows if row[name].lower() not in BLANK]

@@ -1,7 +1,7 @@
 """Volumes as hospitals export them, NIfTI or DICOM, with their axes turned to one orientation. No torch.
 
 Survival, the cascade and PRS-Med's slices all read here. A DICOM series is sorted by where its slices lie, never by
-their numbers or names. What is missing, doubled, shifted or mixed is one line that names the files, never a guess.
+their numbers or names. What is missing, doubled, shifted or mixed ends in one line that names the files.
 
 pydicom reads and GDCM decodes, as fast as SimpleITK. The geometry is checked here because no library checks all of it:
 SimpleITK averages gaps and takes the first of two series, dicom2nifti trusts InstanceNumber, and highdicom refuses

@@ -88,7 +88,7 @@ def list_files(root: Path) -> dict[str, dict]:
         files = found.setdefault(name, {})
         if files.setdefault(kind, path) != path:
             problems.append(f"{path}: beside {files[kind].name}; keep one of a kind per patient")
-    refuse(list(dict.fromkeys(problems)), "files too many")
+    refuse(list(dict.fromkeys(problems)), "files are a second one of their kind")
     return found
 
 
