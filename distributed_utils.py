@@ -196,7 +196,7 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
     find_unused_parameters keeps the layout of the gradient buckets, which DDP otherwise changes after the first step
     of each start: the sum of three ranks and more depends on it, so a resumed run would differ in the last bits.
     """
-    if world()[1] == 1:
+    if world()[1] == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     # of depthwise convolutions, whose gradients are copied
     warnings.filterwarnings("ignore", message="Grad strides do not match")

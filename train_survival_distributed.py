@@ -16,11 +16,14 @@ No data yet? `make demo TASK=survival` makes some up.
 import hashlib
 import math
 from argparse import BooleanOptionalAction, Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 from utils.cli import InputError, Parser, RunError, add_common_arguments, number, pattern, refuse, run_main, whole
 
-FORMAT = "survival/2"
+FORMAT = "survival/3"
+# what ridge Cox models choose theirs from, the strongest first
+PENALTIES = [10 ** (power / 2) for power in range(7, -2, -1)]
 # what a model is made of, and what it sees
 MODEL_FLAGS = (
     "image", "resnet", "base_channels", "stem_stride", "norm", "image_size", "hu_window", "spacing", "orientation",
@@ -44,6 +47,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--folds", type=whole(2), help="make so many folds, events spread evenly, and train them one after another")
     rare("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
     add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns to use as inputs besides the image")
+    add("--stratum_column", metavar="NAME", help="hospital or scanner, say: C is told within each of its values, too")
     add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
     rare("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
     rare("--mask_margin", type=number(0), default=10.0, help="mm around the box; an empty mask crops nothing")
@@ -84,6 +88,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--pretrained_path", metavar="FILE", help="model.safetensors of a run here, or MedicalNet's .pth")
     rare("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
+    text = "parts of the training fold on which the image part is weighed by networks that have not seen them; 0: not"
+    add("--inner_folds", type=whole(0), default=2, metavar="N", help=text)
+
     add = parser.add_argument_group("optimizer and schedule").add_argument
     rare("--weight_decay", type=number(0), default=1e-5, help="weight decay")
     add(
@@ -104,7 +111,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--predict", metavar="FILE", help="no training: the risk of each row of a table; scored where it has outcomes")
 
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
-    add_common_arguments(parser, **defaults, batch_of_all=True)
+    add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
     # the guide's other names and its own meaning
     rare("--output", dest="output_dir", help="the same as --log_dir")
     rare("--max_grad_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
@@ -123,6 +130,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--image none: goes without --use_smart_cache, --pretrained_path and --mask_column")
     if args.image == "none" and not args.clinical_columns and not args.predict:
         parser.error("--image none: needs --clinical_columns")
+    if args.inner_folds == 1:
+        parser.error("--inner_folds: 0, or at least 2")
+    if args.image == "none":
+        # the Cox model is fitted, and there is nothing else to train
+        args.num_epochs, args.auto_batch, args.gpu_shares = 0, False, "equal"
     if args.hu_window[0] >= args.hu_window[1] or args.eta_min > args.learning_rate or args.base_channels % 8:
         parser.error("--hu_window LOW < HIGH, --eta_min at most --lr, and --base_channels a multiple of 8")
     return args
@@ -144,11 +156,13 @@ import distributed_utils as du
 from hardware_utils import GroupNorm, autocast, choose_precision, set_numerics
 from tasks.survival import report
 from tasks.survival.data import (
+    NUMBERS,
     Cohort,
     MultiGPUSurvivalDataset,
     Volumes,
     augment,
     choose_fold,
+    deal,
     encode_columns,
     fit_columns,
     read_cohort,
@@ -185,33 +199,39 @@ class PaddedShortcut(nn.Module):
 
 
 class RiskNet(nn.Module):
-    """MONAI's 3D ResNet and a linear head, beside a linear part of the clinical columns: log-hazards (B,), fp32."""
+    """A Cox model of columns and image numbers, which is not trained by steps, and what MONAI's 3D ResNet adds to it.
+
+    The head begins at zero: before the first step this is the Cox model. linear (columns,): its coefficients.
+    image_weight: what the image part counts, 1 until weigh_image() has seen it on patients it was not trained on.
+    """
 
     def __init__(self, args: Namespace, columns: int, precision: str, shortcut: str = "B"):
         super().__init__()
-        self.precision, self.columns = precision, columns
+        self.precision = precision
         self.shape = 1 + bool(args.mask_column and args.mask_mode == "channel"), *args.image_size
         if args.image == "volume":
             self.backbone = make_backbone(args, self.shape[0], shortcut)
-            # near zero, so that all cases begin with about the same risk
-            self.head = nn.Linear(self.backbone.in_planes, 1)
-            nn.init.normal_(self.head.weight, std=0.01)
-            nn.init.zeros_(self.head.bias)
-        if columns:
-            self.clinical = nn.Linear(columns, 1, bias=False)
-            nn.init.zeros_(self.clinical.weight)
+            # no bias, which Cox's likelihood does not see
+            self.head = nn.Linear(self.backbone.in_planes, 1, bias=False)
+            nn.init.zeros_(self.head.weight)
+        self.register_buffer("linear", torch.zeros(columns, dtype=torch.float64))
+        self.register_buffer("image_weight", torch.ones((), dtype=torch.float64))
+
+    def linear_part(self, batch: dict) -> Tensor:
+        """(B,) float64 of columns (B, n); a 0 for all without columns."""
+        if not len(self.linear):
+            return torch.zeros(1, dtype=torch.float64, device=self.linear.device)
+        return batch["columns"].double() @ self.linear
 
     def forward(self, batch: dict) -> Tensor:
-        """batch: image (B, C, X, Y, Z) in 0..1 and columns (B, n), each where the model has it."""
-        log_hazard = 0
+        """Log-hazards (B,), float64. batch: columns (B, n), image (B, C, X, Y, Z) in 0..1, where the model has them."""
+        log_hazard = self.linear_part(batch)
         if hasattr(self, "backbone"):
             images = batch["image"].float()
             with autocast(images.device, self.precision):
                 features = self.backbone(images.contiguous(memory_format=torch.channels_last_3d))
             # outside autocast: a log-hazard of 3 has steps of 1/64 in bf16, so that cases tie
-            log_hazard = self.head(features.float())[:, 0]
-        if hasattr(self, "clinical"):
-            log_hazard = log_hazard + self.clinical(batch["columns"])[:, 0]
+            log_hazard = log_hazard + self.image_weight * self.head(features.float())[:, 0]
         return log_hazard
 
 
@@ -253,7 +273,7 @@ def build_model(
     if weights:
         checkpoint.load_trained(model, weights)
     elif found:
-        own = model.state_dict()
+        own = dict(model.named_parameters())
         fits = {name: value for name, value in found.items() if name in own and value.shape == own[name].shape}
         lacking = [name for name in own if name.startswith("backbone.") and name not in fits]
         if lacking:
@@ -319,21 +339,100 @@ def cox_loss(log_hazard: Tensor, time: Tensor, event: Tensor) -> Tensor:
     return (total - own).sum() / len(rows)
 
 
-def fit_cox(x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float = 1.0) -> Tensor:
-    """(n, k) numbers -> (k,) coefficients of a Cox model with penalty / 2 * |b|^2 on its log-likelihood, in float64."""
-    rows, outcome = torch.from_numpy(x), (torch.from_numpy(time), torch.from_numpy(event))
-    beta = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
-    options = {"max_iter": 500, "tolerance_grad": 1e-10, "tolerance_change": 0}
-    optimizer = torch.optim.LBFGS([beta], line_search_fn="strong_wolfe", **options)
+def log_likelihood(log_hazard: np.ndarray, time: np.ndarray, event: np.ndarray) -> float:
+    """Cox's partial log-likelihood."""
+    return -float(cox_loss(*map(torch.from_numpy, (log_hazard, time, event)))) * event.sum()
+
+
+def fit_cox(
+    x: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float | np.ndarray = 1.0, start=None, tolerance=1e-10
+) -> np.ndarray:
+    """(n, k) numbers -> (k,) coefficients of a Cox model with penalty / 2 * b^2 on its log-likelihood, in float64.
+
+    penalty: one for all coefficients, or one for each. start: where the search begins. tolerance: of the gradient.
+    """
+    rows, *outcome, penalty = map(torch.as_tensor, (x, time, event, penalty))
+    beta = torch.zeros(x.shape[1], dtype=torch.float64) if start is None else torch.tensor(start)
+    options = {"max_iter": 500, "tolerance_grad": tolerance, "tolerance_change": 0}
+    optimizer = torch.optim.LBFGS([beta.requires_grad_()], line_search_fn="strong_wolfe", **options)
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = cox_loss(rows @ beta, *outcome) + penalty / 2 * beta.square().sum() / event.sum()
+        value = cox_loss(rows @ beta, *outcome) + (penalty / 2 * beta.square()).sum() / event.sum()
         value.backward()
         return value
 
     optimizer.step(loss)
-    return beta.detach()
+    return beta.detach().numpy()
+
+
+def fit_ridge(x: np.ndarray, data: MultiGPUSurvivalDataset, seed: int) -> tuple[np.ndarray, float, float]:
+    """(coefficients, penalty, log-likelihood by folds) of a Cox model of x (n, k), the numbers of these cases.
+
+    The penalty is that of the best cross-validated partial likelihood (Verweij and van Houwelingen 1993) in 5 folds.
+    """
+    time, event = report.outcome(data)
+    fold = deal(data.cohort.case[data.rows], event, np.ones(len(x), bool), 5, seed)
+    likelihood = np.zeros(len(PENALTIES))
+    for left_out in range(1, 6):
+        used = fold != left_out
+        beta = np.zeros(x.shape[1])
+        for place, penalty in enumerate(PENALTIES if event[used].any() else ()):
+            beta = fit_cox(x[used], time[used], event[used], penalty, beta, 1e-5)
+            likelihood[place] += log_likelihood(x @ beta, time, event)
+            likelihood[place] -= log_likelihood(x[used] @ beta, time[used], event[used])
+    best = int(likelihood.argmax())
+    return fit_cox(x, time, event, PENALTIES[best]), PENALTIES[best], float(likelihood[best])
+
+
+def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> dict[str, dict]:
+    """Ridge Cox models of the clinical columns, which come first, of the image numbers, and of both; on all ranks.
+
+    {name: beta (n,), 0 for what the model does not see; penalty; likelihood, see fit_ridge()}
+    """
+    found = {}
+    if du.world()[0] == 0:
+        x = data.columns[data.rows].astype(float)
+        parts = {"clinical": slice(clinical), "image_numbers": slice(clinical, None)}
+        parts = {name: part for name, part in parts.items() if x[:, part].size}
+        if len(parts) == 2:
+            parts["clinical_and_image_numbers"] = slice(None)
+        for name, part in parts.items():
+            beta = np.zeros(x.shape[1])
+            beta[part], penalty, likelihood = fit_ridge(x[:, part], data, seed)
+            found[name] = {"beta": beta.tolist(), "penalty": penalty, "likelihood": likelihood}
+    return du.broadcast_object(found)
+
+
+def strongest(models: dict[str, dict]) -> tuple[str, np.ndarray, float]:
+    """(name, coefficients, penalty) of the Cox model with the best likelihood by folds."""
+    name = max(models, key=lambda name: models[name]["likelihood"])
+    return name, np.array(models[name]["beta"]), models[name]["penalty"]
+
+
+def weigh_image(
+    x: np.ndarray, image: np.ndarray, data: MultiGPUSurvivalDataset, linear: np.ndarray, penalty: float
+) -> tuple[np.ndarray, float, float]:
+    """(coefficients of x, weight of the image part, chi2 that it adds to the likelihood).
+
+    x (n, k): columns; linear (k,): their ridge Cox model of this penalty, 0 for what it does not see. image (n,): what
+    networks that were not trained on a case say of it beyond the columns. Both go into one Cox model, which is shrunk
+    towards that of the columns by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990), and is it where chi2 is below 1 or
+    the image part points the wrong way.
+    """
+    seen = linear != 0
+    before, scale = np.append(linear[seen], 0.0), image.std() or 1.0
+    both, penalties = np.column_stack([x[:, seen], image / scale]), np.append(np.full(seen.sum(), penalty), 0.0)
+    beta = fit_cox(both, *report.outcome(data), penalties, before)
+
+    def likelihood(beta: np.ndarray) -> float:
+        return log_likelihood(both @ beta, *report.outcome(data)) - float(penalties @ beta**2) / 2
+
+    chi2 = max(0.0, 2 * (likelihood(beta) - likelihood(before)))
+    shrunk = before + (1 - 1 / chi2) * (beta - before) if chi2 > 1 and beta[-1] > 0 else before
+    weighed = np.zeros(len(linear))
+    weighed[seen] = shrunk[:-1]
+    return weighed, float(shrunk[-1]) / scale, chi2
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -382,91 +481,108 @@ def cox_step(run: Run, step: Step, loader: DataLoader, args: Namespace) -> None:
 
 @torch.no_grad()
 def predict(model: RiskNet, data: MultiGPUSurvivalDataset, run: Run, args: Namespace) -> np.ndarray:
-    """(n,) float64 log-hazards of all cases, in order and the same on all ranks. Raises RunError."""
+    """(n, 2) float64: what columns and image add to the log-hazards of all cases, in order, the same on all ranks.
+
+    Raises RunError for what is not finite.
+    """
     model.eval()
     loader = du.create_distributed_dataloader(data, run.leaf, train=False, num_workers=args.num_workers)
     rows, outputs = [], []
     for batch in run.batches(loader):
         rows.append(batch["index"])
-        outputs.append(model(batch))
-    log_hazard = torch.zeros(len(data.cohort), dtype=torch.float64)
+        linear = model.linear_part(batch)
+        outputs.append(torch.stack([linear, model(batch) - linear], 1))
+    parts = torch.zeros(len(data.cohort), 2, dtype=torch.float64)
     if outputs:
-        log_hazard[torch.cat(rows).cpu()] = torch.cat(outputs).double().cpu()
-    log_hazard = du.reduce_sum(log_hazard).numpy()[data.rows]
-    if not np.isfinite(log_hazard).all():
+        parts[torch.cat(rows).cpu()] = torch.cat(outputs).cpu()
+    parts = du.reduce_sum(parts).numpy()[data.rows]
+    if not np.isfinite(parts).all():
         raise RunError("predictions are not finite; lower --lr")
-    return log_hazard
+    return parts
 
 
-def evaluate(model: RiskNet, sets: dict, run: Run, args: Namespace) -> tuple[dict[str, float], np.ndarray]:
-    """(metrics, log-hazards) of the validation fold as a whole, the same on all ranks."""
-    val, train = sets["val"], sets["all"]
-    log_hazard = predict(model, val, run, args)
+def evaluate(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, float]:
+    """Metrics of the validation fold as a whole, the same on all ranks."""
     metrics = {}
     # rank 0 computes and tells the others, so that all take the same decisions
-    if run.ranks.is_main:
-        outcome = (torch.from_numpy(values[val.rows]) for values in (val.cohort.time, val.cohort.event))
-        loss = float(cox_loss(torch.from_numpy(log_hazard), *outcome))
-        metrics = {"val/loss": loss} | report.score(log_hazard, val, train, args.eval_years)
-    return du.broadcast_object(metrics), log_hazard
+    if du.world()[0] == 0:
+        loss = -log_likelihood(log_hazard, *report.outcome(sets["val"])) / report.outcome(sets["val"])[1].sum()
+        metrics = {"val/loss": loss} | report.score(log_hazard, sets["val"], sets["all"], args.eval_years)
+    return du.broadcast_object(metrics)
 
 
-def fit_rivals(val: MultiGPUSurvivalDataset, train: MultiGPUSurvivalDataset, image: bool) -> dict[str, tuple]:
-    """{name: (log-hazards of val, baseline)} of Cox models that know less than the network."""
-    inputs = {"kaplan_meier": [np.zeros((len(data.rows), 1)) for data in (val, train)]}
-    if train.columns is not None:
-        inputs["clinical"] = [data.columns[data.rows].astype(float) for data in (val, train)]
-    if image:
-        mean, sd = train.image_numbers.mean(0), train.image_numbers.std(0)
-        inputs["image_numbers"] = [(data.image_numbers - mean) / np.where(sd > 0, sd, 1) for data in (val, train)]
-    if len(inputs) == 3:
-        pairs = zip(inputs["clinical"], inputs["image_numbers"], strict=True)
-        inputs["clinical_and_image_numbers"] = [np.hstack(pair) for pair in pairs]
-    found = {}
-    for name, (x_val, x_train) in inputs.items():
-        beta = fit_cox(x_train, *report.outcome(train)).numpy()
+def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
+    """{name: (log-hazards of val, baseline)} of models that see columns alone: those of fit_cox_models() and a forest.
+
+    In place of a random survival forest, which comes under the GPL, it is one on the martingale residuals of a model
+    that knows nothing (Therneau, Grambsch and Fleming 1990).
+    """
+    from sklearn.ensemble import RandomForestRegressor
+
+    val, train = sets["val"], sets["all"]
+    time, event = report.outcome(train)
+    x_val, x_train = (data.columns[data.rows].astype(float) for data in (val, train))
+    baseline = report.fit_baseline(np.zeros(len(time)), train)
+    found = {"kaplan_meier": (np.zeros(len(x_val)), baseline)}
+    for name, model in cox_models.items():
+        beta = np.array(model["beta"])
         found[name] = x_val @ beta, report.fit_baseline(x_train @ beta, train)
+    forest = RandomForestRegressor(500, min_samples_leaf=10, max_features="sqrt", random_state=0)
+    hazard = -np.log(report.survival(baseline, np.zeros(1), time)[0])
+    found["forest"] = forest.fit(x_train, event - hazard).predict(x_val), None
     return found
 
 
 def finish(
-    model: RiskNet, sets: dict, run: Run, args: Namespace, title: str, rivals: dict, step: int
-) -> tuple[dict[str, float], np.ndarray]:
-    """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; as evaluate().
+    model: RiskNet,
+    sets: dict,
+    run: Run,
+    args: Namespace,
+    title: str,
+    rivals: dict[str, tuple],
+    baseline: dict,
+    unseen: np.ndarray | None = None,
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; (metrics, risks).
 
-    step: that the weights are of. The baseline hazard belongs to them, so --eval_only takes the one that is there.
+    baseline: of these weights, or its `step` alone, and it is fitted here, to `unseen`: (n, 2) parts of the training
+    cases' risks by models that were not trained on them; None: to what this model says of them.
     """
-    metrics, log_hazard = evaluate(model, sets, run, args)
-    val, train = sets["val"], sets["all"]
-    known = predict(model, train, run, args)
+    own, known = predict(model, sets["val"], run, args), predict(model, sets["all"], run, args)
+    metrics, risks = evaluate(own.sum(1), sets, args), {}
     name = "" if run.trains else "eval_"
     with du.agree_on_errors():
         if run.ranks.is_main:
-            rivals = rivals | fit_rivals(val, train, args.image == "volume")
-            baseline = None if run.trains else report.read_baseline(run.folder, step)
-            baseline = baseline or report.fit_baseline(known, train) | {"step": step}
-            models = {"network": (log_hazard, baseline)} | rivals
-            metrics |= report.print_table(title, models, val, train, args.eval_years)
-            tables = [
-                report.predictions(data, risk, args.eval_years, baseline).assign(fold=part)
-                for part, data, risk in (("val", val, log_hazard), ("train", train, known))
-            ]
+            if "time" not in baseline:
+                baseline = report.fit_reference(known if unseen is None else unseen, sets["all"]) | baseline
+                baseline |= {"linear": model.linear.tolist(), "image_weight": float(model.image_weight)}
+            tables = {
+                part: report.predictions(sets[part], [(parts, baseline)], args.eval_years)
+                for part, parts in (("val", own), ("all", known))
+            }
+            log_hazard = tables["val"]["log_hazard"].to_numpy()
+            models = {"network": (log_hazard, baseline)} | rivals | report.true_risk(sets["val"])
+            metrics |= report.print_table(title, models, sets, args.eval_years, args.stratum_column)
+            risks = {model: risk for model, (risk, _) in models.items()}
+            tables = [tables["val"].assign(fold="val"), tables["all"].assign(fold="train")]
             try:
                 pd.concat(tables).to_csv(run.folder / f"{name}predictions.csv", index=False)
-                run.figure(f"{name}val_survival", report.draw(log_hazard, val, args.eval_years, baseline, metrics))
+                figure = report.draw(log_hazard, sets["val"], args.eval_years, baseline, metrics)
+                run.figure(f"{name}val_survival", figure)
                 if run.trains:
                     run.write_summary("baseline", baseline)
             except OSError as error:
                 raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
-    return du.broadcast_object(metrics), log_hazard
+    return du.broadcast_object(metrics), risks
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """AdamW over all parameters, those that are frozen at first included."""
-    return torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=True)
+    """AdamW over all parameters, those that are frozen at first included; of none where there is no image part."""
+    parameters = list(model.parameters()) or [nn.Parameter(torch.zeros(0))]
+    return torch.optim.AdamW(parameters, args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
 def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
@@ -481,31 +597,60 @@ def read_table(path: str, args: Namespace, outcome: bool = True) -> Cohort:
         return read_cohort(path, args.data_dir, args.time_unit, outcome, args.image == "volume", **columns)
 
 
-def make_sets(cohort: Cohort, columns: np.ndarray, rows: dict[str, np.ndarray], args: Namespace) -> dict:
-    """A data set of each of these rows, and all volumes read once; of "train" what the smart cache has of "all"."""
+@dataclass
+class Inputs:
+    """What the model sees of a cohort: its columns (rows, n), of which the first are `clinical` ones, and volumes."""
+
+    cohort: Cohort
+    fitted: list[dict]
+    columns: np.ndarray
+    clinical: int
+    volumes: Volumes
+
+    def sets(self, rows: dict[str, np.ndarray], args: Namespace) -> dict[str, MultiGPUSurvivalDataset]:
+        """A data set of each of these rows; of "train" what the smart cache has of "all"."""
+        options = {"columns": self.columns, "volumes": self.volumes}
+        sets = {name: MultiGPUSurvivalDataset(self.cohort, rows=part, **options) for name, part in rows.items()}
+        if "all" in sets:
+            smart = {name: getattr(args, name) for name in ("use_smart_cache", "cache_rate", "replace_rate", "seed")}
+            sets["train"] = MultiGPUSurvivalDataset(self.cohort, rows=rows["all"], **options, **smart)
+        return sets
+
+
+def read_inputs(
+    cohort: Cohort, fitted: list[dict], rows: np.ndarray, args: Namespace, train: np.ndarray | None = None
+) -> Inputs:
+    """All ranks: encode the columns of these rows and read all their volumes once, which also measures them.
+
+    fitted: of fit_columns(). train: rows on which the image numbers are fitted, where `fitted` has none yet.
+    """
     names = ("image_size", "hu_window", "spacing", "mask_margin", "cache_dir")
     mask_mode = args.mask_column and args.mask_mode
     orientation = None if args.orientation == "as-is" else args.orientation
     volumes = Volumes(mask_mode=mask_mode, orientation=orientation, **{name: getattr(args, name) for name in names})
-    options = {"columns": columns if columns.shape[1] else None, "volumes": volumes}
-    sets = {name: MultiGPUSurvivalDataset(cohort, rows=part, **options) for name, part in rows.items()}
-    if args.image == "volume":
-        faults = [data.check(args.num_workers) for data in sets.values()]
-        refuse(sum(faults, []), "volumes cannot be used")
-        summaries = np.concatenate([data.summaries for data in sets.values()])
-        du.print_main(f"volumes: {describe(summaries, orientation)}")
-        sizes = summaries[:, :3]
-        if not args.spacing and (sizes.max(0) > 1.1 * sizes.min(0)).any():
-            du.print_main("warning: voxel sizes vary by more than 10 %, which the network does not see; see --spacing")
-    if "all" in sets:
-        smart = {name: getattr(args, name) for name in ("use_smart_cache", "cache_rate", "replace_rate", "seed")}
-        sets["train"] = MultiGPUSurvivalDataset(cohort, rows=rows["all"], **options, **smart)
-    return sets
+    with du.agree_on_errors():
+        clinical = encode_columns(cohort, [column for column in fitted if column["name"] not in NUMBERS])
+    if args.image == "none":
+        return Inputs(cohort, fitted, clinical, clinical.shape[1], volumes)
+    data = MultiGPUSurvivalDataset(cohort, rows=rows, volumes=volumes)
+    refuse(data.check(args.num_workers), "volumes cannot be used")
+    du.print_main(f"volumes: {describe(data.summaries, orientation)}")
+    sizes = data.summaries[:, :3]
+    if not args.spacing and (sizes.max(0) > 1.1 * sizes.min(0)).any():
+        du.print_main("warning: voxel sizes vary by more than 10 %, which the network does not see; see --spacing")
+    if train is not None:
+        measured = [name for name in NUMBERS if (cohort.table[name].iloc[train] != "nan").any()]
+        fitted = fitted + fit_columns(cohort, measured, train)
+    measured = encode_columns(cohort, [column for column in fitted if column["name"] in NUMBERS])
+    return Inputs(cohort, fitted, np.hstack([clinical, measured]), clinical.shape[1], volumes)
 
 
 def largest_batch(model: RiskNet, size: int) -> dict:
     """Made-up cases of one leaf."""
-    return {"image": torch.zeros(size, *model.shape, dtype=torch.float16), "columns": torch.zeros(size, model.columns)}
+    return {
+        "image": torch.zeros(size, *model.shape, dtype=torch.float16),
+        "columns": torch.zeros(size, len(model.linear)),
+    }
 
 
 def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
@@ -515,35 +660,15 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
     cox_loss(log_hazard, 1.0 + torch.arange(size), torch.ones(size, dtype=torch.bool)).backward()
 
 
-def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> tuple[int, tuple | None]:
-    """One fold from start to end; (exit code, (metrics, validation set, its log-hazards), None after a signal)."""
-    device = ranks.device
-    cross_validates = args.folds and args.val_fold
-    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
-    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    cohort = read_table(args.csv_path, args)
-    with du.agree_on_errors():
-        train, val = choose_fold(cohort, args.fold_column, args.train_fold, args.val_fold, args.folds or 0, args.seed)
-        columns = run.checkpoint["columns"] if run.checkpoint else fit_columns(cohort, args.clinical_columns, train)
-        encoded = encode_columns(cohort, columns)
-    sets = make_sets(cohort, encoded, {"all": train, "val": val}, args)
-    with du.agree_on_errors():
-        rivals = report.read_rival(args.rival_run, sets["val"])
-    with du.agree_on_errors():
-        weights = run.checkpoint and run.checkpoint["model"]
-        model = build_model(args, precision, device, encoded.shape[1], weights)
-    if args.eval_only:
-        seen = set(cohort.case[val]) & set(run.checkpoint["trained_cases"])
-        if seen:
-            raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
-        metrics, _ = finish(model, sets, run, args, "val", rivals, run.position.step)
-        run.write_summary("eval_val", metrics)
-        return 0, None
-    if encoded.shape[1] and not run.checkpoint:
-        # the columns begin where a Cox model of them alone ends
-        beta = fit_cox(encoded[train].astype(float), cohort.time[train], cohort.event[train])
-        model.clinical.weight.data.copy_(beta)
-
+def begin_training(
+    run: Run, model: RiskNet, inputs: Inputs, sets: dict, precision: str, notes: dict
+) -> tuple[DataLoader, int]:
+    """All ranks: the linear part becomes the strongest Cox model, and the run begins; (loader, planned steps)."""
+    args, ranks, train, saved = run.args, run.ranks, sets["all"], run.checkpoint
+    cox_models = saved["cox_models"] if saved else fit_cox_models(train, inputs.clinical, args.seed)
+    name, beta, penalty = strongest(cox_models)
+    if not saved:
+        model.linear.copy_(torch.from_numpy(beta))
     # the guide's batch is that of all GPUs
     if not run.checkpoint and not args.effective_batch_size:
         args.effective_batch_size = args.batch_size * args.gradient_accumulation_steps
@@ -557,48 +682,154 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
     options = {"seed": args.seed, "num_workers": args.num_workers}
     loader = du.create_distributed_dataloader(sets["train"], run.leaf, True, run.effective, run.shares, **options)
 
-    optimizer = make_optimizer(model, args)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    outcomes = [cohort.case[train].tolist(), cohort.time[train].tolist(), cohort.event[train].tolist()]
-    digest = hashlib.sha256(repr(outcomes).encode()).hexdigest()[:8]
-    facts = {"training cases": f"{len(train)}, digest {digest}"}
+    case = train.cohort.case[train.rows]
+    (time, event), (_, val_event) = report.outcome(train), report.outcome(sets["val"])
+    digest = hashlib.sha256(repr([case.tolist(), time.tolist(), event.tolist()]).encode()).hexdigest()[:8]
+    facts = {"training cases": f"{len(case)}, digest {digest}"}
     if args.use_smart_cache:
         facts["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
     notes = notes | {
-        "events": f"{cohort.event[train].sum()} in training; {cohort.event[val].sum()} of {len(val)} in validation",
+        "linear part": f"{name.replace('_', ' ')}, ridge penalty {penalty:.3g}",
+        "events": f"{event.sum()} in training; {val_event.sum()} of {len(val_event)} in validation",
         "model": f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
     }
-    extra = {"columns": columns, "trained_cases": sorted(set(cohort.case[train].tolist()))}
-    run.begin(model, optimizer, precision, steps, ["loss", "events"], facts, notes, extra)
+    extra = {"columns": inputs.fitted, "trained_cases": sorted(set(case.tolist())), "cox_models": cox_models}
+    run.begin(model, make_optimizer(model, args), precision, steps, ["loss", "events"], facts, notes, extra)
+    return loader, steps
 
+
+def train_epochs(run: Run, model: RiskNet, loader: DataLoader, steps: int, sets: dict | None = None) -> int:
+    """All ranks: train to the end of the run, evaluating `sets` after each epoch; exit code after a signal, or 0."""
+    args = run.args
+    while not run.is_over():
+        frozen = run.position.epoch < args.freeze_epochs
+        if args.freeze_epochs:
+            model.backbone.requires_grad_(not frozen)
+            run.wrap()
+        model.train()
+        if frozen:
+            model.backbone.eval()
+        for step in run.steps(loader):
+            cox_step(run, step, loader, args)
+            factor = du.schedule(run.position.step, steps, args.warmup_steps, args.scheduler)
+            lowest = args.eta_min if run.position.step >= args.warmup_steps else 0.0
+            step.update(lowest + (args.learning_rate - lowest) * factor)
+        if run.stopped:
+            return run.save_and_stop()
+        metrics = evaluate(predict(model, sets["val"], run, args).sum(1), sets, args) if sets else {}
+        run.keep(metrics, headline="val/c_index")
+    return 0
+
+
+def weigh_by_folds(
+    run: Run, inputs: Inputs, train: MultiGPUSurvivalDataset, precision: str
+) -> tuple[int, dict, np.ndarray | None]:
+    """All ranks: find what the image part is worth on training cases that it was not trained on.
+
+    --inner_folds times a network learns from all training cases but one part, as a run in a folder inner_..., which
+    resumes as one. Returns (exit code after a signal, weigh_image()'s results by name, (n, 2) parts of the
+    training cases' log-hazards by networks that have not seen them).
+    """
+    args, ranks, rows, cohort = run.args, run.ranks, train.rows, inputs.cohort
+    fold = deal(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
+    image = np.zeros(len(rows))
+    batch = {"batch_size": run.leaf, "effective_batch_size": run.effective, "auto_batch": False}
+    batch["gpu_shares"] = ",".join(map(str, run.shares))
+    resume = {"resume_from": "auto" if args.resume_from else None, "max_steps": 0, "profile": None, "wandb": None}
+    for left_out in range(1, args.inner_folds + 1):
+        du.print_main(f"\n--- what the image adds: inner fold {left_out} of {args.inner_folds}")
+        folder = {"output_dir": f"{args.output_dir}/inner_{left_out}_of_{args.inner_folds}"}
+        inner = Run(FORMAT, Namespace(**vars(args) | batch | resume | folder), ranks, ADVICE, MODEL_FLAGS)
+        sets = inputs.sets({"all": rows[fold != left_out], "val": rows[fold == left_out]}, args)
+        weights = inner.checkpoint and inner.checkpoint["model"]
+        network = build_model(inner.args, precision, ranks.device, inputs.columns.shape[1], weights)
+        loader, steps = begin_training(inner, network, inputs, sets, precision, {})
+        with inner:
+            code = train_epochs(inner, network, loader, steps)
+            if not code:
+                image[fold == left_out] = predict(network, sets["val"], inner, inner.args)[:, 1]
+        # a signal after the last step: the next start finds this one done
+        code = int(du.reduce_max([code or inner.stop.code or run.stop.code])[0])
+        if code:
+            return code, {}, None
+    x = inputs.columns[rows].astype(float)
+    found = weigh_image(x, image, train, *strongest(run.extra["cox_models"])[1:]) if ranks.is_main else None
+    linear, weight, chi2 = du.broadcast_object(found)
+    effect = f"counts {weight:.2f}" if weight else "adds nothing, and the network is the Cox model of its columns"
+    du.print_main(f"the image, on cases that it was not trained on: chi2 {chi2:.1f}; it {effect}")
+    found = {"linear": linear.tolist(), "image_weight": weight, "image_chi2": chi2}
+    return 0, found, np.column_stack([x @ linear, weight * image])
+
+
+def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
+    """Give the model's parts the weights that weigh_by_folds() found or baseline.json tells; none: they stay."""
+    if weighed:
+        model.linear.copy_(torch.tensor(weighed["linear"]))
+        model.image_weight.fill_(weighed["image_weight"])
+
+
+def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> tuple[int, tuple | None]:
+    """One fold from start to end; (exit code, (metrics, validation set, risks by model), None after a signal)."""
+    cross_validates = args.folds and args.val_fold
+    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    saved = run.checkpoint
+    cohort = read_table(args.csv_path, args)
+    with du.agree_on_errors():
+        train, val = choose_fold(cohort, args.fold_column, args.train_fold, args.val_fold, args.folds or 0, args.seed)
+        fitted = saved["columns"] if saved else fit_columns(cohort, args.clinical_columns, train)
+        report.strata(cohort, args.stratum_column)
+    inputs = read_inputs(cohort, fitted, np.concatenate([train, val]), args, None if saved else train)
+    sets = inputs.sets({"all": train, "val": val}, args)
+    with du.agree_on_errors():
+        rivals = report.read_rival(args.rival_run, sets["val"])
+    with du.agree_on_errors():
+        model = build_model(args, precision, ranks.device, inputs.columns.shape[1], saved and saved["model"])
+    if args.eval_only:
+        seen = set(cohort.case[val]) & set(saved["trained_cases"])
+        if seen:
+            raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
+        baseline = report.read_baseline(run.folder, run.position.step)
+        weigh_parts(model, baseline)
+        if not baseline:
+            du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
+        rivals |= fit_rivals(sets, saved["cox_models"]) if ranks.is_main else {}
+        metrics, _ = finish(model, sets, run, args, "val", rivals, baseline or {"step": run.position.step})
+        run.write_summary("eval_val", metrics)
+        return 0, None
+
+    loader, steps = begin_training(run, model, inputs, sets, precision, notes)
     with run:
-        while not run.is_over():
-            frozen = args.image == "volume" and run.position.epoch < args.freeze_epochs
-            if args.freeze_epochs and args.image == "volume":
-                model.backbone.requires_grad_(not frozen)
-                run.wrap()
-            model.train()
-            if frozen:
-                model.backbone.eval()
-            for step in run.steps(loader):
-                cox_step(run, step, loader, args)
-                factor = du.schedule(run.position.step, steps, args.warmup_steps, args.scheduler)
-                lowest = args.eta_min if run.position.step >= args.warmup_steps else 0.0
-                step.update(lowest + (args.learning_rate - lowest) * factor)
-            if run.stopped:
-                return run.save_and_stop(), None
-            run.keep(evaluate(model, sets, run, args)[0], headline="val/c_index")
+        if not steps and not saved:
+            run.keep(evaluate(predict(model, sets["val"], run, args).sum(1), sets, args), headline="val/c_index")
+        code = train_epochs(run, model, loader, steps, sets)
+        if code:
+            return code, None
+        weighed, unseen = {}, None
+        events = cohort.event[train].sum()
+        if events < 4 * args.inner_folds and steps:
+            du.print_main(f"warning: {events} events are too few to weigh the image part; it counts 1")
+        # not where --max_steps has cut the training short
+        elif args.inner_folds and 0 < run.position.step == steps:
+            run.writer.wait()
+            code, weighed, unseen = weigh_by_folds(run, inputs, sets["all"], precision)
+            if code:
+                return code, None
 
         step = run.position.step if cross_validates else run.load_best(model)
+        weigh_parts(model, weighed)
         is_best = not cross_validates and run.position.best is not None
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
-        results, log_hazard = finish(model, sets, run, args, title, rivals, step)
+        rivals |= fit_rivals(sets, run.extra["cox_models"]) if ranks.is_main else {}
+        results, risks = finish(model, sets, run, args, title, rivals, {"step": step}, unseen)
+        results |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
         if not cross_validates and "val/c_index" in run.log.last:
             results["val/c_index_last"] = run.log.last["val/c_index"]
         run.finish(results)
         # a signal since the last step: a single run is done, of a cross-validation no further fold begins
         code = int(du.reduce_max([run.stop.code])[0]) if cross_validates else 0
-    return code, (results, sets["val"], log_hazard)
+    return code, (results, sets["val"], risks)
 
 
 def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
@@ -616,7 +847,7 @@ def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict
             code, result = train_fold(Namespace(**own), ranks, precision, notes)
             if code:
                 return code
-            results.append((repeat, *result))
+            results.append((repeat + 1, fold, *result))
     if ranks.is_main:
         report.print_cross_validation(Path(args.output_dir), results, args)
     return 0
@@ -632,11 +863,14 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
         )
         run = Run(FORMAT, own, ranks, ADVICE, MODEL_FLAGS)
         cohort = read_table(args.predict, own, outcome=False)
+        rows = np.arange(len(cohort))
+        inputs = read_inputs(cohort, run.checkpoint["columns"], rows, own)
         with du.agree_on_errors():
-            encoded = encode_columns(cohort, run.checkpoint["columns"])
-            model = build_model(own, precision, ranks.device, encoded.shape[1], run.checkpoint["model"])
-        data = make_sets(cohort, encoded, {"new": np.arange(len(cohort))}, own)["new"]
-        risks.append((predict(model, data, run, own), report.read_baseline(folder, run.position.step)))
+            model = build_model(own, precision, ranks.device, inputs.columns.shape[1], run.checkpoint["model"])
+        baseline = report.read_baseline(folder, run.position.step)
+        weigh_parts(model, baseline)
+        data = inputs.sets({"new": rows}, own)["new"]
+        risks.append((predict(model, data, run, own), baseline))
         trained |= set(run.checkpoint["trained_cases"])
     if ranks.is_main:
         report.predict(Path(args.output_dir), data, risks, args, trained)

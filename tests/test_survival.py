@@ -33,7 +33,7 @@ YEARS = [1.0, 2.0, 3.0, 4.0, 5.0]
 CPU = torch.device("cpu")
 FLAGS = (
     "--resnet resnet10 --base_channels 8 --image_size 12 12 8 --hu_window 0 400 --batch_size 6 --epochs 2 --lr 1e-3 "
-    "--log_every 1 --num_workers 0 --eval_years 1 3 --cache_dir="
+    "--log_every 1 --num_workers 0 --eval_years 1 3 --inner_folds 0 --cache_dir="
 ).split()
 
 
@@ -58,7 +58,8 @@ def fold(time, event) -> MultiGPUSurvivalDataset:
     """A data set that is outcomes alone."""
     names = [f"t.csv:{row}" for row in range(len(time))]
     blank = [""] * len(names)
-    cohort = Cohort(names, np.array(names), blank, blank, np.asarray(time), np.asarray(event), pd.DataFrame())
+    table = pd.DataFrame(index=range(len(names)))
+    cohort = Cohort(names, np.array(names), blank, blank, np.asarray(time), np.asarray(event), table)
     return MultiGPUSurvivalDataset(cohort, rows=np.arange(len(names)))
 
 
@@ -115,9 +116,8 @@ def test_cox_models_and_their_loss_are_those_of_lifelines():
         theirs = CoxPHFitter(penalizer=penalty / len(x)).fit(frame, "time", "event", fit_options={"precision": 1e-12})
         beta = script.fit_cox(x, time, event, penalty)
         assert np.allclose(beta, theirs.params_, atol=1e-5)
-    x, time, event = map(torch.from_numpy, (x, time, event))
-    likelihood = -script.cox_loss(x @ beta, time, event).item() * event.sum().item()
-    assert likelihood == pytest.approx(theirs.log_likelihood_, rel=1e-9)
+    assert script.log_likelihood(x @ beta, time, event) == pytest.approx(theirs.log_likelihood_, rel=1e-9)
+    x, time, event, beta = map(torch.from_numpy, (x, time, event, beta))
     # log-hazards of any size, and no event at all
     for size, events in ((1e4, event), (1, torch.zeros_like(event))):
         log_hazard = (size * (x @ beta)).float().requires_grad_()
@@ -168,7 +168,8 @@ def test_intervals_and_the_paired_test_are_those_of_drawing_patients_again(capsy
     other = risk + np.random.default_rng(0).normal(0, 0.7, 80)
     val = fold(time, event)
     val.cohort.case = np.repeat(np.arange(40), 2)
-    found = report.print_table("", {"network": (risk, None), "other": (other, None)}, val, val, [])
+    models = {"network": (risk, None), "other": (other, None)}
+    found = report.print_table("", models, {"val": val, "all": val}, [], None)
     draws = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), report.RESAMPLES).repeat(2, axis=1)
     one, two = (
         np.array([report.concordance(*(np.repeat(v, draw) for v in (values, time, event))) for draw in draws])
@@ -197,7 +198,7 @@ def test_as_many_risks_as_cases_in_bf16():
     """The head stands outside autocast; inside, some hundred values would have to do for all."""
     model = script.build_model(parse(), "bf16", CPU)
     with torch.no_grad():
-        model.head.weight.mul_(100)
+        model.head.weight.normal_()
         risks = model({"image": torch.rand(96, 1, 12, 12, 8)})
     assert len(risks.unique()) == 96
 
@@ -217,6 +218,7 @@ def test_medicalnet_weights(tmp_path, shortcut):
     words = ["--init", "pretrained", "--pretrained_path", path, "--stem_stride", 2]
     model = script.build_model(parse(*words, "--norm", "batch"), "no", CPU)
     assert all(torch.equal(value, saved[f"module.{name}"]) for name, value in model.backbone.state_dict().items())
+    nn.init.ones_(model.head.weight)
     model({"image": torch.rand(2, 1, 12, 12, 8)}).sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.backbone.parameters() if parameter.dim() > 1)
     with pytest.raises(InputError, match="weights of another net .*check --resnet"):
@@ -244,15 +246,30 @@ def tuned(made, trained, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_step_is_one_pass_over_all_its_cases(made, tmp_path):
-    """In one leaf or in three: the loss of the whole step's risk sets and its gradient."""
-    cases = MultiGPUSurvivalDataset(made / "dataset.csv", volumes=Volumes((12, 12, 8), (0, 400)))
+def test_a_step_is_one_pass_over_all_its_cases(trained, made, tmp_path):
+    """In one leaf or in three: the loss of the whole step's risk sets and its gradient, beside the linear part."""
+    start = ["--init", "pretrained", "--pretrained_path", trained / "model.safetensors"]
+    cohort = read_cohort(made / "dataset.csv")
+    train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
+    cases = script.read_inputs(cohort, [], np.append(train, val), parse(), train).sets({"all": train}, parse())["all"]
     batch = default_collate([cases[row] for row in permute(np.arange(6), 32, 0, 0).tolist()])
-    model = script.build_model(parse(), "no", CPU)
+    model = script.build_model(parse(*start), "no", CPU, columns=6)
+    model.linear.copy_(torch.tensor(script.fit_cox_models(cases, 0, 0)["image_numbers"]["beta"]))
     loss = script.cox_loss(model(batch), batch["time"], batch["event"])
     norm = torch.stack([part.norm() for part in torch.autograd.grad(loss, list(model.parameters()))]).norm()
     for leaf in (6, 2):
-        words = ["--effective_batch_size", 6, "--batch_size", leaf, "--no-augment", "--max_steps", 1, "--lr", 0.01]
+        words = [
+            "--effective_batch_size",
+            6,
+            "--batch_size",
+            leaf,
+            "--no-augment",
+            "--max_steps",
+            1,
+            "--lr",
+            0.01,
+            *start,
+        ]
         go("--csv_path", made / "dataset.csv", *words, "--output_dir", tmp_path / str(leaf))
         logged = read_log(tmp_path / str(leaf))[0]
         assert (logged["train/lr"], logged["train/events"]) == (0.01, batch["event"].sum())
@@ -307,27 +324,42 @@ def test_the_table_holds_the_rivals(trained, made, table, tmp_path, capsys):
     assert sorted(saved["trained_cases"]) == sorted(table["case_num"][table["Fold_1"] == "train"])
 
 
-def test_columns_alone_begin_where_their_cox_model_ends(table, tmp_path):
-    """--image none opens no volume, and without a step it is the rival of the same columns."""
+def test_what_is_not_trained_is_the_cox_model(made, table, tmp_path):
+    """Without an epoch the network is the Cox model of the best likelihood; --image none opens no volume."""
+    columns = ["--clinical_columns", "Age", "Sex"]
+    words = ["--csv_path", made / "dataset.csv", "--mask_column", "heart_mask", *columns]
+    go(*words, "--epochs", 0, "--output_dir", tmp_path / "run")
     table.assign(**{"NIFTI Path": "none.nii.gz"}).to_csv(tmp_path / "d.csv", index=False)
-    words = ["--csv_path", tmp_path / "d.csv", "--image", "none", "--clinical_columns", "Age", "Sex", "--epochs", 1]
-    go(*words, "--output_dir", tmp_path / "run", "--lr", "1e-12", "--eta_min", 0)
-    summary = load_json(tmp_path / "run/summary.json")
-    assert summary["val/c_index"] == pytest.approx(summary["val/rival/clinical/c_index"])
-    assert summary["val/ibs"] == pytest.approx(summary["val/rival/clinical/ibs"], abs=1e-6)
+    go("--csv_path", tmp_path / "d.csv", *columns, "--image", "none", "--output_dir", tmp_path / "none")
+    for folder in ("run", "none"):
+        summary = load_json(tmp_path / folder / "summary.json")
+        models = torch.load(tmp_path / folder / "best.pt", weights_only=True)["cox_models"]
+        row = max(models, key=lambda name: models[name]["likelihood"])
+        assert len(models) == (3 if folder == "run" else 1)
+        for name in ("c_index", "c_index_uno", "auc", "ibs"):
+            assert summary[f"val/{name}"] == pytest.approx(summary[f"val/rival/{row}/{name}"], abs=1e-9)
+        assert summary[f"val/rival/{row}/above_low"] == summary[f"val/rival/{row}/above_high"] == 0
     assert "val/rival/image_numbers/c_index" not in summary
+    go("--predict", tmp_path / "d.csv", "--output_dir", tmp_path / "none")
+    assert len(pd.read_csv(tmp_path / "none/predictions_d.csv")["S(3y)"]) == 40
 
 
-def test_rivals_know_nothing_of_the_other_validation_cases(made):
-    cohort = read_cohort(made / "dataset.csv")
-    train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
-    sets = script.make_sets(cohort, np.zeros((40, 0)), {"all": train, "val": val}, parse())
-    before = script.fit_rivals(sets["val"], sets["all"], True)["image_numbers"][0]
-    sets["val"].image_numbers[0] += 9
-    cohort.event[val], cohort.time[val] = True, 1.0
-    after = script.fit_rivals(sets["val"], sets["all"], True)["image_numbers"][0]
-    assert before[0] != after[0]
-    assert np.array_equal(before[1:], after[1:])
+def test_nothing_of_the_validation_fold_reaches_scaler_penalty_or_weights(made, tmp_path, table):
+    """Other outcomes, columns and volumes of all but one validation case: its risk stays the same in every model."""
+    words = ["--clinical_columns", "Age", "NumLesion", "--output_dir"]
+    go("--csv_path", made / "dataset.csv", *words, tmp_path / "a", "--folds", 2, "--val_fold", 1)
+    first = pd.read_csv(tmp_path / "a/predictions.csv").set_index("case")
+    changed = first.index[first["fold"] == "val"][1:].astype(str)
+    rows = table["case_num"].isin(changed)
+    table.loc[rows, "time"] = np.arange(300, 300 + rows.sum()).astype(str)
+    table.loc[rows, ["Age", "NumLesion"]] = ["99", "77"]
+    table.loc[rows, "NIFTI Path"] = table["NIFTI Path"][rows].to_numpy()[::-1]
+    table.to_csv(tmp_path / "d.csv", index=False)
+    go("--csv_path", tmp_path / "d.csv", *words, tmp_path / "b", "--folds", 2, "--val_fold", 1)
+    second = pd.read_csv(tmp_path / "b/predictions.csv").set_index("case")
+    assert first.drop(changed.astype(int)).equals(second.drop(changed.astype(int)))
+    assert not first["log_hazard"].equals(second["log_hazard"])
+    assert load_json(tmp_path / "a/baseline.json") == load_json(tmp_path / "b/baseline.json")
 
 
 def test_another_hospital(trained, table, tmp_path, capsys):
@@ -339,9 +371,9 @@ def test_another_hospital(trained, table, tmp_path, capsys):
     summary = load_json(trained / "summary.json")
     written = pd.read_csv(trained / "predictions_other.csv")
     own = pd.read_csv(trained / "predictions.csv").query("fold == 'val'")
-    centre = load_json(trained / "baseline.json")["centre"]
-    assert np.allclose(written["log_hazard"], own["log_hazard"] - centre)
-    assert np.allclose(written["S(3y)"], own["S(3y)"])
+    assert np.allclose(written["log_hazard"], own["log_hazard"])
+    assert np.allclose(written["log_hazard"], written["of_columns"] + written["of_image"])
+    assert np.allclose(written[["S(3y)", "percentile"]], own[["S(3y)", "percentile"]])
     assert f"{len(val)} with outcomes, {(val['event'] == '1').sum()} events: C {summary['val/c_index']:.3f} (" in shown
     free = report.kaplan_meier(*own[["time_years", "event"]].to_numpy().T, 3)
     assert re.search(rf"^3 y +{1 - own['S(3y)'].mean():.3f} +{1 - free:.3f}$", shown, re.M)
@@ -381,31 +413,60 @@ def test_the_baseline_is_of_the_weights_that_are_used(tuned, made, capsys):
 
 def test_cross_validation(made, tmp_path, capsys):
     """2 folds twice, each at its last epoch, no case scored by a model that saw it; an ensemble answers --predict."""
-    words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "cv", "--image", "none"]
-    words += ["--clinical_columns", "Age", "NumLesion", "--epochs", 3, "--lr", 2, "--folds", 2, "--repeats", 2]
+    words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "cv", "--clinical_columns", "Age"]
+    words += ["--inner_folds", 0, "--lr", 0.02, "--folds", 2, "--repeats", 2, "--stratum_column", "Sex"]
     go(*words)
+    shown = capsys.readouterr().out
     summary = load_json(tmp_path / "cv/summary.json")
     folders = [tmp_path / f"cv/repeat_{repeat}/fold_{fold}" for repeat in (1, 2) for fold in (1, 2)]
     scores = [load_json(folder / "summary.json")["val/c_index"] for folder in folders]
     logs = [[line["val/c_index"] for line in read_log(folder) if "val/c_index" in line] for folder in folders]
     assert scores == pytest.approx([log[-1] for log in logs])
-    assert scores != [max(log) for log in logs]
     assert scores[:2] != scores[2:]
     assert summary["val/c_index"] == pytest.approx(np.mean(scores))
     assert summary["val/c_index_sd"] == pytest.approx(np.std(scores, ddof=1))
     cases = pd.read_csv(tmp_path / "cv/cross_validation.csv")
     assert sorted(cases["case"].tolist()) == sorted([*range(1, 41)] * 2)
-    # of all pairs within folds
-    assert min(scores) < summary["val/c_index_pooled"] < max(scores)
-    assert summary["val/c_index_pooled"] != pytest.approx(summary["val/c_index"])
-    capsys.readouterr()
+
+    # the table by hand: all pairs within folds, and the mean of both repeats over the same pairs
+    cases["mean"] = cases.groupby("case")["log_hazard"].transform("mean")
+    cases["sex"] = pd.read_csv(made / "dataset.csv").set_index("case_num")["Sex"][cases["case"]].to_numpy()
+
+    def by_hand(risk: str, groups: list[str]) -> float:
+        right = pairs = 0
+        for _, part in cases.groupby(groups):
+            for one in part[part["event"]].itertuples():
+                later = part[(part["time"] > one.time) | ((part["time"] == one.time) & ~part["event"])]
+                pairs += len(later)
+                difference = getattr(one, risk) - later[risk]
+                right += (difference > 0).sum() + 0.5 * (difference == 0).sum()
+        return right / pairs
+
+    for key, risk in (("val", "log_hazard"), ("val/rival/mean_of_repeats", "mean"), ("val/rival/clinical", "clinical")):
+        assert summary[f"{key}/c_index_pooled"] == pytest.approx(by_hand(risk, ["repeat", "fold"]))
+        within = by_hand(risk, ["repeat", "fold", "sex"])
+        assert summary[f"{key}/c_index_pooled_within_strata"] == pytest.approx(within)
+        assert f"{summary[f'{key}/c_index_pooled']:.3f} ({summary[f'{key}/c_index_pooled_low']:.3f}, " in shown
+    assert f"{summary['val/rival/clinical/above_low']:+.3f}, {summary['val/rival/clinical/above_high']:+.3f}" in shown
+
     go("--predict", made / "dataset.csv", "--output_dir", tmp_path / "cv")
     assert "40 cases, 4 models" in capsys.readouterr().out
     own = sum(pd.read_csv(folder / "predictions.csv").set_index("case").drop(columns="fold") for folder in folders)
-    centres = sum(load_json(folder / "baseline.json")["centre"] for folder in folders)
     written = pd.read_csv(tmp_path / "cv/predictions_dataset.csv").set_index("case")
-    assert np.allclose(4 * written["log_hazard"], own["log_hazard"][written.index] - centres)
-    assert np.allclose(4 * written["S(1y)"], own["S(1y)"][written.index])
+    for name in ("log_hazard", "of_columns", "of_image", "percentile", "S(1y)"):
+        assert np.allclose(4 * written[name], own[name][written.index])
+
+
+def test_patients_are_drawn_anew_within_folds():
+    """A patient's rows together, as many patients in each fold as there are."""
+    case = np.array([5, 5, 7, 8, 9, 9, 4])
+    fold = np.array([0, 0, 0, 0, 1, 1, 1])
+    counts = report.draw_patients(case, fold)
+    assert (counts[:, [0, 4]] == counts[:, [1, 5]]).all()
+    assert (counts[:, [0, 2, 3]].sum(1) == 3).all()
+    assert (counts[:, [4, 6]].sum(1) == 2).all()
+    assert counts[:, 4].mean() == pytest.approx(1, abs=0.1)
+    assert set(counts[:, 4]) == {0, 1, 2}
 
 
 def test_flags(capsys):
@@ -416,6 +477,7 @@ def test_flags(capsys):
         "--eta_min 1": "--eta_min at most --lr",
         "--init pretrained": "--init pretrained and --pretrained_path go together",
         "--image none": "--image none: needs --clinical_columns",
+        "--inner_folds 1": "--inner_folds: 0, or at least 2",
         "--folds 3 --resume_from x.pt": "--folds: each has checkpoints of its own",
         "--image none --clinical_columns age --use_smart_cache": "--image none: goes without --use_smart_cache",
     }
@@ -581,8 +643,9 @@ def test_window_order_spacing_and_orientation(tmp_path):
     flags = parse("--spacing", 2, 2, 1, "--orientation", "LPS", "--mask_margin", 3)
     cohort = fold([1.0], [True]).cohort
     cohort.path = [path]
-    sets = script.make_sets(cohort, np.zeros((1, 0)), {"val": [0]}, flags)
-    assert sets["val"].volumes == Volumes([12, 12, 8], [0, 400], [2, 2, 1], "LPS", None, 3, "")
+    assert script.read_inputs(cohort, [], [0], flags).volumes == Volumes(
+        [12, 12, 8], [0, 400], [2, 2, 1], "LPS", None, 3, ""
+    )
     # means where an axis shrinks, lines where it grows
     volume = torch.arange(4.0).expand(1, 2, 2, 4)
     assert data.resize(volume, (2, 2, 2))[0, 0, 0].tolist() == [0.5, 2.5]
@@ -603,7 +666,7 @@ def test_volumes_and_masks_lie_one_way_whatever_their_files_say(tmp_path, capsys
             nibabel.save(image.as_reoriented(turn), tmp_path / f"{name}{kind}.nii.gz")
             of_cohort.append(str(tmp_path / f"{name}{kind}.nii.gz"))
     flags = parse("--image_size", 8, 8, 8, "--mask_column", "m", "--mask_mode", "channel")
-    cases = script.make_sets(cohort, np.zeros((4, 0)), {"val": np.arange(4)}, flags)["val"]
+    cases = script.read_inputs(cohort, [], np.arange(4), flags).sets({"val": np.arange(4)}, flags)["val"]
     images = [cases[row]["image"] for row in range(4)]
     assert np.array_equal(images[0][1], mask)
     assert all(torch.equal(image, images[0]) for image in images)
@@ -611,7 +674,7 @@ def test_volumes_and_masks_lie_one_way_whatever_their_files_say(tmp_path, capsys
     assert "volumes: 2 LPS, 1 RAS, 1 PIR, turned to RAS; voxels 1 to 2 x 1 x 1 mm\n" in told
     assert "warning: voxel sizes vary by more than 10 %" in told
     flags.orientation, flags.spacing = "as-is", [1.0, 1.0, 1.0]
-    script.make_sets(cohort, np.zeros((4, 0)), {"val": np.arange(4)}, flags)
+    script.read_inputs(cohort, [], np.arange(4), flags)
     assert capsys.readouterr().out == "volumes: 2 LPS, 1 RAS, 1 PIR; voxels 1 to 2 x 1 x 1 mm\n"
 
 
@@ -653,7 +716,26 @@ def test_numbers_of_a_volume(tmp_path):
     path = save_volume(tmp_path / "a.nii.gz", values, np.diag([1.0, 2, 1, 1]))
     mask = save_volume(tmp_path / "m.nii.gz", (values > 0).astype(np.uint8), np.diag([1.0, 2, 1, 1]))
     numbers = Volumes(image_size=(8, 8, 8)).load(path, mask, numbers=True)
-    assert numbers[:4].tolist() == pytest.approx([math.log1p(6), math.log1p(2), 523 / 512, math.log1p(8)])
+    assert numbers[:4].tolist() == pytest.approx([math.log1p(6), math.log1p(2), 523 / 512, math.log(8)])
+    assert numbers[6:8].tolist() == pytest.approx([523 / 4, math.sqrt(3) / 4])
+    # from corner to corner
+    assert numbers[5].exp() == pytest.approx(math.hypot(6, 12, 6))
+    assert Volumes(image_size=(8, 8, 8)).load(path, numbers=True)[3:8].isnan().all()
+
+
+def test_surface_and_diameter_of_a_ball():
+    """Within what voxels allow, on voxels of another size along each axis."""
+    voxel = np.array([0.5, 1.0, 0.8])
+    axes = [np.arange(count) * size for count, size in zip((60, 30, 40), voxel, strict=True)]
+    inside = sum((axis - 14) ** 2 for axis in np.meshgrid(*axes, indexing="ij")) < 10**2
+    volume, surface, diameter, *_ = data.measure_mask(torch.zeros(inside.shape), torch.from_numpy(inside), voxel)
+    assert math.exp(volume) == pytest.approx(4 / 3 * math.pi * 10**3, rel=0.02)
+    assert math.exp(surface) == pytest.approx(4 * math.pi * 10**2, rel=0.1)
+    assert math.exp(diameter) == pytest.approx(20, rel=0.07)
+    # a line of voxels
+    flat = torch.zeros(5, 5, 5, dtype=torch.bool)
+    flat[2, 2, 1:4] = True
+    assert math.exp(data.measure_mask(torch.zeros(5, 5, 5), flat, voxel)[2]) == pytest.approx(math.hypot(0.5, 1, 2.4))
 
 
 def test_the_disk_cache_is_read_once_and_notices_changes(tmp_path, monkeypatch):
@@ -664,7 +746,7 @@ def test_the_disk_cache_is_read_once_and_notices_changes(tmp_path, monkeypatch):
     with monkeypatch.context() as unread:
         unread.delattr(Volumes, "_open")
         assert torch.equal(volumes.load(path), first)
-        assert torch.equal(volumes.load(path, numbers=True), numbers)
+        assert torch.equal(volumes.load(path, numbers=True).nan_to_num(), numbers.nan_to_num())
     save_volume(tmp_path / "a.nii.gz", -values)
     assert not torch.equal(volumes.load(path), first)
     volumes.hu_window = (0, 9)
@@ -684,9 +766,8 @@ def test_unusable_volumes_are_named_with_their_rows(read, table, tmp_path, capsy
     table.loc[0, "heart_mask"] = ""
     cohort = read(table, mask_column="heart_mask")
     flags = parse("--image_size", 8, 8, 8, "--mask_column", "heart_mask", "--cache_dir", "")
-    rows = {"all": np.arange(4, 40), "val": np.arange(4)}
     with pytest.raises(InputError, match=r"d.csv:9, .*d.csv:10, .*d.csv:11, ...: 4 volumes cannot be used, all listed"):
-        script.make_sets(cohort, np.zeros((40, 0)), rows, flags)
+        script.read_inputs(cohort, [], np.roll(np.arange(40), -4), flags)
     listed = capsys.readouterr().out.splitlines()
     assert re.search(rf"d.csv:5: {tmp_path}/3.nii.gz: cannot be used \(.+\); correct or replace it$", listed[3])
     assert listed[1].endswith("8.nii.gz cannot be used (holds one value everywhere); replace it or remove the row")

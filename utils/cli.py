@@ -206,10 +206,12 @@ def add_common_arguments(
     learning_rate: float,
     batch_size: int,
     batch_of_all: bool = False,
+    least_epochs: int = 1,
 ) -> None:
     """The flags that mean the same in every script, with the guide's defaults; each guide's names are synonyms.
 
     num_epochs: None where the guide counts steps. batch_of_all: --batch_size is that of all GPUs, as guide 2 has it.
+    least_epochs: 0 where a model that was not trained by steps says something.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
     rare = parser.rare.add_argument
@@ -217,7 +219,13 @@ def add_common_arguments(
     text = "run folder: checkpoints, log, figures, summary"
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
     if num_epochs:
-        add("--num_epochs", "--epochs", type=whole(1), default=num_epochs, help="passes over the training set")
+        add(
+            "--num_epochs",
+            "--epochs",
+            type=whole(least_epochs),
+            default=num_epochs,
+            help="passes over the training set",
+        )
     add("--seed", type=whole(-(10**18)), default=0, help="of initial weights, sample order and all other random draws")
     add("--max_steps", type=whole(0), default=0, help="stop after N optimizer steps in all; 0: at the end")
     add("--resume_from", metavar="auto|PATH", help="auto: the folder's newest intact checkpoint, or start; or a file")

@@ -41,6 +41,11 @@ COLUMNS = {
 }
 # labels of a fold column that are neither trained nor validated on
 HELD_OUT = ("test", "holdout", "hold-out", "")
+# what Volumes.read() measures, as columns of the table; those of the mask are blank where it is empty
+NUMBERS = (
+    "image: log mm3 above 130 hu", "image: log parts above 130 hu", "image: mean hu", "image: log mask mm3",
+    "image: log mask mm2", "image: log mask diameter mm", "image: mean hu in mask", "image: sd of hu in mask",
+)  # fmt: skip
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
@@ -146,15 +151,9 @@ def choose_fold(
     if count:
         marks = cohort.table.get(fold_column.lower())
         held = np.zeros(len(cohort), bool) if marks is None else marks.str.lower().isin(HELD_OUT[:-1]).to_numpy()
-        names, case = np.unique(cohort.case, return_inverse=True)
-        event, dealt = (np.bincount(case, weights=rows) > 0 for rows in (cohort.event & ~held, ~held))
-        order = np.random.default_rng(seed % 2**63).permutation(len(names))
-        # those with events first, those that are held out last
-        order = order[np.lexsort((~event[order], ~dealt[order]))]
-        number = np.empty(len(names), int)
-        number[order] = np.arange(len(names)) % count + 1
         # what a fold column holds out belongs to no fold
-        labels, is_train = np.where(held, HELD_OUT[0], number[case].astype(str)), np.zeros(len(cohort), bool)
+        number = deal(cohort.case, cohort.event, ~held, count, seed)
+        labels, is_train = np.where(held, HELD_OUT[0], number.astype(str)), np.zeros(len(cohort), bool)
         val = val or "1"
     else:
         rows = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
@@ -178,6 +177,18 @@ def choose_fold(
     return np.flatnonzero(is_train), np.flatnonzero(is_val)
 
 
+def deal(case: np.ndarray, event: np.ndarray, used: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """(rows,) numbers 1 to count: folds that keep a case whole and deal out the events of the rows in use evenly."""
+    names, place = np.unique(case, return_inverse=True)
+    has_event, dealt = (np.bincount(place, weights=rows) > 0 for rows in (event & used, used))
+    order = np.random.default_rng(seed % 2**63).permutation(len(names))
+    # those with events first, those that are not used last
+    order = order[np.lexsort((~has_event[order], ~dealt[order]))]
+    number = np.empty(len(names), int)
+    number[order] = np.arange(len(names)) % count + 1
+    return number[place]
+
+
 # --- clinical columns -------------------------------------------------------------------------------------------------
 
 
@@ -188,8 +199,8 @@ def fit_columns(cohort: Cohort, names: list[str], rows: np.ndarray) -> list[dict
     as a tenth of the rows, or five.
     """
     columns, problems = [], []
+    everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
     for name in names:
-        everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
         column = tables.find_column(everything, name)
         cells = cohort.table[column].iloc[rows]
         known = cells[~cells.str.lower().isin(tables.BLANK)]
@@ -272,7 +283,7 @@ class Volumes:
         if self.cache_dir:
             # another one for another size, time of change or setting
             files = [file for name in (path, mask) if name for file in files_of(name)]
-            key = hashlib.sha256(f"{stamp(files)}{self}2".encode()).hexdigest()
+            key = hashlib.sha256(f"{stamp(files)}{self}3".encode()).hexdigest()
             kept = [Path(self.cache_dir, f"{key}.{kind}.npy") for kind in ("numbers", "volume")]
             if kept[1].exists():
                 return torch.from_numpy(np.load(kept[not numbers]))
@@ -293,11 +304,7 @@ class Volumes:
         return both[not numbers]
 
     def read(self, path: str, mask: str = "") -> tuple[Tensor, Tensor]:
-        """(volume, numbers).
-
-        numbers: log of the mm3 above 130 HU, log of how many parts they have, mean HU, log of the mask's mm3, and
-        the file's Volume.summary().
-        """
+        """(volume, numbers): NUMBERS, NaN where there is no mask, and the file's Volume.summary()."""
         volume, summary = self._open(path, "bilinear")
         if volume.min() == volume.max():
             raise ValueError("holds one value everywhere")
@@ -319,8 +326,8 @@ class Volumes:
 
         calcium = hu[0].numpy() > 130
         parts = label(calcium, np.ones((3, 3, 3)))[1]
-        sizes = np.log1p([calcium.sum() * voxel.prod(), parts, float(inside.sum()) * voxel.prod()])
-        numbers = torch.tensor([sizes[0], sizes[1], float(hu.mean()), sizes[2], *summary])
+        sizes = np.log1p([calcium.sum() * voxel.prod(), parts])
+        numbers = torch.tensor([*sizes, float(hu.mean()), *measure_mask(hu[0], inside[0] > 0, voxel), *summary])
         low, high = self.hu_window
         channels = [((hu - low) / (high - low)).clip(0, 1), inside]
         channels = channels[: 1 + (self.mask_mode == "channel")]
@@ -336,6 +343,26 @@ class Volumes:
         if self.spacing:
             volume = Spacing(pixdim=self.spacing, mode=mode, padding_mode="border")(volume)
         return volume, found.summary()
+
+
+def measure_mask(hu: Tensor, inside: Tensor, voxel: np.ndarray) -> list[float]:
+    """Of a mask (X, Y, Z): log mm3, log mm2 of its surface, log of its longest diameter in mm; mean and SD of its HU.
+
+    The surface is MONAI's, of a mesh; the diameter is the longest distance between corners of voxels. The sphericity is
+    not among them, as its logarithm is a sum of the first two. NaN for an empty mask.
+    """
+    from monai.metrics.utils import get_mask_edges
+    from scipy.spatial import ConvexHull
+    from scipy.spatial.distance import pdist
+
+    if not inside.any():
+        return [math.nan] * 5
+    corner, _, surface, _ = get_mask_edges(inside, inside, spacing=tuple(voxel.tolist()))
+    corners = corner.nonzero().numpy() * voxel
+    diameter = pdist(corners[ConvexHull(corners).vertices]).max()
+    values = hu[inside].double()
+    sizes = np.log([len(values) * voxel.prod(), float(surface.sum()), diameter])
+    return [*sizes, float(values.mean()), float(values.std(correction=0))]
 
 
 def resize(volume: Tensor, size: tuple[int, int, int]) -> Tensor:
@@ -453,7 +480,7 @@ class MultiGPUSurvivalDataset(Dataset):
     def check(self, threads: int) -> list[str]:
         """All ranks: read every volume once, by threads, into what is kept on disk; what is wrong with which.
 
-        Where nothing is, image_numbers (cases, 4) and summaries (cases, 6) have what read() tells.
+        Where nothing is, the cohort's table has their NUMBERS, and summaries (cases, 6) what their files say.
         """
         rank, world_size = du.world()
         cohort = self.cohort
@@ -473,8 +500,12 @@ class MultiGPUSurvivalDataset(Dataset):
         faults = [fault for fault, _ in found if fault]
         if faults:
             return faults
-        self.image_numbers, self.summaries = np.split(np.array([numbers for _, numbers in found]), [4], axis=1)
-        empty = sum(not numbers[3] for _, numbers in found)
+        measured, self.summaries = np.split(np.array([numbers for _, numbers in found]), [len(NUMBERS)], axis=1)
+        for name, values in zip(NUMBERS, measured.T, strict=True):
+            if name not in cohort.table:
+                cohort.table[name] = ""
+            cohort.table.loc[self.rows, name] = values.astype(str)
+        empty = np.isnan(measured[:, -1]).sum()
         if self.volumes.mask_mode and empty:
             effect = "are taken whole" if self.volumes.mask_mode == "crop" else "have zeros for it"
             du.print_main(f"{empty} of {len(found)} cases have no mask, or an empty one, and {effect}")

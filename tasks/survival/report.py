@@ -9,8 +9,9 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from tasks.survival.data import MultiGPUSurvivalDataset
+from tasks.survival.data import Cohort, MultiGPUSurvivalDataset
 from utils.cli import InputError
+from utils.tables import find_column
 
 RESAMPLES = 1000
 
@@ -38,7 +39,7 @@ def kaplan_meier(time: ndarray, event: ndarray, at, censoring: bool = False) -> 
 def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
     """The cumulative baseline hazard of the training fold by Breslow (1974), as logarithms, which never overflow.
 
-    centre: the mean log-hazard, which is 0 for an ensemble. until: the end of the follow-up.
+    until: the end of the follow-up.
     """
     time, event = outcome(data)
     times, events = np.unique(time[event], return_counts=True)
@@ -51,8 +52,19 @@ def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
         "time": times.tolist(),
         "log_hazard": cumulative.tolist(),
         "until": float(time.max()),
-        "centre": float(log_hazard.mean()),
     }
+
+
+def fit_reference(parts: ndarray, data: MultiGPUSurvivalDataset) -> dict:
+    """What a patient is told from: fit_baseline(), and where the training patients' risks lie.
+
+    parts: (n, 2), of columns and image. centres: their means, from which log-hazards are counted.
+    """
+    centres = parts.mean(0)
+    log_hazard = (parts - centres).sum(1)
+    percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
+    reference = {"centres": centres.tolist(), "percentiles": percentiles.tolist()}
+    return fit_baseline(log_hazard, data) | reference
 
 
 def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
@@ -66,14 +78,20 @@ def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, case: ndarray) -> ndarray:
-    """Harrell's C of 1000 resamples of the patients, the same resamples at each call; NaN without a comparable pair."""
-    names, place = np.unique(case, return_inverse=True)
-    counts = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), RESAMPLES)
-    counts = counts[:, place].astype(np.float32)
-    first = np.flatnonzero(event)
-    comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
-    in_order = (log_hazard[first, None] > log_hazard) + 0.5 * (log_hazard[first, None] == log_hazard)
+def draw_patients(case: ndarray, stratum: ndarray) -> ndarray:
+    """(1000, rows) float32: how often each row is in resamples of the patients within strata; always the same draws."""
+    names, first, place = np.unique(case, return_index=True, return_inverse=True)
+    counts = np.zeros((RESAMPLES, len(names)), np.float32)
+    random = np.random.default_rng(0)
+    for value in np.unique(stratum[first]):
+        patients = np.flatnonzero(stratum[first] == value)
+        counts[:, patients] = random.multinomial(len(patients), np.full(len(patients), 1 / len(patients)), RESAMPLES)
+    return counts[:, place]
+
+
+def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndarray, group: ndarray) -> ndarray:
+    """Harrell's C, see concordance(), of each resample of draw_patients(); NaN without a comparable pair."""
+    first, comes_first, in_order = compare(log_hazard, time, event, group)
     # how often each pair is in a resample
     pairs, right = (
         (counts[:, first] * (counts @ table.astype(np.float32).T)).sum(1, dtype=float)
@@ -82,17 +100,21 @@ def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, case: ndarra
     return np.divide(right, pairs, out=np.full(RESAMPLES, np.nan), where=pairs > 0)
 
 
-def concordance(log_hazard: ndarray, time: ndarray, event: ndarray) -> float:
-    """Harrell's C of all pairs of which one is known to come first."""
-    right, pairs = concordant_pairs(log_hazard, time, event)
-    return right / pairs
+def concordance(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray | None = None) -> float:
+    """Harrell's C: the share in the right order of all pairs within a group of which one is known to come first.
+
+    Equal log-hazards count half; NaN without such a pair.
+    """
+    _, comes_first, in_order = compare(log_hazard, time, event, np.zeros(len(time)) if group is None else group)
+    return float((comes_first * in_order).sum() / comes_first.sum()) if comes_first.any() else np.nan
 
 
-def concordant_pairs(log_hazard: ndarray, time: ndarray, event: ndarray) -> tuple[float, int]:
-    """(pairs in the right order, pairs of which one is known to come first); equal log-hazards count half."""
-    comes_first = event[:, None] & ((time[:, None] < time) | ((time[:, None] == time) & ~event))
-    right = (log_hazard[:, None] > log_hazard) + 0.5 * (log_hazard[:, None] == log_hazard)
-    return float((comes_first * right).sum()), int(comes_first.sum())
+def compare(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray) -> tuple[ndarray, ndarray, ndarray]:
+    """(rows with an event; (events, rows) whether it is known to come first in its group; 1, .5 or 0: so predicted)."""
+    first = np.flatnonzero(event)
+    comes_first = (time[first, None] < time) | ((time[first, None] == time) & ~event)
+    in_order = (log_hazard[first, None] > log_hazard) + 0.5 * (log_hazard[first, None] == log_hazard)
+    return first, comes_first & (group[first, None] == group), in_order
 
 
 def interval(values: ndarray) -> tuple[float, float]:
@@ -149,44 +171,80 @@ def score(
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
+def true_risk(val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
+    """{"true_risk": ...}: of made-up data what the outcomes were drawn with; {} of any other."""
+    truth = val.cohort.table.get("true_log_hazard")
+    return {} if truth is None else {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
+
+
+def strata(cohort: Cohort, column: str | None) -> ndarray | None:
+    """(rows,) numbers of the values of --stratum_column, None without it. Raises InputError."""
+    if not column:
+        return None
+    rows = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
+    return np.unique(cohort.table[find_column(rows, column)], return_inverse=True)[1]
+
+
+def compare_models(
+    risks: dict[str, ndarray], time: ndarray, event: ndarray, case: ndarray, fold: ndarray, stratum: ndarray | None
+) -> tuple[dict[str, dict], pd.DataFrame]:
+    """C of each model over the pairs within folds, with the paired test of the first against each other.
+
+    All arrays have a row a case, several where folds are repeated; patients are drawn anew within the first fold they
+    are in. Returns ({name: scores}, the table's columns).
+    """
+    counts = draw_patients(case, fold)
+    scores, rows, own = {}, {}, None
+    for name, risk in risks.items():
+        resampled = resampled_c(risk, time, event, counts, fold)
+        low, high = interval(resampled)
+        found = {"c_index": concordance(risk, time, event, fold), "c_index_low": low, "c_index_high": high}
+        row = {"C": f"{found['c_index']:.3f} ({low:.3f}, {high:.3f})"}
+        if stratum is not None:
+            within = fold * (stratum.max() + 1) + stratum
+            found["c_index_within_strata"] = concordance(risk, time, event, within)
+            row["C within"] = f"{found['c_index_within_strata']:.3f}"
+        if own is None:
+            own, lead = resampled, found["c_index"]
+        else:
+            above = own - resampled
+            above = above[np.isfinite(above)]
+            low, high = interval(above)
+            p = float(min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES))
+            row |= {"network above": f"{lead - found['c_index']:+.3f} ({low:+.3f}, {high:+.3f})", "p": f"{p:.3f}"}
+            found |= {"above_low": low, "above_high": high, "p": p}
+        scores[name], rows[name.replace("_and_", " + ").replace("_", " ")] = found, row
+    return scores, pd.DataFrame(rows).T
+
+
+def key_of(model: str, first: str = "network") -> str:
+    """Where summary.json has a model's scores."""
+    return "val" if model == first else f"val/rival/{model}"
+
+
 def print_table(
-    title: str,
-    models: dict[str, tuple],
-    val: MultiGPUSurvivalDataset,
-    train: MultiGPUSurvivalDataset,
-    years: list[float],
+    title: str, models: dict[str, tuple], sets: dict, years: list[float], stratum_column: str | None
 ) -> dict[str, float]:
     """Rank 0: print the scores of the network, which is the first of `models`, and of its rivals; returns all by name.
 
     models: {name: (log-hazards, baseline)}. The last columns are the network's C above that of each rival, with its
     interval in resamples of the same cases, and the two-sided p value of no difference.
     """
-    truth = val.cohort.table.get("true_log_hazard")
-    if truth is not None:
-        # of made-up data: what the outcomes were drawn with
-        models = models | {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
-    metrics, rows, own = {}, {}, None
-    for model, (risk, baseline) in models.items():
-        resampled = resampled_c(risk, *outcome(val), val.cohort.case[val.rows])
-        scores = score(risk, val, train, years, baseline, "of")
-        scores["of/c_index_low"], scores["of/c_index_high"] = interval(resampled)
-        row = {"C": "{of/c_index:.3f} ({of/c_index_low:.3f}, {of/c_index_high:.3f})".format(**scores)}
-        columns = (("Uno C", "of/c_index_uno"), ("AUC", "of/auc"), ("IBS", "of/ibs"))
-        row |= {label: f"{scores[key]:.3f}" for label, key in columns if key in scores}
-        if own is None:
-            own, prefix = resampled, "val"
-        else:
-            above, prefix = own - resampled, f"val/rival/{model}"
-            above = above[np.isfinite(above)]
-            low, high = interval(above)
-            p = min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES)
-            lead = metrics["val/c_index"] - scores["of/c_index"]
-            row |= {"network above": f"{lead:+.3f} ({low:+.3f}, {high:+.3f})", "p": f"{p:.3f}"}
-            scores |= {"of/above_low": low, "of/above_high": high, "of/p": float(p)}
-        metrics |= {key.replace("of", prefix, 1): value for key, value in scores.items()}
-        rows[model.replace("_and_", " + ").replace("_", " ")] = row
-    print(f"\n{title}: {len(val.rows)} cases, {outcome(val)[1].sum()} events")
-    print(pd.DataFrame(rows).T.fillna("").to_string())
+    val = sets["val"]
+    (time, event), stratum = outcome(val), strata(val.cohort, stratum_column)
+    risks = {name: risk for name, (risk, _) in models.items()}
+    together = np.zeros(len(time), int)
+    of_all = stratum if stratum is None else stratum[val.rows]
+    compared, table = compare_models(risks, time, event, val.cohort.case[val.rows], together, of_all)
+    metrics, columns = {}, {"Uno C": "c_index_uno", "AUC": "auc", "IBS": "ibs"}
+    for place, (name, (risk, baseline)) in enumerate(models.items()):
+        scores = {key[3:]: value for key, value in score(risk, val, sets["all"], years, baseline, "of").items()}
+        for label, key in columns.items():
+            table.loc[table.index[place], label] = f"{scores[key]:.3f}" if key in scores else ""
+        metrics |= {f"{key_of(name)}/{key}": value for key, value in (scores | compared[name]).items()}
+    order = [name for name in ("C", "C within", *columns, "network above", "p") if name in table]
+    print(f"\n{title}: {len(val.rows)} cases, {event.sum()} events")
+    print(table[order].fillna("").to_string())
     horizons = {f"{y:g} y": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
     print(pd.DataFrame(horizons, ["AUC", "Brier"]).T.dropna().round(3).to_string(), flush=True)
     return metrics
@@ -201,37 +259,75 @@ def folds_of(folder: Path) -> list[Path]:
 
 
 def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
-    """Rank 0: mean and spread of the folds' scores, and C over the pairs within folds; summary.json and all cases."""
-    table = pd.DataFrame([metrics for _, metrics, _, _ in results])
+    """Rank 0: C over the pairs within folds of each model, of the mean risk of all repeats too; spread of the folds.
+
+    results: (repeat, fold, metrics, validation set, {model: log-hazards}) of each. Writes summary.json and all cases.
+    """
+    scores = pd.DataFrame([metrics for _, _, metrics, _, _ in results])
     # a mean of interval's ends or of p values says nothing
-    table = table[[name for name in table if not name.endswith(("_low", "_high", "/p"))]]
-    summary = table.mean().to_dict() | {f"{name}_sd": value for name, value in table.std().items()}
-    pairs = np.zeros(2)
+    scores = scores[[name for name in scores if not name.endswith(("_low", "_high", "/p"))]]
+    summary = scores.mean().to_dict() | {f"{name}_sd": value for name, value in scores.std().items()}
+
     cases = []
-    for repeat, _, val, log_hazard in results:
-        pairs += concordant_pairs(log_hazard, *outcome(val))
-        cases.append(pd.DataFrame({"repeat": repeat + 1, "case": val.cohort.case[val.rows], "log_hazard": log_hazard}))
-    summary |= {"val/c_index_pooled": pairs[0] / pairs[1], "folds": args.folds, "repeats": args.repeats}
-    pd.concat(cases).to_csv(folder / "cross_validation.csv", index=False)
+    for repeat, fold, _, val, risks in results:
+        own = {"repeat": repeat, "fold": fold, "row": val.rows, "case": val.cohort.case[val.rows]}
+        own |= dict(zip(("time", "event"), outcome(val), strict=True))
+        cases.append(pd.DataFrame(own | risks))
+    cases = pd.concat(cases, ignore_index=True)
+    models = {name: cases[name].to_numpy() for name in results[0][4]}
+    if args.repeats > 1:
+        # each repeat's model of a case is another fold's
+        models = {
+            "network": models.pop("network"),
+            "mean_of_repeats": cases.groupby("row")["network"].transform("mean").to_numpy(),
+        } | models
+    stratum = strata(val.cohort, args.stratum_column)
+    of_all = stratum if stratum is None else stratum[cases["row"]]
+    columns = [cases[name].to_numpy() for name in ("time", "event", "case")]
+    number = (cases["repeat"] * args.folds + cases["fold"]).to_numpy()
+    compared, table = compare_models(models, *columns, number, of_all)
+    summary |= {
+        f"{key_of(model)}/{key.replace('c_index', 'c_index_pooled')}": value
+        for model, found in compared.items()
+        for key, value in found.items()
+    }
+    for place, model in enumerate(models):
+        own = scores.get(f"{key_of(model)}/c_index")
+        table.loc[table.index[place], "mean of folds"] = "" if own is None else f"{own.mean():.3f} +- {own.std():.3f}"
+    summary |= {"folds": args.folds, "repeats": args.repeats}
+    cases.rename(columns={"network": "log_hazard"}).drop(columns="row").to_csv(
+        folder / "cross_validation.csv", index=False
+    )
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    shown = [name for name in table if name.endswith("c_index")]
-    print(f"\n{len(results)} folds, last epochs; C of all pairs within folds {summary['val/c_index_pooled']:.3f}")
-    print(table[shown].agg(["mean", "std", "min", "max"]).T.round(3).to_string(), flush=True)
+    print(f"\n{len(results)} folds, last epochs; C of the pairs within folds, patients drawn anew within folds")
+    print(table.fillna("").to_string(), flush=True)
 
 
 # --- files and figure -------------------------------------------------------------------------------------------------
 
 
 def predictions(
-    data: MultiGPUSurvivalDataset, log_hazard: ndarray, years: list[float], baseline: dict | None
+    data: MultiGPUSurvivalDataset, models: list[tuple[ndarray, dict | None]], years: list[float]
 ) -> pd.DataFrame:
-    """A row a case: case, outcome, log-hazard, S(t) at each horizon."""
+    """A row a case: case, outcome, log-hazard and its parts, its percentile among training patients, S(t).
+
+    models: ((n, 2) parts of the log-hazard, reference) of each, whose mean this is. Log-hazards are counted from the
+    mean of the training patients; percentiles and S(t) are there where all models have a reference.
+    """
     time, event = outcome(data)
     known = np.isfinite(time)
     frame = {"case": data.cohort.case[data.rows], "time_years": time, "event": np.where(known, event, np.nan)}
-    frame["log_hazard"] = log_hazard
-    if baseline:
-        frame |= {f"S({year:g}y)": survival(baseline, log_hazard, [year])[:, 0] for year in years}
+    centred = [parts - (reference["centres"] if reference else 0) for parts, reference in models]
+    risks = [parts.sum(1) for parts in centred]
+    frame["log_hazard"] = np.mean(risks, 0)
+    frame |= dict(zip(("of_columns", "of_image"), np.mean(centred, 0).T, strict=True))
+    references = [reference for _, reference in models]
+    if all(references):
+        both = list(zip(references, risks, strict=True))
+        frame["percentile"] = np.mean([np.interp(risk, of["percentiles"], np.arange(101)) for of, risk in both], 0)
+        frame |= {
+            f"S({year:g}y)": np.mean([survival(of, risk, [year])[:, 0] for of, risk in both], 0) for year in years
+        }
     return pd.DataFrame(frame)
 
 
@@ -259,38 +355,33 @@ def read_baseline(folder: Path, step: int) -> dict | None:
     return baseline if baseline.get("step") == step else None
 
 
-def predict(folder: Path, data: MultiGPUSurvivalDataset, risks: list[tuple], args, trained: set[str]) -> None:
+def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], args, trained: set[str]) -> None:
     """Rank 0: predictions_<table>.csv; where rows have outcomes, C with its interval and the calibration.
 
-    trained: the cases that a model was trained on.
+    models: see predictions(). trained: the cases that a model was trained on.
     """
-    # each model's own constant says nothing
-    log_hazard = np.mean([risk - (baseline["centre"] if baseline else 0) for risk, baseline in risks], axis=0)
-    frame = predictions(data, log_hazard, args.eval_years, None)
-    curves = [survival(baseline, risk, args.eval_years) for risk, baseline in risks if baseline]
-    for k, year in enumerate(args.eval_years if curves else []):
-        frame[f"S({year:g}y)"] = np.mean([curve[:, k] for curve in curves], axis=0)
+    frame = predictions(data, models, args.eval_years)
     path = folder / f"predictions_{Path(args.predict).stem}.csv"
     frame.to_csv(path, index=False)
-    print(f"{len(frame)} cases, {len(risks)} models: {path}")
+    print(f"{len(frame)} cases, {len(models)} models: {path}")
     if seen := frame["case"].isin(trained).sum():
         print(f"warning: {seen} of these cases have names that were trained on; their risks look better than they are")
-    if not curves:
-        print("no S(t): the baseline hazard is known of the weights alone that a run ended with")
+    if "percentile" not in frame:
+        print("no percentile and no S(t): they are known of the weights alone that a run ended with")
     known = frame[frame["time_years"].notna()]
-    log_hazard, time = known["log_hazard"].to_numpy(), known["time_years"].to_numpy()
-    event = known["event"].to_numpy() == 1
-    if concordant_pairs(log_hazard, time, event)[1]:
-        low, high = interval(resampled_c(log_hazard, time, event, known["case"].to_numpy()))
-        c_index = f"{concordance(log_hazard, time, event):.3f} ({low:.3f}, {high:.3f})"
-        print(f"{len(known)} with outcomes, {event.sum()} events: C {c_index}")
+    columns = [known[name].to_numpy() for name in ("log_hazard", "time_years", "event", "case")]
+    columns[2] = columns[2] == 1
+    if np.isfinite(concordance(*columns[:3])):
+        compared, _ = compare_models({"network": columns[0]}, *columns[1:], np.zeros(len(known), int), None)
+        c_index = "{c_index:.3f} ({c_index_low:.3f}, {c_index_high:.3f})".format(**compared["network"])
+        print(f"{len(known)} with outcomes, {columns[2].sum()} events: C {c_index}")
         rows = {
             f"{year:g} y": {
                 "predicted risk": 1 - known[f"S({year:g}y)"].mean(),
-                "observed": 1 - kaplan_meier(time, event, year),
+                "observed": 1 - kaplan_meier(*columns[1:3], year),
             }
             for year in args.eval_years
-            if curves and year <= time.max()
+            if f"S({year:g}y)" in known and year <= columns[1].max()
         }
         print(pd.DataFrame(rows).T.round(3).to_string() if rows else "", flush=True)
 
