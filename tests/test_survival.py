@@ -454,7 +454,7 @@ def test_cross_validation(made, tmp_path, capsys):
     own = sum(pd.read_csv(folder / "predictions.csv").set_index("case").drop(columns="fold") for folder in folders)
     written = pd.read_csv(tmp_path / "cv/predictions_dataset.csv").set_index("case")
     for name in ("log_hazard", "of_columns", "of_image", "percentile", "S(1y)"):
-        assert np.allclose(4 * written[name], own[name][written.index])
+        assert np.allclose(4 * written[name], own[name][written.index], atol=1e-5)
 
 
 def test_patients_are_drawn_anew_within_folds():
