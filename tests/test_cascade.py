@@ -477,7 +477,7 @@ def test_rivals_of_the_table(folder):
 
 def test_table_names_rivals_and_compares_with_the_strongest(capfd):
     rng = np.random.default_rng(0)
-    means = {"one step": 34, "another patient's X-rays": 20, "linear posterior, consistent": 30, "mean volume": 22}
+    means = {"one step": 34, "another patient's X-rays": 20, "linear posterior, consistent": 30, "one sample": 31}
     table = {(row, "psnr"): mean + rng.random(6) for row, mean in means.items()}
     # a patient without bone does not count as one without an error
     metrics = report.print_test(table | {("one step", "bone_hu"): np.array([90, np.nan, 110])}, "4x4x4", None, "")
@@ -488,7 +488,12 @@ def test_table_names_rivals_and_compares_with_the_strongest(capfd):
     interval = stats.ttest_rel(own, rival).confidence_interval()
     found = [metrics[f"test/psnr_above_strongest_rival_{end}"] for end in ("low", "high")]
     assert found == pytest.approx(interval)
-    assert "above linear posterior, consistent" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "above linear posterior, consistent" in shown
+    # twice the squared error, of a volume of 1: 10 ** (-psnr / 10)
+    perfect = -10 * np.log10(2 * 10 ** (-own / 10)).mean()
+    assert metrics["test/perfect_sample/psnr"] == pytest.approx(perfect)
+    assert re.search(rf"^one sample .* a perfect sample: {perfect:.2f}$", shown, re.M)
 
 
 def test_a_plateau_halves_the_learning_rate_also_across_a_resume(folder, tmp_path):
