@@ -1,6 +1,7 @@
 """Guide 3: geometry, rivals, noise, losses and scores against references of their own; file formats; whole runs."""
 
 import json
+import re
 import math
 import shutil
 from argparse import Namespace
