@@ -1,8 +1,8 @@
 """Guide 3: geometry, rivals, noise, losses and scores against references of their own; file formats; whole runs."""
 
 import json
-import re
 import math
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
