@@ -417,8 +417,8 @@ def weigh_image(
 
     x (n, k): columns; linear (k,): their ridge Cox model of this penalty, 0 for what it does not see. image (n,): what
     networks that were not trained on a case say of it beyond the columns. Both go into one Cox model, which is shrunk
-    towards that of the columns by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990), and is it where chi2 is below 1 or
-    the image part points the wrong way.
+    towards that of the columns by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). It is that one where the image part
+    is not significant at 5 % (chi2 of 3.84), or points the wrong way.
     """
     seen = linear != 0
     before, scale = np.append(linear[seen], 0.0), image.std() or 1.0
@@ -429,7 +429,7 @@ def weigh_image(
         return log_likelihood(both @ beta, *report.outcome(data)) - float(penalties @ beta**2) / 2
 
     chi2 = max(0.0, 2 * (likelihood(beta) - likelihood(before)))
-    shrunk = before + (1 - 1 / chi2) * (beta - before) if chi2 > 1 and beta[-1] > 0 else before
+    shrunk = before + (1 - 1 / chi2) * (beta - before) if chi2 > 3.84 and beta[-1] > 0 else before
     weighed = np.zeros(len(linear))
     weighed[seen] = shrunk[:-1]
     return weighed, float(shrunk[-1]) / scale, chi2

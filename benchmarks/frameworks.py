@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -238,8 +239,8 @@ def measure(flags: list[str]) -> dict[str, float]:
     with du.setup_distributed() as ranks:
         script.set_numerics(ranks.device, args.mixed_precision, args.deterministic)
         cohort = script.read_table(args.csv_path, args)
-        columns = script.encode_columns(cohort, [])
-        data = script.make_sets(cohort, columns, {"train": range(len(cohort))}, args)["train"]
+        rows = np.arange(len(cohort))
+        data = script.read_inputs(cohort, [], rows, args).sets({"train": rows}, args)["train"]
         network = script.build_model(args, args.mixed_precision, ranks.device).train()
         order = list(du.create_distributed_dataloader(data, args.batch_size).batch_sampler)[: WARM_UP + STEPS]
         if len(order) < WARM_UP + STEPS:
