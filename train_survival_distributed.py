@@ -417,8 +417,8 @@ def weigh_image(
 
     x (n, k): columns; linear (k,): their ridge Cox model of this penalty, 0 for what it does not see. image (n,): what
     networks that were not trained on a case say of it beyond the columns. Both go into one Cox model, which is shrunk
-    towards that of the columns by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). It is that one where the image part
-    is not significant at 5 % (chi2 of 3.84), or points the wrong way.
+    towards that of the columns by 1 - 1 / chi2 (van Houwelingen and le Cessie 1990). Where the image part is not
+    significant at 5 % (chi2 of 3.84), or points the wrong way, that of the columns is left.
     """
     seen = linear != 0
     before, scale = np.append(linear[seen], 0.0), image.std() or 1.0

@@ -233,15 +233,18 @@ def test_three_processes_are_one(script, run, whole, tmp_path):
     assert_same(folder, whole(script))
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
-def test_killed_anywhere_and_resumed_on_others(script, start, run, whole, tmp_path):
+KILLED = [*((script, script.steps_before_kill) for script in SCRIPTS), (SURVIVAL, 13)]
+
+
+@pytest.mark.parametrize(("script", "steps"), KILLED, ids=str)
+def test_killed_anywhere_and_resumed_on_others(script, steps, start, run, whole, tmp_path):
     """2 processes killed, 1 stopped by SIGTERM, its newest checkpoint damaged, 2 to the end: as if nothing happened.
 
-    No batch flag is needed on the way: the step belongs to the run.
+    No batch flag is needed on the way: the step belongs to the run. After 13 steps survival is in its inner folds.
     """
     folder = tmp_path / "run"
     process = start(script, folder, "--save_every 1", 2, fault="slow")
-    wait_for_steps(folder, script.steps_before_kill)
+    wait_for_steps(folder, steps)
     kill_all(process)
 
     later = replace(script, flags=re.sub(r"--(effective_)?batch_size \d+ ", "", script.flags))
