@@ -554,7 +554,8 @@ def finish(
     with du.agree_on_errors():
         if run.ranks.is_main:
             if "time" not in baseline:
-                baseline = report.fit_reference(known if unseen is None else unseen, sets["all"]) | baseline
+                baseline |= report.fit_reference(known if unseen is None else unseen, sets["all"])
+                baseline |= {"centres": known.mean(0).tolist()}
                 baseline |= {"linear": model.linear.tolist(), "image_weight": float(model.image_weight)}
             tables = {
                 part: report.predictions(sets[part], [(parts, baseline)], args.eval_years)
@@ -748,7 +749,9 @@ def weigh_by_folds(
         with inner:
             code = train_epochs(inner, network, loader, steps)
             if not code:
-                image[fold == left_out] = predict(network, sets["val"], inner, inner.args)[:, 1]
+                held_out = predict(network, sets["val"], inner, inner.args)[:, 1]
+                # each network has a constant of its own, which says nothing
+                image[fold == left_out] = held_out - held_out.mean()
         # a signal after the last step: the next start finds this one done
         code = int(du.reduce_max([code or inner.stop.code or run.stop.code])[0])
         if code:

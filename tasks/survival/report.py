@@ -56,15 +56,13 @@ def fit_baseline(log_hazard: ndarray, data: MultiGPUSurvivalDataset) -> dict:
 
 
 def fit_reference(parts: ndarray, data: MultiGPUSurvivalDataset) -> dict:
-    """What a patient is told from: fit_baseline(), and where the training patients' risks lie.
+    """What a patient is told from: fit_baseline(), and the percentiles 0 to 100 of the training patients' risks.
 
-    parts: (n, 2), of columns and image. centres: their means, from which log-hazards are counted.
+    parts: (n, 2), of columns and image. Log-hazards are counted from their mean.
     """
-    centres = parts.mean(0)
-    log_hazard = (parts - centres).sum(1)
+    log_hazard = (parts - parts.mean(0)).sum(1)
     percentiles = np.quantile(log_hazard, np.linspace(0, 1, 101))
-    reference = {"centres": centres.tolist(), "percentiles": percentiles.tolist()}
-    return fit_baseline(log_hazard, data) | reference
+    return fit_baseline(log_hazard, data) | {"percentiles": percentiles.tolist()}
 
 
 def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
