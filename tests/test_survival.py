@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_volumes import write_series
 from torch import nn
 from torch.utils.data import default_collate
@@ -102,15 +103,26 @@ def read(tmp_path):
 # --- loss and scores --------------------------------------------------------------------------------------------------
 
 
-def test_cox_models_and_their_loss_are_those_of_lifelines():
-    """On the Worcester heart attack study, in months with many ties."""
-    from lifelines import CoxPHFitter
+@pytest.fixture
+def heart_attacks() -> tuple:
+    """(x, times, events) of the Worcester heart attack study, in months with many ties."""
     from sksurv.datasets import load_whas500
 
     table, outcome = load_whas500()
     x = table[["age", "bmi", "hr", "sysbp"]].to_numpy(float)
-    x, time, event = (x - x.mean(0)) / x.std(0, ddof=1), np.ceil(outcome["lenfol"] / 30), outcome["fstat"].astype(bool)
-    frame = pd.DataFrame(x, columns=list("abcd")).assign(time=time, event=event)
+    return (x - x.mean(0)) / x.std(0, ddof=1), np.ceil(outcome["lenfol"] / 30), outcome["fstat"].astype(bool)
+
+
+def frame_of(x: np.ndarray, time: np.ndarray, event: np.ndarray) -> pd.DataFrame:
+    """As lifelines takes it."""
+    return pd.DataFrame(x, columns=list("abcdefg")[: x.shape[1]]).assign(time=time, event=event)
+
+
+def test_cox_models_and_their_loss_are_those_of_lifelines(heart_attacks):
+    from lifelines import CoxPHFitter
+
+    x, time, event = heart_attacks
+    frame = frame_of(x, time, event)
     for penalty in (50.0, 0.0):
         # lifelines weighs the penalty by the cases
         theirs = CoxPHFitter(penalizer=penalty / len(x)).fit(frame, "time", "event", fit_options={"precision": 1e-12})
@@ -124,6 +136,69 @@ def test_cox_models_and_their_loss_are_those_of_lifelines():
         script.cox_loss(log_hazard, time, events).backward()
         assert log_hazard.grad.isfinite().all()
         assert log_hazard.grad.any() == events.any()
+
+
+def test_the_penalty_is_that_of_the_best_likelihood_by_folds(heart_attacks, monkeypatch):
+    """Of one informative column and three of noise, by lifelines."""
+    from lifelines import CoxPHFitter
+
+    x, time, event = (values[:120] for values in heart_attacks)
+    x = np.column_stack([x[:, 0], np.random.default_rng(0).normal(size=(120, 3))])
+    monkeypatch.setattr(script, "PENALTIES", [300.0, 30.0, 3.0, 0.3])
+    cases = fold(time, event)
+    part = data.deal(cases.cohort.case, event, np.ones(120, bool), 5, seed=0)
+    likelihoods = []
+    for penalty in script.PENALTIES:
+        total = 0.0
+        for left_out in range(1, 6):
+            known = frame_of(x, time, event)[part != left_out]
+            model = CoxPHFitter(penalizer=penalty / len(known)).fit(known, "time", "event")
+            model.penalizer = 0.0
+            total += model.score(frame_of(x, time, event), "log_likelihood") * 120
+            total -= model.score(known, "log_likelihood") * len(known)
+        likelihoods.append(total)
+    beta, penalty, likelihood = script.fit_ridge(x, cases, 0)
+    assert penalty == script.PENALTIES[int(np.argmax(likelihoods))] not in (300.0, 0.3)
+    # lifelines penalises coefficients of columns whose SD in the fold is 1
+    assert likelihood == pytest.approx(max(likelihoods), abs=0.05)
+    assert beta == pytest.approx(script.fit_cox(x, time, event, penalty))
+
+
+def test_the_image_part_weighs_what_lifelines_gives_it(heart_attacks):
+    """Shrunk by its chi2; nothing where it is noise, or points the wrong way."""
+    from lifelines import CoxPHFitter
+
+    x, time, event = heart_attacks
+    columns, image = x[:, 1:], 0.3 * x[:, 0]
+    cases, linear = fold(time, event), script.fit_cox(columns, time, event, 0.0)
+    found, weight, chi2 = script.weigh_image(columns, image, cases, linear, 0.0)
+    both = CoxPHFitter().fit(frame_of(np.column_stack([columns, image]), time, event), "time", "event")
+    alone = CoxPHFitter().fit(frame_of(columns, time, event), "time", "event")
+    assert chi2 == pytest.approx(2 * (both.log_likelihood_ - alone.log_likelihood_), rel=1e-5)
+    expected = np.append(alone.params_, 0) + (1 - 1 / chi2) * (both.params_ - np.append(alone.params_, 0))
+    assert [*found, weight] == pytest.approx([*expected], abs=1e-5)
+    for other in (-image, np.random.default_rng(0).normal(size=len(image)), 0 * image):
+        found, weight, _ = script.weigh_image(columns, other, cases, linear, 0.0)
+        assert weight == 0
+        assert (found == linear).all()
+    # a column that the linear part does not see stays out
+    linear = np.append(linear[:2], 0.0)
+    assert script.weigh_image(columns, image, cases, linear, 0.0)[0][2] == 0
+
+
+def test_the_forest_is_as_good_as_a_random_survival_forest(heart_attacks):
+    from sksurv.ensemble import RandomSurvivalForest
+    from sksurv.util import Surv
+
+    x, time, event = heart_attacks
+    sets = {name: fold(time[rows], event[rows]) for name, rows in (("all", slice(250)), ("val", slice(250, None)))}
+    sets["all"].columns, sets["val"].columns = x[:250], x[250:]
+    forest = RandomSurvivalForest(500, min_samples_leaf=10, max_features="sqrt", random_state=0)
+    theirs = forest.fit(x[:250], Surv.from_arrays(event[:250], time[:250])).predict(x[250:])
+    ours, _ = script.fit_rivals(sets, {})["forest"]
+    scores = [report.concordance(risk, time[250:], event[250:]) for risk in (ours, theirs, x[250:, 0])]
+    assert scores[0] == pytest.approx(scores[1], abs=0.02)
+    assert scores[0] > 0.65
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -344,9 +419,57 @@ def test_what_is_not_trained_is_the_cox_model(made, table, tmp_path):
     assert len(pd.read_csv(tmp_path / "none/predictions_d.csv")["S(3y)"]) == 40
 
 
+def test_the_image_counts_what_it_says_of_cases_it_was_not_trained_on(made, tmp_path):
+    """By the weights of the inner networks; --eval_only and --predict weigh it alike."""
+    words = ["--csv_path", made / "dataset.csv", "--output_dir", tmp_path / "run", "--clinical_columns", "Age"]
+    go(*words, "--inner_folds", 2, "--lr", 0.02)
+    run = tmp_path / "run"
+    saved, summary, baseline = (
+        torch.load(run / "best.pt"),
+        load_json(run / "summary.json"),
+        load_json(run / "baseline.json"),
+    )
+    cohort = read_cohort(made / "dataset.csv")
+    train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)
+    inputs = script.read_inputs(cohort, saved["columns"], np.arange(40), parse())
+    cases = inputs.sets({"all": np.arange(40)}, parse())["all"]
+    batch = default_collate([cases[row] for row in range(40)])
+    image, unseen = np.zeros(40), []
+    for folder in (run / "inner_1_of_2", run / "inner_2_of_2"):
+        inner = torch.load(max(folder.glob("step_*.pt")))
+        left_out = [row for row in train if cohort.case[row] not in inner["trained_cases"]]
+        network = script.build_model(parse(), "no", CPU, inputs.columns.shape[1], inner["model"]).eval()
+        network.linear.zero_()
+        with torch.no_grad():
+            found = network(batch).numpy()[left_out]
+        image[left_out] = found - found.mean()
+        unseen += left_out
+    assert sorted(unseen) == sorted(train)
+    cases.rows = train
+    linear, weight, chi2 = script.weigh_image(
+        inputs.columns[train].astype(float), image[train], cases, *script.strongest(saved["cox_models"])[1:]
+    )
+    assert (summary["val/image_weight"], summary["val/image_chi2"]) == pytest.approx((weight, chi2), rel=1e-4)
+    assert baseline["linear"] == pytest.approx(linear, rel=1e-4)
+    weights = load_file(run / "model.safetensors")
+    assert weights["image_weight"] == baseline["image_weight"]
+    assert weights["linear"].tolist() == baseline["linear"]
+    go(*words, "--eval_only")
+    again = load_json(run / "eval_val.json")
+    assert {name: summary[name] for name in again} == pytest.approx(again, abs=1e-9)
+    go("--predict", made / "dataset.csv", "--output_dir", run)
+    own = pd.read_csv(run / "predictions.csv").set_index("case")
+    written = pd.read_csv(run / "predictions_dataset.csv").set_index("case").loc[own.index]
+    for name in ("log_hazard", "of_columns", "of_image", "percentile", "S(3y)"):
+        assert np.allclose(written[name], own[name], atol=1e-5)
+    # risks of the training cases by networks that have not seen them are the hundred parts
+    risk = inputs.columns[train] @ linear + weight * image[train]
+    assert np.median(risk - risk.mean()) == pytest.approx(baseline["percentiles"][50], abs=1e-4)
+
+
 def test_nothing_of_the_validation_fold_reaches_scaler_penalty_or_weights(made, tmp_path, table):
     """Other outcomes, columns and volumes of all but one validation case: its risk stays the same in every model."""
-    words = ["--clinical_columns", "Age", "NumLesion", "--output_dir"]
+    words = ["--clinical_columns", "Age", "NumLesion", "--inner_folds", 2, "--output_dir"]
     go("--csv_path", made / "dataset.csv", *words, tmp_path / "a", "--folds", 2, "--val_fold", 1)
     first = pd.read_csv(tmp_path / "a/predictions.csv").set_index("case")
     changed = first.index[first["fold"] == "val"][1:].astype(str)
