@@ -362,7 +362,11 @@ def fit_cox(
         value.backward()
         return value
 
+    # by one thread, as their number may change the last bits
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     optimizer.step(loss)
+    torch.set_num_threads(threads)
     return beta.detach().numpy()
 
 
@@ -768,7 +772,7 @@ def weigh_by_folds(
 def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
     """Give the model's parts the weights that weigh_by_folds() found or baseline.json tells; none: they stay."""
     if weighed:
-        model.linear.copy_(torch.tensor(weighed["linear"]))
+        model.linear.copy_(torch.tensor(weighed["linear"], dtype=torch.float64))
         model.image_weight.fill_(weighed["image_weight"])
 
 
