@@ -786,7 +786,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
     with du.agree_on_errors():
         train, val = choose_fold(cohort, args.fold_column, args.train_fold, args.val_fold, args.folds or 0, args.seed)
         fitted = saved["columns"] if saved else fit_columns(cohort, args.clinical_columns, train)
-        report.strata(cohort, args.stratum_column)
+        report.strata(cohort, args.stratum_column, train)
     inputs = read_inputs(cohort, fitted, np.concatenate([train, val]), args, None if saved else train)
     sets = inputs.sets({"all": train, "val": val}, args)
     with du.agree_on_errors():

@@ -80,8 +80,17 @@ train_survival_distributed.py tests/test_survival.py::test_learning_rate_and_wei
 -lowest = args.eta_min if run.position.step
 +lowest = 0.0 if run.position.step
 tasks/survival/report.py tests/test_survival.py::test_another_hospital
--log_hazard = np.mean([risk - (baseline["centre"] if baseline else 0) for
-+log_hazard = np.mean([risk for
+-centred = [parts - (reference["centres"] if reference else 0) for
++centred = [parts - 0 * (reference["centres"] if reference else 0) for
+train_survival_distributed.py tests/test_survival.py::test_the_image_counts_what_it_says_of_cases_it_was_not_trained_on
+-{"all": rows[fold != left_out]
++{"all": rows
+train_survival_distributed.py tests/test_survival.py::test_the_image_counts_what_it_says_of_cases_it_was_not_trained_on
+-held_out - held_out.mean()
++held_out
+train_survival_distributed.py tests/test_survival.py::test_nothing_of_the_validation_fold_reaches_scaler_penalty_or_weights
+-fit_columns(cohort, measured, train)
++fit_columns(cohort, measured, rows)
 tasks/survival/data.py tests/test_survival.py::test_each_epoch_has_its_part_and_all_cases_come_equally_often
 -if known[place] != number + 1:
 +if known[place] == 0:
@@ -202,7 +211,7 @@ tasks/compressed_ad/data.py tests/test_compressed_ad.py::test_segments_are_piece
 """
 
 
-def main(first: int = 1, last: int = 60) -> int:
+def main(first: int = 1, last: int = 63) -> int:
     lines, seen = MISTAKES.strip().splitlines(), 0
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "project"

@@ -175,12 +175,12 @@ def true_risk(val: MultiGPUSurvivalDataset) -> dict[str, tuple]:
     return {} if truth is None else {"true_risk": (pd.to_numeric(truth).to_numpy(float)[val.rows], None)}
 
 
-def strata(cohort: Cohort, column: str | None) -> ndarray | None:
-    """(rows,) numbers of the values of --stratum_column, None without it. Raises InputError."""
+def strata(cohort: Cohort, column: str | None, rows: ndarray) -> ndarray | None:
+    """The values of --stratum_column of these rows, as numbers; None without it. Raises InputError."""
     if not column:
         return None
-    rows = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
-    return np.unique(cohort.table[find_column(rows, column)], return_inverse=True)[1]
+    everything = list(zip(cohort.source, cohort.table.to_dict("records"), strict=True))
+    return np.unique(cohort.table[find_column(everything, column)], return_inverse=True)[1][rows]
 
 
 def compare_models(
@@ -215,9 +215,9 @@ def compare_models(
     return scores, pd.DataFrame(rows).T
 
 
-def key_of(model: str, first: str = "network") -> str:
+def key_of(model: str) -> str:
     """Where summary.json has a model's scores."""
-    return "val" if model == first else f"val/rival/{model}"
+    return "val" if model == "network" else f"val/rival/{model}"
 
 
 def print_table(
@@ -229,19 +229,19 @@ def print_table(
     interval in resamples of the same cases, and the two-sided p value of no difference.
     """
     val = sets["val"]
-    (time, event), stratum = outcome(val), strata(val.cohort, stratum_column)
     risks = {name: risk for name, (risk, _) in models.items()}
-    together = np.zeros(len(time), int)
-    of_all = stratum if stratum is None else stratum[val.rows]
-    compared, table = compare_models(risks, time, event, val.cohort.case[val.rows], together, of_all)
+    together, stratum = np.zeros(len(val.rows), int), strata(val.cohort, stratum_column, val.rows)
+    compared, table = compare_models(risks, *outcome(val), val.cohort.case[val.rows], together, stratum)
     metrics, columns = {}, {"Uno C": "c_index_uno", "AUC": "auc", "IBS": "ibs"}
     for place, (name, (risk, baseline)) in enumerate(models.items()):
-        scores = {key[3:]: value for key, value in score(risk, val, sets["all"], years, baseline, "of").items()}
-        for label, key in columns.items():
-            table.loc[table.index[place], label] = f"{scores[key]:.3f}" if key in scores else ""
-        metrics |= {f"{key_of(name)}/{key}": value for key, value in (scores | compared[name]).items()}
+        key = key_of(name)
+        metrics |= score(risk, val, sets["all"], years, baseline, key)
+        metrics |= {f"{key}/{metric}": value for metric, value in compared[name].items()}
+        for label, metric in columns.items():
+            value = metrics.get(f"{key}/{metric}")
+            table.loc[table.index[place], label] = "" if value is None else f"{value:.3f}"
     order = [name for name in ("C", "C within", *columns, "network above", "p") if name in table]
-    print(f"\n{title}: {len(val.rows)} cases, {event.sum()} events")
+    print(f"\n{title}: {len(val.rows)} cases, {outcome(val)[1].sum()} events")
     print(table[order].fillna("").to_string())
     horizons = {f"{y:g} y": [metrics.get(f"val/{key}/{y:g}y", np.nan) for key in ("auc", "brier")] for y in years}
     print(pd.DataFrame(horizons, ["AUC", "Brier"]).T.dropna().round(3).to_string(), flush=True)
@@ -274,16 +274,12 @@ def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
     cases = pd.concat(cases, ignore_index=True)
     models = {name: cases[name].to_numpy() for name in results[0][4]}
     if args.repeats > 1:
-        # each repeat's model of a case is another fold's
-        models = {
-            "network": models.pop("network"),
-            "mean_of_repeats": cases.groupby("row")["network"].transform("mean").to_numpy(),
-        } | models
-    stratum = strata(val.cohort, args.stratum_column)
-    of_all = stratum if stratum is None else stratum[cases["row"]]
+        mean = cases.groupby("row")["network"].transform("mean").to_numpy()
+        models = {"network": models["network"], "mean_of_repeats": mean} | models
+    stratum = strata(val.cohort, args.stratum_column, cases["row"])
     columns = [cases[name].to_numpy() for name in ("time", "event", "case")]
     number = (cases["repeat"] * args.folds + cases["fold"]).to_numpy()
-    compared, table = compare_models(models, *columns, number, of_all)
+    compared, table = compare_models(models, *columns, number, stratum)
     summary |= {
         f"{key_of(model)}/{key.replace('c_index', 'c_index_pooled')}": value
         for model, found in compared.items()
@@ -293,9 +289,8 @@ def print_cross_validation(folder: Path, results: list[tuple], args) -> None:
         own = scores.get(f"{key_of(model)}/c_index")
         table.loc[table.index[place], "mean of folds"] = "" if own is None else f"{own.mean():.3f} +- {own.std():.3f}"
     summary |= {"folds": args.folds, "repeats": args.repeats}
-    cases.rename(columns={"network": "log_hazard"}).drop(columns="row").to_csv(
-        folder / "cross_validation.csv", index=False
-    )
+    cases = cases.rename(columns={"network": "log_hazard"}).drop(columns="row")
+    cases.to_csv(folder / "cross_validation.csv", index=False)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"\n{len(results)} folds, last epochs; C of the pairs within folds, patients drawn anew within folds")
     print(table.fillna("").to_string(), flush=True)
