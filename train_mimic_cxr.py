@@ -179,6 +179,7 @@ class ChestModel(nn.Module):
         heads = {name: make_head(dim, HEAD_WIDTH[name], len(names), args.dropout) for name, names in HEADS.items()}
         self.heads = nn.ModuleDict(heads)
         self.chexpert = make_head(dim, 512, len(CHEXPERT), args.dropout)
+        self.findings = nn.Sequential(nn.Linear(2 * len(CHEXPERT), dim), nn.LayerNorm(dim))
         # no buffers, as DeepSpeed would round them to half precision
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in statistics)
 
@@ -219,12 +220,21 @@ class ChestModel(nn.Module):
             tokens = tokens + positions.to(tokens.dtype)
         return tokens
 
+    def finding_tokens(self, labels: Tensor) -> Tensor:
+        """(I, 14) logits -> (I, 14, dim): each label and its probability, for the answers to know.
+
+        No gradient flows back, as the labels have a loss of their own.
+        """
+        name = torch.eye(len(CHEXPERT), device=labels.device).expand(len(labels), -1, -1)
+        return self.findings(torch.cat([name, labels.detach().float().sigmoid().diag_embed()], -1))
+
     def forward(self, image: Tensor, ids: Tensor, mask: Tensor, image_of: Tensor) -> tuple[Tensor, ...]:
         """fp32 logits (B, classes) of each head, and (B, 14) of CheXpert; image_of: (B,), each question's image."""
         with autocast(image.device, self.precision):
             tokens = self.image_tokens(image)
-            labels = self.chexpert(tokens.mean(1)).index_select(0, image_of)
-            tokens = tokens.index_select(0, image_of)
+            labels = self.chexpert(tokens.mean(1))
+            tokens = torch.cat([tokens, self.finding_tokens(labels)], 1).index_select(0, image_of)
+            labels = labels.index_select(0, image_of)
             if self.text.config.model_type in ("bert", "roberta"):
                 # ready-made: of a plain mask transformers asks the GPU at each pass whether anything is padded
                 mask = mask[:, None, None].bool().expand(-1, -1, mask.shape[1], -1)

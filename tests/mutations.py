@@ -88,7 +88,7 @@ train_survival_distributed.py tests/test_survival.py::test_the_image_counts_what
 train_survival_distributed.py tests/test_survival.py::test_the_image_counts_what_it_says_of_cases_it_was_not_trained_on
 -held_out - held_out.mean()
 +held_out
-train_survival_distributed.py tests/test_survival.py::test_nothing_of_the_validation_fold_reaches_scaler_penalty_or_weights
+train_survival_distributed.py tests/test_survival.py::test_nothing_of_the_validation_fold_reaches_the_model
 -fit_columns(cohort, measured, train)
 +fit_columns(cohort, measured, rows)
 tasks/survival/data.py tests/test_survival.py::test_each_epoch_has_its_part_and_all_cases_come_equally_often

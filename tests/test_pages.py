@@ -151,7 +151,8 @@ OWN = {
     "train_survival_distributed.py": EPOCHS
     + """
     csv_path data_dir time_unit path_column time_column event_column id_column fold_column train_fold val_fold
-    folds repeats inner_folds stratum_column clinical_columns mask_column mask_mode mask_margin image image_size hu_window spacing
+    folds repeats inner_folds stratum_column clinical_columns mask_column mask_mode mask_margin
+    image image_size hu_window spacing
     orientation augment no-augment augmentation no-augmentation cache_dir use_smart_cache cache_rate
     replace_rate resnet base_channels stem_stride norm init pretrained_path freeze_epochs weight_decay
     lr_schedule scheduler eta_min warmup_steps eval_years rival_run predict output max_grad_norm amp pin_memory

@@ -467,7 +467,7 @@ def test_the_image_counts_what_it_says_of_cases_it_was_not_trained_on(made, tmp_
     assert np.median(risk - risk.mean()) == pytest.approx(baseline["percentiles"][50], abs=1e-4)
 
 
-def test_nothing_of_the_validation_fold_reaches_scaler_penalty_or_weights(made, tmp_path, table):
+def test_nothing_of_the_validation_fold_reaches_the_model(made, tmp_path, table):
     """Other outcomes, columns and volumes of all but one validation case: its risk stays the same in every model."""
     words = ["--clinical_columns", "Age", "NumLesion", "--inner_folds", 2, "--output_dir"]
     go("--csv_path", made / "dataset.csv", *words, tmp_path / "a", "--folds", 2, "--val_fold", 1)
