@@ -18,7 +18,7 @@ from pathlib import Path
 
 from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
 
-FORMAT = "mimic_cxr/2"
+FORMAT = "mimic_cxr/3"
 # what a model is made of, and the guide's encoders, which a checkpoint names unless a flag says that they have moved
 MODEL_FLAGS = ("fusion_layers", "image_size", "max_question_length")
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}

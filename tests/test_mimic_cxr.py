@@ -602,6 +602,23 @@ def test_leaves_add_up_to_means_over_the_global_batch(questions, parse):
     assert torch.allclose(losses, torch.stack([expected + 0.3 * labels, expected, labels]), rtol=1e-5)
 
 
+def test_answers_know_what_the_head_of_the_labels_knows(questions, parse):
+    """Another label gives another answer, in all places of a batch; no answer's gradient reaches the labels' head."""
+    model, _ = small_model(parse)
+    model.eval()
+    batch = questions.batch(indices(*range(12)))
+    parts = [batch[name] for name in ("image", "ids", "mask", "image_of")]
+    before = model(*parts)
+    torch.cat([values.flatten() for values in before[:-1]]).sum().backward()
+    assert all(parameter.grad is None for parameter in model.chexpert.parameters())
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.findings.parameters())
+    with torch.no_grad():
+        model.chexpert[-1].bias[3] += 5
+        after = model(*parts)
+    assert torch.allclose(after[-1] - before[-1], 5.0 * (torch.arange(14) == 3), atol=1e-5)
+    assert ((after[0] - before[0]).abs() > 1e-6).any(1).all()
+
+
 # --- scores and rivals ------------------------------------------------------------------------------------------------
 
 
