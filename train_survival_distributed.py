@@ -756,8 +756,10 @@ def weigh_by_folds(
                 held_out = predict(network, sets["val"], inner, inner.args)[:, 1]
                 # each network has a constant of its own, which says nothing
                 image[fold == left_out] = held_out - held_out.mean()
-        # a signal after the last step: the next start finds this one done
-        code = int(du.reduce_max([code or inner.stop.code or run.stop.code])[0])
+        late = int(du.reduce_max([inner.stop.code or run.stop.code])[0])
+        if late and not code:
+            du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
+        code = code or late
         if code:
             return code, {}, None
     x = inputs.columns[rows].astype(float)

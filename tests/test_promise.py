@@ -233,14 +233,14 @@ def test_three_processes_are_one(script, run, whole, tmp_path):
     assert_same(folder, whole(script))
 
 
-KILLED = [*((script, script.steps_before_kill) for script in SCRIPTS), (SURVIVAL, 13)]
+KILLED = [*((script, script.steps_before_kill) for script in SCRIPTS), (SURVIVAL, 7)]
 
 
 @pytest.mark.parametrize(("script", "steps"), KILLED, ids=str)
 def test_killed_anywhere_and_resumed_on_others(script, steps, start, run, whole, tmp_path):
     """2 processes killed, 1 stopped by SIGTERM, its newest checkpoint damaged, 2 to the end: as if nothing happened.
 
-    No batch flag is needed on the way: the step belongs to the run. After 13 steps survival is in its inner folds.
+    No batch flag is needed on the way: the step belongs to the run. After 7 steps survival is in an inner fold.
     """
     folder = tmp_path / "run"
     process = start(script, folder, "--save_every 1", 2, fault="slow")
