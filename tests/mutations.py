@@ -2,7 +2,7 @@
 
 Sixty mistakes that a maintainer could make in foundation, losses, steps, evaluation and resume, drawn evenly from some
 three hundred. Each is made in a copy of the project, and turns the test beside its file's name red, or another of that
-file. Exit code 0 where at least 60 of 63 do.
+file. Exit code 0 where at least 62 of 65 do.
 """
 
 import shutil
@@ -211,7 +211,7 @@ tasks/compressed_ad/data.py tests/test_compressed_ad.py::test_segments_are_piece
 """
 
 
-def main(first: int = 1, last: int = 63) -> int:
+def main(first: int = 1, last: int = 65) -> int:
     lines, seen = MISTAKES.strip().splitlines(), 0
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "project"

@@ -476,13 +476,18 @@ def test_nothing_of_the_validation_fold_reaches_the_model(made, tmp_path, table)
     rows = table["case_num"].isin(changed)
     table.loc[rows, "time"] = np.arange(300, 300 + rows.sum()).astype(str)
     table.loc[rows, ["Age", "NumLesion"]] = ["99", "77"]
-    table.loc[rows, "NIFTI Path"] = table["NIFTI Path"][rows].to_numpy()[::-1]
+    for row in np.flatnonzero(rows):
+        volume = nibabel.load(table["NIFTI Path"][row])
+        nibabel.save(nibabel.Nifti1Image(volume.get_fdata() + 500, volume.affine), tmp_path / f"{row}.nii.gz")
+        table.loc[row, "NIFTI Path"] = str(tmp_path / f"{row}.nii.gz")
     table.to_csv(tmp_path / "d.csv", index=False)
     go("--csv_path", tmp_path / "d.csv", *words, tmp_path / "b", "--folds", 2, "--val_fold", 1)
     second = pd.read_csv(tmp_path / "b/predictions.csv").set_index("case")
     assert first.drop(changed.astype(int)).equals(second.drop(changed.astype(int)))
     assert not first["log_hazard"].equals(second["log_hazard"])
     assert load_json(tmp_path / "a/baseline.json") == load_json(tmp_path / "b/baseline.json")
+    saved = [torch.load(max((tmp_path / name).glob("step_*.pt"))) for name in "ab"]
+    assert all(saved[0][name] == saved[1][name] for name in ("columns", "cox_models"))
 
 
 def test_another_hospital(trained, table, tmp_path, capsys):
