@@ -365,8 +365,10 @@ def fit_cox(
     # by one thread, as their number may change the last bits
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    optimizer.step(loss)
-    torch.set_num_threads(threads)
+    try:
+        optimizer.step(loss)
+    finally:
+        torch.set_num_threads(threads)
     return beta.detach().numpy()
 
 
@@ -395,16 +397,17 @@ def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> d
     {name: beta (n,), 0 for what the model does not see; penalty; likelihood, see fit_ridge()}
     """
     found = {}
-    if du.world()[0] == 0:
-        x = data.columns[data.rows].astype(float)
-        parts = {"clinical": slice(clinical), "image_numbers": slice(clinical, None)}
-        parts = {name: part for name, part in parts.items() if x[:, part].size}
-        if len(parts) == 2:
-            parts["clinical_and_image_numbers"] = slice(None)
-        for name, part in parts.items():
-            beta = np.zeros(x.shape[1])
-            beta[part], penalty, likelihood = fit_ridge(x[:, part], data, seed)
-            found[name] = {"beta": beta.tolist(), "penalty": penalty, "likelihood": likelihood}
+    with du.agree_on_errors():
+        if du.world()[0] == 0:
+            x = data.columns[data.rows].astype(float)
+            parts = {"clinical": slice(clinical), "image_numbers": slice(clinical, None)}
+            parts = {name: part for name, part in parts.items() if x[:, part].size}
+            if len(parts) == 2:
+                parts["clinical_and_image_numbers"] = slice(None)
+            for name, part in parts.items():
+                beta = np.zeros(x.shape[1])
+                beta[part], penalty, likelihood = fit_ridge(x[:, part], data, seed)
+                found[name] = {"beta": beta.tolist(), "penalty": penalty, "likelihood": likelihood}
     return du.broadcast_object(found)
 
 
@@ -543,14 +546,16 @@ def finish(
     run: Run,
     args: Namespace,
     title: str,
+    cox_models: dict[str, dict],
     rivals: dict[str, tuple],
     baseline: dict,
     unseen: np.ndarray | None = None,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; (metrics, risks).
 
-    baseline: of these weights, or its `step` alone, and it is fitted here, to `unseen`: (n, 2) parts of the training
-    cases' risks by models that were not trained on them; None: to what this model says of them.
+    rivals: besides those of fit_rivals(). baseline: of these weights. Where it holds their `step` alone, the rest is
+    fitted here, to `unseen`: (n, 2) parts of the training cases' log-hazards by networks that were not trained on them,
+    or without it to those of this model.
     """
     own, known = predict(model, sets["val"], run, args), predict(model, sets["all"], run, args)
     metrics, risks = evaluate(own.sum(1), sets, args), {}
@@ -566,7 +571,8 @@ def finish(
                 for part, parts in (("val", own), ("all", known))
             }
             log_hazard = tables["val"]["log_hazard"].to_numpy()
-            models = {"network": (log_hazard, baseline)} | rivals | report.true_risk(sets["val"])
+            models = {"network": (log_hazard, baseline)} | rivals
+            models |= fit_rivals(sets, cox_models) | report.true_risk(sets["val"])
             metrics |= report.print_table(title, models, sets, args.eval_years, args.stratum_column)
             risks = {model: risk for model, (risk, _) in models.items()}
             tables = [tables["val"].assign(fold="val"), tables["all"].assign(fold="train")]
@@ -763,7 +769,8 @@ def weigh_by_folds(
         if code:
             return code, {}, None
     x = inputs.columns[rows].astype(float)
-    found = weigh_image(x, image, train, *strongest(run.extra["cox_models"])[1:]) if ranks.is_main else None
+    with du.agree_on_errors():
+        found = weigh_image(x, image, train, *strongest(run.extra["cox_models"])[1:]) if ranks.is_main else None
     linear, weight, chi2 = du.broadcast_object(found)
     effect = f"counts {weight:.2f}" if weight else "adds nothing, and the network is the Cox model of its columns"
     du.print_main(f"the image, on cases that it was not trained on: chi2 {chi2:.1f}; it {effect}")
@@ -772,7 +779,7 @@ def weigh_by_folds(
 
 
 def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
-    """Give the model's parts the weights that weigh_by_folds() found or baseline.json tells; none: they stay."""
+    """Weigh the model's parts as weigh_by_folds() found, or as baseline.json says; without either they stay."""
     if weighed:
         model.linear.copy_(torch.tensor(weighed["linear"], dtype=torch.float64))
         model.image_weight.fill_(weighed["image_weight"])
@@ -803,8 +810,8 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
         weigh_parts(model, baseline)
         if not baseline:
             du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
-        rivals |= fit_rivals(sets, saved["cox_models"]) if ranks.is_main else {}
-        metrics, _ = finish(model, sets, run, args, "val", rivals, baseline or {"step": run.position.step})
+        baseline = baseline or {"step": run.position.step}
+        metrics, _ = finish(model, sets, run, args, "val", saved["cox_models"], rivals, baseline)
         run.write_summary("eval_val", metrics)
         return 0, None
 
@@ -830,8 +837,8 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
         weigh_parts(model, weighed)
         is_best = not cross_validates and run.position.best is not None
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
-        rivals |= fit_rivals(sets, run.extra["cox_models"]) if ranks.is_main else {}
-        results, risks = finish(model, sets, run, args, title, rivals, {"step": step}, unseen)
+        cox_models = run.extra["cox_models"]
+        results, risks = finish(model, sets, run, args, title, cox_models, rivals, {"step": step}, unseen)
         results |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
         if not cross_validates and "val/c_index" in run.log.last:
             results["val/c_index_last"] = run.log.last["val/c_index"]
