@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import ipaddress
 import math
 import multiprocessing
 import os
@@ -93,10 +94,52 @@ def read_environment() -> tuple[int, int, int, str]:
     tasks = whole("SLURM_STEP_NUM_TASKS", "1")
     if tasks == 1:
         return 0, 0, 1, "python"
-    hosts = env.get("SLURM_STEP_NODELIST", "localhost")
-    env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+).*", r"\1", hosts if "[" in hosts else hosts.split(",")[0]))
-    env.setdefault("MASTER_PORT", str(20000 + whole("SLURM_JOB_ID", "0") % 20000))
+    # the first host of a list such as gpu[01-03,07]-ib,login1, and a port that neither another job nor another srun of
+    # this one takes
+    first = re.match(r"([^][,]|\[[^]]*\])*", env.get("SLURM_STEP_NODELIST", "localhost"))[0]
+    env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+)[^]]*\]", r"\1", first))
+    job, step = whole("SLURM_JOB_ID", "0"), whole("SLURM_STEP_ID", "0")
+    env.setdefault("MASTER_PORT", str(20000 + (job + 1009 * step) % 20000))
     return whole("SLURM_PROCID"), whole("SLURM_LOCALID"), tasks, "srun"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host's name or address leads back to the machine that asks, or nowhere."""
+    try:
+        return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+    except OSError:
+        return True
+
+
+def _address_towards(host: str) -> str:
+    """The address of this machine that another host sees."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # connecting a datagram socket only looks up the route
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
+    """All ranks, where there are several nodes: set GLOO_SOCKET_IFNAME where gloo would choose the loopback interface.
+
+    It listens at the address of the host's own name, which on Debian is 127.0.1.1: no other node gets through.
+    """
+    if rank == world_size - 1:
+        store.set("address of the last node", _address_towards(os.environ["MASTER_ADDR"]))
+    if "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(socket.gethostname()):
+        return
+    # on the node where the ranks meet, that host is this one
+    other = os.environ["MASTER_ADDR"]
+    if _is_loopback(other):
+        other = store.get("address of the last node").decode()
+    if not _is_loopback(other):
+        import psutil
+
+        own = _address_towards(other)
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in (address.address for address in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 @contextlib.contextmanager
@@ -127,9 +170,20 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if gpus and dist.is_nccl_available() else "gloo"
         limit = timedelta(seconds=timeout)
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
-        group_store = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=limit)
+        try:
+            store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
+            here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size
+            if int(here) < world_size or os.environ.get("SLURM_STEP_NUM_NODES", "1") != "1":
+                choose_interface(store, rank, world_size)
+            group_store = dist.PrefixStore("group", store)
+            dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=limit)
+        except (RuntimeError, OSError) as error:
+            # said by each rank: the others may wait for this one
+            who = f"rank {rank} on {socket.gethostname()}"
+            place = ":".join(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+            line = f"error: {who} cannot join the others at {place}; see docs/running.md, Networks ({error})"
+            print(" ".join(line.split()), file=sys.stderr, flush=True)
+            os._exit(1)
     ranks = Ranks(rank, world_size, device, launcher, store)
     try:
         ranks.note("the start")

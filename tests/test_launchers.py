@@ -264,28 +264,7 @@ def test_without_data_two_commands_are_named(command, named, tmp_path):
     assert all(words in line for words in named.split("` ")), line
 
 
-# --- SLURM, Kubernetes, containers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("code", "seconds_left", "requeued"), [(143, 100, True), (143, 9000, False), (1, 100, False), (0, 100, False)]
-)
-def test_a_slurm_job_goes_on_later_when_its_time_is_up(tmp_path, code, seconds_left, requeued):
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").touch()
-    for name, ends in (("srun", code), ("scontrol", 0)):
-        (tmp_path / name).write_text(f'#!/bin/sh\nprintf "%s " {name} "$@" >>{tmp_path}/calls\nexit {ends}\n')
-        (tmp_path / name).chmod(0o755)
-    variables = {
-        "SLURM_JOB_ID": "77",
-        "SLURM_CPUS_PER_TASK": "12",
-        "SLURM_JOB_END_TIME": str(int(time.time()) + seconds_left),
-    }
-    command = ["bash", str(ROOT / "configs/slurm/train.sbatch"), "train.py", "--seed", "3"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables | {"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    assert done.returncode == code
-    expected = "srun --kill-on-bad-exit=1 --cpus-per-task=12 python train.py --resume_from auto --seed 3 "
-    assert (tmp_path / "calls").read_text() == expected + "scontrol requeue 77 " * requeued
+# --- Kubernetes, containers -------------------------------------------------------------------------------------------
 
 
 def test_the_job_set(launch):

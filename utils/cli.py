@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -281,12 +282,19 @@ def add_common_arguments(
 
 def report(error: Exception) -> int:
     """Print the one line of an InputError or RunError (first process only); returns its exit code."""
-    if is_first_process():
+    code = 2 if isinstance(error, InputError) else 1
+    first = is_first_process()
+    if first:
         print("error: " + " ".join(str(error).splitlines()), file=sys.stderr, flush=True)
-    else:
-        # a launcher ends all processes with the first that has failed: the one that says why goes before
+    # A launcher ends all processes when the first has failed, so the one that says why must go first. srun then
+    # returns the largest exit code: a process ended by SIGTERM would turn 2 into 143, a job stopped by its time limit.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    if not first:
         time.sleep(5)
-    return 2 if isinstance(error, InputError) else 1
+    elif os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        # the others are not all here yet
+        time.sleep(2)
+    return code
 
 
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:

@@ -1,0 +1,280 @@
+"""configs/slurm/train.sbatch under a real SLURM of two nodes on this machine.
+
+Each node has a network, a host name and a slurmd of its own; the first finds its own name at 127.0.1.1, as on Debian.
+All of it lives in one PID namespace, which ends with the tests. Needs root and Debian's slurm-wlm, munge and iproute2,
+which .ci/run installs.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_promise import MINIMAL, PATH, ROOT, assert_same, error_lines
+
+NEEDED = "slurmctld slurmd munged sbatch unshare nsenter ip".split()
+pytestmark = pytest.mark.skipif(
+    os.name == "nt" or os.geteuid() != 0 or not all(map(shutil.which, NEEDED)),
+    reason=f"needs root and {', '.join(NEEDED)}",
+)
+
+CONF = """
+ClusterName=tests
+SlurmctldHost=head(10.77.0.254)
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+GresTypes=gpu
+NodeName=n1 NodeAddr=10.77.0.1 CPUs=16 RealMemory=8000 Gres=gpu:8
+NodeName=n2 NodeAddr=10.77.0.2 CPUs=16 RealMemory=8000 Gres=gpu:8
+PartitionName=main Nodes=ALL Default=YES
+"""
+# a node waits for its end of the cable
+NODE = """
+set -e
+node=$1
+hostname n$node
+mount --bind hosts$node /etc/hosts
+echo $$ >node$node
+until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
+ip link set lo up
+ip address add 10.77.0.$node/24 dev eth0
+ip link set eth0 up
+exec slurmd -D -N n$node
+"""
+HEAD = """
+set -e
+mount --make-rprivate /
+mount --bind /dev/null /etc/resolv.conf
+mount --bind hosts /etc/hosts
+hostname head
+ip link set lo up
+ip link add switch type bridge
+ip address add 10.77.0.254/24 dev switch
+ip link set switch up
+munged --force --socket=$PWD/munge --key-file=key --pid-file=$PWD/munge.pid --log-file=$PWD/munge.log \
+    --seed-file=$PWD/munge.seed
+slurmctld
+for node in 1 2; do
+  unshare --mount --uts --net bash node.sh $node &
+  until [ -s node$node ]; do sleep 0.02; done
+  ip link add port$node type veth peer name eth0 netns $(cat node$node)
+  ip link set port$node master switch up
+done
+wait
+"""
+FLAGS = f"--deterministic --num_workers 0 --log_every 1 --save_every 3 --dist_timeout 60 {MINIMAL.flags}"
+# each step takes longer, until the job was requeued
+SLOW = """
+import os, runpy, sys, time
+sys.path[:0] = ["{root}", "{root}/examples"]
+from utils import loop
+def alive(run, place, real=loop.Run.alive):
+    real(run, place)
+    time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else float(os.environ.get("PAUSE", 0.3)))
+loop.Run.alive = alive
+runpy.run_path("{root}/examples/minimal.py", run_name="__main__")
+"""
+
+
+class Cluster:
+    """SLURM's daemons, and a folder from which jobs are submitted; their output is <job>.log there."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder))
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        (folder / "key").write_bytes(os.urandom(64))
+        (folder / "key").chmod(0o400)
+        (folder / "node.sh").write_text(NODE)
+        for name, own in (("hosts", "10.77.0.1 n1\n10.77.0.2 n2"), ("hosts1", "127.0.1.1 n1\n10.77.0.2 n2"),
+                          ("hosts2", "10.77.0.1 n1\n10.77.0.2 n2")):  # fmt: skip
+            (folder / name).write_text(f"127.0.0.1 localhost\n10.77.0.254 head\n{own}\n")
+        for name in ("state", "n1", "n2", ".venv/bin"):
+            (folder / name).mkdir(parents=True)
+        for number in range(8):
+            (folder / f"gpu{number}").touch()
+        (folder / ".venv/bin/activate").write_text(f"PATH={PATH['PATH']}\n")
+        (folder / "slow.py").write_text(SLOW.format(root=ROOT))
+        self.environment = os.environ | PATH | {"SLURM_CONF": f"{folder}/slurm.conf"}
+        # the first process of the namespace: with it all others end
+        command = "unshare --mount --uts --net --pid --fork --kill-child --mount-proc bash -c".split()
+        with open(folder / "daemons.txt", "w") as output:
+            self.daemons = subprocess.Popen(
+                [*command, HEAD], cwd=folder, env=self.environment, stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + 20
+        while self.run("sinfo --noheader --format=%T", check=False) != "idle\n":
+            assert time.monotonic() < deadline, (folder / "daemons.txt").read_text()
+            time.sleep(0.1)
+
+    def run(self, command: str, check: bool = True) -> str:
+        """What a command on the head node writes."""
+        first = psutil.Process(self.daemons.pid).children()
+        where = ["nsenter", "-t", str(first[0].pid if first else 0), "-m", "-u", "-n", "-p"]
+        done = subprocess.run(
+            [*where, "--wd=" + str(self.folder), *shlex.split(command)], env=self.environment, capture_output=True,
+            text=True, timeout=60,
+        )  # fmt: skip
+        assert not check or not done.returncode, done.stderr
+        return done.stdout
+
+    def submit(self, options: str, script: str, flags: str, job: Path = ROOT / "configs/slurm/train.sbatch") -> str:
+        """The number of a new job, on two nodes unless the options say otherwise; %j in them is that number."""
+        command = f"sbatch --parsable --output=%j.log --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=1 {options}"
+        return self.run(f"{command} {job} {script} {flags}").strip()
+
+    def minimal(self, folder: Path, options: str = "", flags: str = "", slow: bool = False) -> str:
+        script = f"{self.folder}/slow.py" if slow else f"{ROOT}/examples/minimal.py"
+        return self.submit(options, script, f"{FLAGS} --output_dir {folder} {flags}")
+
+    def about(self, job: str, name: str) -> str:
+        """What SLURM knows of a job: JobState, ExitCode, Restarts, ..."""
+        return re.search(rf"\b{name}=(\S+)", self.run(f"scontrol show job {job}"))[1]
+
+    def log(self, job: str) -> str:
+        path = self.folder / f"{job}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, job: str, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in self.log(job):
+            assert time.monotonic() < deadline, self.log(job)
+            time.sleep(0.1)
+
+    def end(self, job: str, state: str) -> str:
+        """A job's output, when it has ended in that state and was not requeued since; the state holds the exit code."""
+        deadline = time.monotonic() + 90
+        while (now := self.about(job, "JobState")) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+            assert time.monotonic() < deadline, self.log(job)
+            if self.about(job, "Reason") == "BeginTime":
+                # requeued, and else to wait for two minutes
+                self.run(f"scontrol update jobid={job} starttime=now")
+            time.sleep(0.2)
+        assert f"{now} {self.about(job, 'ExitCode')}" == state, self.log(job)
+        return self.log(job)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    if subprocess.run(["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "true"]).returncode:
+        pytest.skip("needs namespaces, which this machine does not allow")
+    running = Cluster(folder)
+    yield running
+    running.daemons.kill()
+    running.daemons.wait()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """alone(seed): the run folder of the same training by one process without SLURM."""
+    made = {}
+
+    def make(seed: int) -> Path:
+        if seed not in made:
+            made[seed] = tmp_path_factory.mktemp("alone") / "run"
+            words = f"{ROOT}/examples/minimal.py {FLAGS} --seed {seed} --output_dir {made[seed]}".split()
+            subprocess.run([sys.executable, *words], check=True, capture_output=True)
+        return made[seed]
+
+    return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_its_limit(cluster, tmp_path_factory):
+    """(job, run folder) that its time limit stops in mid-training: begun first, as SLURM looks every 30 s."""
+    folder = tmp_path_factory.mktemp("limit") / "run"
+    return cluster.minimal(folder, "--time=2 --export=ALL,PAUSE=1", slow=True), folder
+
+
+def test_two_nodes_are_one_process(cluster, alone, tmp_path):
+    """Three tasks on two nodes: the same bits, and nothing in the log but the run's own lines."""
+    job = cluster.minimal(tmp_path / "run", "--ntasks=3 --ntasks-per-node=2")
+    text = cluster.end(job, "COMPLETED 0:0")
+    assert_same(tmp_path / "run", alone(0))
+    assert "processes          3 by srun, cpu" in text
+    others = [line for line in text.splitlines() if not re.match("  |==|val/|epoch |done;", line)]
+    # 22.05 says so where the nodes have different numbers of tasks
+    assert all("can't honor --ntasks-per-node" in line for line in others), others
+
+
+@pytest.mark.parametrize(("flag", "state"), [("", "CANCELLED 0:15"), ("--signal=TERM", "FAILED 143:0")])
+def test_cancelled(cluster, flag, state, tmp_path):
+    """The run saves, and the job does not come back."""
+    job = cluster.minimal(tmp_path / "run", slow=True)
+    cluster.wait_for(job, "step 2/36")
+    cluster.run(f"scancel {flag} {job}")
+    text = cluster.end(job, state)
+    assert "signal: saved at step" in text
+    assert ("not requeued: stopped before the time limit was near" in text) == bool(flag)
+    assert cluster.about(job, "Restarts") == "0"
+
+
+def test_a_killed_task(cluster, alone, tmp_path):
+    """The job ends with the cause; submitted again, it goes on."""
+    job = cluster.minimal(tmp_path / "run", slow=True)
+    cluster.wait_for(job, "step 4/36")
+    folder = str(tmp_path / "run")
+    tasks = [
+        process for process in psutil.process_iter() if folder in process.cmdline() and "srun" not in process.name()
+    ]
+    next(process for process in tasks if process.environ().get("SLURM_PROCID") == "1").kill()
+    text = cluster.end(job, "FAILED 137:0")
+    assert "n2: task 1: Killed" in text
+    cluster.end(cluster.minimal(tmp_path / "run"), "COMPLETED 0:0")
+    assert_same(tmp_path / "run", alone(0))
+
+
+def test_wrong_input(cluster, tmp_path):
+    job = cluster.minimal(tmp_path / "run", flags="--batch_size 0")
+    text = cluster.end(job, "FAILED 2:0")
+    assert error_lines(text) == [text.splitlines()[0]]
+    assert cluster.about(job, "Restarts") == "0"
+
+
+def test_an_array_of_two_seeds(cluster, alone, tmp_path):
+    """%a in the flags is a job's number."""
+    first = cluster.minimal(tmp_path / "seed_%a", "--array=0-1 --nodes=1", "--seed %a")
+    for seed in (0, 1):
+        cluster.end(f"{first}_{seed}", "COMPLETED 0:0")
+        assert_same(tmp_path / f"seed_{seed}", alone(seed))
+
+
+def test_two_scripts_in_one_job(cluster, alone, tmp_path):
+    """Each srun of a job has a port of its own."""
+    job = tmp_path / "both.sbatch"
+    begin = "srun --exact --ntasks=2 --gpus-per-node=1 --cpus-per-task=1"
+    runs = [f"{begin} python $1 {FLAGS} --output_dir {tmp_path}/{name} &" for name in "ab"]
+    job.write_text("\n".join(["#!/bin/bash", "source .venv/bin/activate", *runs, "wait\n"]))
+    options = "--nodes=2 --ntasks-per-node=2 --gpus-per-node=2"
+    cluster.end(cluster.submit(options, f"{ROOT}/examples/minimal.py", "", job), "COMPLETED 0:0")
+    for name in "ab":
+        assert_same(tmp_path / name, alone(0))
+
+
+def test_a_time_limit(cluster, alone, at_its_limit):
+    """SIGTERM before the limit: the run saves, the job comes back, resumes by itself, and is the same."""
+    job, folder = at_its_limit
+    text = cluster.end(job, "COMPLETED 0:0")
+    # SLURM may look again while the second start is at work
+    assert text.count("signal: saved at step") == int(cluster.about(job, "Restarts")) >= 1
+    assert_same(folder, alone(0))
