@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -168,11 +169,13 @@ for batch in loader: pass
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x"}, (3, 1, 4, "torchrun")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 0, 2, "deepspeed or torch.distributed")),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, (0, 0, 1, "python")),
-        *(({"SLURM_STEP_NODELIST": nodes}, (5, 1, 8, "srun")) for nodes in ("n[07-09,12]", "n07,n08", "n07")),
+        ({"SLURM_STEP_NODELIST": "n[07-09,12]", "SLURM_STEP_ID": "2"}, (5, 1, 8, "srun")),
+        *(({"SLURM_STEP_NODELIST": nodes}, (5, 1, 8, "srun")) for nodes in ("n07,n08", "n07", "n07,m[08-09]")),
+        ({"SLURM_STEP_NODELIST": "rack[1-2]n[07-09]-ib,x"}, (5, 1, 8, "srun")),
     ],
 )
 def test_launchers(monkeypatch, variables, expected):
-    """srun's tasks meet on the first node of the step, at a port that follows from the job's number."""
+    """srun's tasks meet on the first node of the step, at a port that follows from the numbers of job and step."""
     for name in [*os.environ, "MASTER_ADDR", "MASTER_PORT"]:
         if re.match("RANK|WORLD_SIZE|LOCAL_RANK|TORCHELASTIC|SLURM|MASTER", name):
             # set first, so that what the call sets is undone as well
@@ -185,7 +188,29 @@ def test_launchers(monkeypatch, variables, expected):
         monkeypatch.setenv(name, value)
     assert du.read_environment() == expected
     if expected[3] == "srun":
-        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("n07", "23456")
+        address = "rack1n07-ib" if "rack" in variables["SLURM_STEP_NODELIST"] else "n07"
+        port = "25474" if "SLURM_STEP_ID" in variables else "23456"
+        assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (address, port)
+
+
+def test_a_rank_that_cannot_join_says_so():
+    """One line from each such rank, whatever its number: the others may wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        variables = place | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        code = "import distributed_utils as du\nwith du.setup_distributed(2): pass"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.match(rf"error: rank 0 on \S+ cannot join the others at {':'.join(place.values())}; ", line)
+    assert "address already in use" in line
 
 
 def test_what_a_launcher_may_not_ask_for(monkeypatch):

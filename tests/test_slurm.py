@@ -1,8 +1,7 @@
 """configs/slurm/train.sbatch under a real SLURM of two nodes on this machine.
 
-Each node has a network, a host name and a slurmd of its own; the first finds its own name at 127.0.1.1, as on Debian.
-All of it lives in one PID namespace, which ends with the tests. Needs root and Debian's slurm-wlm, munge and iproute2,
-which .ci/run installs.
+Each node has a network, a host name and a slurmd of its own. All of it lives in one PID namespace, which ends with the
+tests. Needs root and Debian's slurm-wlm, munge and iproute2, which .ci/run installs.
 """
 
 import os
@@ -52,19 +51,21 @@ NODE = """
 set -e
 node=$1
 hostname n$node
-mount --bind hosts$node /etc/hosts
+mount --bind hosts_n$node /etc/hosts
 echo $$ >node$node
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.02; done
 ip link set lo up
 ip address add 10.77.0.$node/24 dev eth0
 ip link set eth0 up
+# the second does without IPv6
+echo $((node - 1)) >/proc/sys/net/ipv6/conf/all/disable_ipv6
 exec slurmd -D -N n$node
 """
 HEAD = """
 set -e
 mount --make-rprivate /
 mount --bind /dev/null /etc/resolv.conf
-mount --bind hosts /etc/hosts
+mount --bind hosts_head /etc/hosts
 hostname head
 ip link set lo up
 ip link add switch type bridge
@@ -87,6 +88,7 @@ SLOW = """
 import os, runpy, sys, time
 sys.path[:0] = ["{root}", "{root}/examples"]
 from utils import loop
+print("cores", os.environ["SLURM_CPUS_PER_TASK"], "threads", os.environ["OMP_NUM_THREADS"])
 def alive(run, place, real=loop.Run.alive):
     real(run, place)
     time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else float(os.environ.get("PAUSE", 0.3)))
@@ -105,9 +107,12 @@ class Cluster:
         (folder / "key").write_bytes(os.urandom(64))
         (folder / "key").chmod(0o400)
         (folder / "node.sh").write_text(NODE)
-        for name, own in (("hosts", "10.77.0.1 n1\n10.77.0.2 n2"), ("hosts1", "127.0.1.1 n1\n10.77.0.2 n2"),
-                          ("hosts2", "10.77.0.1 n1\n10.77.0.2 n2")):  # fmt: skip
-            (folder / name).write_text(f"127.0.0.1 localhost\n10.77.0.254 head\n{own}\n")
+        known = {"head": "10.77.0.254", "n1": "10.77.0.1", "n2": "10.77.0.2"}
+        for name in known:
+            # as on Debian, a node finds itself at 127.0.1.1
+            seen = known | ({name: "127.0.1.1"} if name != "head" else {}) | {"localhost": "127.0.0.1"}
+            lines = [f"{address} {host}\n" for host, address in seen.items()]
+            (folder / f"hosts_{name}").write_text("".join(lines))
         for name in ("state", "n1", "n2", ".venv/bin"):
             (folder / name).mkdir(parents=True)
         for number in range(8):
@@ -220,11 +225,12 @@ def test_two_nodes_are_one_process(cluster, alone, tmp_path):
 @pytest.mark.parametrize(("flag", "state"), [("", "CANCELLED 0:15"), ("--signal=TERM", "FAILED 143:0")])
 def test_cancelled(cluster, flag, state, tmp_path):
     """The run saves, and the job does not come back."""
-    job = cluster.minimal(tmp_path / "run", slow=True)
+    job = cluster.minimal(tmp_path / "run", "--cpus-per-task=2", slow=True)
     cluster.wait_for(job, "step 2/36")
     cluster.run(f"scancel {flag} {job}")
     text = cluster.end(job, state)
     assert "signal: saved at step" in text
+    assert "cores 2 threads 2" in text
     assert ("not requeued: stopped before the time limit was near" in text) == bool(flag)
     assert cluster.about(job, "Restarts") == "0"
 
@@ -248,6 +254,7 @@ def test_wrong_input(cluster, tmp_path):
     job = cluster.minimal(tmp_path / "run", flags="--batch_size 0")
     text = cluster.end(job, "FAILED 2:0")
     assert error_lines(text) == [text.splitlines()[0]]
+    assert "requeue" not in text
     assert cluster.about(job, "Restarts") == "0"
 
 
