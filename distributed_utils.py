@@ -11,7 +11,9 @@ import gc
 import ipaddress
 import math
 import multiprocessing
+import operator
 import os
+import pickle
 import re
 import signal
 import socket
@@ -22,8 +24,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -53,6 +56,8 @@ class Ranks:
     device: torch.device
     launcher: str
     store: dist.Store | None
+    # when this rank noted where it is
+    noted: list[float] = field(default_factory=lambda: [-math.inf], compare=False)
 
     @property
     def is_main(self) -> bool:
@@ -69,8 +74,11 @@ class Ranks:
 
     def note(self, place: str) -> None:
         """Tell the other ranks where this one is, for the day when it no longer answers."""
-        if self.store:
+        # some 4000 notes a second are no burden to rank 0, which keeps them
+        now = time.monotonic()
+        if self.store and now - self.noted[0] > self.world_size / 4000:
             self.store.set(f"place of {self.rank}", place)
+            self.noted[0] = now
 
 
 def read_environment() -> tuple[int, int, int, str]:
@@ -357,29 +365,90 @@ def to_device(batch, device: torch.device):
 # --- what the ranks tell each other -----------------------------------------------------------------------------------
 
 
+# bytes of a message; what does not fit follows in a second one
+MESSAGE = 1024
+
+
+def _send(content: bytes, rank: int, tag: int) -> None:
+    message = bytearray(MESSAGE)
+    head = len(content).to_bytes(8, "little") + content[: MESSAGE - 8]
+    message[: len(head)] = head
+    dist.send(torch.frombuffer(message, dtype=torch.uint8), rank, tag=tag)
+    if len(content) > MESSAGE - 8:
+        dist.send(torch.frombuffer(bytearray(content[MESSAGE - 8 :]), dtype=torch.uint8), rank, tag=tag)
+
+
+def _receive(rank: int, tag: int) -> bytes:
+    message = torch.empty(MESSAGE, dtype=torch.uint8)
+    dist.recv(message, rank, tag=tag)
+    content = message.numpy().tobytes()
+    length = int.from_bytes(content[:8], "little")
+    if length > MESSAGE - 8:
+        rest = torch.empty(length - MESSAGE + 8, dtype=torch.uint8)
+        dist.recv(rest, rank, tag=tag)
+        content += rest.numpy().tobytes()
+    return content[8 : 8 + length]
+
+
+def combine(value, both: Callable, tag: int = 0):
+    """All ranks: their picklable values as one, on every rank: both(of some ranks, of the ranks after these).
+
+    The values go up a binomial tree and the result comes down: 2 log2(ranks) messages that wait for one another, where
+    gloo's own all-reduce and all-gather send theirs around a ring, 2 (ranks - 1).
+    """
+    rank, world_size = world()
+    bit = 1
+    while bit < world_size and not rank & bit:
+        if rank + bit < world_size:
+            value = both(value, pickle.loads(_receive(rank + bit, tag)))
+        bit *= 2
+    content = pickle.dumps(value)
+    if rank:
+        _send(content, rank - bit, tag)
+        content = _receive(rank - bit, tag)
+        value = pickle.loads(content)
+    while bit > 1:
+        bit //= 2
+        if rank + bit < world_size:
+            _send(content, rank + bit, tag)
+    return value
+
+
+def _add(one: list[float], other: list[float]) -> list[float]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+# with a thread, and a tag that keeps its messages from those of the main thread
+_ASIDE = ThreadPoolExecutor(1)
+
+
+def begin_sum(values: list[float]) -> Callable[[], list[float]]:
+    """All ranks: begin a sum over ranks, which goes on beside what follows; the result is a function that waits for it.
+
+    Of two, all ranks begin the same first.
+    """
+    if not dist.is_initialized():
+        return lambda: values
+    return _ASIDE.submit(combine, values, _add, tag=1).result
+
+
 def reduce_sum(values: Tensor | list) -> Tensor:
     """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor, which no GPU waits for."""
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
+    if isinstance(values, Tensor):
+        if dist.is_initialized():
+            dist.all_reduce(values)
+        return values
+    return torch.tensor(combine(values, _add), dtype=torch.float64)
 
 
-def reduce_max(values: list[float]) -> Tensor:
-    """Largest over ranks, a float64 CPU tensor."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor
+def reduce_max(values: list[float]) -> list[float]:
+    """Largest over ranks."""
+    return combine(values, lambda one, other: list(map(max, one, other)))
 
 
 def gather_objects(value) -> list:
     """[value of rank 0, value of rank 1, ...] on every rank, for small picklable values."""
-    values = [value]
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return values
+    return combine([value], operator.add)
 
 
 def gather_to_main(value) -> list:
@@ -453,15 +522,16 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
         return
     words = {1: torch.uint8, 2: torch.int16}
     bits = [value.contiguous().view(-1).view(words.get(value.element_size(), torch.int32)) for value in state.values()]
-    own = torch.stack([part.sum(dtype=torch.int64) for part in bits]).tolist()
-    sums = gather_objects(own)
-    usual = list(Counter(map(tuple, sums)).most_common(1)[0][0])
-    for rank, others in enumerate(sums):
-        if others != usual:
-            name = next(name for name, a, b in zip(state, others, usual, strict=True) if a != b)
-            reason = f"rank {rank} holds other weights than rank {sums.index(usual)} ({name})"
-            fault = "a GPU or a kernel is at fault, or a layer like BatchNorm that keeps statistics of its own batches"
-            raise RunError(f"{reason}: {fault}; resume from the checkpoint before")
+    own = tuple(torch.stack([part.sum(dtype=torch.int64) for part in bits]).tolist())
+    ranks_of = combine({own: [world()[0]]}, lambda a, b: {sums: a.get(sums, []) + b.get(sums, []) for sums in a | b})
+    usual = max(ranks_of, key=lambda sums: (len(ranks_of[sums]), -ranks_of[sums][0]))
+    odd = [(ranks[0], sums) for sums, ranks in ranks_of.items() if sums != usual]
+    if odd:
+        rank, sums = min(odd)
+        name = next(name for name, a, b in zip(state, sums, usual, strict=True) if a != b)
+        reason = f"rank {rank} holds other weights than rank {ranks_of[usual][0]} ({name})"
+        fault = "a GPU or a kernel is at fault, or a layer like BatchNorm that keeps statistics of its own batches"
+        raise RunError(f"{reason}: {fault}; resume from the checkpoint before")
 
 
 # --- sums that do not round -------------------------------------------------------------------------------------------

@@ -762,7 +762,7 @@ def weigh_by_folds(
                 held_out = predict(network, sets["val"], inner, inner.args)[:, 1]
                 # each network has a constant of its own, which says nothing
                 image[fold == left_out] = held_out - held_out.mean()
-        late = int(du.reduce_max([inner.stop.code or run.stop.code])[0])
+        late = du.reduce_max([inner.stop.code or run.stop.code])[0]
         if late and not code:
             du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
         code = code or late
@@ -844,7 +844,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
             results["val/c_index_last"] = run.log.last["val/c_index"]
         run.finish(results)
         # a signal since the last step: a single run is done, of a cross-validation no further fold begins
-        code = int(du.reduce_max([run.stop.code])[0]) if cross_validates else 0
+        code = du.reduce_max([run.stop.code])[0] if cross_validates else 0
     return code, (results, sets["val"], risks)
 
 

@@ -49,15 +49,19 @@ def launch(tmp_path):
 
 
 def test_what_ranks_tell_each_other(launch):
+    """Five of them: a tree that is not full. A sum may go on beside other messages, some of more than one part."""
     shown, errors = launch(
-        3,
+        5,
         """
 def work(ranks):
+    waits = du.begin_sum([1, ranks.rank])
+    parts = du.gather_objects("x" * 700 * ranks.rank)
+    show(waits(), [len(part) for part in parts])
     show(du.reduce_sum([ranks.rank, 0.5]).tolist())
-    show(du.reduce_max([ranks.rank, -ranks.rank]).tolist())
+    show(du.reduce_max([ranks.rank, -ranks.rank]))
     show(du.gather_objects(ranks.rank), du.gather_to_main(ranks.rank))
     show(du.broadcast_object({"rank": ranks.rank}))
-    shared = du.share_bytes(30)
+    shared = du.share_bytes(50)
     shared[10 * ranks.rank : 10 * ranks.rank + 10] = ranks.rank + 1
     du.gather_objects(None)
     show(shared.tolist())
@@ -72,9 +76,10 @@ def work(ranks):
 """,
         returns=2,
     )
-    assert shown[:4] == ["[3.0, 1.5]", "[2.0, 0.0]", "[0, 1, 2] [0, 1, 2]", "{'rank': 0}"]
-    assert shown[4] == str([1] * 10 + [2] * 10 + [3] * 10)
-    assert shown[5].startswith("rank 2 holds other weights than rank 0 (b)")
+    assert shown[:2] == ["[5, 10] [0, 700, 1400, 2100, 2800]", "[10.0, 2.5]"]
+    assert shown[2:5] == ["[4, 0]", "[0, 1, 2, 3, 4] [0, 1, 2, 3, 4]", "{'rank': 0}"]
+    assert shown[5] == str([1] * 10 + [2] * 10 + [3] * 10 + [4] * 10 + [5] * 10)
+    assert shown[6].startswith("rank 2 holds other weights than rank 0 (b)")
     assert errors.splitlines()[-1] == "error: only rank 1 met this"
 
 

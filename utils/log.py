@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distributed_utils import Ranks, print_main, reduce_max, reduce_sum
+from distributed_utils import Ranks, combine, print_main
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
@@ -68,6 +68,8 @@ class RunLog:
         # steps that no line tells of yet: on the device, and on the host summed over the ranks
         self.recent: list[torch.Tensor] = []
         self.rows: list[list[float]] = saved["rows"]
+        # of the worst rank: share of time waiting for data, peak memory in GB
+        self.worst = [0.0, 0.0]
         self.bad_in_row: int = saved["bad_in_row"]
         self.lr: float | None = saved["lr"]
         # the last value of each metric, for summary.json; and how much of metrics.jsonl is written
@@ -147,13 +149,15 @@ class RunLog:
             self.collect()
 
     def collect(self) -> None:
-        """All ranks: bring the kept steps to the host, summed over the ranks."""
+        """All ranks: the kept steps to the host, summed over the ranks, and what the worst rank waits and uses."""
         if not self.recent:
             return
-        new_rows = reduce_sum(torch.stack(self.recent).double().cpu()).tolist()
+        rows = torch.stack(self.recent).double().cpu().numpy()
+        own = [self.waited / (time.perf_counter() - self.started), peak_memory_gb(self.ranks.device)]
+        rows, self.worst = combine((rows, own), lambda a, b: (a[0] + b[0], list(map(max, a[1], b[1]))))
         self.recent.clear()
-        self.rows += new_rows
-        for row in new_rows:
+        self.rows += rows.tolist()
+        for row in rows.tolist():
             self.bad_in_row = self.bad_in_row + 1 if row[-1] else 0
             if self.bad_in_row >= self.max_bad_steps:
                 reason = f"{self.bad_in_row} steps in a row had a non-finite loss or gradient and were skipped"
@@ -169,7 +173,7 @@ class RunLog:
             finite = [row[place] for row in self.rows if math.isfinite(row[place])]
             values[f"train/{name}"] = sum(finite) / len(finite) if finite else None
         seconds = time.perf_counter() - self.started
-        wait, memory = reduce_max([self.waited / seconds, peak_memory_gb(self.ranks.device)]).tolist()
+        wait, memory = self.worst
         speed = self.samples / seconds
         values |= {"train/samples_per_s": speed, "train/data_wait": wait, "train/peak_memory_gb": memory}
         self.rows = []

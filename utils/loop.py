@@ -32,6 +32,7 @@ from hardware_utils import out_of_memory
 from utils import checkpoint
 from utils.cli import InputError, RunError
 from utils.log import RunLog, draw_curves, print_banner, save_figure
+from utils.sampler import TrainBatchSampler
 
 
 @dataclass
@@ -310,31 +311,22 @@ class Run:
 
         count: numbers of this rank's leaves (a list of their batches, which may be empty), always as many, to be
         summed over the ranks into `totals`. Before a step the ranks tell each other these, a stop signal and an
-        unusable sample (a batch's "error"), in one small transfer of host memory. A signal to any rank ends the steps
-        on all; `stopped` is then its exit code. Raises InputError on all for a sample of any.
+        unusable sample (a batch's "error"), in a small transfer of host memory that goes on while the step before
+        computes. A signal to any rank ends the steps on all, one or two steps later; `stopped` is then its exit code.
+        Raises InputError on all for a sample of any.
         """
         position, sampler = self.position, loader.batch_sampler
         first, last = map(int, (self.args.profile or "0:0").split(":"))
         if self.stream is None or self.read != position.samples:
             sampler.set_position(position.epoch, position.samples)
-            self.stream = self._begin(loader)
+            self.stream, self.read = self._begin(loader), position.samples
         self.log.restart_clock()
         self.epoch_over = self.evaluation_due = False
-        while not (self.is_over() or self.epoch_over or self.evaluation_due):
+        every_steps, upcoming = self.args.eval_every_steps, None
+        while not self._pauses():
             self.alive(f"step {position.step + 1}")
-            samples, numbers = sampler.share(position.samples)
-
-            # fetch; the time this takes is the wait for data
-            begun = time.perf_counter()
-            batches = [next(self.stream) for _ in numbers or [0]]
-            self.read = position.samples + samples
-            self.log.waited += time.perf_counter() - begun
-
-            # agree with the other ranks, before anything of the step is used
-            counts = count(batches if numbers else []) if count else []
-            error = next(filter(None, map(error_in, batches)), "")
-            facts = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
-            stop_143, stop_130, unusable, *totals = du.reduce_sum(facts).tolist()
+            samples, numbers, batches, error, agreed = upcoming or self._fetch(sampler, count)
+            stop_143, stop_130, unusable, *totals = agreed()
             if unusable:
                 raise InputError(next(reason for reason in du.gather_objects(error) if reason))
             if stop_143 or stop_130:
@@ -345,9 +337,11 @@ class Run:
             if position.step + 1 == first and self.ranks.is_main:
                 self.profiler = torch.profiler.profile()
                 self.profiler.start()
-            self.epoch_over = self.read >= sampler.num_samples
-
             passes = sampler.most_leaves(position.samples) if self.equal_passes else len(batches)
+            self.epoch_over = self.read >= sampler.num_samples
+            self.evaluation_due = bool(every_steps) and (position.step + 1) % every_steps == 0
+            ends = self.epoch_over or self.evaluation_due or position.step + 1 == self.last_step
+            upcoming = None if ends else self._fetch(sampler, count)
             yield Step(self, samples, numbers, batches, totals, passes)
 
             if self.profiler and position.step == last:
@@ -357,6 +351,20 @@ class Run:
             every = 500 if self.args.save_every is None else self.args.save_every
             if every and position.step % every == 0 and not self._pauses() and self._save_is_due():
                 self.save()
+
+    def _fetch(self, sampler: TrainBatchSampler, count: Callable | None) -> tuple:
+        """Read what this rank computes of the next step, and begin to agree about it; see steps()."""
+        samples, numbers = sampler.share(self.read)
+        # the time this takes is the wait for data
+        begun = time.perf_counter()
+        batches = [next(self.stream) for _ in numbers or [0]]
+        self.read += samples
+        self.log.waited += time.perf_counter() - begun
+
+        counts = count(batches if numbers else []) if count else []
+        error = next(filter(None, map(error_in, batches)), "")
+        facts = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
+        return samples, numbers, batches, error, du.begin_sum(facts)
 
     def _pauses(self) -> bool:
         """Whether steps() ends here; the checkpoint then waits for the evaluation."""
@@ -614,7 +622,6 @@ class Step:
         position = run.position
         position.step += 1
         position.samples += self.samples
-        run.evaluation_due = bool(args.eval_every_steps) and position.step % args.eval_every_steps == 0
         # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
         shared = torch.stack([grad_norm, skipped]).double()
         shared = shared if run.ranks.is_main else torch.zeros_like(shared)
