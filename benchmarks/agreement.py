@@ -57,7 +57,7 @@ def begin_in_time() -> float:
 
 @dataclass(frozen=True)
 class Operation:
-    """run: on all ranks; the seconds it returns count, or those it takes. messages: in a chain. steps: for one of it."""
+    """run: on all ranks. messages: in a chain. steps: one of it in so many. hidden: run returns the seconds that count."""
 
     name: str
     run: Callable

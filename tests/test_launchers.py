@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from test_pages import help_flags
 
 from utils import launch_4gpu, torchrun
@@ -265,6 +267,19 @@ def test_without_data_two_commands_are_named(command, named, tmp_path):
 
 
 # --- Kubernetes, containers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_job_set_by_its_published_schemas(version):
+    """Every field is one that Kubernetes or JobSet knows, with a value of its kind."""
+    *others, job_set = yaml.safe_load_all((ROOT / "configs/kubernetes/jobset.yaml").read_text())
+    jobs = [part["template"] for part in job_set["spec"]["replicatedJobs"]]
+    for part in others + [
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **job} for job in jobs
+    ]:
+        kubernetes_validate.validate(part, version, strict=True)
+    # what the model does not know is lost on the way
+    assert JobsetV1alpha2JobSet.from_dict(job_set).to_dict() == job_set
 
 
 def test_the_job_set(launch):
