@@ -57,7 +57,7 @@ def begin_in_time() -> float:
 
 @dataclass(frozen=True)
 class Operation:
-    """run: on all ranks. messages: in a chain. steps: one of it in so many. hidden: run returns the seconds that count."""
+    """run: on all ranks. messages: in a chain. steps: from one to the next. hidden: run returns what counts."""
 
     name: str
     run: Callable
