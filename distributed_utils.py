@@ -120,12 +120,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine that another host sees."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
+    """The address of this machine that another host sees; "" where no way leads there."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         # connecting a datagram socket only looks up the route
-        probe.connect(address)
-        return probe.getsockname()[0]
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    return ""
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
@@ -213,6 +214,8 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         os._exit(1)
     finally:
         if world_size > 1:
+            # a sum that was begun goes to its end, for which other ranks may wait
+            _ASIDE.submit(int).result()
             gc.collect()
         # loading processes that their loader could not end, as they ignore SIGTERM
         for child in multiprocessing.active_children():
