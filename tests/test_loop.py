@@ -9,11 +9,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import distributed_utils as du
 from utils.cli import RunError
 from utils.log import RunLog
 from utils.loop import Position, Run, _try, seed_noise
+from utils.sampler import TrainBatchSampler
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
 
@@ -85,6 +87,31 @@ def test_what_is_shown(tmp_path, capsys):
     log.writer.add_scalar.assert_called_once_with("val/auc", 0.5, 1)
     assert len(json.loads((tmp_path / "metrics.jsonl").read_text())) == 7
     log.close()
+
+
+def test_the_ranks_agree_about_the_next_step_while_this_one_computes(monkeypatch):
+    """Not past an evaluation. A signal that comes while a step computes ends the run after the next."""
+    told, run = [], Run.__new__(Run)
+    monkeypatch.setattr(
+        du, "begin_sum", lambda facts: told.append("begun") or (lambda: told.append("awaited") or facts)
+    )
+    run.args = SimpleNamespace(profile=None, eval_every_steps=3, save_every=0)
+    run.log = SimpleNamespace(restart_clock=Mock(), waited=0.0)
+    run.position, run.stop, run.ranks, run.last_step, run.stopped = Position(), SimpleNamespace(code=0), CPU, 20, 0
+    run.stream, run.read, run.trains, run.profiler = None, 0, False, None
+    loader = DataLoader([{"x": number} for number in range(28)], batch_sampler=TrainBatchSampler(28, 4, 4))
+    expected = [
+        "begun awaited begun step awaited begun step awaited step",
+        "begun awaited begun step awaited begun step awaited",
+    ]
+    for times, order in enumerate(expected):
+        for step in run.steps(loader):
+            told.append("step")
+            run.position.step, run.position.samples = run.position.step + 1, run.position.samples + step.samples
+            run.stop.code = 143 * times
+        assert " ".join(told) == order
+        told.clear()
+    assert (run.stopped, run.position.step) == (143, 5)
 
 
 def test_without_save_every_a_checkpoint_a_minute():
