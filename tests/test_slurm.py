@@ -282,6 +282,6 @@ def test_a_time_limit(cluster, alone, at_its_limit):
     """SIGTERM before the limit: the run saves, the job comes back, resumes by itself, and is the same."""
     job, folder = at_its_limit
     text = cluster.end(job, "COMPLETED 0:0")
-    # SLURM may look again while the second start is at work
-    assert text.count("signal: saved at step") == int(cluster.about(job, "Restarts")) >= 1
+    # SLURM may look again while the second start is at work, or has not begun to train
+    assert 1 <= text.count("signal: saved at step") <= int(cluster.about(job, "Restarts"))
     assert_same(folder, alone(0))
