@@ -17,7 +17,7 @@ import psutil
 import pytest
 from test_promise import MINIMAL, PATH, ROOT, assert_same, error_lines
 
-NEEDED = "slurmctld slurmd munged sbatch unshare nsenter ip".split()
+NEEDED = "slurmctld slurmd munged sbatch setpriv unshare nsenter ip".split()
 pytestmark = pytest.mark.skipif(
     os.name == "nt" or os.geteuid() != 0 or not all(map(shutil.which, NEEDED)),
     reason=f"needs root and {', '.join(NEEDED)}",
@@ -120,11 +120,11 @@ class Cluster:
         (folder / ".venv/bin/activate").write_text(f"PATH={PATH['PATH']}\n")
         (folder / "slow.py").write_text(SLOW.format(root=ROOT))
         self.environment = os.environ | PATH | {"SLURM_CONF": f"{folder}/slurm.conf"}
-        # the first process of the namespace: with it all others end
-        command = "unshare --mount --uts --net --pid --fork --kill-child --mount-proc bash -c".split()
+        # when this process ends, unshare ends, and with it all others of its namespace
+        start = "setpriv --pdeathsig KILL unshare --mount --uts --net --pid --fork --kill-child --mount-proc bash -c"
         with open(folder / "daemons.txt", "w") as output:
             self.daemons = subprocess.Popen(
-                [*command, HEAD], cwd=folder, env=self.environment, stdout=output, stderr=output
+                [*start.split(), HEAD], cwd=folder, env=self.environment, stdout=output, stderr=output
             )
         deadline = time.monotonic() + 20
         while self.run("sinfo --noheader --format=%T", check=False) != "idle\n":
