@@ -126,7 +126,7 @@ class Cluster:
             self.daemons = subprocess.Popen(
                 [*start.split(), HEAD], cwd=folder, env=self.environment, stdout=output, stderr=output
             )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.run("sinfo --noheader --format=%T", check=False) != "idle\n":
             assert time.monotonic() < deadline, (folder / "daemons.txt").read_text()
             time.sleep(0.1)
@@ -160,14 +160,14 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, job: str, text: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while text not in self.log(job):
             assert time.monotonic() < deadline, self.log(job)
             time.sleep(0.1)
 
     def end(self, job: str, state: str) -> str:
         """A job's output, when it has ended in that state and was not requeued since; the state holds the exit code."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while (now := self.about(job, "JobState")) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
             assert time.monotonic() < deadline, self.log(job)
             if self.about(job, "Reason") == "BeginTime":
