@@ -56,7 +56,7 @@ class Ranks:
     device: torch.device
     launcher: str
     store: dist.Store | None
-    # when this rank noted where it is
+    # when this rank last noted its place, in a list because the rest is frozen
     noted: list[float] = field(default_factory=lambda: [-math.inf], compare=False)
 
     @property
@@ -74,7 +74,7 @@ class Ranks:
 
     def note(self, place: str) -> None:
         """Tell the other ranks where this one is, for the day when it no longer answers."""
-        # some 4000 notes a second are no burden to rank 0, which keeps them
+        # rank 0 serves the store: at most 4000 notes a second from all ranks together
         now = time.monotonic()
         if self.store and now - self.noted[0] > self.world_size / 4000:
             self.store.set(f"place of {self.rank}", place)
@@ -190,7 +190,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
             group_store = dist.PrefixStore("group", store)
             dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=limit)
         except (RuntimeError, OSError) as error:
-            # said by each rank: the others may wait for this one
+            # printed by this rank, whichever it is: rank 0 may still be waiting
             who = f"rank {rank} on {socket.gethostname()}"
             place = ":".join(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
             line = f"error: {who} cannot join the others at {place}; see docs/running.md, Networks ({error})"
@@ -214,7 +214,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         os._exit(1)
     finally:
         if world_size > 1:
-            # a sum that was begun goes to its end, for which other ranks may wait
+            # let a background sum finish: other ranks may be waiting for this rank's part
             _ASIDE.submit(int).result()
             gc.collect()
         # loading processes that their loader could not end, as they ignore SIGTERM
@@ -231,7 +231,7 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
     """
     with contextlib.suppress(RuntimeError):
         ranks.store.set(f"rank {ranks.rank} has ended", "")
-        # the second is gloo's too, of a pair of ranks that another message has given up
+        # gloo reports "pair closure" where the timeout of another message has closed the connection
         if not isinstance(error, dist.DistError) and not re.search("gloo|caused pair closure", str(error)):
             return
         first = ranks.store.add("ranks that gave up", 1) == 1
@@ -398,10 +398,10 @@ def _receive(rank: int, tag: int) -> bytes:
 
 
 def combine(value, both: Callable, tag: int = 0):
-    """All ranks: their picklable values as one, on every rank: both(of some ranks, of the ranks after these).
+    """All ranks: reduce their picklable values to one, on every rank. both: merges two, the lower ranks' first.
 
-    The values go up a binomial tree and the result comes down: 2 log2(ranks) messages that wait for one another, where
-    gloo's own all-reduce and all-gather send theirs around a ring, 2 (ranks - 1).
+    The values go up a binomial tree and the result comes down, a chain of 2 log2(ranks) messages. gloo's own all-reduce
+    and all-gather go around a ring, a chain of 2 (ranks - 1).
     """
     rank, world_size = world()
     bit = 1
@@ -425,14 +425,14 @@ def _add(one: list[float], other: list[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-# with a thread, and a tag that keeps its messages from those of the main thread
+# one background thread; a tag of their own keeps its messages apart from the main thread's
 _ASIDE = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
-    """All ranks: begin a sum over ranks, which goes on beside what follows; the result is a function that waits for it.
+    """All ranks: start a sum over the ranks in the background; returns a function that waits for it.
 
-    Of two, all ranks begin the same first.
+    Every rank must start its sums in the same order.
     """
     if not dist.is_initialized():
         return lambda: values

@@ -282,17 +282,15 @@ def test_bad_flag(script, run, tmp_path, processes):
 
 # --- every launcher ---------------------------------------------------------------------------------------------------
 
-# how each starts two processes of a script, at a port of their own
+# how each starts two processes of a script, at a port of their own; srun is in test_slurm.py
 LAUNCHERS = {
     "deepspeed": "deepspeed --num_gpus=2 --master_port PORT",
     "module": "python -m torch.distributed.launch --nproc_per_node=2 --master_port=PORT",
     "accelerate": "accelerate launch --multi_gpu --num_processes=2 --main_process_port PORT",
-    "srun": "bash -c 'for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task \"$@\" & done; wait' srun python",
     "two nodes": 'bash -c \'for rank in 0 1; do NODE_RANK=$rank ./launch_distributed_training.sh --script "$@" '
     "--num_gpus 1 & done; wait' nodes",
 }
 VARIABLES = {
-    "srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "PORT"},
     "two nodes": {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "PORT"},
 }
 
