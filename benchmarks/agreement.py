@@ -3,10 +3,10 @@
     python benchmarks/agreement.py                      # Linux, 3 minutes on an idle machine
     python benchmarks/agreement.py --processes 2,4,8 --hop_us 50
 
-The processes of this machine are joined by gloo, which carries all but the gradients on GPUs. Each operation has two
-rows: torch's own collective, as it was, and what is used now. "Messages in a chain" are those that wait for one another.
-For 512 and 4096 ranks, which have a core each, they are multiplied by the time of one: half of a message to the other
-of two processes and back, or --hop_us. Here 64 processes share few cores: what many do at once takes its turn.
+gloo joins the processes of this machine; it carries everything but the gradients on GPUs. Each operation has two rows:
+torch's own collective, as it was, and what is used now. For 512 and 4096 ranks, each with a core of its own, the figure
+is the length of the chain of messages that wait for one another, times one message: half of a ping-pong between two
+processes here, or --hop_us. On this machine 64 processes share few cores, so what many of them do at once takes turns.
 """
 
 import argparse
