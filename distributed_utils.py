@@ -22,20 +22,16 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from utils.cli import InputError, RunError
@@ -259,30 +255,6 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
-    """DDP around a model where there are several processes; it leaves frozen weights alone.
-
-    find_unused_parameters keeps the layout of the gradient buckets, which DDP otherwise changes after the first step
-    of each start: the sum of three ranks and more depends on it, so a resumed run would differ in the last bits.
-    """
-    if world()[1] == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
-        return model
-    # of depthwise convolutions, whose gradients are copied
-    warnings.filterwarnings("ignore", message="Grad strides do not match")
-    on_cpu = device.type == "cpu"
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if on_cpu else [device],
-        gradient_as_bucket_view=True,
-        find_unused_parameters=on_cpu and world()[1] > 2,
-    )
-    # the argument has another name from torch 2.13 on
-    wrapped.broadcast_buffers = False
-    return wrapped
-
-
 def print_main(*values) -> None:
     """print on rank 0 only."""
     if world()[0] == 0:
@@ -458,6 +430,11 @@ def gather_objects(value) -> list:
     return combine([value], operator.add)
 
 
+def gather_dicts(own: dict) -> dict:
+    """The ranks' dicts as one, in the order of its keys, on every rank."""
+    return dict(sorted(combine(own, operator.or_).items()))
+
+
 def gather_to_main(value) -> list:
     """[value of rank 0, value of rank 1, ...] on rank 0, [] on the others, which need no memory for them."""
     if not dist.is_initialized():
@@ -551,69 +528,6 @@ def on_grid(values: Tensor) -> Tensor:
     same bits whoever adds what. NaN and infinity stay what they are.
     """
     return (values.double() + SHIFT) - SHIFT
-
-
-class ExactSum:
-    """--deterministic: gradients summed over the leaves of a step without rounding, in place of DDP.
-
-    Any division of the leaves among any number of processes, one included, gives the same bits. Each gradient moves
-    into one flat float64 buffer as soon as the backward pass has it; in a rank's last leaf, finished parts of the
-    buffer are sent while the backward pass goes on. Costs twice the bytes of DDP, and the memory of two gradients.
-    """
-
-    def __init__(self, model: nn.Module, bucket_bytes: int = 50 * 2**20):
-        # backward passes finish the last parameters first
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=parameters[0].device)
-        self.views = dict(zip(parameters, self.flat.split(sizes), strict=True))
-        self.buckets, self.bucket_of, self.hooks, begin = [], {}, [], 0
-        for parameter, end in zip(parameters, accumulate(sizes), strict=True):
-            self.bucket_of[parameter] = len(self.buckets)
-            if 8 * (end - begin) >= bucket_bytes or end == len(self.flat):
-                self.buckets.append(self.flat[begin:end])
-                begin = end
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
-        self.works = []
-        # times the loss scale of fp16, so that the grid is as fine as without
-        self.shift: float | Tensor = SHIFT
-
-    def close(self) -> None:
-        """Leave the gradients alone from here on."""
-        for hook in self.hooks:
-            hook.remove()
-
-    def begin_leaf(self, last: bool) -> None:
-        """Before a backward pass; last: of this rank in this step."""
-        self.last = last
-        self.missing = Counter(self.bucket_of.values())
-
-    @torch.no_grad()
-    def _take(self, parameter: nn.Parameter) -> None:
-        # on_grid, in place
-        self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
-        parameter.grad = None
-        self.missing[self.bucket_of[parameter]] -= 1
-        # all ranks send the buckets in the same order
-        while self.last and len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
-            self._send()
-
-    def _send(self) -> None:
-        bucket = self.buckets[len(self.works)]
-        self.works.append(dist.all_reduce(bucket, async_op=True) if world()[1] > 1 else None)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """All ranks, after the last leaf: the sum over all leaves is in `grad`."""
-        while len(self.works) < len(self.buckets):
-            self._send()
-        for work in filter(None, self.works):
-            work.wait()
-        for parameter, view in self.views.items():
-            # with the strides of its parameter, as fused optimizers want it
-            parameter.grad = torch.empty_like(parameter).copy_(view.view_as(parameter))
-        self.flat.zero_()
-        self.works = []
 
 
 # --- learning rate and stop signal ------------------------------------------------------------------------------------

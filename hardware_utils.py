@@ -44,6 +44,20 @@ def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:
     return ("bf16" if major >= 8 else "fp16", capability) if wanted == "auto" else (wanted, "as asked")
 
 
+def set_precision(
+    wanted: str, device: torch.device, deterministic: bool, convolves_3d: bool = False
+) -> tuple[str, str]:
+    """Choose the precision and apply it and --deterministic to torch; (precision, what the banner says of it).
+
+    convolves_3d: whether the model has 3D convolutions, whose gradients are wrong in bf16 on a CPU.
+    """
+    precision, reason = choose_precision(wanted, device)
+    if convolves_3d and precision == "bf16" and device.type == "cpu":
+        raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
+    remark = set_numerics(device, precision, deterministic)
+    return precision, f"{precision} ({reason}) {remark}".strip()
+
+
 def check_accelerate(accumulation: int) -> None:
     """Raises InputError for what `accelerate launch` or its config file asks for and no script here reads."""
     for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):

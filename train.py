@@ -106,11 +106,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distributed_utils as du
-from hardware_utils import autocast, check_accelerate, choose_precision, set_numerics
+from hardware_utils import autocast, check_accelerate, choose_precision, set_precision
 from tasks.compressed_ad import report
 from tasks.compressed_ad.data import Env, Histories, SegmentDataset, make_env, split_tasks
-from utils.cli import InputError
-from utils.loop import Run
+from utils import checkpoint
+from utils.cli import InputError, with_flags
+from utils.engine import make_engine
+from utils.loop import Plan, Run, Training
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -362,7 +364,7 @@ def act_in_context(
         chances = [np.random.default_rng([args.seed % 2**63, ACTING, tasks[n // count], n % count]) for n in numbers]
         agents = Agents(actor, len(numbers), max(1, min(env.horizon, model.n_transit // 2)))
         for episode in range(episodes):
-            run.alive(f"episode {episode + 1} of an evaluation at step {run.position.step}")
+            run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
             # the most likely action plus this noise is a draw from the softmax
             uniform = np.stack([chance.random((env.horizon, env.actions)) for chance in chances], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
@@ -428,7 +430,7 @@ def final_test(
 ) -> dict:
     """All ranks: the test on the unseen tasks, its table and figure; {metric: value}. rival: curves of other runs."""
     metrics, *acted = evaluate(model, {"test": unseen}, run, precision, args, test=True)
-    found, name = {}, "test" if run.trains else "eval_test"
+    found, name = {}, "eval_test" if args.eval_only else "test"
     with du.agree_on_errors():
         if run.ranks.is_main:
             csv = run.folder / f"{name}_returns.csv"
@@ -469,17 +471,15 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
     action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
 
 
-def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> str:
-    """On a CPU: how long the steps take, by one of a few segments; where that is days, what to try instead."""
+def say_how_long(model: InContextNet, depth: int, samples: float, args: Namespace) -> str:
+    """On a CPU: how long so many samples take, by a step of a few; where that is days, what to try instead."""
     # twice, as the first warms up
     for _ in range(2):
         begun = time.perf_counter()
         trial_step(model, largest_batch(model, 4, depth), args)
     seconds = (time.perf_counter() - begun) / 4
     model.zero_grad()
-    steps = min(args.max_steps or args.train_timesteps, args.train_timesteps)
-    steps -= run.checkpoint["step"] if run.checkpoint else 0
-    seconds *= run.effective / run.ranks.world_size * steps
+    seconds *= samples
     trial = "; a trial of minutes: python train.py --config configs/compressed_ad_demo.yaml"
     return f"about {timedelta(seconds=round(seconds))} on this CPU{trial if seconds > 86400 else ''}"
 
@@ -487,8 +487,7 @@ def say_how_long(model: InContextNet, depth: int, run: Run, args: Namespace) -> 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
     """Train and evaluate, test the best checkpoint, or --eval_only; returns the exit code of a stop signal, else 0."""
     check_accelerate(args.gradient_accumulation_steps)
-    precision, reason = choose_precision(args.mixed_precision, ranks.device)
-    notes = {"precision": f"{precision} ({reason}) {set_numerics(ranks.device, precision, args.deterministic)}".strip()}
+    precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
     # as the guide wants to see it
     kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
     du.print_main(
@@ -498,13 +497,16 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         du.print_main(f"Process {rank} using device: {device}")
 
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    # with the checkpoint's model flags
+    args = run.args
     with du.agree_on_errors():
         histories = Histories(args.data, args.env, args.objective, args.seed)
         if args.n_transit > histories.steps:
             raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
         if args.shift and not histories.env.is_grid:
             raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
-        run.model_flags["env"] = histories.env.name
+        # of the file, where the flag leaves it open
+        args = with_flags(args, env=histories.env.name)
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
         rival = report.read_rival(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}
         segments = SegmentDataset(histories, train_tasks, args, train=True)
@@ -516,45 +518,48 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
     if args.eval_only:
-        run.load_best(model)
+        checkpoint.load_trained(model, run.checkpoint["model"])
         results = final_test(model, splits["unseen"], rival, run, precision, args)
         run.write_summary("eval_test", results | {"step": run.position.step})
         return 0
 
-    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size, segments.max_depth), args))
+    def try_once(size: int) -> None:
+        trial_step(model, largest_batch(model, size, segments.max_depth), args)
+
+    batch = run.choose_batch(model, try_once, args.batch_size, args.effective_batch_size)
     loader = du.create_distributed_dataloader(
-        segments, run.leaf, True, run.effective, run.shares, args.seed, args.num_workers, collate_fn=dict
+        segments, batch.leaf, True, batch.effective, batch.shares, args.seed, args.num_workers, collate_fn=dict
     )
-    optimizer = make_optimizer(model, args)
-    base_lr = du.scale_learning_rate(args.learning_rate, run.lr_times, args.lr_scaling)
-    notes |= report.describe(histories, segments, splits["unseen"], model, args)
+    base_lr = du.scale_learning_rate(args.learning_rate, batch.times, args.lr_scaling)
+    banner = {"precision": described} | report.describe(histories, segments, splits["unseen"], model, args)
     if ranks.device.type == "cpu":
-        notes["time"] = say_how_long(model, segments.max_depth, run, args)
-    facts = {"digest": histories.digest}
-    wrapped = run.begin(model, optimizer, precision, args.train_timesteps, ["loss", "accuracy"], facts, notes)
+        left = min(args.max_steps or args.train_timesteps, args.train_timesteps) - run.position.step
+        banner["time"] = say_how_long(model, segments.max_depth, left * batch.effective / ranks.world_size, args)
+    plan = Plan(batch, args.train_timesteps, ["loss", "accuracy"], {"digest": histories.digest}, banner)
+    engine = make_engine(model, make_optimizer(model, args), precision, args, ranks.device, saved=run.checkpoint)
 
     def count(batches: list[dict]) -> list[float]:
         return [float(sum(int(batch["length"].sum()) for batch in batches))]
 
-    with run:
-        while not run.is_over():
+    with Training(run, args, engine, plan) as training:
+        while not training.is_over():
             model.train()
-            for step in run.steps(loader, count):
-                # of an action in the mean over the step's
+            for step in training.steps(loader, count):
+                # weight of one action in the step's mean
                 share = 1 / step.totals[0]
-                for batch in step.leaves():
-                    step.backward(*(part.sum() * share for part in action_losses(wrapped, batch, precision)))
+                for leaf in step.leaves():
+                    step.backward(*(part.sum() * share for part in action_losses(engine.wrapped, leaf, precision)))
                 step.update(
                     base_lr * du.schedule(run.position.step, args.train_timesteps, args.num_warmup_steps, "cosine")
                 )
-            if run.stopped:
-                return run.save_and_stop()
+            if training.stopped:
+                return training.save_and_stop()
             # an epoch's end alone is no reason to evaluate
-            due = run.evaluation_due or run.is_over()
+            due = training.evaluation_due or training.is_over()
             metrics = evaluate(model, splits, run, precision, args, test=False)[0] if due else {}
-            run.keep(metrics, headline="val/loss", lower=True)
-        run.load_best(model)
-        run.finish(final_test(model, splits["unseen"], rival, run, precision, args))
+            training.record(metrics, headline="val/loss", lower=True)
+        training.load_best()
+        training.finish(final_test(model, splits["unseen"], rival, run, precision, args))
     return 0
 
 

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole, with_flags
 
 FORMAT = "cascade/3"
 ADVICE = "give the stage a smaller voxel_dim or token_grid, or --gradient_checkpointing"
@@ -223,10 +223,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
-from torch.utils.data import Subset
+from torch.utils.data import DataLoader, Subset
 
 import distributed_utils as du
-from hardware_utils import GroupNorm, autocast, check_accelerate, choose_precision, set_numerics
+from hardware_utils import GroupNorm, autocast, check_accelerate, set_precision
 from tasks.cascade import report
 from tasks.cascade.data import KNOWN, PRIOR_SIDE, Data, XrayCtDataset, find_patients, make_drrs
 from tasks.cascade.geometry import (
@@ -245,7 +245,8 @@ from tasks.cascade.geometry import (
     resize,
 )
 from utils import checkpoint
-from utils.loop import Run
+from utils.engine import Engine, make_engine
+from utils.loop import Batch, Plan, Run, Training
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -724,7 +725,8 @@ def interval_factor(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Na
         ratio, body = spread(draw_samples(cascade, batch, args), volume_of(batch))
         places = (ratio[body] * 100).clamp(max=9999).long().cpu()
         counts += torch.bincount(places, minlength=10_000)
-    shares = du.reduce_sum(counts).cumsum(0) / counts.sum()
+    counts = du.reduce_sum(counts)
+    shares = counts.cumsum(0) / counts.sum()
     return (1 + int(torch.searchsorted(shares, 0.9))) / 100
 
 
@@ -805,7 +807,7 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
     keys = max(du.gather_objects(list(tables)), key=len)
     empty = torch.zeros(len(dataset), dtype=torch.float64)
     table = du.reduce_sum(torch.stack([tables.get(key, empty) for key in keys])).numpy()
-    run.figure("test" if run.trains else "eval_test", example)
+    run.figure("eval_test" if args.eval_only else "test", example)
     grid = "x".join(map(str, size.volume_size))
     return metrics | report.print_test(dict(zip(keys, table, strict=True)), grid, args.rival_run, data.digest)
 
@@ -896,118 +898,117 @@ class Plateau:
             self.state["factor"], self.state["waiting"] = self.state["factor"] / 2, 0
 
 
-def begin_stage(cascade: Cascade, data: Data, run: Run, args: Namespace) -> tuple:
-    """All ranks: the next stage's network, batch, optimizer and the loader of its training patients."""
+def begin_stage(
+    cascade: Cascade, data: Data, run: Run, precision: str, args: Namespace
+) -> tuple[Engine, Batch, DataLoader]:
+    """All ranks: the next stage's network with its engine, batch and the loader of its training patients."""
     cascade.add_stage()
     stage = cascade.stages[len(cascade.averaged) - 1]
-    args.batch_size, args.effective_batch_size = stage.batch_size, stage.effective_batch_size
-    run.choose_batch(cascade, lambda size: trial_step(cascade, largest_batch(cascade, size), args))
+
+    def try_once(size: int) -> None:
+        trial_step(cascade, largest_batch(cascade, size), args)
+
+    batch = run.choose_batch(cascade, try_once, stage.batch_size, stage.effective_batch_size)
     dataset = XrayCtDataset(data, "train", stage.volume_size)
-    workers = 0 if args.cache_in_memory else args.num_workers
-    options = {"seed": args.seed, "num_workers": workers}
-    loader = du.create_distributed_dataloader(dataset, run.leaf, True, run.effective, run.shares, **options)
-    return make_optimizer(cascade, args), loader
+    options = {"seed": args.seed, "num_workers": 0 if args.cache_in_memory else args.num_workers}
+    loader = du.create_distributed_dataloader(dataset, batch.leaf, True, batch.effective, batch.shares, **options)
+    # the averaged weights, which no gradient reaches, belong in checkpoints
+    options = {"saved": run.checkpoint, "frozen": set()}
+    engine = make_engine(cascade, make_optimizer(cascade, args), precision, args, cascade.device, **options)
+    return engine, batch, loader
 
 
-def train(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
-    """Train the stages one after another, then test; returns the exit code of a stop signal, else 0.
-
-    Steps and epochs count over all stages, so that the epoch says which stage it is. `best` is the stage's own.
-    """
-    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    saved = run.checkpoint
-    if saved:
-        adopt_stages(args, saved)
-        epochs = sum(stage["num_epochs"] for stage in args.stage_configs[: saved["stage"] + 1])
-        if saved["position"]["epoch"] > epochs:
-            raise InputError("--num_epochs: the stage has had more epochs than that; give more")
-    else:
-        # a step's patients belong to the run, a GPU's share of them to the machine
-        for stage in args.stage_configs:
-            own = stage["batch_size"] * stage["accumulation_steps"] * ranks.world_size
-            stage["effective_batch_size"] = stage["effective_batch_size"] or own
-    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
-    if args.rival_run:
-        with du.agree_on_errors():
-            report.read_rival(Path(args.rival_run), data.digest, {})
-    # again where a run is resumed, as a checkpoint does not tell single patients
-    prior = data.learn_prior()
-    cascade = Cascade(args, ranks.device, precision, prior, saved["stds"] if saved else [math.sqrt(prior.error)])
-    stages, first = cascade.stages, saved["stage"] if saved else 0
-    for _ in range(first):
-        cascade.add_stage()
-
-    count = len(data.split["train"])
-    steps = [stage.num_epochs * math.ceil(count / stage.effective_batch_size) for stage in stages]
-    begins, last_epochs = [0, *accumulate(steps)], [*accumulate(stage.num_epochs for stage in stages)]
-    plateau = Plateau(saved and saved["plateau"])
-    extra = {
-        "prior": prior.state(), "stds": cascade.stds, "stage": first, "stages": args.stage_configs,
-        "plateau": plateau.state, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
-        "trained_patients": [*data.ids["train"], *data.ids["val"]],
-    }  # fmt: skip
+def describe(cascade: Cascade, prior: Prior, steps: list[int], described: str, args: Namespace) -> dict:
+    """Lines of the banner. steps: of each stage."""
     prediction = "regression" if args.regression else "v" if args.v_parameterization else "noise"
-    notes = notes | {
+    return {
+        "precision": described,
         "stages": "; ".join(
             f"{stage.name} {'x'.join(map(str, stage.volume_size))}, {total} steps of {stage.effective_batch_size}"
-            for stage, total in zip(stages, steps, strict=True)
+            for stage, total in zip(cascade.stages, steps, strict=True)
         ),
         "diffusion": f"{prediction}, {args.num_timesteps} steps, DDIM {args.ddim_steps}, EMA {args.ema_decay:g}",
         "X-rays": "; ".join(f"{g.slope:.3f} * line integral {g.offset:+.3f}, noise {g.noise:.3f}" for g in prior.greys),
         "prior": f"linear posterior of {len(prior.kernel)} patients, penalty {prior.penalty:g}",
     }
-    run.best_names = best_names(stages[first])
-    optimizer, loader = begin_stage(cascade, data, run, args)
-    facts = {"training patients": f"{count}, digest {data.digest}"}
-    losses = ["loss", "diffusion_loss", "physics_loss"]
-    run.begin(cascade, optimizer, precision, begins[-1], losses, facts, notes, extra)
-    # the averaged weights, which no gradient reaches, belong into checkpoints
-    run.frozen = set()
-    # lets go of the host's memory; what follows has flags of its own
-    saved = run.checkpoint = None
 
-    with run:
+
+def train(run: Run, args: Namespace, precision: str, described: str) -> int:
+    """Train the stages one after another, then test; returns the exit code of a stop signal, else 0.
+
+    Steps and epochs count over all stages, so that the epoch says which stage it is. `best` is the stage's own.
+    """
+    # data, and the model of the stages so far
+    saved = run.checkpoint or {"stage": 0, "plateau": None}
+    first, last_epochs = saved["stage"], [*accumulate(stage["num_epochs"] for stage in args.stage_configs)]
+    if run.position.epoch > last_epochs[first]:
+        raise InputError("--num_epochs: the stage has had more epochs than that; give more")
+    data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
+    if args.rival_run:
+        with du.agree_on_errors():
+            report.read_rival(Path(args.rival_run), data.digest, {})
+    # learned again on resume, as a checkpoint holds nothing of single patients
+    prior = data.learn_prior()
+    cascade = Cascade(args, run.ranks.device, precision, prior, saved.get("stds", [math.sqrt(prior.error)]))
+    stages, plateau = cascade.stages, Plateau(saved["plateau"])
+    del saved
+    for _ in range(first):
+        cascade.add_stage()
+
+    # the plan
+    count = len(data.split["train"])
+    steps = [stage.num_epochs * math.ceil(count / stage.effective_batch_size) for stage in stages]
+    begins = [0, *accumulate(steps)]
+    engine, batch, loader = begin_stage(cascade, data, run, precision, args)
+    losses = ["loss", "diffusion_loss", "physics_loss"]
+    invariants = {"training patients": f"{count}, digest {data.digest}"}
+    plan = Plan(batch, begins[-1], losses, invariants, describe(cascade, prior, steps, described, args))
+
+    def state() -> dict:
+        """What each checkpoint holds beside the weights; `k` is the stage that learns."""
+        return {
+            "prior": prior.state(), "stds": cascade.stds, "stage": k, "stages": args.stage_configs,
+            "plateau": plateau.state, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],
+            "trained_patients": [*data.ids["train"], *data.ids["val"]],
+        }  # fmt: skip
+
+    with Training(run, args, engine, plan, state, best_names(stages[first])) as training:
         for k in range(first, len(stages)):
             if k > first:
                 dataset = XrayCtDataset(data, "train", stages[k].volume_size)
                 cascade.stds.append(start_error(cascade, k, dataset, run, args))
-                run.best_names = best_names(stages[k])
-                optimizer, loader = begin_stage(cascade, data, run, args)
-                run.go_on_with(optimizer)
-                extra["stage"], plateau.state = k, Plateau().state
-                extra["plateau"] = plateau.state
+                engine, batch, loader = begin_stage(cascade, data, run, precision, args)
+                training.start_stage(engine, batch, best_names(stages[k]))
+                plateau = Plateau()
             val = XrayCtDataset(data, "val", stages[k].volume_size)
-            while run.position.epoch < last_epochs[k] and not run.is_over():
+            while run.position.epoch < last_epochs[k] and not training.is_over():
                 cascade.net.train()
-                for step in run.steps(loader):
-                    for batch in step.leaves():
+                for step in training.steps(loader):
+                    for leaf in step.leaves():
                         diffusion, physics = (
-                            part.sum() / step.samples for part in patient_losses(cascade, k, run.wrapped, batch)
+                            part.sum() / step.samples for part in patient_losses(cascade, k, engine.wrapped, leaf)
                         )
                         step.backward(diffusion + stages[k].physics_weight * physics, diffusion, physics)
                     done = run.position.step - begins[k]
                     kind = "constant" if args.scheduler == "plateau" else args.scheduler
-                    step.update(
-                        args.learning_rate
-                        * plateau.state["factor"]
-                        * du.schedule(done, steps[k], args.warmup_steps, kind)
-                    )
+                    factor = plateau.state["factor"] * du.schedule(done, steps[k], args.warmup_steps, kind)
+                    step.update(args.learning_rate * factor)
                     cascade.average(done + 1)
-                if run.stopped:
-                    return run.save_and_stop()
+                if training.stopped:
+                    return training.save_and_stop()
                 metrics = validation_loss(cascade, val, run, args)
-                # what --max_steps alone brings is no evaluation of the whole run
-                if run.epoch_over or run.evaluation_due:
+                # an evaluation that --max_steps alone brings does not count
+                if training.epoch_over or training.evaluation_due:
                     plateau.note(metrics["val/loss"])
-                run.keep(metrics, headline="val/loss", lower=True)
+                training.record(metrics, headline="val/loss", lower=True)
             if run.position.epoch >= last_epochs[k]:
-                run.load_best(cascade)
-            if run.is_over():
+                training.load_best()
+            if training.is_over():
                 break
         results = evaluate(cascade, data, run, args)
-        # the weights that are used, without those that learnt
+        # the weights that are used, without those that learned
         cascade.net = None
-        run.finish(results)
+        training.finish(results)
     return 0
 
 
@@ -1016,11 +1017,18 @@ def best_names(stage: Stage) -> tuple[str, ...]:
     return f"{stage.name}_best.pt", "best.pt"
 
 
-def adopt_stages(args: Namespace, saved: dict) -> None:
-    """The stages as a checkpoint has them; of those that are not over, epochs and loss weights are the flags'.
+def stages_of_run(args: Namespace, saved: dict | None, world_size: int) -> list[dict]:
+    """The stages of a new run, or as a checkpoint has them; epochs and loss weights of those to come are the flags'.
 
     Raises InputError for flags that do not go with what the checkpoint prescribes.
     """
+    if saved is None:
+        # a step's patients belong to the run, a GPU's share of them to the machine
+        own = [stage["batch_size"] * stage["accumulation_steps"] * world_size for stage in args.stage_configs]
+        return [
+            stage | {"effective_batch_size": stage["effective_batch_size"] or size}
+            for stage, size in zip(args.stage_configs, own, strict=True)
+        ]
     if args.num_timesteps % args.ddim_steps:
         raise InputError(f"--ddim_steps {args.ddim_steps}: must divide the checkpoint's {args.num_timesteps} timesteps")
     if args.regression and args.num_samples > 1:
@@ -1035,22 +1043,20 @@ def adopt_stages(args: Namespace, saved: dict) -> None:
         stage[key] != flags[stage["name"]][key] for stage in saved["stages"] for key in shape
     ):
         du.print_main("--stage_configs: as in the checkpoint")
-    args.stage_configs = [
+    return [
         stage | {key: flags[stage["name"]][key] for key in free if stage["name"] in flags and k >= saved["stage"]}
         for k, stage in enumerate(saved["stages"])
     ]
 
 
-def use_checkpoint(args: Namespace, ranks: du.Ranks, precision: str) -> None:
+def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
     """--eval_only and --predict: the cascade up to the stage that the checkpoint was in."""
-    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
     saved = run.checkpoint
-    adopt_stages(args, saved)
-    for name, value in zip(FLIPS, saved["flips"], strict=True):
+    if args.predict:
         # as the training's X-rays lay, unless a flag says how these lie
-        if args.predict and getattr(args, name) is None:
-            setattr(args, name, value)
-    cascade = Cascade(args, ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])
+        flips = {name: value for name, value in zip(FLIPS, saved["flips"], strict=True) if getattr(args, name) is None}
+        args = with_flags(args, **flips)
+    cascade = Cascade(args, run.ranks.device, precision, Prior.of(saved["prior"]), saved["stds"])
     for _ in range(saved["stage"] + 1):
         cascade.add_stage()
     with du.agree_on_errors():
@@ -1071,19 +1077,19 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     if args.make_drrs:
         du.print_main(f"{make_drrs(Path(args.make_drrs))} pictures rendered below {args.make_drrs}")
         return 0
-    if not args.predict:
-        args.flip_drrs_vertical = args.flip_drrs_vertical is not False
-        args.flip_drrs_horizontal = args.flip_drrs_horizontal or "none"
     for stage in args.stage_configs:
         check_accelerate(stage["accumulation_steps"])
-    precision, reason = choose_precision(args.mixed_precision, ranks.device)
-    if precision == "bf16" and ranks.device.type == "cpu":
-        raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
-    remark = set_numerics(ranks.device, precision, args.deterministic)
+    precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
+    if not args.predict:
+        upright, mirrored = args.flip_drrs_vertical is not False, args.flip_drrs_horizontal or "none"
+        args = with_flags(args, flip_drrs_vertical=upright, flip_drrs_horizontal=mirrored)
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    # the checkpoint prescribes the model and the stages
+    args = with_flags(run.args, stage_configs=stages_of_run(run.args, run.checkpoint, ranks.world_size))
     if args.eval_only or args.predict:
-        use_checkpoint(args, ranks, precision)
+        use_checkpoint(run, args, precision)
         return 0
-    return train(args, ranks, precision, {"precision": f"{precision} ({reason}) {remark}".strip()})
+    return train(run, args, precision, described)
 
 
 def main(args: Namespace) -> int:

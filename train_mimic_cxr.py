@@ -16,7 +16,7 @@ import os
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole
+from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole, with_flags
 
 FORMAT = "mimic_cxr/3"
 # what a model is made of, and the guide's encoders, which a checkpoint names unless a flag says that they have moved
@@ -110,6 +110,7 @@ if __name__ == "__main__":
 import inspect
 import math
 import platform
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -120,12 +121,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader, Dataset
 
 import distributed_utils as du
-from hardware_utils import GIB, autocast, choose_precision, out_of_memory, set_numerics
+from hardware_utils import GIB, autocast, out_of_memory, set_precision
 from tasks.mimic_cxr import report, zero
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import SPLITS, Prepared, decode, open_prepared
 from utils import checkpoint, hardware_utils, stats, tables
-from utils.loop import Run
+from utils.engine import make_engine
+from utils.loop import Plan, Run, Training
 from utils.sampler import EvalBatchSampler, ImageGroups
 
 ADVICE = "give --gradient_checkpointing, a smaller --image_size or --deepspeed_config configs/deepspeed_zero3.json"
@@ -502,7 +504,9 @@ def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weig
 
 
 @torch.no_grad()
-def answer_questions(model: ChestModel, data: Questions, run: Run, args: Namespace) -> dict[str, np.ndarray]:
+def answer_questions(
+    model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace
+) -> dict[str, np.ndarray]:
     """All ranks: {column: a value for each question} on rank 0, in order, the same at any number of ranks.
 
     given: the class that is answered. probability: (N, most classes) of its head's. bce: summed over known labels.
@@ -510,7 +514,7 @@ def answer_questions(model: ChestModel, data: Questions, run: Run, args: Namespa
     """
     model.eval()
     tables, most = [], max(map(len, HEADS.values()))
-    for batch in run.batches(make_loader(data, model, run.leaf, args)):
+    for batch in run.batches(make_loader(data, model, batch_size, args), equal_passes=zero.is_split(model)):
         *answers, chexpert = model(batch["image"], batch["ids"], batch["mask"], batch["image_of"])
         entropy, bce = question_losses(answers, chexpert, batch)
         padded = torch.stack([F.pad(x.softmax(1), (0, most - x.shape[1])) for x in answers], 1)
@@ -531,9 +535,9 @@ def answer_questions(model: ChestModel, data: Questions, run: Run, args: Namespa
     return columns | {"probability": table[:, 5 : 5 + most], "chexpert": table[:, 5 + most :]}
 
 
-def evaluate(model: ChestModel, data: Questions, run: Run, args: Namespace) -> dict[str, float]:
+def evaluate(model: ChestModel, data: Questions, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
     """Loss, accuracy and AUROC of a split, the same on all ranks."""
-    rows, metrics = answer_questions(model, data, run, args), {}
+    rows, metrics = answer_questions(model, data, batch_size, run, args), {}
     # rank 0 computes and tells the others, so that all take the same decisions
     if run.ranks.is_main:
         metrics = report.score(rows, data.data.labels, HEAD_WEIGHT, args.chexpert_weight, data.split)
@@ -542,14 +546,14 @@ def evaluate(model: ChestModel, data: Questions, run: Run, args: Namespace) -> d
 
 
 @torch.no_grad()
-def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, run: Run, args: Namespace) -> dict:
+def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, batch_size: int, args: Namespace) -> dict:
     """All ranks: {name: (N, D) features} of these studies' images for the rivals, on rank 0; see report.LOOKS.
 
     encoder: the mean features by the image encoder as it was before the training.
     """
     untrained = load_image_encoder(args).to(model.device).eval()
     own = {name: [] for name in (*report.LOOKS, "encoder", "place")}
-    for places in EvalBatchSampler(len(studies), max(run.leaf, 32), *du.world()):
+    for places in EvalBatchSampler(len(studies), max(batch_size, 32), *du.world()):
         image = torch.from_numpy(data.images[studies[places]])[:, None]
         for name, look in report.LOOKS.items():
             own[name].append(look(image / 255).numpy())
@@ -563,10 +567,10 @@ def image_features(model: ChestModel, data: Prepared, studies: np.ndarray, run: 
     return {name: np.concatenate([part[name] for part in parts if part])[order] for name in names}
 
 
-def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -> dict[str, float]:
+def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
     """All ranks: the tables of a split with rivals and ablations, its figure and files; returns its metrics."""
     data = sets[split].data
-    rows = answer_questions(model, sets[split], run, args)
+    rows = answer_questions(model, sets[split], batch_size, run, args)
 
     # the same model without the image, or with another patient's, on some thousand questions
     places = np.linspace(0, len(sets[split]) - 1, min(len(sets[split]), report.MOST_ABLATED)).astype(np.int64)
@@ -578,14 +582,14 @@ def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -
     ablations = {}
     for name, other in shown.items():
         some = Questions(data, split, args, shown=other, places=sets[split].rows(places))
-        ablations[name] = places, answer_questions(model, some, run, args)
+        ablations[name] = places, answer_questions(model, some, batch_size, run, args)
 
     # rivals know all training questions, and the images of some
     known = {name: Questions(data, name, args, report.MOST_FITTED) for name in ("train", "val")}
     images = [np.unique(part.column("study")) for part in known.values()] + [studies]
     features = {}
     if len(known["train"]):
-        features = image_features(model, data, np.concatenate(images), run, args)
+        features = image_features(model, data, np.concatenate(images), batch_size, args)
     metrics = {}
     with du.agree_on_errors():
         try:
@@ -595,10 +599,9 @@ def test(model: ChestModel, sets: dict, split: str, run: Run, args: Namespace) -
                 asked = {name: Questions(data, "train", args).column(name) for name in report.COLUMNS}
                 metrics |= report.print_tables(split, rows, data, asked, fitted, images, features, ablations)
                 if args.save_predictions:
-                    report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
-                run.figure(f"{split if run.trains else f'eval_{split}'}_answers", report.draw(rows, data))
-        except OSError as error:
-            raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
+                    with run.writing():
+                        report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)
+                run.figure(f"{'eval_' * args.eval_only}{split}_answers", report.draw(rows, data))
         finally:
             # tables may take longer than a collective waits
             run.ranks.wait_for_main("the tables")
@@ -646,15 +649,12 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
         for row, place in enumerate(usable):
             probability = answers[list(HEADS).index(heads[place])][row].softmax(0).cpu().numpy()
             own[place] = (heads[place], probability, chexpert[row].sigmoid().cpu().numpy())
-    found = {place: record for part in du.gather_objects(own) for place, record in part.items()}
+    found = du.gather_dicts(own)
     if not found:
         raise InputError(f"{args.predict}: no image can be read; check --predict")
-    with du.agree_on_errors():
-        try:
-            if run.ranks.is_main:
-                report.write_answers(run.folder, asked, found, run.checkpoint["trained_labels"])
-        except OSError as error:
-            raise RunError(f"{run.folder}: predictions.csv not written ({error}); close it or make room") from None
+    with du.agree_on_errors(), run.writing("predictions.csv", "close it or make room"):
+        if run.ranks.is_main:
+            report.write_answers(run.folder, asked, found, run.checkpoint["trained_labels"])
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -695,7 +695,7 @@ def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
 
 
 def fill_settings(args: Namespace, world_size: int, memory: float | None, compute: float | None, node: tuple) -> dict:
-    """--auto_optimize: what no flag and no file says, from the guide's table; returns {flag: value} of those.
+    """{flag: value} of what no flag and no file says: from the guide's table with --auto_optimize, else DEFAULTS.
 
     memory (GiB) and compute capability are those of the smallest GPU, None without one. node: cores, RAM in GiB and
     processes that share them.
@@ -711,11 +711,7 @@ def fill_settings(args: Namespace, world_size: int, memory: float | None, comput
         values["num_workers"] = table["dataloader_num_workers"] // processes
     if args.dataloader_num_workers is not None:
         values["num_workers"] = args.dataloader_num_workers // processes
-    chosen = {name: value for name, value in values.items() if getattr(args, name, None) is None}
-    for name, value in chosen.items():
-        setattr(args, name, value)
-    shown = ("batch_size", "gradient_accumulation_steps", "num_workers", "prefetch_factor", "gradient_checkpointing")
-    return {name: chosen[name] for name in shown if name in chosen and args.auto_optimize}
+    return {name: value for name, value in values.items() if getattr(args, name, None) is None}
 
 
 def settings_of_job(args: Namespace, ranks: du.Ranks) -> dict:
@@ -762,44 +758,65 @@ def read_engine(args: Namespace) -> dict:
     return config
 
 
-def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, validate, keep the best, test it; or --eval_only, or --predict. Returns the exit code."""
-    device = ranks.device
-    # a file that the user names may ask for recomputed activations and a precision
-    asked_for = args.gradient_checkpointing
-    from_hardware = settings_of_job(args, ranks)
+def wanted_precision(args: Namespace, config: dict, device: torch.device) -> str:
+    """--mixed_precision, else the guide's `fp16:`, else what DeepSpeed's config enables; auto where nothing says."""
+    if args.mixed_precision != "auto" or device.type != "cuda":
+        return args.mixed_precision
+    if args.fp16 is not None:
+        return "fp16" if args.fp16 else "no"
+    enabled = {name: config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
+    for name, value in enabled.items():
+        if value is True:
+            return name
+    return "no" if set(enabled.values()) == {False} else "auto"
+
+
+@dataclass
+class Settings:
+    """What flags, files and hardware settle before anything is loaded.
+
+    args: the flags, completed. config: DeepSpeed's, {} where torch trains. banner: lines that say so.
+    """
+
+    args: Namespace
+    precision: str
+    config: dict
+    banner: dict
+
+
+def settle(args: Namespace, ranks: du.Ranks) -> Settings:
+    """All ranks: settings from the hardware, the engine, and the precision."""
+    chosen = settings_of_job(args, ranks)
+    shown = ("batch_size", "gradient_accumulation_steps", "num_workers", "prefetch_factor", "gradient_checkpointing")
+    from_hardware = [f"{name} {chosen[name]}" for name in shown if name in chosen and args.auto_optimize]
     config = {}
     with du.agree_on_errors():
-        use_deepspeed, engine_reason = choose_engine(args, ranks)
+        use_deepspeed, reason = choose_engine(args, ranks)
         if use_deepspeed:
-            config = read_engine(args)
-    if args.deepspeed_config and asked_for is None:
-        args.gradient_checkpointing = "activation_checkpointing" in config
-    wanted = args.mixed_precision
-    if wanted == "auto" and device.type == "cuda":
-        enabled = {name: config.get(name, {}).get("enabled") for name in ("bf16", "fp16")}
-        wanted = "no" if set(enabled.values()) == {False} else wanted
-        wanted = next((name for name, value in enabled.items() if value is True), wanted)
-        wanted = {True: "fp16", False: "no", None: wanted}[args.fp16]
-    precision, reason = choose_precision(wanted, device)
-    remark = set_numerics(device, precision, args.deterministic)
+            config = read_engine(with_flags(args, **chosen))
+    if args.deepspeed_config and args.gradient_checkpointing is None:
+        # a file that the user names may ask for recomputed activations
+        chosen["gradient_checkpointing"] = "activation_checkpointing" in config
+    args = with_flags(args, **chosen)
+    precision, described = set_precision(wanted_precision(args, config, ranks.device), ranks.device, args.deterministic)
+    engine = "torch"
+    if config:
+        block = config["zero_optimization"]
+        offloaded = ", optimizer on the CPU" if "offload_optimizer" in block else ""
+        engine = f"DeepSpeed ZeRO-{block['stage']}{offloaded}"
+    banner = {
+        "engine": f"{engine} ({reason})",
+        "from hardware": ", ".join(from_hardware) or "nothing",
+        "learning rate": f"{args.learning_rate:g}, {args.lr_schedule}, not scaled with the GPUs",
+        "precision": described,
+    }
+    return Settings(args, precision, config, banner)
 
-    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
-    data = None
+
+def load_model(args: Namespace, precision: str, run: Run) -> ChestModel:
+    """All ranks: the model with the checkpoint's weights, those of --pretrained_weights, or the encoders' own."""
     with du.agree_on_errors():
-        if not args.predict:
-            data = open_prepared(Path(args.data_path))
-            args.image_size = args.image_size or data.facts["image_size"]
-    run = (zero.ZeroRun if use_deepspeed else Run)(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    run.config = config
-    if data and args.image_size != data.facts["image_size"]:
-        sizes = f"has images of {data.facts['image_size']} pixels, not of {args.image_size}"
-        raise InputError(f"{args.data_path}: {sizes} as --image_size or the checkpoint says; prepare others")
-    for name, path in ENCODERS.items() if run.checkpoint else ():
-        if getattr(args, name) == path:
-            setattr(args, name, run.checkpoint["encoders"][name])
-    with du.agree_on_errors():
-        model = build_model(args, precision, device)
+        model = build_model(args, precision, run.ranks.device)
         if run.checkpoint:
             checkpoint.load_trained(model, run.checkpoint["model"])
         elif args.pretrained_weights:
@@ -809,9 +826,11 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 reason = f"not readable as safetensors ({error})"
                 raise InputError(f"{args.pretrained_weights}: {reason}; give a run's model.safetensors") from None
             checkpoint.load_trained(model, weights, args.pretrained_weights)
-    if args.predict:
-        predict(model, run, args)
-        return 0
+    return model
+
+
+def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
+    """The questions of each split, of which the one that is needed must have some. Raises InputError."""
     limits = dict.fromkeys(SPLITS, args.max_samples)
     if not args.eval_only:
         limits["val"] = min(filter(None, (args.max_samples, args.eval_samples)), default=0)
@@ -819,22 +838,24 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     needed = args.eval_split if args.eval_only else "train"
     if not len(sets[needed]):
         raise InputError(f"{args.data_path}: no questions of the {needed} split; prepare the data with some")
-    if args.eval_only:
-        run.write_summary(f"eval_{needed}", test(model, sets, needed, run, args))
-        return 0
+    return sets
 
-    # the step and its leaves
-    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size), args))
-    options = {"train": True, "effective_batch_size": run.effective, "shares": run.shares}
+
+def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
+    """All ranks: train, validate, keep the best, test it; returns the exit code of a stop signal, else 0."""
+    data, device = sets["train"].data, run.ranks.device
+    batch = run.choose_batch(
+        model,
+        lambda size: trial_step(model, largest_batch(model, size), args),
+        args.batch_size,
+        args.effective_batch_size,
+    )
+    options = {"train": True, "effective_batch_size": batch.effective, "shares": batch.shares}
     if args.questions_per_image > 1:
         options["groups"] = ImageGroups(sets["train"].column("study"), args.questions_per_image)
-    loader = make_loader(sets["train"], model, run.leaf, args, **options)
-    if device.type == "cuda" and not use_deepspeed:
-        # DeepSpeed sends weights as flat bytes: they must be in order
-        model.image.to(memory_format=torch.channels_last)
-    optimizer = make_optimizer(model, args)
+    loader = make_loader(sets["train"], model, batch.leaf, args, **options)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    facts = {
+    invariants = {
         "training questions": len(sets["train"]),
         "questions per image": args.questions_per_image,
         "data": data.facts["digest"],
@@ -842,39 +863,66 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         "uncertain labels": args.chexpert_uncertain,
         "chexpert weight": args.chexpert_weight,
     }
-    zero_config = config.get("zero_optimization", {})
-    offloaded = ", optimizer on the CPU" if "offload_optimizer" in zero_config else ""
-    engine = f"DeepSpeed ZeRO-{zero_config.get('stage')}{offloaded}" if use_deepspeed else "torch"
-    notes = {
-        "engine": f"{engine} ({engine_reason})",
-        "from hardware": ", ".join(f"{name} {value}" for name, value in from_hardware.items()) or "nothing",
-        "learning rate": f"{args.learning_rate:g}, {args.lr_schedule}, not scaled with the GPUs",
-        "precision": f"{precision} ({reason}) {remark}".strip(),
-        "questions": ", ".join(f"{len(some):,} {name}" for name, some in sets.items()),
-    }
+    banner = settings.banner | {"questions": ", ".join(f"{len(some):,} {name}" for name, some in sets.items())}
+    plan = Plan(batch, steps, ["loss", "loss_vqa", "loss_chexpert"], invariants, banner)
     heads = [head for place, head in enumerate(HEADS) if (sets["train"].column("head") == place).any()]
     extra = {"trained_labels": report.trained_labels(data), "trained_heads": heads}
     extra["encoders"] = {name: getattr(args, name) for name in ENCODERS}
-    wrapped = run.begin(model, optimizer, precision, steps, ["loss", "loss_vqa", "loss_chexpert"], facts, notes, extra)
 
-    with run:
-        while not run.is_over():
+    if device.type == "cuda" and not settings.config:
+        # DeepSpeed sends weights as flat bytes: they must be in order
+        model.image.to(memory_format=torch.channels_last)
+    parts = model, make_optimizer(model, args), settings.precision, args, device
+    if settings.config:
+        engine = zero.ZeroEngine(*parts, saved=run.checkpoint, config=settings.config, leaf=batch.leaf)
+    else:
+        engine = make_engine(*parts, saved=run.checkpoint)
+
+    with Training(run, args, engine, plan, lambda: extra) as training:
+        while not training.is_over():
             model.train()
-            for step in run.steps(loader, count=count_targets):
-                for batch in step.leaves():
-                    step.backward(*batch_loss(wrapped, batch, step.totals, args.chexpert_weight))
+            for step in training.steps(loader, count=count_targets):
+                for leaf in step.leaves():
+                    step.backward(*batch_loss(engine.wrapped, leaf, step.totals, args.chexpert_weight))
                 step.update(
                     args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, args.lr_schedule)
                 )
-            if run.stopped:
-                return run.save_and_stop()
-            metrics = evaluate(model, sets["val"], run, args) if len(sets["val"]) else {}
-            run.keep(metrics, headline="val/vqa_accuracy")
+            if training.stopped:
+                return training.save_and_stop()
+            metrics = evaluate(model, sets["val"], batch.leaf, run, args) if len(sets["val"]) else {}
+            training.record(metrics, headline="val/vqa_accuracy")
 
         # the best weights, or the last where nothing was validated
-        run.load_best(model)
-        run.finish(test(model, sets, "test", run, args) if len(sets["test"]) else {})
+        training.load_best()
+        training.finish(test(model, sets, "test", batch.leaf, run, args) if len(sets["test"]) else {})
     return 0
+
+
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, or --eval_only, or --predict. Returns the exit code."""
+    settings = settle(args, ranks)
+    args, data = settings.args, None
+    # nothing is written before the Training, so every mistake is reported before a run is touched
+    with du.agree_on_errors():
+        if not args.predict:
+            data = open_prepared(Path(args.data_path))
+            args = with_flags(args, image_size=args.image_size or data.facts["image_size"])
+    run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
+    # the checkpoint prescribes the model, and its encoders unless a flag says that they have moved
+    saved = run.checkpoint["encoders"] if run.checkpoint else {}
+    args = with_flags(run.args, **{name: saved[name] for name in saved if getattr(args, name) == ENCODERS[name]})
+    if data and args.image_size != data.facts["image_size"]:
+        sizes = f"has images of {data.facts['image_size']} pixels, not of {args.image_size}"
+        raise InputError(f"{args.data_path}: {sizes} as --image_size or the checkpoint says; prepare others")
+    model = load_model(args, settings.precision, run)
+    if args.predict:
+        predict(model, run, args)
+        return 0
+    sets = open_sets(data, args)
+    if args.eval_only:
+        run.write_summary(f"eval_{args.eval_split}", test(model, sets, args.eval_split, run.leaf, run, args))
+        return 0
+    return train(run, args, model, sets, settings)
 
 
 def main(args: Namespace) -> int:

@@ -19,7 +19,18 @@ from argparse import BooleanOptionalAction, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, pattern, refuse, run_main, whole
+from utils.cli import (
+    InputError,
+    Parser,
+    RunError,
+    add_common_arguments,
+    number,
+    pattern,
+    refuse,
+    run_main,
+    whole,
+    with_flags,
+)
 
 FORMAT = "survival/3"
 # what ridge Cox models choose theirs from, the strongest first
@@ -153,7 +164,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import distributed_utils as du
-from hardware_utils import GroupNorm, autocast, choose_precision, set_numerics
+from hardware_utils import GroupNorm, autocast, set_precision
 from tasks.survival import report
 from tasks.survival.data import (
     NUMBERS,
@@ -168,7 +179,8 @@ from tasks.survival.data import (
     read_cohort,
 )
 from utils import checkpoint
-from utils.loop import Run, Step
+from utils.engine import make_engine
+from utils.loop import Plan, Run, Step, Training
 from utils.volumes import describe
 
 ADVICE = "give a smaller --image_size or --resnet, or --stem_stride 2"
@@ -411,6 +423,11 @@ def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> d
     return du.broadcast_object(found)
 
 
+def known_cox_models(run: Run, data: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
+    """All ranks: those of the checkpoint, or fitted to the training cases."""
+    return run.checkpoint["cox_models"] if run.checkpoint else fit_cox_models(data, clinical, run.args.seed)
+
+
 def strongest(models: dict[str, dict]) -> tuple[str, np.ndarray, float]:
     """(name, coefficients, penalty) of the Cox model with the best likelihood by folds."""
     name = max(models, key=lambda name: models[name]["likelihood"])
@@ -445,40 +462,42 @@ def weigh_image(
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-def cox_step(run: Run, step: Step, loader: DataLoader, args: Namespace) -> None:
+def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace) -> None:
     """Gradients of one optimizer step, the same for any number of ranks and leaves.
 
     The Cox loss has no parts that add up: each event's risk set is the whole step. So all ranks' log-hazards are put
     together, every rank takes the loss of them all, and each leaf's part of the gradient goes back through the model.
     Where a rank has several leaves, they are passed forward once without memory and then again (Gao et al. 2021).
     """
-    data, sampler, position = loader.dataset, loader.batch_sampler, run.position
+    data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
+    plan, device = training.batch, training.ranks.device
     rows = data.rows_of(sampler.order(position.samples + np.arange(step.samples)), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
     # read before they are on the GPU, which would be waited for
     cases = [batch["index"].tolist() for batch in step.batches]
-    step.batches = [du.to_device(batch, run.ranks.device) for batch in step.batches]
-    for batch, indices in zip(step.batches, cases, strict=True) if args.augment and args.image == "volume" else ():
-        batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
+    step.batches = [du.to_device(batch, device) for batch in step.batches]
+    if args.augment and args.image == "volume":
+        for batch, indices in zip(step.batches, cases, strict=True):
+            batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
 
-    # a choice that all ranks take alike, as DDP talks in its forward pass
-    once = step.samples <= run.leaf * run.ranks.world_size and len(set(run.shares)) == 1
+    # all ranks must decide alike: DDP communicates in its forward pass
+    once = step.samples <= plan.leaf * training.ranks.world_size and len(set(plan.shares)) == 1
     if once:
-        passed = [run.wrapped(step.batches[0])]
+        passed = [engine.wrapped(step.batches[0])]
     else:
         with torch.no_grad():
-            passed = [run.model(batch) for batch in step.batches]
-    log_hazard = torch.zeros(step.samples, device=run.ranks.device)
+            passed = [engine.model(batch) for batch in step.batches]
+    log_hazard = torch.zeros(step.samples, device=device)
     for leaf, output in zip(step.numbers, passed, strict=False):
-        log_hazard[leaf * run.leaf :][: len(output)] = output.detach()
+        log_hazard[leaf * plan.leaf :][: len(output)] = output.detach()
     log_hazard = du.reduce_sum(log_hazard).requires_grad_()
     loss = cox_loss(log_hazard, time, event)
     (gradient,) = torch.autograd.grad(loss, log_hazard)
 
     events = torch.full_like(loss, float(event.sum()))
     for leaf, batch in zip(step.numbers or [0], step.leaves(), strict=True):
-        output = passed[0] if once else run.wrapped(batch)
-        through = (output * gradient[leaf * run.leaf :][: len(output)]).sum()
+        output = passed[0] if once else engine.wrapped(batch)
+        through = (output * gradient[leaf * plan.leaf :][: len(output)]).sum()
         # the step's own numbers, entered once
         step.backward(loss * (leaf == 0), events * (leaf == 0), through=through)
 
@@ -487,13 +506,13 @@ def cox_step(run: Run, step: Step, loader: DataLoader, args: Namespace) -> None:
 
 
 @torch.no_grad()
-def predict(model: RiskNet, data: MultiGPUSurvivalDataset, run: Run, args: Namespace) -> np.ndarray:
+def predict(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run, args: Namespace) -> np.ndarray:
     """(n, 2) float64: what columns and image add to the log-hazards of all cases, in order, the same on all ranks.
 
     Raises RunError for what is not finite.
     """
     model.eval()
-    loader = du.create_distributed_dataloader(data, run.leaf, train=False, num_workers=args.num_workers)
+    loader = du.create_distributed_dataloader(data, batch_size, train=False, num_workers=args.num_workers)
     rows, outputs = [], []
     for batch in run.batches(loader):
         rows.append(batch["index"])
@@ -516,6 +535,11 @@ def evaluate(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, f
         loss = -log_likelihood(log_hazard, *report.outcome(sets["val"])) / report.outcome(sets["val"])[1].sum()
         metrics = {"val/loss": loss} | report.score(log_hazard, sets["val"], sets["all"], args.eval_years)
     return du.broadcast_object(metrics)
+
+
+def validate(model: RiskNet, sets: dict, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
+    """All ranks: the metrics of the validation fold by the model as it is."""
+    return evaluate(predict(model, sets["val"], batch_size, run, args).sum(1), sets, args)
 
 
 def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
@@ -543,6 +567,7 @@ def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
 def finish(
     model: RiskNet,
     sets: dict,
+    batch_size: int,
     run: Run,
     args: Namespace,
     title: str,
@@ -557,9 +582,9 @@ def finish(
     fitted here, to `unseen`: (n, 2) parts of the training cases' log-hazards by networks that were not trained on them,
     or without it to those of this model.
     """
-    own, known = predict(model, sets["val"], run, args), predict(model, sets["all"], run, args)
+    own, known = (predict(model, sets[name], batch_size, run, args) for name in ("val", "all"))
     metrics, risks = evaluate(own.sum(1), sets, args), {}
-    name = "" if run.trains else "eval_"
+    name = "eval_" if args.eval_only else ""
     with du.agree_on_errors():
         if run.ranks.is_main:
             if "time" not in baseline:
@@ -576,14 +601,12 @@ def finish(
             metrics |= report.print_table(title, models, sets, args.eval_years, args.stratum_column)
             risks = {model: risk for model, (risk, _) in models.items()}
             tables = [tables["val"].assign(fold="val"), tables["all"].assign(fold="train")]
-            try:
+            with run.writing():
                 pd.concat(tables).to_csv(run.folder / f"{name}predictions.csv", index=False)
                 figure = report.draw(log_hazard, sets["val"], args.eval_years, baseline, metrics)
                 run.figure(f"{name}val_survival", figure)
-                if run.trains:
+                if not args.eval_only:
                     run.write_summary("baseline", baseline)
-            except OSError as error:
-                raise RunError(f"{run.folder}: results not written ({error}); make room, then --eval_only") from None
     return du.broadcast_object(metrics), risks
 
 
@@ -672,69 +695,73 @@ def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
 
 
 def begin_training(
-    run: Run, model: RiskNet, inputs: Inputs, sets: dict, precision: str, notes: dict
-) -> tuple[DataLoader, int]:
-    """All ranks: the linear part becomes the strongest Cox model, and the run begins; (loader, planned steps)."""
-    args, ranks, train, saved = run.args, run.ranks, sets["all"], run.checkpoint
-    cox_models = saved["cox_models"] if saved else fit_cox_models(train, inputs.clinical, args.seed)
+    run: Run, model: RiskNet, inputs: Inputs, sets: dict, precision: str, cox_models: dict[str, dict], described: str
+) -> tuple[Training, DataLoader]:
+    """All ranks: the linear part becomes the strongest Cox model, and the training begins; with its loader."""
+    args, ranks, train = run.args, run.ranks, sets["all"]
     name, beta, penalty = strongest(cox_models)
-    if not saved:
+    if not run.checkpoint:
         model.linear.copy_(torch.from_numpy(beta))
-    # the guide's batch is that of all GPUs
-    if not run.checkpoint and not args.effective_batch_size:
-        args.effective_batch_size = args.batch_size * args.gradient_accumulation_steps
-        args.batch_size = math.ceil(args.batch_size / ranks.world_size)
-    run.choose_batch(model, lambda size: trial_step(model, largest_batch(model, size), args))
-    if args.norm == "batch" and (run.effective > run.leaf * ranks.world_size or len(set(run.shares)) > 1):
+    batch_size, effective = args.batch_size, args.effective_batch_size
+    if not run.checkpoint and not effective:
+        # the guide's batch is that of all GPUs
+        effective = batch_size * args.gradient_accumulation_steps
+        batch_size = math.ceil(batch_size / ranks.world_size)
+    batch = run.choose_batch(
+        model, lambda size: trial_step(model, largest_batch(model, size), args), batch_size, effective
+    )
+    if args.norm == "batch" and (batch.effective > batch.leaf * ranks.world_size or len(set(batch.shares)) > 1):
         raise InputError("--norm batch: a step must be one pass of each GPU; lower --batch_size, or --norm group")
     if args.norm == "batch" and ranks.world_size > 1:
         # not before, as the ranks try batches by themselves
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
-    loader = du.create_distributed_dataloader(sets["train"], run.leaf, True, run.effective, run.shares, **options)
+    loader = du.create_distributed_dataloader(sets["train"], batch.leaf, True, batch.effective, batch.shares, **options)
 
-    steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
     case = train.cohort.case[train.rows]
     (time, event), (_, val_event) = report.outcome(train), report.outcome(sets["val"])
     digest = hashlib.sha256(repr([case.tolist(), time.tolist(), event.tolist()]).encode()).hexdigest()[:8]
-    facts = {"training cases": f"{len(case)}, digest {digest}"}
+    invariants = {"training cases": f"{len(case)}, digest {digest}"}
     if args.use_smart_cache:
-        facts["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
-    notes = notes | {
+        invariants["smart cache"] = f"{len(sets['train'])} cases, {sets['train'].replaced} replaced after each epoch"
+    banner = {
+        "precision": described,
         "linear part": f"{name.replace('_', ' ')}, ridge penalty {penalty:.3g}",
         "events": f"{event.sum()} in training; {val_event.sum()} of {len(val_event)} in validation",
         "model": f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters",
     }
+    steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
+    plan = Plan(batch, steps, ["loss", "events"], invariants, banner)
     extra = {"columns": inputs.fitted, "trained_cases": sorted(set(case.tolist())), "cox_models": cox_models}
-    run.begin(model, make_optimizer(model, args), precision, steps, ["loss", "events"], facts, notes, extra)
-    return loader, steps
+    engine = make_engine(model, make_optimizer(model, args), precision, args, ranks.device, saved=run.checkpoint)
+    return Training(run, args, engine, plan, lambda: extra), loader
 
 
-def train_epochs(run: Run, model: RiskNet, loader: DataLoader, steps: int, sets: dict | None = None) -> int:
+def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: dict | None = None) -> int:
     """All ranks: train to the end of the run, evaluating `sets` after each epoch; exit code after a signal, or 0."""
-    args = run.args
-    while not run.is_over():
+    run, args = training.run, training.args
+    while not training.is_over():
         frozen = run.position.epoch < args.freeze_epochs
         if args.freeze_epochs:
             model.backbone.requires_grad_(not frozen)
-            run.wrap()
+            training.engine.wrap()
         model.train()
         if frozen:
             model.backbone.eval()
-        for step in run.steps(loader):
-            cox_step(run, step, loader, args)
-            factor = du.schedule(run.position.step, steps, args.warmup_steps, args.scheduler)
+        for step in training.steps(loader):
+            cox_step(training, step, loader, args)
+            factor = du.schedule(run.position.step, training.planned_steps, args.warmup_steps, args.scheduler)
             lowest = args.eta_min if run.position.step >= args.warmup_steps else 0.0
             step.update(lowest + (args.learning_rate - lowest) * factor)
-        if run.stopped:
-            return run.save_and_stop()
-        metrics = evaluate(predict(model, sets["val"], run, args).sum(1), sets, args) if sets else {}
-        run.keep(metrics, headline="val/c_index")
+        if training.stopped:
+            return training.save_and_stop()
+        metrics = validate(model, sets, training.batch.leaf, run, args) if sets else {}
+        training.record(metrics, headline="val/c_index")
     return 0
 
 
 def weigh_by_folds(
-    run: Run, inputs: Inputs, train: MultiGPUSurvivalDataset, precision: str
+    training: Training, inputs: Inputs, train: MultiGPUSurvivalDataset, precision: str, cox_models: dict[str, dict]
 ) -> tuple[int, dict, np.ndarray | None]:
     """All ranks: find what the image part is worth on training cases that it was not trained on.
 
@@ -742,27 +769,28 @@ def weigh_by_folds(
     resumes as one. Returns (exit code after a signal, weigh_image()'s results by name, (n, 2) parts of the
     training cases' log-hazards by networks that have not seen them).
     """
-    args, ranks, rows, cohort = run.args, run.ranks, train.rows, inputs.cohort
+    args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     fold = deal(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
-    image = np.zeros(len(rows))
-    batch = {"batch_size": run.leaf, "effective_batch_size": run.effective, "auto_batch": False}
-    batch["gpu_shares"] = ",".join(map(str, run.shares))
-    resume = {"resume_from": "auto" if args.resume_from else None, "max_steps": 0, "profile": None, "wandb": None}
+    image, plan = np.zeros(len(rows)), training.batch
+    own = {"batch_size": plan.leaf, "effective_batch_size": plan.effective, "auto_batch": False}
+    own |= {"gpu_shares": ",".join(map(str, plan.shares)), "resume_from": "auto" if args.resume_from else None}
+    own |= {"max_steps": 0, "profile": None, "wandb": None}
     for left_out in range(1, args.inner_folds + 1):
         du.print_main(f"\n--- what the image adds: inner fold {left_out} of {args.inner_folds}")
-        folder = {"output_dir": f"{args.output_dir}/inner_{left_out}_of_{args.inner_folds}"}
-        inner = Run(FORMAT, Namespace(**vars(args) | batch | resume | folder), ranks, ADVICE, MODEL_FLAGS)
+        own["output_dir"] = f"{args.output_dir}/inner_{left_out}_of_{args.inner_folds}"
+        run = Run(FORMAT, with_flags(args, **own), ranks, ADVICE, MODEL_FLAGS)
         sets = inputs.sets({"all": rows[fold != left_out], "val": rows[fold == left_out]}, args)
-        weights = inner.checkpoint and inner.checkpoint["model"]
-        network = build_model(inner.args, precision, ranks.device, inputs.columns.shape[1], weights)
-        loader, steps = begin_training(inner, network, inputs, sets, precision, {})
+        weights = run.checkpoint and run.checkpoint["model"]
+        network = build_model(run.args, precision, ranks.device, inputs.columns.shape[1], weights)
+        models = known_cox_models(run, sets["all"], inputs.clinical)
+        inner, loader = begin_training(run, network, inputs, sets, precision, models, precision)
         with inner:
-            code = train_epochs(inner, network, loader, steps)
+            code = train_epochs(inner, network, loader)
             if not code:
-                held_out = predict(network, sets["val"], inner, inner.args)[:, 1]
-                # each network has a constant of its own, which says nothing
+                held_out = predict(network, sets["val"], inner.batch.leaf, run, args)[:, 1]
+                # dropped: each network's own constant, which carries no information
                 image[fold == left_out] = held_out - held_out.mean()
-        late = du.reduce_max([inner.stop.code or run.stop.code])[0]
+        late = inner.signalled() or training.signalled()
         if late and not code:
             du.print_main("signal: saved after an inner fold; --resume_from auto continues from there")
         code = code or late
@@ -770,7 +798,7 @@ def weigh_by_folds(
             return code, {}, None
     x = inputs.columns[rows].astype(float)
     with du.agree_on_errors():
-        found = weigh_image(x, image, train, *strongest(run.extra["cox_models"])[1:]) if ranks.is_main else None
+        found = weigh_image(x, image, train, *strongest(cox_models)[1:]) if ranks.is_main else None
     linear, weight, chi2 = du.broadcast_object(found)
     effect = f"counts {weight:.2f}" if weight else "adds nothing, and the network is the Cox model of its columns"
     du.print_main(f"the image, on cases that it was not trained on: chi2 {chi2:.1f}; it {effect}")
@@ -785,41 +813,52 @@ def weigh_parts(model: RiskNet, weighed: dict | None) -> None:
         model.image_weight.fill_(weighed["image_weight"])
 
 
-def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> tuple[int, tuple | None]:
+def score_checkpoint(
+    model: RiskNet, sets: dict, run: Run, args: Namespace, cox_models: dict[str, dict], rivals: dict[str, tuple]
+) -> None:
+    """--eval_only. Raises InputError where the validation fold has cases that the model was trained on."""
+    seen = set(sets["val"].cohort.case[sets["val"].rows]) & set(run.checkpoint["trained_cases"])
+    if seen:
+        raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
+    baseline = report.read_baseline(run.folder, run.position.step)
+    weigh_parts(model, baseline)
+    if not baseline:
+        du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
+    baseline = baseline or {"step": run.position.step}
+    metrics, _ = finish(model, sets, run.leaf, run, args, "val", cox_models, rivals, baseline)
+    run.write_summary("eval_val", metrics)
+
+
+def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str) -> tuple[int, tuple | None]:
     """One fold from start to end; (exit code, (metrics, validation set, risks by model), None after a signal)."""
     cross_validates = args.folds and args.val_fold
-    # nothing is written before begin(), so that all that can be wrong is said before a run is touched
+    # nothing is written before the Training, so every mistake is reported before a run is touched
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    saved = run.checkpoint
+    # with the checkpoint's model flags
+    args, is_new = run.args, run.checkpoint is None
     cohort = read_table(args.csv_path, args)
     with du.agree_on_errors():
         train, val = choose_fold(cohort, args.fold_column, args.train_fold, args.val_fold, args.folds or 0, args.seed)
-        fitted = saved["columns"] if saved else fit_columns(cohort, args.clinical_columns, train)
+        fitted = fit_columns(cohort, args.clinical_columns, train) if is_new else run.checkpoint["columns"]
         report.strata(cohort, args.stratum_column, train)
-    inputs = read_inputs(cohort, fitted, np.concatenate([train, val]), args, None if saved else train)
+    inputs = read_inputs(cohort, fitted, np.concatenate([train, val]), args, train if is_new else None)
     sets = inputs.sets({"all": train, "val": val}, args)
     with du.agree_on_errors():
         rivals = report.read_rival(args.rival_run, sets["val"])
     with du.agree_on_errors():
-        model = build_model(args, precision, ranks.device, inputs.columns.shape[1], saved and saved["model"])
+        weights = run.checkpoint and run.checkpoint["model"]
+        model = build_model(args, precision, ranks.device, inputs.columns.shape[1], weights)
+    cox_models = known_cox_models(run, sets["all"], inputs.clinical)
     if args.eval_only:
-        seen = set(cohort.case[val]) & set(saved["trained_cases"])
-        if seen:
-            raise InputError(f"--val_fold: the model was trained on {min(seen)} and {len(seen) - 1} more of its cases")
-        baseline = report.read_baseline(run.folder, run.position.step)
-        weigh_parts(model, baseline)
-        if not baseline:
-            du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
-        baseline = baseline or {"step": run.position.step}
-        metrics, _ = finish(model, sets, run, args, "val", saved["cox_models"], rivals, baseline)
-        run.write_summary("eval_val", metrics)
+        score_checkpoint(model, sets, run, args, cox_models, rivals)
         return 0, None
 
-    loader, steps = begin_training(run, model, inputs, sets, precision, notes)
-    with run:
-        if not steps and not saved:
-            run.keep(evaluate(predict(model, sets["val"], run, args).sum(1), sets, args), headline="val/c_index")
-        code = train_epochs(run, model, loader, steps, sets)
+    training, loader = begin_training(run, model, inputs, sets, precision, cox_models, described)
+    steps, batch_size = training.planned_steps, training.batch.leaf
+    with training:
+        if not steps and is_new:
+            training.record(validate(model, sets, batch_size, run, args), headline="val/c_index")
+        code = train_epochs(training, model, loader, sets)
         if code:
             return code, None
         weighed, unseen = {}, None
@@ -828,27 +867,28 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) ->
             du.print_main(f"warning: {events} events are too few to weigh the image part; it counts 1")
         # not where --max_steps has cut the training short
         elif args.inner_folds and 0 < run.position.step == steps:
-            run.writer.wait()
-            code, weighed, unseen = weigh_by_folds(run, inputs, sets["all"], precision)
+            training.flush()
+            code, weighed, unseen = weigh_by_folds(training, inputs, sets["all"], precision, cox_models)
             if code:
                 return code, None
 
-        step = run.position.step if cross_validates else run.load_best(model)
+        step = run.position.step if cross_validates else training.load_best()
         weigh_parts(model, weighed)
         is_best = not cross_validates and run.position.best is not None
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
-        cox_models = run.extra["cox_models"]
-        results, risks = finish(model, sets, run, args, title, cox_models, rivals, {"step": step}, unseen)
+        baseline = {"step": step}
+        results, risks = finish(model, sets, batch_size, run, args, title, cox_models, rivals, baseline, unseen)
         results |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
-        if not cross_validates and "val/c_index" in run.log.last:
-            results["val/c_index_last"] = run.log.last["val/c_index"]
-        run.finish(results)
+        last = training.last("val/c_index")
+        if not cross_validates and last is not None:
+            results["val/c_index_last"] = last
+        training.finish(results)
         # a signal since the last step: a single run is done, of a cross-validation no further fold begins
-        code = du.reduce_max([run.stop.code])[0] if cross_validates else 0
+        code = training.signalled() if cross_validates else 0
     return code, (results, sets["val"], risks)
 
 
-def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict) -> int:
+def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, described: str) -> int:
     """--folds: all of them, --repeats times, each scored at its last epoch; what they give together."""
     # rank 0 looks, as another may see an older state of a shared folder
     if du.broadcast_object(Path(args.output_dir, "run_id").exists()):
@@ -857,10 +897,10 @@ def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, notes: dict
     for repeat in range(args.repeats):
         for fold in range(1, args.folds + 1):
             folder = Path(args.output_dir, f"repeat_{repeat + 1}", f"fold_{fold}")
-            own = vars(args) | {"output_dir": str(folder), "val_fold": str(fold), "seed": args.seed + repeat}
-            own["rival_run"] = args.rival_run and str(Path(args.rival_run, *folder.parts[-2:]))
+            rival_run = args.rival_run and str(Path(args.rival_run, *folder.parts[-2:]))
+            own = {"output_dir": str(folder), "val_fold": str(fold), "seed": args.seed + repeat, "rival_run": rival_run}
             du.print_main(f"\n--- repeat {repeat + 1} of {args.repeats}, fold {fold} of {args.folds}")
-            code, result = train_fold(Namespace(**own), ranks, precision, notes)
+            code, result = train_fold(with_flags(args, **own), ranks, precision, described)
             if code:
                 return code
             results.append((repeat + 1, fold, *result))
@@ -874,10 +914,9 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
     folders = [] if args.resume_from else du.broadcast_object(report.folds_of(Path(args.output_dir)))
     risks, trained = [], set()
     for folder in folders or [Path(args.output_dir)]:
-        own = Namespace(
-            **vars(args) | {"output_dir": str(folder), "resume_from": "auto" if folders else args.resume_from}
-        )
+        own = with_flags(args, output_dir=str(folder), resume_from="auto" if folders else args.resume_from)
         run = Run(FORMAT, own, ranks, ADVICE, MODEL_FLAGS)
+        own = run.args
         cohort = read_table(args.predict, own, outcome=False)
         rows = np.arange(len(cohort))
         inputs = read_inputs(cohort, run.checkpoint["columns"], rows, own)
@@ -886,7 +925,7 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
         baseline = report.read_baseline(folder, run.position.step)
         weigh_parts(model, baseline)
         data = inputs.sets({"new": rows}, own)["new"]
-        risks.append((predict(model, data, run, own), baseline))
+        risks.append((predict(model, data, run.leaf, run, own), baseline))
         trained |= set(run.checkpoint["trained_cases"])
     if ranks.is_main:
         report.predict(Path(args.output_dir), data, risks, args, trained)
@@ -894,17 +933,13 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
     """Train one fold or all of them, or --eval_only, or --predict; returns the exit code."""
-    precision, reason = choose_precision(args.mixed_precision, ranks.device)
-    if precision == "bf16" and ranks.device.type == "cpu":
-        raise InputError("--mixed_precision bf16: torch's 3D convolutions compute wrong gradients on a CPU; use no")
-    remark = set_numerics(ranks.device, precision, args.deterministic)
-    notes = {"precision": f"{precision} ({reason}) {remark}".strip()}
+    precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     if args.predict:
         predict_table(args, ranks, precision)
         return 0
     if args.folds and not args.val_fold:
-        return cross_validate(args, ranks, precision, notes)
-    return train_fold(args, ranks, precision, notes)[0]
+        return cross_validate(args, ranks, precision, described)
+    return train_fold(args, ranks, precision, described)[0]
 
 
 def main(args: Namespace) -> int:

@@ -39,9 +39,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import distributed_utils as du
-from hardware_utils import autocast, choose_precision, set_numerics
+from hardware_utils import autocast, set_precision
+from utils import checkpoint
+from utils.engine import make_engine
 from utils.images import open_image
-from utils.loop import Run
+from utils.loop import Plan, Run, Training
 
 
 class Images(Dataset):
@@ -107,10 +109,11 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
 def train(args: Namespace, ranks: du.Ranks) -> int:
     """Train, evaluate after each epoch, keep the best; returns the exit code of a stop signal, else 0."""
     device = ranks.device
-    precision, _ = choose_precision(args.mixed_precision, device)
-    set_numerics(device, precision, args.deterministic)
-    # flags are final from here on: a checkpoint brings its own model_flags. Nothing is written before begin().
+    precision, described = set_precision(args.mixed_precision, device, args.deterministic)
+    # nothing is written before the Training, so every mistake is reported before a run is touched
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
+    # a checkpoint brings its own model_flags
+    args = run.args
     folder = Path(args.data_root) if args.data_root else None
     train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
     val_set = Images(folder and folder / "val", args, made_up=50, augmented=False, known=train_set.classes)
@@ -122,36 +125,36 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
         batch = {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
         loss_sum(model, batch, precision)[0].backward()
 
-    # a step and its leaves belong to the run, who computes them to the machine
-    if run.trains:
-        run.choose_batch(model, try_once)
     options = {"seed": args.seed, "num_workers": args.num_workers}
-    val_loader = du.create_distributed_dataloader(val_set, run.leaf, train=False, **options)
     if args.eval_only:
-        run.load_best(model)
+        checkpoint.load_trained(model, run.checkpoint["model"])
+        val_loader = du.create_distributed_dataloader(val_set, run.leaf, train=False, **options)
         metrics = evaluate(model, val_loader, run, precision)
         du.print_main(metrics)
         run.write_summary("eval_val", metrics)
         return 0
-    loader = du.create_distributed_dataloader(train_set, run.leaf, True, run.effective, run.shares, **options)
 
+    # a step and its micro-batches (leaves) belong to the run; who computes them is up to the machine
+    batch = run.choose_batch(model, try_once, args.batch_size, args.effective_batch_size)
+    val_loader = du.create_distributed_dataloader(val_set, batch.leaf, train=False, **options)
+    loader = du.create_distributed_dataloader(train_set, batch.leaf, True, batch.effective, batch.shares, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
+    engine = make_engine(model, optimizer, precision, args, device, saved=run.checkpoint)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
     facts = {"training images": len(train_set), "validation images": len(val_set), "classes": train_set.classes}
-    wrapped = run.begin(model, optimizer, precision, steps, ["loss"], facts)
 
-    with run:
-        while not run.is_over():
+    with Training(run, args, engine, Plan(batch, steps, ["loss"], facts, {"precision": described})) as training:
+        while not training.is_over():
             model.train()
-            for step in run.steps(loader):
-                for batch in step.leaves():
+            for step in training.steps(loader):
+                for leaf in step.leaves():
                     # a leaf's part of the mean over all samples of the step, wherever they are computed
-                    step.backward(loss_sum(wrapped, batch, precision)[0] / step.samples)
+                    step.backward(loss_sum(engine.wrapped, leaf, precision)[0] / step.samples)
                 step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
-            if run.stopped:
-                return run.save_and_stop()
-            run.keep(evaluate(model, val_loader, run, precision), headline="val/accuracy")
-        run.finish()
+            if training.stopped:
+                return training.save_and_stop()
+            training.record(evaluate(model, val_loader, run, precision), headline="val/accuracy")
+        training.finish()
     return 0
 
 

@@ -96,21 +96,26 @@ def main(args):
 
 
 EXACT = """
+from argparse import Namespace
+from utils.engine import ExactEngine
+
 def work(ranks):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 36, 50), nn.Tanh(), nn.Linear(50, 1))
     model[4].bias.requires_grad_(False)
     double = copy.deepcopy(model).double()
-    exact = du.ExactSum(model, bucket_bytes=4096)
+    ExactEngine.bucket_bytes = 4096
+    flags = Namespace(grad_clip=0, compile=False)
+    exact = ExactEngine(model, torch.optim.SGD(model.parameters(), fused=True), "no", flags, torch.device("cpu"))
     for step in range(2):
         model.zero_grad()
         images = torch.randn(7, 4, 3, 8, 8)
         own = range(7 * ranks.rank // ranks.world_size, 7 * (ranks.rank + 1) // ranks.world_size)
         for leaf in own:
-            exact.begin_leaf(last=leaf == own[-1])
-            (model(images[leaf]).sum() * 10.0 ** (leaf - 5)).backward()
+            with exact.around_leaf(last=leaf == own[-1]):
+                exact.backward(model(images[leaf]).sum() * 10.0 ** (leaf - 5))
         off_grid = (exact.flat * 2.0**40 % 1).any()
-        exact.finish()
+        exact.finish_sum()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     show(hashlib.sha256(b"".join(g.numpy().tobytes() for g in gradients)).hexdigest())
     # against float64 throughout

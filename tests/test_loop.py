@@ -1,8 +1,9 @@
-"""utils/loop.py and utils/log.py: what an update does to the weights, and what a line of the log is the mean of."""
+"""utils/loop.py, utils/engine.py and utils/log.py: what an update does to the weights, what a line of the log holds."""
 
 import copy
 import json
-import time
+from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,29 +13,40 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import distributed_utils as du
+from examples import minimal
 from utils.cli import RunError
+from utils.engine import make_engine
 from utils.log import RunLog
-from utils.loop import Position, Run, _try, seed_noise
+from utils.loop import Batch, Plan, Run, Training, _try, seed_noise
 from utils.sampler import TrainBatchSampler
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
+
+
+def begin(folder: Path, *words: str, steps: int = 20) -> Training:
+    """A training of two weights, with the flags of examples/minimal.py."""
+    args = minimal.parse_args(["--output_dir", str(folder), *words])
+    model = nn.Linear(2, 1, bias=False)
+    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=9.0, fused=True), "no", args, CPU.device)
+    return Training(Run("test/1", args, CPU), args, engine, Plan(Batch(4, 4, 1.0, [1]), steps, ["loss"], {}))
 
 
 @pytest.mark.parametrize(("clip", "scale"), [(0.5, 0.5 / 5), (0, 1), (100, 1)])
 def test_an_update_by_clipped_gradients(clip, scale):
     """The norm is that before; 0 leaves them as they are."""
     layer = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=9.0, fused=True)
+    engine = make_engine(
+        layer, optimizer, "no", Namespace(grad_clip=clip, compile=False, deterministic=False), CPU.device
+    )
     layer.weight.grad = torch.tensor([[3.0, 4.0]])
     expected = layer.weight - 0.1 * scale * layer.weight.grad
-    optimizer = torch.optim.SGD(layer.parameters(), lr=9.0, fused=True)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    run = SimpleNamespace(exact=None, scaler=scaler, optimizer=optimizer, args=SimpleNamespace(grad_clip=clip))
-    assert [float(value) for value in Run.update_weights(run, 0.1)] == [5, 0]
+    assert [float(value) for value in engine.update(0.1)] == [5, 0]
     assert torch.allclose(layer.weight, expected)
     assert layer.weight.grad is None
     before = layer.weight.detach().clone()
     layer.weight.grad = torch.tensor([[3.0, float("inf")]])
-    assert Run.update_weights(run, 0.1)[1] == 1
+    assert engine.update(0.1)[1] == 1
     assert torch.equal(layer.weight, before)
 
 
@@ -89,50 +101,41 @@ def test_what_is_shown(tmp_path, capsys):
     log.close()
 
 
-def test_the_ranks_agree_about_the_next_step_while_this_one_computes(monkeypatch):
+def test_the_ranks_agree_about_the_next_step_while_this_one_computes(tmp_path, monkeypatch):
     """Not past an evaluation. A signal that comes while a step computes ends the run after the next."""
-    told, run = [], Run.__new__(Run)
+    seen = []
     monkeypatch.setattr(
-        du, "begin_sum", lambda facts: told.append("begun") or (lambda: told.append("awaited") or facts)
+        du, "begin_sum", lambda facts: seen.append("begun") or (lambda: seen.append("awaited") or facts)
     )
-    run.args = SimpleNamespace(profile=None, eval_every_steps=3, save_every=0)
-    run.log = SimpleNamespace(restart_clock=Mock(), waited=0.0)
-    run.position, run.stop, run.ranks, run.last_step, run.stopped = Position(), SimpleNamespace(code=0), CPU, 20, 0
-    run.stream, run.read, run.trains, run.profiler = None, 0, False, None
     loader = DataLoader([{"x": number} for number in range(28)], batch_sampler=TrainBatchSampler(28, 4, 4))
     expected = [
         "begun awaited begun step awaited begun step awaited step",
         "begun awaited begun step awaited begun step awaited",
     ]
-    for times, order in enumerate(expected):
-        for step in run.steps(loader):
-            told.append("step")
-            run.position.step, run.position.samples = run.position.step + 1, run.position.samples + step.samples
-            run.stop.code = 143 * times
-        assert " ".join(told) == order
-        told.clear()
-    assert (run.stopped, run.position.step) == (143, 5)
-
-
-def test_without_save_every_a_checkpoint_a_minute():
-    for save_every, age, due in ((None, 59, False), (None, 61, True), (7, 0, True)):
-        run = SimpleNamespace(args=SimpleNamespace(save_every=save_every), saved_at=time.monotonic() - age)
-        assert Run._save_is_due(run) is due
+    with begin(tmp_path, "--eval_every_steps", "3", "--save_every", "0") as training:
+        position = training.position
+        for times, order in enumerate(expected):
+            for step in training.steps(loader):
+                seen.append("step")
+                position.step, position.samples = position.step + 1, position.samples + step.samples
+                training.stop.code = 143 * times
+            assert " ".join(seen) == order
+            seen.clear()
+        assert (training.stopped, position.step) == (143, 5)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_best_is_the_highest_or_the_lowest_that_is_finite(sign):
+def test_best_is_the_highest_or_the_lowest_that_is_finite(tmp_path, monkeypatch, sign):
     """The later of two that are equal."""
     saved = []
-    run = SimpleNamespace(
-        position=Position(), planned_steps=9, last_step=9, epoch_over=False, evaluation_due=True, log=Mock(),
-        args=SimpleNamespace(save_every=None), is_over=lambda: False, _save_is_due=lambda: False, save=saved.append,
-    )  # fmt: skip
-    for value in (float("nan"), 0.5, 0.7, 0.6, 0.7):
-        run.position.step += 1
-        Run.keep(run, {"val/score": sign * value, "val/step": run.position.step}, "val/score", lower=sign < 0)
-    assert saved == [True] * 3
-    assert run.position.best_metrics == {"val/score": sign * 0.7, "val/step": 5}
+    with begin(tmp_path) as training:
+        monkeypatch.setattr(training, "save", saved.append)
+        training.evaluation_due, position = True, training.position
+        for value in (float("nan"), 0.5, 0.7, 0.6, 0.7):
+            position.step += 1
+            training.record({"val/score": sign * value, "val/step": position.step}, "val/score", lower=sign < 0)
+        assert saved == [True] * 3
+        assert position.best_metrics == {"val/score": sign * 0.7, "val/step": 5}
 
 
 def test_noise_is_a_function_of_seed_step_and_leaf():

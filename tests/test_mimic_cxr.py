@@ -31,7 +31,7 @@ import train_mimic_cxr as script
 from tasks.mimic_cxr import prepare, report, sample_data, zero
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS, head_of, target_of
 from tools.prepare_data import parse_args as prepare_args
-from utils.cli import InputError, RunError
+from utils.cli import InputError, RunError, with_flags
 from utils.sampler import Index
 from utils.stats import interval_of_mean
 
@@ -864,7 +864,7 @@ def test_command_line_over_file_over_hardware_over_default(tmp_path):
     def settings(text: str, *words: str) -> tuple:
         (tmp_path / "config.yaml").write_text(text)
         args = script.parse_args(["--config", str(tmp_path / "config.yaml"), *words])
-        script.fill_settings(args, 4, 24.0, 8.9, (32, 100.0, 4))
+        args = with_flags(args, **script.fill_settings(args, 4, 24.0, 8.9, (32, 100.0, 4)))
         names = "batch_size gradient_accumulation_steps num_workers prefetch_factor gradient_checkpointing"
         return tuple(getattr(args, name) for name in names.split())
 
@@ -876,7 +876,7 @@ def test_command_line_over_file_over_hardware_over_default(tmp_path):
     assert settings("", "--no_auto_optimize") == (16, 1, 4, 2, False)
     assert settings(GUIDE) == (24, 2, 2, 4, True)
     args = script.parse_args(["--config", str(tmp_path / "config.yaml")])
-    script.fill_settings(args, 4, 4.0, 8.9, (32, 100.0, 4))
+    args = with_flags(args, **script.fill_settings(args, 4, 4.0, 8.9, (32, 100.0, 4)))
     assert script.choose_engine(args, ALONE) == (True, "as asked")
     assert script.read_engine(args)["zero_optimization"]["stage"] == 2
     args.stage = None

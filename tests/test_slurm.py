@@ -89,10 +89,10 @@ import os, runpy, sys, time
 sys.path[:0] = ["{root}", "{root}/examples"]
 from utils import loop
 print("cores", os.environ["SLURM_CPUS_PER_TASK"], "threads", os.environ["OMP_NUM_THREADS"])
-def alive(run, place, real=loop.Run.alive):
+def heartbeat(run, place, real=loop.Run.heartbeat):
     real(run, place)
     time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else float(os.environ.get("PAUSE", 0.3)))
-loop.Run.alive = alive
+loop.Run.heartbeat = heartbeat
 runpy.run_path("{root}/examples/minimal.py", run_name="__main__")
 """
 

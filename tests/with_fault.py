@@ -30,14 +30,14 @@ FIRST, LAST = [*map(int, STEPS.split("-")), int(STEPS.split("-")[0])][:2]
 EVALUATIONS: list[str] = []
 
 
-def is_here(run: loop.Run, done: int = 0) -> bool:
+def is_here(run: loop.Run | loop.Training, done: int = 0) -> bool:
     """Whether this rank is at one of the steps; done: how many of them it has counted already."""
     return FIRST <= run.position.step + 1 - done <= LAST and RANK in ("all", str(run.ranks.rank))
 
 
-def alive(run: loop.Run, place: str) -> None:
+def heartbeat(run: loop.Run, place: str) -> None:
     """Called by each rank at the begin of each step and of each batch of an evaluation."""
-    REAL_ALIVE(run, place)
+    REAL_HEARTBEAT(run, place)
     if KIND == "slow":
         time.sleep(0.05)
     if "_eval" in KIND and place.startswith("batch 1 of the evaluation") and is_here(run, done=1):
@@ -56,12 +56,16 @@ def alive(run: loop.Run, place: str) -> None:
             ctypes.string_at(0)
         if KIND == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if KIND == "slow_loader":
-            run.stream = (time.sleep(10_000) for _ in range(9))
+
+
+def fetch(training: loop.Training, *options) -> tuple:
+    if KIND == "slow_loader" and is_here(training):
+        time.sleep(10_000)
+    return REAL_FETCH(training, *options)
 
 
 def backward(step: loop.Step, *losses, **options) -> None:
-    if is_here(step.run):
+    if is_here(step.training):
         if KIND == "hang_inside":
             time.sleep(10_000)
         if KIND == "nan":
@@ -73,8 +77,8 @@ def backward(step: loop.Step, *losses, **options) -> None:
 
 def update(step: loop.Step, lr: float) -> None:
     REAL_UPDATE(step, lr)
-    if KIND == "drift" and is_here(step.run, done=1):
-        step.run.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
+    if KIND == "drift" and is_here(step.training, done=1):
+        step.training.engine.optimizer.param_groups[0]["params"][0].data.view(-1)[0] += 1e-6
 
 
 def fit(try_once, model, size: int) -> float:
@@ -86,16 +90,17 @@ def fit(try_once, model, size: int) -> float:
     return REAL_FIT(within, model, size)
 
 
-def keep(run: loop.Run, metrics: dict, headline: str = "", lower: bool = False) -> None:
+def record(training: loop.Training, metrics: dict, headline: str = "", lower: bool = False) -> None:
     if KIND == "numpy":
         metrics = {name: np.float64(value) for name, value in metrics.items()}
-    REAL_KEEP(run, metrics, headline, lower)
+    REAL_RECORD(training, metrics, headline, lower)
 
 
-REAL_KEEP, loop.Run.keep = loop.Run.keep, keep
+REAL_RECORD, loop.Training.record = loop.Training.record, record
 REAL_FIT, loop._try = loop._try, fit
-REAL_ALIVE, REAL_BACKWARD, REAL_UPDATE = loop.Run.alive, loop.Step.backward, loop.Step.update
-loop.Run.alive, loop.Step.backward, loop.Step.update = alive, backward, update
+REAL_FETCH, loop.Training._fetch = loop.Training._fetch, fetch
+REAL_HEARTBEAT, REAL_BACKWARD, REAL_UPDATE = loop.Run.heartbeat, loop.Step.backward, loop.Step.update
+loop.Run.heartbeat, loop.Step.backward, loop.Step.update = heartbeat, backward, update
 sys.argv = sys.argv[2:]
 sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
 runpy.run_path(sys.argv[0], run_name="__main__")

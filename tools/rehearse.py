@@ -31,7 +31,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from utils.cli import InputError, Parser, RunError, number, report, run_main
+from utils.cli import InputError, Parser, RunError, number, report, run_main, with_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -113,8 +113,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from distributed_utils import ExactSum
-from hardware_utils import choose_precision, set_numerics
+from hardware_utils import set_precision
+from utils.engine import make_engine
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 
@@ -284,10 +284,10 @@ def main(args: Namespace) -> None:
             setattr(settings, flag, str(ROOT / "configs" / "models" / folder))
     if hasattr(script, "fill_settings"):
         # what follows from the hardware: of a GPU of the newer kinds, on a machine that is large enough
-        script.fill_settings(settings, settings.world_size or 1, args.gpu_memory, 9.0, (64, 256.0, 8))
+        filled = script.fill_settings(settings, settings.world_size or 1, args.gpu_memory, 9.0, (64, 256.0, 8))
+        settings = with_flags(settings, **filled)
     device = pretend_a_gpu()
-    precision, _ = choose_precision(settings.mixed_precision, device)
-    set_numerics(device, precision, settings.deterministic)
+    precision, _ = set_precision(settings.mixed_precision, device, settings.deterministic)
     world_size, size, leaves = settings.world_size or 1, settings.batch_size, settings.gradient_accumulation_steps
     if settings.effective_batch_size:
         leaves = math.ceil(settings.effective_batch_size / size / world_size)
@@ -306,29 +306,18 @@ def main(args: Namespace) -> None:
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        exact = ExactSum(model) if settings.deterministic else None
-        if exact or leaves == world_size == 1:
+        engine = make_engine(model, optimizer, precision, settings, device)
+        engine.scaler.scale(torch.zeros((), device=device))
+        if settings.deterministic or leaves == world_size == 1:
             optimizer.zero_grad(set_to_none=True)
         state = trace.peak = trace.now
         trace.flops = 0
         trace.waits.clear()
 
-        # one leaf, and the update as in utils/loop.py
-        if exact:
-            exact.begin_leaf(last=True)
-        script.trial_step(model, batch, settings)
-        if exact:
-            exact.finish()
-        scaler = torch.amp.GradScaler("cuda", init_scale=1.0, enabled=precision == "fp16")
-        scaler.scale(torch.zeros((), device=device))
-        scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(trained, settings.grad_clip or math.inf)
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
-            optimizer.step()
+        # one leaf and the update
+        with engine.around_leaf(last=True):
+            script.trial_step(model, batch, settings)
+        engine.update(settings.learning_rate)
 
     # activations grow with the leaf; if smaller leaves follow each other, there are gradients beside them
     activations = trace.peak - state

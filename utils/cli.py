@@ -41,6 +41,11 @@ def refuse(problems: list[str], what: str) -> None:
         raise InputError(problems[0])
 
 
+def with_flags(args: argparse.Namespace, **values) -> argparse.Namespace:
+    """A copy of the flags with some other values: flags themselves are final once parsed."""
+    return argparse.Namespace(**vars(args) | values)
+
+
 # --- types of arguments -----------------------------------------------------------------------------------------------
 
 
@@ -80,6 +85,14 @@ def pattern(form: str, meaning: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def window(text: str) -> str:
+    """argparse type: two steps A:B of which the first is not after the last."""
+    found = re.fullmatch(r"([1-9]\d{0,17}):([1-9]\d{0,17})", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"must be the first and the last step, as 10:12, not {text!r}")
+    return text
 
 
 # --- the parser -------------------------------------------------------------------------------------------------------
@@ -264,7 +277,6 @@ def add_common_arguments(
     add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
     add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
-    window = pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 10:12")
     text = "write a trace of steps A to B for ui.perfetto.dev"
     add("--profile", type=window, metavar="A:B", help=text)
 

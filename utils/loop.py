@@ -1,16 +1,15 @@
 """One optimizer step at a time: what must be the same in every training loop, or a run's promise breaks.
 
-A script keeps its loop and its loss. Here stand the position in a run, the leaves of each step, the agreement of the
-ranks before it, the update of the weights, and the checkpoints after it. Three rules make a resume simple:
+A script keeps its loop and its loss. `Run` is the folder, all that an evaluation needs; `Training` holds the steps and
+checkpoints of a run that trains, on an engine (utils/engine.py). Three rules make a resume simple:
 
-- A checkpoint of step k is written after all that step k brings, its evaluation included.
+- The checkpoint for step k is written last, after everything step k does, including its evaluation.
 - The samples of a step and their leaves belong to the run and never change; who computes a leaf does not matter.
 - Noise is a function of (seed, step, leaf), so that no random state is saved.
 """
 
 import contextlib
 import faulthandler
-import gc
 import json
 import math
 import sys
@@ -20,19 +19,22 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import distributed_utils as du
 from hardware_utils import out_of_memory
 from utils import checkpoint
-from utils.cli import InputError, RunError
+from utils.cli import InputError, RunError, with_flags
+from utils.engine import Engine
 from utils.log import RunLog, draw_curves, print_banner, save_figure
 from utils.sampler import TrainBatchSampler
+
+# --- what a run is ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -46,87 +48,110 @@ class Position:
     best_metrics: dict = field(default_factory=dict)
 
 
-class Run:
-    """A run folder and what happens in it: its lock, the checkpoint to resume, position, log and stop signal.
+class Batch(NamedTuple):
+    """How a step is computed. All but the shares belong to the run, at any number of GPUs.
 
-    The order of calls: Run(), choose_batch(), begin(), then `with run:` steps(), keep() and finish(). After
-    choose_batch() `effective` and `leaf` are the samples of a step over all ranks and those of one forward pass, and
-    `shares` says how the ranks divide a step's leaves. A subclass may bring another engine than torch's: see wrap() and
-    the methods under "the engine".
+    effective: samples of a step over all ranks. leaf: samples of one forward pass. times: factor by which
+    --lr_scaling may scale the learning rate. shares: how the ranks divide a step's leaves.
     """
 
-    # whether all ranks must make equally many passes in a step and in an evaluation
-    equal_passes = False
-    # the names of the best checkpoint; a script whose parts each have a best of their own puts that name first
-    best_names: tuple[str, ...] = ("best.pt",)
+    effective: int
+    leaf: int
+    times: float
+    shares: list[int]
 
-    def __init__(self, format: str, args: Namespace, ranks: du.Ranks, advice: str, model_flags: tuple[str, ...] = ()):
-        """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before begin().
+    def facts(self) -> dict:
+        """What checkpoints say of it."""
+        return {"effective_batch_size": self.effective, "lr_times": self.times, "leaf": self.leaf}
+
+
+@dataclass
+class Plan:
+    """What is settled before a training begins; the banner prints it.
+
+    steps: of the whole training, which --max_steps may cut short. losses: names of what step.backward() is given.
+    invariants: what may not differ when the run is resumed. banner: further lines.
+    """
+
+    batch: Batch
+    steps: int
+    losses: list[str]
+    invariants: dict
+    banner: dict = field(default_factory=dict)
+
+
+class Run:
+    """A run folder: its lock, the checkpoint to use, the position, figures and summaries.
+
+    args: the flags, of which `model_flags` are as in the checkpoint where there is one. checkpoint: what to resume or
+    evaluate; None where a run starts, and once a training has taken it over.
+    """
+
+    def __init__(
+        self, format: str, args: Namespace, ranks: du.Ranks, advice: str = "", model_flags: tuple[str, ...] = ()
+    ):
+        """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before a Training.
 
         format: name and version of what the script saves. advice: what to do when the memory is too small. model_flags:
-        what the model and its task are made of; where there is a checkpoint, `args` takes these from it. With
-        --eval_only or --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
+        flags that define the model and its data; on resume their values come from the checkpoint. With --eval_only or
+        --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
         """
         self.folder = Path(args.output_dir)
-        self.format = format
-        self.args = args
-        self.ranks = ranks
-        self.advice = advice
-        self.position = Position()
-        self.stop = du.StopSignal()
-        self.stopped = 0
-        self.epoch_over = self.evaluation_due = False
-        # step and epoch of the last checkpoint, and when it was written
-        self.saved, self.saved_at = None, time.monotonic()
-        # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
-        self.stream = None
-        self.read = 0
-        self.profiler = self.exact = self.wrapped = None
-        self.armed = -math.inf
-        self.trains = not (args.eval_only or getattr(args, "predict", None))
+        self.format, self.ranks, self.advice, self.model_flags = format, ranks, advice, model_flags
+        self.begun = time.time()
         resume_from = args.resume_from
-        if self.trains:
+        trains = not (args.eval_only or getattr(args, "predict", None))
+        if trains:
             self.lock = checkpoint.lock_run_folder(self.folder, bool(resume_from) or args.overwrite)
         else:
             checkpoint.make_folder(self.folder)
             resume_from = resume_from or str(self.folder / "best.pt")
-        self.checkpoint = checkpoint.load_checkpoint(resume_from, self.folder, format)
-        for name in model_flags if self.checkpoint else ():
+        self.checkpoint = saved = checkpoint.load_checkpoint(resume_from, self.folder, format)
+        if not trains and saved is None:
+            raise InputError(f"{self.folder}: no checkpoint to use; give one with --resume_from")
+        flags = {}
+        for name in model_flags if saved else ():
             given = getattr(args, name)
-            value = self.checkpoint["model_flags"].get(name, given)
-            if given != value:
-                du.print_main(f"--{name}: {value}, as in the checkpoint")
-            setattr(args, name, value)
-        self.model_flags = {name: getattr(args, name) for name in model_flags}
-        if not self.trains:
-            if self.checkpoint is None:
-                raise InputError(f"{self.folder}: no checkpoint to use; give one with --resume_from")
-            self.leaf, self.position = self.checkpoint["run"]["leaf"], Position(**self.checkpoint["position"])
-        self.begun = time.time()
+            flags[name] = saved["model_flags"].get(name, given)
+            if given != flags[name]:
+                du.print_main(f"--{name}: {flags[name]}, as in the checkpoint")
+        self.args = with_flags(args, **flags)
+        self.position = Position(**saved["position"]) if saved else Position()
+        self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
+        # figures that TensorBoard does not have yet
+        self.drawn: dict[str, np.ndarray] = {}
+        # where a training lets faulthandler write this rank's stacks if it hangs, and when that was last put off
+        self.stacks: TextIO | None = None
+        self.armed = -math.inf
 
-    def choose_batch(self, model: nn.Module, try_once: Callable[[int], None]) -> None:
-        """All ranks: the batch of the flags; of a run that is resumed its own, at any number of GPUs.
+    @property
+    def leaf(self) -> int:
+        """Samples of one forward pass in the training that the checkpoint is of."""
+        return self.checkpoint["run"]["leaf"]
+
+    def choose_batch(
+        self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective: int | None
+    ) -> Batch:
+        """All ranks: the batch that the flags want; a run that is resumed keeps its own, at any number of GPUs.
 
         try_once(size): forward and backward pass of the largest batch, without talking to other ranks. With
         --auto_batch the leaf is halved on all ranks until that fits everywhere. Raises RunError where not even one
         sample does.
         """
         args, ranks = self.args, self.ranks
-        effective, leaf = args.effective_batch_size, args.batch_size
-        times = effective / leaf if effective else ranks.world_size
-        effective = effective or leaf * args.gradient_accumulation_steps * ranks.world_size
+        leaf, times = batch_size, effective / batch_size if effective else ranks.world_size
         if self.checkpoint:
             facts = self.checkpoint["run"]
-            if args.effective_batch_size not in (None, facts["effective_batch_size"]):
-                raise InputError(
-                    f"--effective_batch_size {effective}: this run has {facts['effective_batch_size']}; leave it out"
-                )
+            if effective not in (None, facts["effective_batch_size"]):
+                reason = f"this run has {facts['effective_batch_size']}; leave it out"
+                raise InputError(f"--effective_batch_size {effective}: {reason}")
             effective, leaf, times = facts["effective_batch_size"], facts["leaf"], facts["lr_times"]
+        effective = effective or batch_size * args.gradient_accumulation_steps * ranks.world_size
 
-        self.shares = [1] * ranks.world_size
+        shares = [1] * ranks.world_size
         if args.gpu_shares not in ("equal", "auto"):
-            self.shares = [int(share) for share in args.gpu_shares.split(",")]
-            if len(self.shares) != ranks.world_size:
+            shares = [int(share) for share in args.gpu_shares.split(",")]
+            if len(shares) != ranks.world_size:
                 raise InputError(f"--gpu_shares {args.gpu_shares}: needs {ranks.world_size} numbers, one per process")
 
         # what fits the smallest memory, and how fast each GPU is
@@ -139,170 +164,164 @@ class Run:
                 leaf //= 2
             if args.gpu_shares == "auto":
                 # in tenths of the fastest: what differs by less is noise of the measurement
-                self.shares = [max(1, round(10 * min(seconds) / own)) for own in seconds]
+                shares = [max(1, round(10 * min(seconds) / own)) for own in seconds]
         if leaf < wanted:
             du.print_main(f"memory: {wanted} samples at once do not fit, {leaf} do; the result stays, its bits change")
-        self.effective, self.leaf, self.lr_times = effective, leaf, times
+        return Batch(effective, leaf, times, shares)
 
-    def begin(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        precision: str,
-        planned_steps: int,
-        losses: list[str],
-        facts: dict,
-        notes: dict | None = None,
-        extra: dict | None = None,
-    ) -> nn.Module:
-        """All ranks, once nothing can be wrong any more: take the folder, and the position where a checkpoint stands.
+    def heartbeat(self, place: str) -> None:
+        """This rank is at work, and where; in a training its stacks are written if no heartbeat follows for long.
 
-        planned_steps: of the whole training, which --max_steps cuts short. losses: names of what step.backward() is
-        given. facts: what else may not differ where a run is resumed. notes: what else the banner tells. extra: what
-        else each checkpoint holds. Returns the model to train, compiled and in DDP as the flags want it. Raises
-        InputError for a checkpoint of another run.
+        That is before the ranks that wait for it give up and the launcher ends all.
         """
-        args, saved = self.args, self.checkpoint
-        if not self.trains:
-            raise ValueError("--eval_only and --predict end before begin()")
-        if not optimizer.defaults.get("fused"):
-            raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
-        self.facts = facts | {"seed": args.seed, "effective_batch_size": self.effective, "lr_times": self.lr_times}
-        for name, value in self.facts.items() if saved else ():
-            if saved["run"].get(name) != value:
-                before = f"a run with {name.replace('_', ' ')} {saved['run'].get(name)}"
-                raise InputError(f"--resume_from: {before}, now {value}; give the same again")
-        self.facts["leaf"] = self.leaf
-        self.extra = extra or {}
-        self.precision = precision
-        self.planned_steps = planned_steps
-        self.last_step = min(args.max_steps or planned_steps, planned_steps)
+        self.ranks.note(place)
+        timeout, now = self.args.dist_timeout, time.monotonic()
+        # each time starts a thread, so not in every step
+        if self.stacks and now - self.armed > 0.1 * timeout:
+            faulthandler.dump_traceback_later(0.9 * timeout, file=self.stacks)
+            self.armed = now
 
-        # what the training goes on with
-        self.model, self.optimizer, self.frozen = model, optimizer, checkpoint.frozen_names(model)
-        self.scaler = torch.amp.GradScaler(self.ranks.device.type, init_scale=2.0**14, enabled=precision == "fp16")
-        if saved:
-            self.position = Position(**saved["position"])
-            checkpoint.load_trained(model, saved["model"])
-            self.restore_optimizer(saved)
+    def start_loader(self, loader: DataLoader) -> Iterator:
+        """The loader's batches; its processes are forked at the first call."""
+        # not while the checkpoint thread runs: children would inherit its locks, held for ever
+        if self.writer.thread:
+            self.writer.thread.join()
+        with du.hold_signals():
+            return iter(loader)
+
+    def batches(self, loader: DataLoader, equal_passes: bool = False) -> Iterator:
+        """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any.
+
+        equal_passes: whether all ranks must make equally many; spare batches follow, whose "index" is -1.
+        """
+        error = ""
+        most = max(du.gather_objects(len(loader))) if equal_passes else 0
+        for number, batch in enumerate(self.start_loader(loader), start=1):
+            self.heartbeat(f"batch {number} of the evaluation at step {self.position.step}")
+            error = error or error_in(batch)
+            yield du.to_device(batch, self.ranks.device)
+        for _ in range(most - len(loader)):
+            batch = du.to_device(loader.collate_fn([loader.dataset[0]]), self.ranks.device)
+            yield batch | {"index": torch.full_like(batch["index"], -1)}
+        with du.agree_on_errors():
+            if error:
+                raise InputError(error)
+
+    def figure(self, name: str, figure) -> None:
+        """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""
+        if self.ranks.is_main and figure is not None:
+            try:
+                self.drawn[name] = save_figure(self.folder, name, figure)
+            except OSError as error:
+                # a full disk ends the run at the next checkpoint, which needs the room too
+                print(f"warning: {self.folder}: figure not written ({error})", flush=True)
+
+    @contextlib.contextmanager
+    def writing(self, what: str = "results", advice: str = "make room, then --eval_only") -> Iterator[None]:
+        """Around the writing of files: a full disk ends the run with one line."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self.folder}: {what} not written ({error}); {advice}") from None
+
+    def write_summary(self, name: str, values: dict) -> None:
+        """Rank 0: <name>.json in the run folder, one flat object."""
+        if self.ranks.is_main:
+            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """The training of a run, from its position to the end: steps, evaluations, checkpoints.
+
+    Used as a context: `with Training(...) as training`, then steps(), record() and finish(). A checkpoint holds the
+    position, the weights and the engine's state, the log's open interval, the plan's invariants, the model flags, and
+    what `extra()` gives; _save() puts it together.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        args: Namespace,
+        engine: Engine,
+        plan: Plan,
+        extra: Callable[[], dict] = dict,
+        best_names: tuple[str, ...] = ("best.pt",),
+    ):
+        """All ranks, after all checks: claim the folder for this run, as far as its checkpoint goes.
+
+        args: run.args, completed by the script. extra: asked for what else a checkpoint holds whenever one is written.
+        best_names: files of the best checkpoint; a script whose stages each have a best of their own puts it first.
+        Raises InputError for a checkpoint of another run.
+        """
+        self.run, self.args, self.engine, self.batch, self.extra = run, args, engine, plan.batch, extra
+        self.ranks, self.position, self.best_names = run.ranks, run.position, best_names
+        self.planned_steps = plan.steps
+        self.last_step = min(args.max_steps or plan.steps, plan.steps)
+        saved, run.checkpoint = run.checkpoint, None
+        facts = plan.invariants | {"seed": args.seed} | plan.batch.facts()
+        for name, value in facts.items() if saved else ():
+            before = saved["run"].get(name)
+            if before != value and name != "leaf":
+                before = f"a run with {name.replace('_', ' ')} {before}"
+                raise InputError(f"--resume_from: {before}, now {value}; give the same again")
+        self.facts = facts
+        self.stop = du.StopSignal()
+        # exit code of a signal that has ended steps(), or 0
+        self.stopped = 0
+        self.epoch_over = self.evaluation_due = False
+        # step and epoch of the last checkpoint, and when it was written
+        self.saved, self.saved_at = None, time.monotonic()
+        # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
+        self.stream: Iterator | None = None
+        self.read = 0
+        self.profiler: torch.profiler.profile | None = None
+        first, last = map(int, (args.profile or "0:0").split(":"))
+        self.profiled = range(first, last + 1)
+        if args.profile and not set(self.profiled) & set(range(self.position.step + 1, self.last_step + 1)):
+            made = f"this start makes steps {self.position.step + 1} to {self.last_step}"
+            du.print_main(f"warning: --profile {args.profile}: no trace, as {made}")
 
         best_counts = False
         with du.agree_on_errors():
             try:
                 if self.ranks.is_main:
-                    best_counts = checkpoint.begin_run(self.folder, saved, args.overwrite, self.best_names)
+                    best_counts = checkpoint.begin_run(run.folder, saved, args.overwrite, best_names)
                 # faulthandler keeps it open
-                self.stacks = open(self.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
-                names = [*losses, "grad_norm", "skipped"]
-                self.log = RunLog(self.folder, self.ranks, names, args, saved and saved["log"], self.position.step)
+                run.stacks = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
+                names = [*plan.losses, "grad_norm", "skipped"]
+                self.log = RunLog(run.folder, self.ranks, names, args, saved and saved["log"], self.position.step)
             except OSError as error:
-                raise RunError(f"{self.folder}: cannot begin the run ({error.strerror}); make room") from None
+                raise RunError(f"{run.folder}: cannot begin the run ({error.strerror}); make room") from None
         if not du.broadcast_object(best_counts):
             self.position.best, self.position.best_metrics = None, {}
-        self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
+        self._print_banner(plan)
 
-        world_size = self.ranks.world_size
-        leaves = math.ceil(self.effective / self.leaf)
-        parts = f"{leaves} micro-batch{'es' * (leaves > 1)} of {self.leaf}"
-        shares = f", shared {self.shares}" if len(set(self.shares)) > 1 else ""
+    def _print_banner(self, plan: Plan) -> None:
+        batch, world_size = self.batch, self.ranks.world_size
+        leaves = math.ceil(batch.effective / batch.leaf)
+        parts = f"{leaves} micro-batch{'es' * (leaves > 1)} of {batch.leaf}"
+        shares = f", shared {batch.shares}" if len(set(batch.shares)) > 1 else ""
         rows = {
             "processes": f"{world_size} by {self.ranks.launcher}, {self.ranks.device.type}",
-            "batch": f"{self.effective} samples a step = {parts}{shares}",
+            "batch": f"{batch.effective} samples a step = {parts}{shares}",
             "steps": f"{self.position.step} of {self.last_step} done",
         }
-        print_banner(str(self.folder), rows | facts | (notes or {}))
+        print_banner(str(self.run.folder), rows | plan.invariants | plan.banner)
         idle = world_size - leaves
         if idle > 0:
             du.print_main(
                 f"warning: {idle} of {world_size} processes have no micro-batch; --batch_size of a new run is too large"
             )
 
-        # compiled in place, so that the names of the weights stay
-        if args.compile:
-            model.compile()
-        return self.wrap()
-
-    def go_on_with(self, optimizer: torch.optim.Optimizer) -> nn.Module:
-        """All ranks, in mid-run after choose_batch(): other weights of the model are trained from here on.
-
-        What was best so far counts no longer. Returns the model to train, as begin() does.
-        """
-        self.optimizer = optimizer
-        self.scaler = torch.amp.GradScaler(self.ranks.device.type, init_scale=2.0**14, enabled=self.scaler.is_enabled())
-        self.facts |= {"effective_batch_size": self.effective, "leaf": self.leaf, "lr_times": self.lr_times}
+    def start_stage(self, engine: Engine, batch: Batch, best_names: tuple[str, ...]) -> None:
+        """All ranks, in mid-run: other weights are trained from here on, with a best checkpoint of their own."""
+        self.engine.close()
+        self.engine, self.batch, self.best_names = engine, batch, best_names
+        self.facts |= batch.facts()
         self.position.best, self.position.best_metrics, self.stream = None, {}, None
-        return self.wrap()
-
-    # --- the engine: torch's own --------------------------------------------------------------------------------------
-
-    def wrap(self) -> nn.Module:
-        """All ranks: the model in DDP, or exact sums of its gradients; again where other weights are to be trained."""
-        if self.exact:
-            self.exact.close()
-        if isinstance(self.wrapped, DistributedDataParallel):
-            # of two around one model both would exchange its gradients
-            self.wrapped = None
-            gc.collect()
-        self.exact = None
-        if self.args.deterministic:
-            self.exact = du.ExactSum(self.model)
-        self.wrapped = self.model if self.exact else du.wrap_in_ddp(self.model, self.ranks.device)
-        return self.wrapped
-
-    def restore_optimizer(self, saved: dict) -> None:
-        """Put a checkpoint's moments and loss scale into the optimizer, before wrap()."""
-        checkpoint.restore_optimizer(self.optimizer, saved["optimizer"])
-        if self.scaler.is_enabled() and saved["scaler"]:
-            self.scaler.load_state_dict(saved["scaler"])
-
-    @contextlib.contextmanager
-    def around_leaf(self, last: bool) -> Iterator[None]:
-        """Around the passes of a leaf; last: of this rank in the step, after which gradients are exchanged."""
-        if self.exact:
-            self.exact.shift = du.SHIFT * (self.scaler._scale.double() if self.scaler.is_enabled() else 1)
-            self.exact.begin_leaf(last)
-        quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
-        with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
-            yield
-
-    def differentiate(self, loss: Tensor) -> None:
-        """Add the gradients of this rank's part of a sum over the ranks."""
-        # DDP averages over the ranks, so undo the division
-        ranks = 1 if self.exact else du.world()[1]
-        self.scaler.scale(loss * ranks).backward()
-
-    def update_weights(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip the gradients and update the weights; (gradient norm before clipping, 1 where the step was skipped)."""
-        optimizer = self.optimizer
-        if self.exact:
-            self.exact.finish()
-        self.scaler.unscale_(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        grad_norm = nn.utils.clip_grad_norm_(parameters, self.args.grad_clip or math.inf)
-        skipped = 1.0 - grad_norm.isfinite().float()
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if self.scaler.is_enabled():
-            self.scaler.step(optimizer)
-            self.scaler.update()
-        else:
-            # what GradScaler hands to a fused optimizer, which then skips on the device
-            optimizer.grad_scale, optimizer.found_inf = None, skipped
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return grad_norm, skipped
-
-    def weights(self) -> dict[str, Tensor]:
-        """All ranks: what a checkpoint holds of the model, see checkpoint.trained_state."""
-        return checkpoint.trained_state(self.model, self.frozen)
-
-    def engine_state(self) -> dict:
-        """All ranks: what a checkpoint holds of the optimizer and the loss scale."""
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
-
-    def put_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """All ranks: overwrite the weights of the plain model; the training does not go on from them."""
-        checkpoint.load_trained(model, weights)
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -316,15 +335,14 @@ class Run:
         Raises InputError on all for a sample of any.
         """
         position, sampler = self.position, loader.batch_sampler
-        first, last = map(int, (self.args.profile or "0:0").split(":"))
         if self.stream is None or self.read != position.samples:
             sampler.set_position(position.epoch, position.samples)
-            self.stream, self.read = self._begin(loader), position.samples
+            self.stream, self.read = self.run.start_loader(loader), position.samples
         self.log.restart_clock()
         self.epoch_over = self.evaluation_due = False
         every_steps, upcoming = self.args.eval_every_steps, None
         while not self._pauses():
-            self.alive(f"step {position.step + 1}")
+            self.run.heartbeat(f"step {position.step + 1}")
             samples, numbers, batches, error, agreed = upcoming or self._fetch(sampler, count)
             stop_143, stop_130, unusable, *totals = agreed()
             if unusable:
@@ -334,22 +352,19 @@ class Run:
                 self.stream = None
                 return
 
-            if position.step + 1 == first and self.ranks.is_main:
+            if position.step + 1 in self.profiled and self.ranks.is_main and not self.profiler:
                 self.profiler = torch.profiler.profile()
                 self.profiler.start()
-            passes = sampler.most_leaves(position.samples) if self.equal_passes else len(batches)
+            passes = sampler.most_leaves(position.samples) if self.engine.equal_passes else len(batches)
             self.epoch_over = self.read >= sampler.num_samples
             self.evaluation_due = bool(every_steps) and (position.step + 1) % every_steps == 0
             ends = self.epoch_over or self.evaluation_due or position.step + 1 == self.last_step
             upcoming = None if ends else self._fetch(sampler, count)
             yield Step(self, samples, numbers, batches, totals, passes)
 
-            if self.profiler and position.step == last:
-                self.profiler.stop()
-                self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
-                self.profiler = None
-            every = 500 if self.args.save_every is None else self.args.save_every
-            if every and position.step % every == 0 and not self._pauses() and self._save_is_due():
+            if position.step == self.profiled[-1]:
+                self._write_trace()
+            if not self._pauses() and self._save_is_due():
                 self.save()
 
     def _fetch(self, sampler: TrainBatchSampler, count: Callable | None) -> tuple:
@@ -370,55 +385,79 @@ class Run:
         """Whether steps() ends here; the checkpoint then waits for the evaluation."""
         return self.is_over() or self.epoch_over or self.evaluation_due
 
-    def _save_is_due(self) -> bool:
-        """All ranks: whether --save_every wants one, or the last is a minute old by rank 0's clock."""
-        return self.args.save_every is not None or du.broadcast_object(time.monotonic() - self.saved_at > 60)
-
-    def batches(self, loader: DataLoader) -> Iterator:
-        """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any.
-
-        Where all ranks must make equally many passes, spare ones follow, whose "index" is -1.
-        """
-        error = ""
-        most = max(du.gather_objects(len(loader))) if self.equal_passes else 0
-        for number, batch in enumerate(self._begin(loader), start=1):
-            self.alive(f"batch {number} of the evaluation at step {self.position.step}")
-            error = error or error_in(batch)
-            yield du.to_device(batch, self.ranks.device)
-        for _ in range(most - len(loader)):
-            batch = du.to_device(loader.collate_fn([loader.dataset[0]]), self.ranks.device)
-            yield batch | {"index": torch.full_like(batch["index"], -1)}
-        with du.agree_on_errors():
-            if error:
-                raise InputError(error)
-
-    def _begin(self, loader: DataLoader) -> Iterator:
-        """The loader's batches; its processes are forked at the first call."""
-        # not while a thread writes a checkpoint, whose locks the copies would find taken for ever
-        if self.trains and self.writer.thread:
-            self.writer.thread.join()
-        with du.hold_signals():
-            return iter(loader)
-
-    def alive(self, place: str) -> None:
-        """This rank is at work: where, for the other ranks. If nothing follows for long, its stacks are written.
-
-        That is before the ranks that wait for it give up and the launcher ends all.
-        """
-        self.ranks.note(place)
-        if not self.trains:
-            return
-        timeout, now = self.args.dist_timeout, time.monotonic()
-        # each time starts a thread, so not in every step
-        if now - self.armed > 0.1 * timeout:
-            faulthandler.dump_traceback_later(0.9 * timeout, file=self.stacks)
-            self.armed = now
-
     def is_over(self) -> bool:
         """Whether the run has made all its steps."""
         return self.position.step >= self.last_step
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
+    def last(self, name: str) -> float | None:
+        """The value of a metric that was logged last; None without one."""
+        return self.log.last.get(name)
+
+    def signalled(self) -> int:
+        """All ranks: the exit code of a stop signal to any of them by now, or 0."""
+        return du.reduce_max([self.stop.code])[0]
+
+    def _write_trace(self) -> None:
+        """Rank 0: what --profile has recorded, as trace.json."""
+        if self.profiler:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.run.folder / "trace.json"))
+            self.profiler = None
+
+    # --- evaluations and checkpoints ----------------------------------------------------------------------------------
+
+    def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
+        """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
+
+        metrics: of the evaluation, {} without one. lower: whether less is better, as of an error.
+        """
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if metrics:
+            shown = " | ".join(f"{name}\xa0{value:.4f}" for name, value in metrics.items())
+            du.print_main(textwrap.fill(shown, 100, break_long_words=False).replace("\xa0", " "))
+        self._show_figures()
+        position = self.position
+        where = position.step, position.epoch + 1
+        complete = position.step == self.planned_steps
+        paused = self.is_over() and not complete
+        # an evaluation that --max_steps alone brings must not count for best.pt: the uninterrupted run has none here
+        planned = self.epoch_over or self.evaluation_due or complete
+
+        if complete:
+            self.log.write_interval(*where, self.last_step)
+        best = False
+        if planned and metrics:
+            self.log.write(*where, metrics)
+            best = self._note_best(metrics, headline, lower)
+        if self.epoch_over:
+            position.epoch, position.samples, self.stream = position.epoch + 1, 0, None
+        if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
+            self.save(best)
+        if paused:
+            # after the checkpoint, so that the resumed run does not have these lines
+            self.log.write_interval(*where, self.last_step)
+            if metrics and not planned:
+                self.log.write(*where, metrics)
+
+    def _note_best(self, metrics: dict[str, float], headline: str, lower: bool) -> bool:
+        """Whether these metrics are the best so far; the later of two that are equal."""
+        position, value = self.position, metrics[headline]
+        better = position.best is None or (value <= position.best if lower else value >= position.best)
+        if not better or not math.isfinite(value):
+            return False
+        position.best, position.best_metrics = value, metrics
+        return True
+
+    def _save_is_due(self, ended: bool = False, evaluated: bool = False) -> bool:
+        """All ranks: whether to save at this step. ended: the steps have ended here; evaluated: with an evaluation.
+
+        By --save_every: at its steps and after evaluations. Without it: where steps end, and every 500th step, but at
+        most once a minute by rank 0's clock.
+        """
+        every, step = self.args.save_every, self.position.step
+        if every is not None:
+            return evaluated or bool(every and step % every == 0)
+        return (ended or step % 500 == 0) and du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def save(self, best: bool = False) -> None:
         """All ranks: a checkpoint of this position, unless there is one.
@@ -427,18 +466,19 @@ class Run:
         """
         position = (self.position.step, self.position.epoch)
         if self.saved != position:
-            weights = self.weights()
+            weights = self.engine.weights()
             du.check_same_weights(weights)
             contents = {
-                "format": self.format,
+                "format": self.run.format,
                 "step": self.position.step,
                 "run": self.facts,
-                "model_flags": self.model_flags,
+                "model_flags": {name: getattr(self.args, name) for name in self.run.model_flags},
                 "position": asdict(self.position),
                 "log": self.log.state(),
                 "model": weights,
             }
-            self.writer.save(contents | self.engine_state() | self.extra, self.best_names if best else ())
+            contents |= self.engine.state() | self.extra()
+            self.run.writer.save(contents, self.best_names if best else ())
             self.saved, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
@@ -446,128 +486,82 @@ class Run:
         self.save()
         # before the ranks agree in wait(): srun ends rank 0 as soon as another rank has ended with the signal's code
         self.log.close()
-        self.writer.wait()
+        self.run.writer.wait()
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
         return self.stopped
 
-    def keep(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
-        """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
+    def flush(self) -> None:
+        """All ranks: wait until the last checkpoint is on the disk. Raises RunError on all where it is full."""
+        self.run.writer.wait()
 
-        metrics: of the evaluation that was due, {} without one. lower: whether less is better, as of an error. Without
-        --save_every what is neither the best nor the end is saved once a minute; with it, an epoch's end alone is not.
-        """
-        metrics = {name: float(value) for name, value in metrics.items()}
-        if metrics:
-            shown = " | ".join(f"{name}\xa0{value:.4f}" for name, value in metrics.items())
-            du.print_main(textwrap.fill(shown, 100, break_long_words=False).replace("\xa0", " "))
-        position, epoch = self.position, self.position.epoch + 1
-        at_end = position.step == self.planned_steps
-        planned = self.epoch_over or self.evaluation_due or at_end
-        if at_end:
-            self.log.write_interval(position.step, epoch, self.last_step)
-
-        best = False
-        if planned and metrics:
-            self.log.write(position.step, epoch, metrics)
-            value = metrics[headline]
-            better = position.best is None or (value <= position.best if lower else value >= position.best)
-            best = better and math.isfinite(value)
-            if best:
-                position.best, position.best_metrics = value, metrics
-        if self.epoch_over:
-            position.epoch, position.samples, self.stream = position.epoch + 1, 0, None
-        every = self.args.save_every
-        due = metrics or every is None or (every and position.step % every == 0)
-        if best or self.is_over() or (due and self._save_is_due()):
-            self.save(best)
-
-        # what --max_steps alone brings is logged after the checkpoint: the run that is resumed has no such line
-        if not at_end and self.is_over():
-            self.log.write_interval(position.step, epoch, self.last_step)
-        if metrics and not planned:
-            self.log.write(position.step, epoch, metrics)
-
-    def load_best(self, model: nn.Module) -> int:
+    def load_best(self) -> int:
         """All ranks: put the weights of best.pt into the plain model; returns the step they are of.
 
         A run without an evaluation has no best.pt and keeps its last weights.
-        With --eval_only or --predict: those of the checkpoint that was named.
         """
-        best = self.checkpoint
-        if self.trains:
-            self.writer.wait()
-            if self.is_over():
-                # all is saved: a signal need not wait for the end of the test, which a resume makes again
-                self.stop.at_once = b""
-                if self.ranks.is_main:
-                    self.log.writer.flush()
-                    self.stop.at_once = b"signal: the final test is broken off; --resume_from auto makes it again\n"
-            if self.position.best is None:
-                return self.position.step
-            best = checkpoint.load_checkpoint(str(self.folder / self.best_names[0]), self.folder, self.format)
-        self.put_weights(model, best["model"])
+        self.flush()
+        if self.is_over():
+            # all is saved: a signal need not wait for the end of the test, which a resume makes again
+            self.stop.at_once = b""
+            if self.ranks.is_main:
+                self.log.writer.flush()
+                self.stop.at_once = b"signal: the final test is broken off; --resume_from auto makes it again\n"
+        if self.position.best is None:
+            return self.position.step
+        best = checkpoint.load_checkpoint(str(self.run.folder / self.best_names[0]), self.run.folder, self.run.format)
+        self.engine.put_weights(best["model"])
         return best["step"]
-
-    def figure(self, name: str, figure) -> None:
-        """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""
-        if self.ranks.is_main and figure is not None:
-            try:
-                pixels = save_figure(self.folder, name, figure)
-                if self.trains:
-                    self.log.writer.add_image(name, pixels, self.position.step, dataformats="HWC")
-            except OSError as error:
-                # a full disk ends the run at the next checkpoint, which needs the room too
-                print(f"warning: {self.folder}: figure not written ({error})", flush=True)
 
     def finish(self, tested: dict[str, float] | None = None) -> None:
         """All ranks, at the end of a run that was not stopped: the weights alone, summary.json and the curves.
 
         The weights are the model's: the last, or the best after load_best(). tested: metrics of the test.
         """
-        self.writer.wait()
-        facts = {"steps": self.position.step, "epochs": self.position.epoch, "world_size": self.ranks.world_size}
-        facts |= self.facts | self.position.best_metrics | (tested or {})
-        summary = self.log.last | facts | {"seconds": round(time.time() - self.begun, 1)}
-        weights = self.weights()
-        with du.agree_on_errors():
-            try:
-                checkpoint.export_weights(weights, self.folder / "model.safetensors")
-                self.write_summary("summary", summary)
-                if self.ranks.is_main:
-                    self.figure("curves", draw_curves(self.folder / "metrics.jsonl"))
-                    rows = [
-                        f"| {name} | {value if isinstance(value, str) else f'{value:.4g}'} |"
-                        for name, value in (tested or {}).items()
-                    ]
-                    self.log.writer.add_text("test", "\n".join(["| metric | value |", "| --- | --- |", *rows]))
-            except OSError as error:
-                raise RunError(f"{self.folder}: results not written ({error}); make room and resume") from None
-        du.print_main(f"done; checkpoints, curves and summary.json are in {self.folder}")
+        run, position, tested = self.run, self.position, tested or {}
+        run.writer.wait()
+        summary = self.log.last | {"steps": position.step, "epochs": position.epoch}
+        summary |= {"world_size": self.ranks.world_size} | self.facts | position.best_metrics | tested
+        weights = self.engine.weights()
+        with du.agree_on_errors(), run.writing(advice="make room and resume"):
+            checkpoint.export_weights(weights, run.folder / "model.safetensors")
+            run.write_summary("summary", summary | {"seconds": round(time.time() - run.begun, 1)})
+            if self.ranks.is_main:
+                run.figure("curves", draw_curves(run.folder / "metrics.jsonl"))
+                self._show_figures()
+                values = {name: v if isinstance(v, str) else f"{v:.4g}" for name, v in tested.items()}
+                rows = [f"| {name} | {value} |" for name, value in values.items()]
+                self.log.writer.add_text("test", "\n".join(["| metric | value |", "| --- | --- |", *rows]))
+        du.print_main(f"done; checkpoints, curves and summary.json are in {run.folder}")
 
-    def write_summary(self, name: str, values: dict) -> None:
-        """Rank 0: <name>.json in the run folder, one flat object."""
-        if self.ranks.is_main:
-            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    def _show_figures(self) -> None:
+        """Rank 0: the run's new figures in TensorBoard."""
+        for name, pixels in self.run.drawn.items():
+            with contextlib.suppress(OSError):
+                self.log.writer.add_image(name, pixels, self.position.step, dataformats="HWC")
+        self.run.drawn.clear()
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "Training":
         self.stop.__enter__()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         faulthandler.cancel_dump_traceback_later()
+        self._write_trace()
         self.stream = None
-        if self.writer.thread:
-            self.writer.thread.join()
+        if self.run.writer.thread:
+            self.run.writer.thread.join()
         self.log.close()
-        self.stacks.close()
-        if not Path(self.stacks.name).stat().st_size:
-            Path(self.stacks.name).unlink()
+        stacks, self.run.stacks = self.run.stacks, None
+        stacks.close()
+        if not Path(stacks.name).stat().st_size:
+            Path(stacks.name).unlink()
+        self.engine.close()
         self.stop.__exit__(kind, error, trace)
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
-                raise RunError(f"out of memory; {self.advice}") from None
+                raise RunError(f"out of memory; {self.run.advice}") from None
             # the others may have enough, and see only that this rank is gone
-            print(f"error: rank {self.ranks.rank}: out of memory; {self.advice}", file=sys.stderr, flush=True)
+            print(f"error: rank {self.ranks.rank}: out of memory; {self.run.advice}", file=sys.stderr, flush=True)
 
 
 # --- forward, backward, update ----------------------------------------------------------------------------------------
@@ -582,7 +576,7 @@ class Step:
     this rank makes; those beyond its leaves repeat the last batch and count nothing.
     """
 
-    run: Run
+    training: Training
     samples: int
     numbers: range
     batches: list
@@ -593,14 +587,14 @@ class Step:
 
     def leaves(self) -> Iterator:
         """The batch of each leaf on the device, with the leaf's own noise; gradients are exchanged after the last."""
-        run = self.run
+        training, device = self.training, self.training.ranks.device
         for number in range(self.passes):
             self.weight = float(number < len(self.numbers))
             batch = self.batches[min(number, len(self.batches) - 1)]
             leaf = self.numbers[number] if self.weight else 0
-            seed_noise(run.ranks.device, run.args.seed, run.position.step, leaf)
-            with run.around_leaf(last=number == self.passes - 1):
-                yield du.to_device(batch, run.ranks.device)
+            seed_noise(device, training.args.seed, training.position.step, leaf)
+            with training.engine.around_leaf(last=number == self.passes - 1):
+                yield du.to_device(batch, device)
 
     def backward(self, *losses: Tensor, through: Tensor | None = None) -> None:
         """Backward pass of the first of these losses, a leaf's part of a sum over the step; the others are logged.
@@ -609,7 +603,7 @@ class Step:
         non-finite gradients, which reach every rank: all skip the step together.
         """
         finite = torch.where(losses[0].detach().isfinite(), self.weight, torch.nan)
-        self.run.differentiate((losses[0] if through is None else through) * finite)
+        self.training.engine.backward((losses[0] if through is None else through) * finite)
         self.losses = self.losses + du.on_grid(torch.stack([loss.detach() for loss in losses]) * self.weight)
 
     def update(self, lr: float) -> None:
@@ -617,18 +611,17 @@ class Step:
 
         A non-finite gradient leaves the weights alone. Nothing is read back from the GPU but every log interval.
         """
-        run, args = self.run, self.run.args
-        grad_norm, skipped = run.update_weights(lr)
-        position = run.position
+        training, log, position = self.training, self.training.log, self.training.position
+        grad_norm, skipped = training.engine.update(lr)
         position.step += 1
         position.samples += self.samples
         # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
         shared = torch.stack([grad_norm, skipped]).double()
-        shared = shared if run.ranks.is_main else torch.zeros_like(shared)
-        run.log.step(torch.cat([self.losses, shared]), position.step, self.samples, lr)
-        run.log.warn_of_days(run.last_step - position.step)
-        if position.step % args.log_every == 0:
-            run.log.write_interval(position.step, position.epoch + 1, run.last_step)
+        shared = shared if training.ranks.is_main else torch.zeros_like(shared)
+        log.step(torch.cat([self.losses, shared]), position.step, self.samples, lr)
+        log.warn_of_days(training.last_step - position.step)
+        if position.step % training.args.log_every == 0:
+            log.write_interval(position.step, position.epoch + 1, training.last_step)
 
 
 def error_in(batch: dict) -> str:

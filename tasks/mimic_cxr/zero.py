@@ -7,6 +7,7 @@ processes, and no pickle of DeepSpeed's is ever loaded.
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import distributed_utils as du
 from utils.cli import InputError, read_config
-from utils.loop import Run
+from utils.engine import Engine
 
 # what the command line owns
 OWNED = (
@@ -32,6 +33,11 @@ SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def is_installed() -> bool:
     """Whether DeepSpeed is there; found, not imported, which takes seconds."""
     return importlib.util.find_spec("deepspeed") is not None
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether the model's weights are shared out over the ranks (ZeRO-3), so that all make equally many passes."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def read_zero_config(path: str) -> dict:
@@ -63,22 +69,37 @@ def read_zero_config(path: str) -> dict:
     return config
 
 
-class ZeroRun(Run):
-    """A run whose gradients, optimizer state and, in stage 3, weights are shared out over the ranks.
-
-    Set `config` to what read_zero_config gave, before begin().
-    """
+class ZeroEngine(Engine):
+    """An engine that shares out gradients, optimizer state and, in stage 3, weights over the ranks."""
 
     # each pass exchanges something, so all ranks make equally many
     equal_passes = True
-    config: dict
-    # weights that replace those of the training in the model, see put_weights
-    replaced: dict | None = None
 
-    def wrap(self) -> nn.Module:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: str,
+        *args,
+        config: dict,
+        leaf: int,
+        **options,
+    ):
+        """config: of read_zero_config(). leaf: samples of one forward pass. The rest as of Engine."""
+        self.precision, self.config, self.leaf = precision, config, leaf
+        self.groups = optimizer.state_dict()["param_groups"]
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.parameters = [
+            (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        # weights that replace those of the training in the model, see put_weights
+        self.replaced: dict[str, Tensor] | None = None
+        super().__init__(model, optimizer, precision, *args, **options)
+
+    def start(self, saved: dict | None) -> None:
         os.environ.setdefault("LOCAL_RANK", "0")
         if not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if self.ranks.device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         import deepspeed
 
@@ -87,35 +108,29 @@ class ZeroRun(Run):
         # its shared-memory collectives on a CPU want a C++ compiler at the first start; gloo does the same
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        optimizer = self.optimizer
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self.groups = optimizer.state_dict()["param_groups"]
-        self.parameters = [
-            (names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]
-        ]
         # DeepSpeed rounds the weights to half precision before it copies them to its fp32 masters
         weights = {name: parameter.detach().float().cpu().clone() for name, parameter in self.parameters}
         self.wrapped, *_ = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, config=self.filled_config(), dist_init_required=False
+            model=self.model, optimizer=self.optimizer, config=self.filled_config(), dist_init_required=False
         )
-        self._fill(weights, self.checkpoint["optimizer"]["state"] if self.checkpoint else {})
+        self._fill(weights, saved["optimizer"]["state"] if saved else {})
         scaler = getattr(self.wrapped.optimizer, "loss_scaler", None)
-        saved = self.checkpoint["scaler"] if self.checkpoint else {}
+        scales = saved["scaler"] if saved else {}
         for name in SCALER:
             # torch's own has a scale alone
-            value = saved.get(name, saved.get("scale") if name == "cur_scale" else None)
+            value = scales.get(name, scales.get("scale") if name == "cur_scale" else None)
             if value is not None and hasattr(scaler, name):
                 setattr(scaler, name, value)
-        return self.wrapped
 
     def filled_config(self) -> dict:
         """The config with what DeepSpeed wants to be told beside it."""
         config = {key: value for key, value in self.config.items() if key not in ("fp16", "bf16")}
         # a step ends where around_leaf() says so
         config |= {"train_micro_batch_size_per_gpu": self.leaf, "gradient_accumulation_steps": 1}
-        config |= {"gradient_clipping": self.args.grad_clip, "steps_per_print": 1 << 40}
+        config |= {"gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip}
         # torch's AdamW resumes bit for bit, DeepSpeed's own does not
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        config |= {"steps_per_print": 1 << 40}
         if self.precision != "no":
             block = self.config.get(self.precision, {})
             config[self.precision] = {key: value for key, value in block.items() if value != "auto"}
@@ -126,23 +141,26 @@ class ZeroRun(Run):
         config.pop("activation_checkpointing", None)
         return config
 
-    def restore_optimizer(self, saved: dict) -> None:
-        """In wrap(), where there are parts to fill."""
+    def close(self) -> None:
+        if self.wrapped is not self.model:
+            # its hooks hold the model in cycles
+            self.wrapped.destroy()
+            self.wrapped = self.model
 
     @contextlib.contextmanager
     def around_leaf(self, last: bool) -> Iterator[None]:
         self.wrapped.set_gradient_accumulation_boundary(last)
         yield
 
-    def differentiate(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over the ranks, so undo the division
         self.wrapped.backward(loss * du.world()[1], scale_wrt_gas=False)
 
-    def update_weights(self, lr: float) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.wrapped.step()
-        grad_norm = torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.ranks.device).float()
+        grad_norm = torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device).float()
         return grad_norm, 1.0 - grad_norm.isfinite().float()
 
     # --- whole tensors out of the parts, and back into them -----------------------------------------------------------
@@ -156,7 +174,7 @@ class ZeroRun(Run):
         full = {name: safe_get_full_fp32_param(parameter) for name, parameter in self.parameters}
         return buffers | {name: value.detach().float().cpu().clone() for name, value in full.items()}
 
-    def engine_state(self) -> dict:
+    def state(self) -> dict:
         """What torch.optim.AdamW.state_dict() would say, on rank 0; the others get None for each tensor."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -166,7 +184,7 @@ class ZeroRun(Run):
             state[number] = {"step": torch.tensor(step)}
             for key in MOMENTS:
                 value = safe_get_full_optimizer_state(parameter, key)
-                state[number][key] = value.detach().float().cpu().clone() if self.ranks.is_main else None
+                state[number][key] = value.detach().float().cpu().clone() if du.world()[0] == 0 else None
         scaler, scale = getattr(self.wrapped.optimizer, "loss_scaler", None), self.scaler.state_dict()
         if scale:
             # in torch's words, beside DeepSpeed's own
@@ -189,7 +207,7 @@ class ZeroRun(Run):
             for key in MOMENTS if state else ():
                 _put(parameter, state[number][key], key)
 
-    def put_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+    def put_weights(self, weights: dict[str, Tensor]) -> None:
         import deepspeed
 
         self.replaced = weights
@@ -197,16 +215,11 @@ class ZeroRun(Run):
             for name, parameter in self.parameters:
                 split = hasattr(parameter, "ds_id")
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=split):
-                    if not split or self.ranks.is_main:
+                    if not split or du.world()[0] == 0:
                         parameter.copy_(weights[name])
-            for name, buffer in model.named_buffers():
+            for name, buffer in self.model.named_buffers():
                 if name in weights:
                     buffer.copy_(weights[name])
-
-    def __exit__(self, kind, error, trace) -> None:
-        super().__exit__(kind, error, trace)
-        # its hooks hold the model in cycles
-        self.wrapped.destroy()
 
 
 def _put(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
