@@ -81,7 +81,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--temperature", type=number(0), default=1.0, help="of acting; 0: always the most likely action")
     rare("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
     text = "another run on the same tasks, of --model ad say: a row of the table"
-    add("--rival_run", "--ad_run", metavar="DIR", help=text)
+    add("--rival_run", metavar="DIR", help=text)
 
     add_common_arguments(parser, output_dir="runs/compressed_ad", num_epochs=None, learning_rate=1e-4, batch_size=128)
     parser.set_defaults(log_every=100, eval_every_steps=1000, save_every=1000)
@@ -162,9 +162,9 @@ class InContextNet(nn.Module):
         size = int(places.max()) + 1
         self.shift, self.codes = args.shift, size + args.shift if args.shift or not env.is_grid else 0
         self.register_buffer("places", places if self.codes else places.float() / (size // 2) - 1, persistent=False)
-        facts = places.shape[1] * max(1, self.codes)
-        self.embed = nn.Sequential(nn.Linear(2 * facts + env.actions + 1, dim), nn.LayerNorm(dim))
-        self.embed_query = nn.Linear(facts, dim) if self.codes else nn.Embedding(env.cells, dim)
+        width = places.shape[1] * max(1, self.codes)
+        self.embed = nn.Sequential(nn.Linear(2 * width + env.actions + 1, dim), nn.LayerNorm(dim))
+        self.embed_query = nn.Linear(width, dim) if self.codes else nn.Embedding(env.cells, dim)
         self.positions = nn.Parameter(torch.randn(args.n_transit, dim) * 0.02)
         self.layers = nn.ModuleList(Layer(dim, heads, hidden) for _ in range(args.tf_n_layer))
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, env.actions))
@@ -179,7 +179,7 @@ class InContextNet(nn.Module):
             if isinstance(layer, Layer):
                 layer.compile(dynamic=True)
 
-    def facts(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+    def encode(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, N, F): what is told of cells (B, N), in a room that is moved by shift (B, 2)."""
         places = self.places[cells]
         if self.codes:
@@ -190,7 +190,7 @@ class InContextNet(nn.Module):
     def tokens(self, cells: Tensor, rewards: Tensor, shift: Tensor, first: int = 0) -> Tensor:
         """Transitions (B, N, 3) of (cell, action, next cell) and rewards (B, N) -> (B, N, D), at positions first ..."""
         cell, action, after = cells.long().unbind(-1)
-        before, after = (self.facts(place, shift, rewards.dtype) for place in (cell, after))
+        before, after = (self.encode(place, shift, rewards.dtype) for place in (cell, after))
         action = F.one_hot(action, self.actions).to(rewards.dtype)
         embedded = self.embed(torch.cat([before, action, rewards[..., None], after], -1))
         return embedded + self.positions[first : first + cells.shape[1]]
@@ -198,7 +198,7 @@ class InContextNet(nn.Module):
     def queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
         """Cells to act in, (B, N) -> (B, N, D); each takes the position that its transition will take."""
         cells = cells.long()
-        embedded = self.embed_query(self.facts(cells, shift, self.positions.dtype) if self.codes else cells)
+        embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def compress(self, latents: Tensor | None, tokens: Tensor) -> Tensor:
@@ -425,9 +425,7 @@ def evaluate(
     return metrics, parts[-1], path
 
 
-def final_test(
-    model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, precision: str, args: Namespace
-) -> dict:
+def test(model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, precision: str, args: Namespace) -> dict:
     """All ranks: the test on the unseen tasks, its table and figure; {metric: value}. rival: curves of other runs."""
     metrics, *acted = evaluate(model, {"test": unseen}, run, precision, args, test=True)
     found, name = {}, "eval_test" if args.eval_only else "test"
@@ -519,7 +517,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     model = build_model(args, precision, ranks.device, histories.env)
     if args.eval_only:
         checkpoint.load_trained(model, run.checkpoint["model"])
-        results = final_test(model, splits["unseen"], rival, run, precision, args)
+        results = test(model, splits["unseen"], rival, run, precision, args)
         run.write_summary("eval_test", results | {"step": run.position.step})
         return 0
 
@@ -559,7 +557,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             metrics = evaluate(model, splits, run, precision, args, test=False)[0] if due else {}
             training.record(metrics, headline="val/loss", lower=True)
         training.load_best()
-        training.finish(final_test(model, splits["unseen"], rival, run, precision, args))
+        training.finish(test(model, splits["unseen"], rival, run, precision, args))
     return 0
 
 

@@ -658,7 +658,7 @@ def draw_samples(cascade: Cascade, batch: dict, args: Namespace) -> Tensor:
 
 
 @torch.no_grad()
-def validation_loss(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> dict[str, float]:
+def evaluate(cascade: Cascade, dataset: XrayCtDataset, run: Run, args: Namespace) -> dict[str, float]:
     """val/loss and its parts of the stage that learns, at fixed noise; the same on all ranks. Raises RunError."""
     k = len(cascade.averaged) - 1
     table = torch.zeros(len(dataset), 2, dtype=torch.float64)
@@ -770,7 +770,7 @@ def reconstruct(
 
 
 @torch.no_grad()
-def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, float]:
+def test(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[str, float]:
     """All ranks: the test patients through all stages, with the table, its rivals and the figure; {metric: mean}."""
     size = cascade.stages[len(cascade.averaged) - 1]
     dataset = XrayCtDataset(data, "test", size.volume_size)
@@ -816,7 +816,7 @@ def evaluate(cascade: Cascade, data: Data, run: Run, args: Namespace) -> dict[st
 
 
 @torch.no_grad()
-def predict_folder(cascade: Cascade, data: Data, run: Run, extent: list[float], args: Namespace) -> None:
+def predict(cascade: Cascade, data: Data, run: Run, extent: list[float], args: Namespace) -> None:
     """All ranks: the CT of each patient's X-rays as NIfTI in HU, in predictions/ of the run folder.
 
     <id>.nii.gz is the one-step answer, <id>_sample.nii.gz a sample; of several there is their standard deviation, too.
@@ -996,7 +996,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
                     cascade.average(done + 1)
                 if training.stopped:
                     return training.save_and_stop()
-                metrics = validation_loss(cascade, val, run, args)
+                metrics = evaluate(cascade, val, run, args)
                 # an evaluation that --max_steps alone brings does not count
                 if training.epoch_over or training.evaluation_due:
                     plateau.note(metrics["val/loss"])
@@ -1005,7 +1005,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
                 training.load_best()
             if training.is_over():
                 break
-        results = evaluate(cascade, data, run, args)
+        results = test(cascade, data, run, args)
         # the weights that are used, without those that learned
         cascade.net = None
         training.finish(results)
@@ -1063,13 +1063,13 @@ def use_checkpoint(run: Run, args: Namespace, precision: str) -> None:
         checkpoint.load_trained(cascade, saved["model"])
     data = Data(args, [stage["volume_size"] for stage in args.stage_configs])
     if args.predict:
-        predict_folder(cascade, data, run, saved["extent"], args)
+        predict(cascade, data, run, saved["extent"], args)
         return
     if seen := set(data.ids["test"]) & set(saved["trained_patients"]):
         raise InputError(
             f"--eval_only: {min(seen)} and {len(seen) - 1} more of the test patients were trained on; name others"
         )
-    run.write_summary("eval_test", evaluate(cascade, data, run, args) | {"step": run.position.step})
+    run.write_summary("eval_test", test(cascade, data, run, args) | {"step": run.position.step})
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:

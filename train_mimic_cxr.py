@@ -20,8 +20,10 @@ from utils.cli import InputError, Parser, RunError, add_common_arguments, number
 
 FORMAT = "mimic_cxr/3"
 # what a model is made of, and the guide's encoders, which a checkpoint names unless a flag says that they have moved
-MODEL_FLAGS = ("fusion_layers", "image_size", "max_question_length")
+MODEL_FLAGS = ("image_size", "max_question_length")
 ENCODERS = {"image_encoder": "facebook/convnext-base-224", "text_encoder": "emilyalsentzer/Bio_ClinicalBERT"}
+# layers in which the question attends to the image
+FUSION_LAYERS = 2
 # each head's weight in the loss and its hidden width
 HEAD_WEIGHT = {"binary": 1.0, "category": 0.5, "region": 0.5, "severity": 0.3}
 HEAD_WIDTH = {"binary": 256, "category": 512, "region": 512, "severity": 128}
@@ -47,7 +49,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("model").add_argument
     for name, path in ENCODERS.items():
         add(f"--{name}", default=path, help="Hugging Face folder or hub name")
-    rare("--fusion_layers", type=whole(1), default=2, help="layers in which the question attends to the image")
     rare("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
     rare("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
     add("--freeze_image", action="store_true", help="do not train the image encoder")
@@ -176,7 +177,7 @@ class ChestModel(nn.Module):
         dim, config = text.config.hidden_size, image.config
         width = config.hidden_sizes[-1] if getattr(config, "hidden_sizes", None) else config.hidden_size
         self.project = nn.Sequential(nn.Linear(width, dim), nn.LayerNorm(dim))
-        self.fusion = nn.ModuleList(FusionLayer(dim, args.dropout) for _ in range(args.fusion_layers))
+        self.fusion = nn.ModuleList(FusionLayer(dim, args.dropout) for _ in range(FUSION_LAYERS))
         self.norm = nn.LayerNorm(dim)
         heads = {name: make_head(dim, HEAD_WIDTH[name], len(names), args.dropout) for name, names in HEADS.items()}
         self.heads = nn.ModuleDict(heads)

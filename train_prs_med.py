@@ -923,41 +923,11 @@ def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
 
 
-def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, validate each epoch, keep the best, test it; or --eval_only, or --predict. Returns the exit code."""
-    device = ranks.device
-    precision, described = set_precision(args.mixed_precision, device, args.deterministic)
-    rows: list[Row] = []
-    with du.agree_on_errors():
-        try:
-            if ranks.is_main and not args.predict:
-                rows = read_data(args, args.eval_split if args.eval_only else "train")
-        finally:
-            # to look at all images may take longer than a collective waits
-            ranks.wait_for_main("the data check")
-    rows = du.broadcast_object(rows)
+def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData], base: Tensor, described: str) -> int:
+    """All ranks: train, validate each epoch, keep the best, test it; returns the exit code of a stop signal, else 0.
 
-    # nothing is written before the Training, so every mistake is reported before a run is touched
-    run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
-    # with the checkpoint's model flags
-    args = run.args
-    with du.agree_on_errors():
-        model = build_model(args, precision, device)
-        if run.checkpoint:
-            load_weights(model, run.checkpoint)
-    base = fingerprint(model)
-    if any(not torch.equal(base, other) for other in du.gather_objects(base)):
-        raise InputError("--vlm_path: the processes have loaded different weights; give every node the same files")
-    if args.predict:
-        predict(model, run, args)
-        return 0
-    sets = make_sets(rows, model.reader, args)
-    if args.absent and not args.eval_only and not any(sets["train"].elsewhere.values()):
-        raise InputError(f"--absent {args.absent:g}: all structures are of one modality; leave it out")
-    if args.eval_only:
-        metrics = test(model, sets, args.eval_split, run.leaf, run, args)
-        run.write_summary(f"eval_{args.eval_split}", metrics)
-        return 0
+    base: fingerprint of the frozen weights. described: what the banner says of the precision.
+    """
 
     def try_once(size: int) -> None:
         trial_step(model, largest_batch(model, size, sets["train"].rows), args)
@@ -986,7 +956,8 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     banner = {"learning rate": f"{args.learning_rate:g}{scaled}, {args.lr_schedule}", "precision": described}
     plan = Plan(batch, steps, ["loss", "loss_seg", "loss_txt"], invariants, banner)
     structures = [list(names) for names in sorted({row.names for row in sets["train"].rows if row.names})]
-    engine = make_engine(model, make_optimizer(model, args), precision, args, device, saved=run.checkpoint)
+    options = {"saved": run.checkpoint}
+    engine = make_engine(model, make_optimizer(model, args), model.precision, args, model.device, **options)
 
     with Training(run, args, engine, plan, lambda: {"base": base, "structures": structures}) as training:
         while not training.is_over():
@@ -1012,6 +983,43 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         training.load_best()
         training.finish(test(model, sets, "test", batch.leaf, run, args) if "test" in sets else {})
     return 0
+
+
+def run_task(args: Namespace, ranks: du.Ranks) -> int:
+    """Train, or --eval_only, or --predict. Returns the exit code."""
+    precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
+    rows: list[Row] = []
+    with du.agree_on_errors():
+        try:
+            if ranks.is_main and not args.predict:
+                rows = read_data(args, args.eval_split if args.eval_only else "train")
+        finally:
+            # to look at all images may take longer than a collective waits
+            ranks.wait_for_main("the data check")
+    rows = du.broadcast_object(rows)
+
+    # nothing is written before the Training, so every mistake is reported before a run is touched
+    run = Run(FORMAT, args, ranks, ADVICE, ("lora_rank", "lora_alpha", "image_size"))
+    # with the checkpoint's model flags
+    args = run.args
+    with du.agree_on_errors():
+        model = build_model(args, precision, ranks.device)
+        if run.checkpoint:
+            load_weights(model, run.checkpoint)
+    base = fingerprint(model)
+    if any(not torch.equal(base, other) for other in du.gather_objects(base)):
+        raise InputError("--vlm_path: the processes have loaded different weights; give every node the same files")
+    if args.predict:
+        predict(model, run, args)
+        return 0
+    sets = make_sets(rows, model.reader, args)
+    if args.eval_only:
+        metrics = test(model, sets, args.eval_split, run.leaf, run, args)
+        run.write_summary(f"eval_{args.eval_split}", metrics)
+        return 0
+    if args.absent and not any(sets["train"].elsewhere.values()):
+        raise InputError(f"--absent {args.absent:g}: all structures are of one modality; leave it out")
+    return train(run, args, model, sets, base, described)
 
 
 def main(args: Namespace) -> int:

@@ -506,7 +506,9 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
 
 
 @torch.no_grad()
-def predict(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run, args: Namespace) -> np.ndarray:
+def predict_parts(
+    model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run: Run, args: Namespace
+) -> np.ndarray:
     """(n, 2) float64: what columns and image add to the log-hazards of all cases, in order, the same on all ranks.
 
     Raises RunError for what is not finite.
@@ -527,7 +529,7 @@ def predict(model: RiskNet, data: MultiGPUSurvivalDataset, batch_size: int, run:
     return parts
 
 
-def evaluate(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, float]:
+def score_fold(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, float]:
     """Metrics of the validation fold as a whole, the same on all ranks."""
     metrics = {}
     # rank 0 computes and tells the others, so that all take the same decisions
@@ -537,9 +539,9 @@ def evaluate(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str, f
     return du.broadcast_object(metrics)
 
 
-def validate(model: RiskNet, sets: dict, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
+def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
     """All ranks: the metrics of the validation fold by the model as it is."""
-    return evaluate(predict(model, sets["val"], batch_size, run, args).sum(1), sets, args)
+    return score_fold(predict_parts(model, sets["val"], batch_size, run, args).sum(1), sets, args)
 
 
 def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
@@ -564,7 +566,7 @@ def fit_rivals(sets: dict, cox_models: dict[str, dict]) -> dict[str, tuple]:
     return found
 
 
-def finish(
+def test(
     model: RiskNet,
     sets: dict,
     batch_size: int,
@@ -574,7 +576,7 @@ def finish(
     cox_models: dict[str, dict],
     rivals: dict[str, tuple],
     baseline: dict,
-    unseen: np.ndarray | None = None,
+    unseen: np.ndarray | None,
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """All ranks, at the end of a run and of --eval_only: table with rivals, predictions, figure; (metrics, risks).
 
@@ -582,8 +584,8 @@ def finish(
     fitted here, to `unseen`: (n, 2) parts of the training cases' log-hazards by networks that were not trained on them,
     or without it to those of this model.
     """
-    own, known = (predict(model, sets[name], batch_size, run, args) for name in ("val", "all"))
-    metrics, risks = evaluate(own.sum(1), sets, args), {}
+    own, known = (predict_parts(model, sets[name], batch_size, run, args) for name in ("val", "all"))
+    metrics, risks = score_fold(own.sum(1), sets, args), {}
     name = "eval_" if args.eval_only else ""
     with du.agree_on_errors():
         if run.ranks.is_main:
@@ -755,7 +757,7 @@ def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: d
             step.update(lowest + (args.learning_rate - lowest) * factor)
         if training.stopped:
             return training.save_and_stop()
-        metrics = validate(model, sets, training.batch.leaf, run, args) if sets else {}
+        metrics = evaluate(model, sets, training.batch.leaf, run, args) if sets else {}
         training.record(metrics, headline="val/c_index")
     return 0
 
@@ -787,7 +789,7 @@ def weigh_by_folds(
         with inner:
             code = train_epochs(inner, network, loader)
             if not code:
-                held_out = predict(network, sets["val"], inner.batch.leaf, run, args)[:, 1]
+                held_out = predict_parts(network, sets["val"], inner.batch.leaf, run, args)[:, 1]
                 # dropped: each network's own constant, which carries no information
                 image[fold == left_out] = held_out - held_out.mean()
         late = inner.signalled() or training.signalled()
@@ -825,7 +827,7 @@ def score_checkpoint(
     if not baseline:
         du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
     baseline = baseline or {"step": run.position.step}
-    metrics, _ = finish(model, sets, run.leaf, run, args, "val", cox_models, rivals, baseline)
+    metrics, _ = test(model, sets, run.leaf, run, args, "val", cox_models, rivals, baseline, None)
     run.write_summary("eval_val", metrics)
 
 
@@ -857,7 +859,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
     steps, batch_size = training.planned_steps, training.batch.leaf
     with training:
         if not steps and is_new:
-            training.record(validate(model, sets, batch_size, run, args), headline="val/c_index")
+            training.record(evaluate(model, sets, batch_size, run, args), headline="val/c_index")
         code = train_epochs(training, model, loader, sets)
         if code:
             return code, None
@@ -877,7 +879,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
         is_best = not cross_validates and run.position.best is not None
         title = "val, best.pt (chosen on this fold)" if is_best else "val, last step"
         baseline = {"step": step}
-        results, risks = finish(model, sets, batch_size, run, args, title, cox_models, rivals, baseline, unseen)
+        results, risks = test(model, sets, batch_size, run, args, title, cox_models, rivals, baseline, unseen)
         results |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
         last = training.last("val/c_index")
         if not cross_validates and last is not None:
@@ -909,7 +911,7 @@ def cross_validate(args: Namespace, ranks: du.Ranks, precision: str, described: 
     return 0
 
 
-def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
+def predict(args: Namespace, ranks: du.Ranks, precision: str) -> None:
     """--predict: the mean log-hazard of all models in the folder (the folds of a cross-validation), or of one."""
     folders = [] if args.resume_from else du.broadcast_object(report.folds_of(Path(args.output_dir)))
     risks, trained = [], set()
@@ -925,7 +927,7 @@ def predict_table(args: Namespace, ranks: du.Ranks, precision: str) -> None:
         baseline = report.read_baseline(folder, run.position.step)
         weigh_parts(model, baseline)
         data = inputs.sets({"new": rows}, own)["new"]
-        risks.append((predict(model, data, run.leaf, run, own), baseline))
+        risks.append((predict_parts(model, data, run.leaf, run, own), baseline))
         trained |= set(run.checkpoint["trained_cases"])
     if ranks.is_main:
         report.predict(Path(args.output_dir), data, risks, args, trained)
@@ -935,7 +937,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     """Train one fold or all of them, or --eval_only, or --predict; returns the exit code."""
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic, convolves_3d=True)
     if args.predict:
-        predict_table(args, ranks, precision)
+        predict(args, ranks, precision)
         return 0
     if args.folds and not args.val_fold:
         return cross_validate(args, ranks, precision, described)

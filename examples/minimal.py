@@ -141,9 +141,9 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     engine = make_engine(model, optimizer, precision, args, device, saved=run.checkpoint)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    facts = {"training images": len(train_set), "validation images": len(val_set), "classes": train_set.classes}
+    invariants = {"training images": len(train_set), "validation images": len(val_set), "classes": train_set.classes}
 
-    with Training(run, args, engine, Plan(batch, steps, ["loss"], facts, {"precision": described})) as training:
+    with Training(run, args, engine, Plan(batch, steps, ["loss"], invariants, {"precision": described})) as training:
         while not training.is_over():
             model.train()
             for step in training.steps(loader):

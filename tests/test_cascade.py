@@ -421,7 +421,7 @@ def test_evaluations_are_means_over_patients(folder):
         squares.append((start - script.volume_of(batch)).square().mean())
     diffusion, physics = torch.tensor(losses).mean(0).tolist()
     expected = {"val/loss": diffusion + 0.4 * physics, "val/diffusion_loss": diffusion, "val/physics_loss": physics}
-    assert script.validation_loss(cascade, train, run, args) == pytest.approx(expected, rel=1e-4)
+    assert script.evaluate(cascade, train, run, args) == pytest.approx(expected, rel=1e-4)
     assert script.start_error(cascade, 1, train, run, args) == pytest.approx(math.sqrt(np.mean(squares)), rel=1e-4)
 
     batch = batch_of(train, range(len(train)))

@@ -523,10 +523,10 @@ def test_beside_a_run_without_compression(folder, tmp_path, capfd):
     assert sorted(path.name for path in (tmp_path / "ad").glob("step_*.pt")) == ["step_00000006.pt", "step_00000009.pt"]
     output = capfd.readouterr().out
     assert "epoch 3 step 9/9" in output
-    start(folder, tmp_path / "run", f"--ad_run {tmp_path}/ad")
+    start(folder, tmp_path / "run", f"--rival_run {tmp_path}/ad")
     assert "rival run: ad/ad" in capfd.readouterr().out
     with pytest.raises(InputError, match="tested on darkroom:9: 38 51 62 65 33 5 53 49; give one of darkroom:9: "):
-        start(folder, tmp_path / "run2", f"--ad_run {tmp_path}/ad --split_seed 1")
+        start(folder, tmp_path / "run2", f"--rival_run {tmp_path}/ad --split_seed 1")
 
 
 @pytest.mark.parametrize(

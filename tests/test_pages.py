@@ -143,7 +143,7 @@ OWN = {
     "train_mimic_cxr.py": EPOCHS
     + """
     data_path chexpert_uncertain questions_per_image max_samples augmentation image_size image_encoder
-    text_encoder fusion_layers dropout max_question_length freeze_image freeze_text gradient_checkpointing
+    text_encoder dropout max_question_length freeze_image freeze_text gradient_checkpointing
     no-gradient_checkpointing pretrained_weights chexpert_weight lr_schedule scheduler warmup_steps weight_decay
     auto_optimize no_auto_optimize use_deepspeed use_ddp deepspeed_config prefetch_factor eval_split
     eval_samples save_predictions predict question head
@@ -170,7 +170,7 @@ OWN = {
     "train.py": """
     data env split_seed objective from_start shift model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward
     encoder_n_layer n_latent n_transit max_compression_depth train_timesteps warmup_steps num_warmup_steps
-    weight_decay lr_scaling eval_episodes val_episodes eval_seeds temperature test_batch_size rival_run ad_run
+    weight_decay lr_scaling eval_episodes val_episodes eval_seeds temperature test_batch_size rival_run
 """,
 }
 

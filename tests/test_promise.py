@@ -626,6 +626,27 @@ def test_one_process_may_take_its_time(run, whole, tmp_path):
     run(MINIMAL, tmp_path / "run", "--dist_timeout 1 --num_epochs 1 --num_workers 1", fault="slow")
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_trace_of_the_steps_that_were_made(run, tmp_path, processes):
+    """Where the run ends within --profile's window, or begins within it; one line says why there is none."""
+    folder = tmp_path / "run"
+    flags = "--max_steps {} --profile {} --resume_from auto"
+
+    def steps() -> int:
+        """How often the optimizer has updated the weights."""
+        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+        return sum(event.get("name", "").startswith("Optimizer.step#") for event in events)
+
+    run(MINIMAL, folder, flags.format(5, "3:100"), processes)
+    assert steps() == 3
+    run(MINIMAL, folder, flags.format(9, "4:7"), processes)
+    assert steps() == 2
+    (folder / "trace.json").unlink()
+    text = run(MINIMAL, folder, flags.format(10, "3:9"), processes)
+    assert "warning: --profile 3:9: no trace, as this start makes steps 10 to 10\n" in text
+    assert not (folder / "trace.json").exists()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", ["hang", "hang_inside", "stop", "loop", "slow_loader"])
 def test_hang_is_named(start, tmp_path, fault):

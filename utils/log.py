@@ -37,11 +37,11 @@ def duration(seconds: float) -> str:
             return f"{seconds / length:.{int(length > 60)}f} {unit}"
 
 
-def print_banner(title: str, facts: dict) -> None:
+def print_banner(title: str, rows: dict) -> None:
     """Rank 0: one aligned `name  value` line for each derived number of the run, at most 100 columns wide."""
-    width = max(map(len, facts))
+    width = max(map(len, rows))
     lines = [f"== {title} ".ljust(100, "=")]
-    for name, value in facts.items():
+    for name, value in rows.items():
         wrap = textwrap.TextWrapper(
             100, f"  {name:<{width}}  ", " " * (width + 4), break_long_words=False, break_on_hyphens=False
         )

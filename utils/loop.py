@@ -60,7 +60,7 @@ class Batch(NamedTuple):
     times: float
     shares: list[int]
 
-    def facts(self) -> dict:
+    def invariants(self) -> dict:
         """What checkpoints say of it."""
         return {"effective_batch_size": self.effective, "lr_times": self.times, "leaf": self.leaf}
 
@@ -109,12 +109,12 @@ class Run:
         self.checkpoint = saved = checkpoint.load_checkpoint(resume_from, self.folder, format)
         if not trains and saved is None:
             raise InputError(f"{self.folder}: no checkpoint to use; give one with --resume_from")
-        flags = {}
-        for name in model_flags if saved else ():
-            given = getattr(args, name)
-            flags[name] = saved["model_flags"].get(name, given)
-            if given != flags[name]:
-                du.print_main(f"--{name}: {flags[name]}, as in the checkpoint")
+        flags = {name: getattr(args, name) for name in model_flags}
+        if saved:
+            for name, given in flags.items():
+                flags[name] = saved["model_flags"].get(name, given)
+                if given != flags[name]:
+                    du.print_main(f"--{name}: {flags[name]}, as in the checkpoint")
         self.args = with_flags(args, **flags)
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
@@ -141,11 +141,11 @@ class Run:
         args, ranks = self.args, self.ranks
         leaf, times = batch_size, effective / batch_size if effective else ranks.world_size
         if self.checkpoint:
-            facts = self.checkpoint["run"]
-            if effective not in (None, facts["effective_batch_size"]):
-                reason = f"this run has {facts['effective_batch_size']}; leave it out"
+            own = self.checkpoint["run"]
+            if effective not in (None, own["effective_batch_size"]):
+                reason = f"this run has {own['effective_batch_size']}; leave it out"
                 raise InputError(f"--effective_batch_size {effective}: {reason}")
-            effective, leaf, times = facts["effective_batch_size"], facts["leaf"], facts["lr_times"]
+            effective, leaf, times = own["effective_batch_size"], own["leaf"], own["lr_times"]
         effective = effective or batch_size * args.gradient_accumulation_steps * ranks.world_size
 
         shares = [1] * ranks.world_size
@@ -261,13 +261,14 @@ class Training:
         self.planned_steps = plan.steps
         self.last_step = min(args.max_steps or plan.steps, plan.steps)
         saved, run.checkpoint = run.checkpoint, None
-        facts = plan.invariants | {"seed": args.seed} | plan.batch.facts()
-        for name, value in facts.items() if saved else ():
-            before = saved["run"].get(name)
-            if before != value and name != "leaf":
-                before = f"a run with {name.replace('_', ' ')} {before}"
-                raise InputError(f"--resume_from: {before}, now {value}; give the same again")
-        self.facts = facts
+        self.invariants = plan.invariants | {"seed": args.seed} | plan.batch.invariants()
+        if saved:
+            for name, value in self.invariants.items():
+                before = saved["run"].get(name)
+                # a machine with less memory may have halved the leaf
+                if before != value and name != "leaf":
+                    before = f"a run with {name.replace('_', ' ')} {before}"
+                    raise InputError(f"--resume_from: {before}, now {value}; give the same again")
         self.stop = du.StopSignal()
         # exit code of a signal that has ended steps(), or 0
         self.stopped = 0
@@ -320,7 +321,7 @@ class Training:
         """All ranks, in mid-run: other weights are trained from here on, with a best checkpoint of their own."""
         self.engine.close()
         self.engine, self.batch, self.best_names = engine, batch, best_names
-        self.facts |= batch.facts()
+        self.invariants |= batch.invariants()
         self.position.best, self.position.best_metrics, self.stream = None, {}, None
 
     # --- the steps ----------------------------------------------------------------------------------------------------
@@ -378,8 +379,8 @@ class Training:
 
         counts = count(batches if numbers else []) if count else []
         error = next(filter(None, map(error_in, batches)), "")
-        facts = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
-        return samples, numbers, batches, error, du.begin_sum(facts)
+        own = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
+        return samples, numbers, batches, error, du.begin_sum(own)
 
     def _pauses(self) -> bool:
         """Whether steps() ends here; the checkpoint then waits for the evaluation."""
@@ -471,7 +472,7 @@ class Training:
             contents = {
                 "format": self.run.format,
                 "step": self.position.step,
-                "run": self.facts,
+                "run": self.invariants,
                 "model_flags": {name: getattr(self.args, name) for name in self.run.model_flags},
                 "position": asdict(self.position),
                 "log": self.log.state(),
@@ -520,7 +521,7 @@ class Training:
         run, position, tested = self.run, self.position, tested or {}
         run.writer.wait()
         summary = self.log.last | {"steps": position.step, "epochs": position.epoch}
-        summary |= {"world_size": self.ranks.world_size} | self.facts | position.best_metrics | tested
+        summary |= {"world_size": self.ranks.world_size} | self.invariants | position.best_metrics | tested
         weights = self.engine.weights()
         with du.agree_on_errors(), run.writing(advice="make room and resume"):
             checkpoint.export_weights(weights, run.folder / "model.safetensors")
