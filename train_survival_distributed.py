@@ -470,7 +470,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     Where a rank has several leaves, they are passed forward once without memory and then again (Gao et al. 2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
-    plan, device = training.batch, training.ranks.device
+    sizes, device = training.batch, training.ranks.device
     rows = data.rows_of(sampler.order(position.samples + np.arange(step.samples)), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
     # read before they are on the GPU, which would be waited for
@@ -481,7 +481,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
             batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
 
     # all ranks must decide alike: DDP communicates in its forward pass
-    once = step.samples <= plan.leaf * training.ranks.world_size and len(set(plan.shares)) == 1
+    once = step.samples <= sizes.leaf * training.ranks.world_size and len(set(sizes.shares)) == 1
     if once:
         passed = [engine.wrapped(step.batches[0])]
     else:
@@ -489,7 +489,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
             passed = [engine.model(batch) for batch in step.batches]
     log_hazard = torch.zeros(step.samples, device=device)
     for leaf, output in zip(step.numbers, passed, strict=False):
-        log_hazard[leaf * plan.leaf :][: len(output)] = output.detach()
+        log_hazard[leaf * sizes.leaf :][: len(output)] = output.detach()
     log_hazard = du.reduce_sum(log_hazard).requires_grad_()
     loss = cox_loss(log_hazard, time, event)
     (gradient,) = torch.autograd.grad(loss, log_hazard)
@@ -497,7 +497,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     events = torch.full_like(loss, float(event.sum()))
     for leaf, batch in zip(step.numbers or [0], step.leaves(), strict=True):
         output = passed[0] if once else engine.wrapped(batch)
-        through = (output * gradient[leaf * plan.leaf :][: len(output)]).sum()
+        through = (output * gradient[leaf * sizes.leaf :][: len(output)]).sum()
         # the step's own numbers, entered once
         step.backward(loss * (leaf == 0), events * (leaf == 0), through=through)
 
@@ -773,9 +773,9 @@ def weigh_by_folds(
     """
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     fold = deal(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
-    image, plan = np.zeros(len(rows)), training.batch
-    own = {"batch_size": plan.leaf, "effective_batch_size": plan.effective, "auto_batch": False}
-    own |= {"gpu_shares": ",".join(map(str, plan.shares)), "resume_from": "auto" if args.resume_from else None}
+    image, sizes = np.zeros(len(rows)), training.batch
+    own = {"batch_size": sizes.leaf, "effective_batch_size": sizes.effective, "auto_batch": False}
+    own |= {"gpu_shares": ",".join(map(str, sizes.shares)), "resume_from": "auto" if args.resume_from else None}
     own |= {"max_steps": 0, "profile": None, "wandb": None}
     for left_out in range(1, args.inner_folds + 1):
         du.print_main(f"\n--- what the image adds: inner fold {left_out} of {args.inner_folds}")

@@ -83,6 +83,7 @@ def test_a_mistake_in_a_file_is_one_line_that_names_it(refused, tmp_path, conten
         (["--lr", "0"], "must be a number above 0"),
         (["--seed", "1.0"], "must be a whole number"),
         (["--gpu_shares", "2,0"], "must be equal, auto or one whole number per process, as 2,1"),
+        (["--profile", "4:3"], "argument --profile: must be the first and the last step, as 10:12, not '4:3'"),
         (["--config", "no.yaml"], "no.yaml: cannot be read"),
     ],
 )
