@@ -160,6 +160,9 @@ class Parser(argparse.ArgumentParser):
         if getattr(args, "deterministic", False):
             # cuBLAS reads this when torch first uses it: one workspace, whose sums have one order
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if getattr(args, "profile", None):
+            # torch's profiler would print lines of its own
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         return args
 
     def given(self, argv: list[str] | None = None) -> set[str]:

@@ -238,7 +238,7 @@ class Training:
 
     Used as a context: `with Training(...) as training`, then steps(), record() and finish(). A checkpoint holds the
     position, the weights and the engine's state, the log's open interval, the plan's invariants, the model flags, and
-    what `extra()` gives; _save() puts it together.
+    what `extra()` gives; save() puts it together.
     """
 
     def __init__(
@@ -280,8 +280,9 @@ class Training:
         self.read = 0
         self.profiler: torch.profiler.profile | None = None
         first, last = map(int, (args.profile or "0:0").split(":"))
-        self.profiled = range(first, last + 1)
-        if args.profile and not set(self.profiled) & set(range(self.position.step + 1, self.last_step + 1)):
+        # the steps of --profile that this start makes
+        self.profiled = range(max(first, self.position.step + 1), min(last, self.last_step) + 1)
+        if args.profile and not self.profiled:
             made = f"this start makes steps {self.position.step + 1} to {self.last_step}"
             du.print_main(f"warning: --profile {args.profile}: no trace, as {made}")
 
@@ -363,7 +364,7 @@ class Training:
             upcoming = None if ends else self._fetch(sampler, count)
             yield Step(self, samples, numbers, batches, totals, passes)
 
-            if position.step == self.profiled[-1]:
+            if position.step + 1 == self.profiled.stop:
                 self._write_trace()
             if not self._pauses() and self._save_is_due():
                 self.save()
