@@ -91,7 +91,7 @@ def this_project(case: Round) -> None:
         case.optimizer,
         loader,
         ["loss", "events"],
-        lambda run, step: script.cox_step(run, step, loader, args),
+        lambda training, step: script.cox_step(training, step, loader, args),
     )
     with contextlib.redirect_stdout(io.StringIO()):
         for _ in itertools.islice(loop, WARM_UP + STEPS):
@@ -220,7 +220,7 @@ TRAINERS = {
 def measure(flags: list[str]) -> dict[str, float]:
     """Milliseconds of a step under each trainer that is installed, with these flags of the survival script."""
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
-    script.set_numerics(DEVICE, args.mixed_precision, args.deterministic)
+    script.set_precision(args.mixed_precision, DEVICE, args.deterministic)
     cohort = script.read_table(args.csv_path, args)
     rows = np.arange(len(cohort))
     data = script.read_inputs(cohort, [], rows, args).sets({"train": rows}, args)["train"]

@@ -29,7 +29,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import distributed_utils as du
-from utils.loop import Run
+from utils.cli import with_flags
+from utils.engine import make_engine
+from utils.loop import Plan, Run, Training
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 # the first turn of each loop warms up
@@ -37,15 +39,15 @@ TURNS = 9
 
 
 def project_loop(args, model, optimizer, loader, names, passes, count=None) -> Iterator[None]:
-    """The project's loop as the scripts have it; each next() makes one step, whose passes passes(run, step) makes."""
+    """The project's loop; each next() makes one step, whose passes are made by passes(training, step)."""
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
-        args = Namespace(**vars(args) | {"output_dir": folder, "save_every": 0, "auto_batch": False})
-        run = Run("benchmark/1", args, ranks, "")
-        run.choose_batch(model, None)
-        run.begin(model, optimizer, args.mixed_precision, len(loader), names, {})
-        with run:
-            for step in run.steps(loader, count=count):
-                passes(run, step)
+        args = with_flags(args, output_dir=folder, save_every=0, auto_batch=False)
+        run = Run("benchmark/1", args, ranks)
+        plan = Plan(run.choose_batch(model, None, args.batch_size, None), len(loader), names, {})
+        engine = make_engine(model, optimizer, args.mixed_precision, args, ranks.device)
+        with Training(run, args, engine, plan) as training:
+            for step in training.steps(loader, count=count):
+                passes(training, step)
                 step.update(args.learning_rate)
                 yield
 
@@ -80,7 +82,7 @@ def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names
     same = DataLoader(loader.dataset, batch_sampler=order, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
     bare = bare_loop(args, models[0], optimizers[0], same, losses, count)
 
-    def passes(run: Run, step) -> None:
+    def passes(_: Training, step) -> None:
         for batch in step.leaves():
             step.backward(*losses(models[1], batch, step.totals))
 
@@ -116,7 +118,7 @@ def mimic_cxr(data: Path) -> None:
     flags += " --batch_size 16 --gradient_accumulation_steps 1 --dropout 0 --num_workers 0 --mixed_precision no"
     args = script.parse_args(flags.split())
     prepared = script.open_prepared(data / "prepared")
-    args.image_size = prepared.facts["image_size"]
+    args = with_flags(args, image_size=prepared.facts["image_size"])
     model = script.build_model(args, "no", DEVICE)
     train_set = script.Questions(prepared, "train", args)
     groups = script.ImageGroups(train_set.column("study"), args.questions_per_image)
