@@ -41,7 +41,7 @@ TURNS = 9
 def project_loop(args, model, optimizer, loader, names, passes, count=None) -> Iterator[None]:
     """The project's loop; each next() makes one step, whose passes are made by passes(training, step)."""
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
-        args = with_flags(args, output_dir=folder, save_every=0, auto_batch=False)
+        args = with_flags(args, output_dir=folder, save_every=0, eval_every_steps=0, auto_batch=False)
         run = Run("benchmark/1", args, ranks)
         plan = Plan(run.choose_batch(model, None, args.batch_size, None), len(loader), names, {})
         engine = make_engine(model, optimizer, args.mixed_precision, args, ranks.device)
