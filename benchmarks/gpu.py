@@ -194,8 +194,10 @@ def run_command(options: Namespace, command: list, log: Path, stop: Callable[[],
             one.kill()
     code = process.wait()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    if time.monotonic() > deadline:
-        raise RuntimeError(f"killed, out of time; see {log}")
+    if time.monotonic() > options.deadline:
+        sys.exit("out of time; the next call goes on from here")
+    if killed and not stop():
+        raise RuntimeError(f"killed after 500 s; see {log}")
     if code and not killed:
         raise RuntimeError(f"exit code {code}: {' '.join(lines[-1:])[:300]}; see {log}")
     return json.loads(next((line for line in reversed(lines) if line.startswith("{")), "{}"))
@@ -445,8 +447,6 @@ def main() -> int:
         old = results.get(name, {})
         if old.get("complete") and all(line["ok"] for line in old["lines"]):
             print(f"== {name}: has a good result already", flush=True)
-        elif time.monotonic() > options.deadline:
-            print(f"== {name}: no time left", flush=True)
         else:
             print(f"== {name}", flush=True)
             measure(options, name, results)

@@ -33,7 +33,7 @@ from utils.cli import with_flags
 from utils.engine import make_engine
 from utils.loop import Plan, Run, Training
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # the first turn of each loop warms up
 TURNS = 9
 
