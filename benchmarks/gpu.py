@@ -263,7 +263,7 @@ def speed_row(
     options: Namespace, task: str, name: str, flags: str, processes: int = 1, note: str = ""
 ) -> Iterator[dict]:
     found = measure_speed(options, task, name, flags.split(), processes)
-    yield row(f"{task}, {name}: samples/s", found["rate"], f"{found['peak']:.4g} GiB {note}".strip())
+    yield row(f"{task}, {name}: samples/s", found["rate"], f"{found['peak']:.4g} GiB {note}")
 
 
 def machine(options: Namespace) -> Iterator[dict]:
@@ -407,7 +407,8 @@ def write(options: Namespace, results: dict[str, dict]) -> None:
 def cells(line: dict) -> tuple[str, str, str]:
     """What, value and note of a line as text."""
     value = f"{line['value']:.4g}" if isinstance(line["value"], float) else str(line["value"])
-    return line["what"], value, line["note"] if line["ok"] else f"FAILED {line['note']}"
+    note = " ".join(line["note"].split())
+    return line["what"], value, note if line["ok"] else f"FAILED {note}"
 
 
 def write_table(page: Path, results: dict[str, dict]) -> None:
@@ -415,7 +416,7 @@ def write_table(page: Path, results: dict[str, dict]) -> None:
     rows = [("part", "what", "value", "note"), ("---",) * 4]
     for part in filter(results.get, PARTS):
         rows += [(part, *cells(line)) for line in results[part]["lines"]]
-    table = ["| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in row) + " |" for row in rows]
+    table = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text("\n".join([before + BEGIN, *table, END + rest.partition(END)[2]]), encoding="utf-8")
 
