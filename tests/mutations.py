@@ -1,15 +1,32 @@
-"""Do the tests see a mistake of one line? `python tests/mutations.py [FIRST [LAST]]`: fifteen minutes for all.
+"""Do the tests see a mistake of one line?
 
-Sixty mistakes that a maintainer could make in foundation, losses, steps, evaluation and resume, drawn evenly from some
-three hundred. Each is made in a copy of the project, and turns the test beside its file's name red, or another of that
-file. Exit code 0 where at least 69 of 72 do.
+    python tests/mutations.py [FIRST [LAST]]                        # mistakes by hand: fifteen minutes for all 72
+    python tests/mutations.py --random 24 --seed 7 --workers 2      # mistakes by chance: up to ten minutes for each
+
+By hand: mistakes that a maintainer could make in foundation, losses, steps, evaluation and resume, drawn evenly from
+some three hundred. Each is made in a copy of the project, and should turn the test beside its file's name red, or
+another of that file. Exit code 0 if at least 95 % do.
+
+By chance: changes of one node of the syntax tree, drawn from the helpers' files in turn; the same seed draws the same
+ones from the same source. The tests of the changed file come first, then those that run examples/minimal.py. The
+hand-picked mistakes flatter the tests and these do the opposite: some of them change nothing that matters, or something
+that only the tasks' own tests would see. So read each one that was not seen before you count it as a gap.
 """
 
+import argparse
+import ast
+import contextlib
+import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTAKES = r"""
@@ -232,11 +249,10 @@ distributed_utils.py tests/test_slurm.py::test_two_scripts_in_one_job
 """
 
 
-def main(first: int = 1, last: int = 72) -> int:
+def by_hand(first: int, last: int) -> int:
+    """Make the mistakes `first` to `last` of the list; returns the exit code."""
     lines, seen = MISTAKES.strip().splitlines(), 0
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / "project"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "data", "runs", "datasets"))
+    with copied_project() as copy:
         for number in range(first, last + 1):
             title, before, after = lines[3 * number - 3 : 3 * number]
             path, test = title.split()
@@ -258,5 +274,133 @@ def main(first: int = 1, last: int = 72) -> int:
     return 0 if seen >= 0.95 * count else 1
 
 
+@contextlib.contextmanager
+def copied_project() -> Iterator[Path]:
+    """A copy of the project in a temporary folder. Processes that are still at work in it at the end are killed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch).resolve() / "project"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "data", "runs", "datasets"))
+        try:
+            yield copy
+        finally:
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    if Path(process.cwd()).is_relative_to(copy):
+                        process.kill()
+
+
+# --- by chance --------------------------------------------------------------------------------------------------------
+
+SWAPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+# where the tests of utils/NAME.py are not in test_NAME.py
+TESTS_OF = {
+    "distributed_utils": "distributed",
+    "hardware_utils": "hardware",
+    "images": "images_and_tables",
+    "launch_4gpu": "launchers",
+    "log": "loop",
+    "tables": "images_and_tables",
+    "torchrun": "launchers",
+}
+ABOUT_MINIMAL = "not train and not deepspeed and not any_engine and not cascade and not accelerate"
+
+
+def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """(node, new text) for each change of one node; nothing inside an f-string, as those are messages."""
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    messages = {id(part) for string in strings for part in ast.walk(string)}
+    for node in ast.walk(tree):
+        if id(node) in messages:
+            continue
+        match node:
+            case ast.Compare(left, ops, others):
+                for place, op in enumerate(ops):
+                    swapped = [*ops[:place], SWAPPED[type(op)](), *ops[place + 1 :]]
+                    yield node, ast.unparse(ast.Compare(left, swapped, others))
+            case ast.BinOp(left, ast.Add() | ast.Sub() as op, right):
+                yield node, ast.unparse(ast.BinOp(left, SWAPPED[type(op)](), right))
+            case ast.BoolOp(op, values):
+                yield node, ast.unparse(ast.BoolOp(SWAPPED[type(op)](), values))
+            case ast.UnaryOp(ast.Not(), operand):
+                yield node, f"({ast.unparse(operand)})"
+            case ast.If(test) | ast.IfExp(test) if not isinstance(test, ast.UnaryOp | ast.Compare):
+                yield test, f"not ({ast.unparse(test)})"
+            case ast.Constant(bool(value)):
+                yield node, str(not value)
+            case ast.Constant(int(value)):
+                yield node, str(value + 1)
+            case ast.Name("min" | "max" as name):
+                yield node, "max" if name == "min" else "min"
+            case ast.Expr(ast.Call()) | ast.Assign([ast.Attribute()]) | ast.AugAssign(ast.Attribute()):
+                yield node, "pass"
+
+
+def draw(count: int, seed: int) -> list[tuple[str, int, str]]:
+    """(path, line, changed source) of `count` mistakes, from the helpers' files in turn."""
+    chance = random.Random(seed)
+    paths = sorted({*ROOT.glob("*_utils.py"), *ROOT.glob("utils/*.py")} - {ROOT / "utils/__init__.py"})
+    chance.shuffle(paths)
+    possible = {path: list(changes(ast.parse(path.read_text()))) for path in paths}
+    drawn = []
+    for number in range(count):
+        path = paths[number % len(paths)]
+        node, new = possible[path].pop(chance.randrange(len(possible[path])))
+        # the columns of a node count bytes
+        source = path.read_bytes()
+        lines = source.splitlines(keepends=True)
+        begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
+        end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+        changed = (source[:begin] + new.encode() + source[end:]).decode()
+        compile(changed, path, "exec")
+        drawn.append((str(path.relative_to(ROOT)), node.lineno, changed))
+    return drawn
+
+
+def who_sees(path: str, changed: str, timeout: float = 1800) -> str:
+    """The first test that fails with this source of a file, "" where none does; one that takes forever sees it, too."""
+    stem = Path(path).stem
+    with copied_project() as copy:
+        (copy / path).write_text(changed)
+        for words in (
+            [f"tests/test_{TESTS_OF.get(stem, stem)}.py"],
+            ["tests/test_promise.py", "-k", ABOUT_MINIMAL],
+        ):
+            command = [sys.executable, "-m", "pytest", "-qx", "-m", "not soak", *words]
+            try:
+                done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=timeout)
+            except subprocess.TimeoutExpired:
+                return f"{words[0]}, which does not end"
+            if done.returncode:
+                return re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)[0]
+    return ""
+
+
+def by_chance(count: int, seed: int, workers: int) -> None:
+    print(f"{count} mistakes by chance, seed {seed}", flush=True)
+    drawn, seen = draw(count, seed), 0
+    with ThreadPoolExecutor(workers) as pool:
+        tests = pool.map(lambda mistake: who_sees(mistake[0], mistake[2]), drawn)
+        for number, ((path, line, changed), test) in enumerate(zip(drawn, tests, strict=True), start=1):
+            before, after = ((ROOT / path).read_text().splitlines(), changed.splitlines())
+            seen += bool(test)
+            print(f"{number} {path}:{line}: {'seen by ' * bool(test)}{test or 'NOT SEEN'}")
+            print(f"    - {before[line - 1].strip()}\n    + {after[line - 1].strip()}", flush=True)
+    print(f"{seen} of {count} seen: {seen / count:.0%}", flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", nargs="?", type=int, default=1)
+    parser.add_argument("last", nargs="?", type=int, default=72)
+    parser.add_argument("--random", metavar="N", type=int, help="draw N mistakes by chance")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", metavar="K", type=int, default=1, help="so many at a time")
+    args = parser.parse_args()
+    if args.random:
+        by_chance(args.random, args.seed, args.workers)
+    else:
+        sys.exit(by_hand(args.first, args.last))
