@@ -35,6 +35,48 @@ def test_command_line_over_file_over_default(parser, tmp_path):
     assert (args.names, args.auto_batch, args.compile) == (["a", "b"], False, False)
 
 
+DEFAULTS = {
+    # the run
+    "output_dir": "out", "num_epochs": 3, "seed": 0, "max_steps": 0, "resume_from": None, "overwrite": False,
+    "eval_only": False, "eval_every_steps": 0, "save_every": None, "keep_last": 2,
+    # optimization
+    "batch_size": 8, "gradient_accumulation_steps": 1, "effective_batch_size": None, "learning_rate": 1e-4,
+    "grad_clip": 1.0, "max_bad_steps": 10,
+    # speed and memory
+    "mixed_precision": "auto", "auto_batch": None, "gpu_shares": "equal", "num_workers": 4, "compile": False,
+    "deterministic": False, "profile": None,
+    # logging and launch
+    "log_every": 10, "wandb": None, "world_size": None, "dist_timeout": 600, "local_rank": None,
+}  # fmt: skip
+# what each number may be at least
+SMALLEST = {
+    0: "max_steps eval_every_steps save_every num_workers grad_clip",
+    1: "num_epochs keep_last batch_size gradient_accumulation_steps effective_batch_size max_bad_steps log_every "
+    "world_size dist_timeout",
+}
+
+
+def test_defaults_of_the_common_flags(parser):
+    assert vars(parser.parse([])) == DEFAULTS | {"config": None, "names": []}
+
+
+def test_smallest_numbers(parser, refused):
+    for smallest, names in SMALLEST.items():
+        for name in names.split():
+            assert getattr(parser.parse([f"--{name}", str(smallest)]), name) == smallest
+            assert f"argument --{name}" in refused(f"--{name}", smallest - 1)
+
+
+def test_wandb_must_be_installed_to_train_with_it(parser, refused, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda _: None)
+    line = "error: --wandb: it is not installed; pip install -r requirements-wandb.txt; see --help\n"
+    assert refused("--wandb") == line
+    # an evaluation logs nothing
+    assert parser.parse(["--wandb", "--eval_only"]).wandb == "out"
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name)
+    assert parser.parse(["--wandb", "mine"]).wandb == "mine"
+
+
 def test_names_of_the_guides(parser):
     flags = {
         "checkpoint_dir": "output_dir",
