@@ -36,7 +36,7 @@ utils/sampler.py tests/test_sampler.py
 utils/sampler.py tests/test_sampler.py
 -self.first[image] + own[within[of_image]]
 +self.first[image] + own[0 * within[of_image]]
-utils/loop.py tests/test_loop.py
+utils/loop.py tests/test_promise.py::test_without_save_every_a_checkpoint_a_minute
 -time.monotonic() - self.saved_at > 60)
 +time.monotonic() - self.saved_at > 600)
 utils/log.py tests/test_loop.py
@@ -360,7 +360,7 @@ def draw(count: int, seed: int) -> list[tuple[str, int, str]]:
     return drawn
 
 
-def who_sees(path: str, changed: str, timeout: float = 1800) -> str:
+def who_sees(path: str, changed: str, timeout: float = 3600) -> str:
     """The first test that fails with this source of a file, "" where none does; one that takes forever sees it, too."""
     stem = Path(path).stem
     with copied_project() as copy:

@@ -189,6 +189,17 @@ def assert_same(folder: Path, other: Path) -> None:
     assert one == two
 
 
+def assert_tensorboard_has_the_log(folder: Path) -> None:
+    """Each line of the log once, whatever was killed and made again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown, lines = EventAccumulator(str(folder / "logs"), {"scalars": 0}).Reload(), read_log(folder)
+    for name in ("train/loss", next(name for line in lines for name in line if name.startswith("val/"))):
+        expected = [line for line in lines if line.get(name) is not None]
+        assert [event.step for event in shown.Scalars(name)] == [line["step"] for line in expected]
+        assert [event.value for event in shown.Scalars(name)] == pytest.approx([line[name] for line in expected])
+
+
 def wait_for_steps(folder: Path, steps: int) -> None:
     """Until the run that was started last has made so many steps."""
     output, deadline = Path(f"{folder}.txt"), time.monotonic() + 120
@@ -260,6 +271,7 @@ def test_killed_anywhere_and_resumed_on_others(script, steps, start, run, whole,
     text = run(later, folder, resume, 2)
     assert f"{newest.name}: its bytes are not those that were written; passed over" in text
     assert_same(folder, whole(script))
+    assert_tensorboard_has_the_log(folder)
 
 
 @pytest.mark.parametrize("script", [MINIMAL, CASCADE], ids=str)
@@ -430,6 +442,32 @@ def test_without_the_flag(start, run, tmp_path):
     assert_same(folder, tmp_path / "three")
 
 
+@pytest.mark.parametrize(
+    ("exact", "killed_on", "processes"),
+    [(True, 1, 2), (False, 2, 2), pytest.param(False, 1, 1, marks=pytest.mark.soak)],
+)
+def test_fp16(start, run, whole, tmp_path, exact, killed_on, processes):
+    """Gradients are those of fp32 but for rounding. A skipped step halves the loss scale, also for what is resumed."""
+    import torch
+
+    folder, options = tmp_path / "run", {"fault": "fp16@4@0", "exact": exact}
+    run(MINIMAL, tmp_path / "whole", "", processes, **options)
+    lines = [line for line in read_log(tmp_path / "whole") if "train/loss" in line]
+    assert [line["step"] for line in lines if line["train/skipped"]] == [4]
+    for line, fp32 in zip(lines[:3], read_log(whole(MINIMAL)), strict=False):
+        assert line["train/grad_norm"] == pytest.approx(fp32["train/grad_norm"], rel=0.02)
+        assert line["train/grad_norm"] != pytest.approx(fp32["train/grad_norm"], rel=1e-6)
+
+    process = start(MINIMAL, folder, "--save_every 1", killed_on, **options)
+    wait_for_steps(folder, 6)
+    kill_all(process)
+    run(MINIMAL, folder, "--resume_from auto", processes, **options)
+    assert_same(folder, tmp_path / "whole")
+    ends = [torch.load(path / "step_00000036.pt")["scaler"] for path in (folder, tmp_path / "whole")]
+    assert ends[0] == ends[1]
+    assert (ends[0]["scale"], ends[0]["_growth_tracker"]) == (2.0**13, 32)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
@@ -517,6 +555,30 @@ def test_pause_by_max_steps(run, tmp_path):
     assert_same(tmp_path / "run", tmp_path / "whole")
 
 
+def saved_steps(folder: Path) -> set[int]:
+    return {int(path.stem[5:]) for path in folder.glob("step_*.pt")}
+
+
+@pytest.mark.parametrize(("every", "evaluated", "expected"), [(3, 4, {3, 4, 6, 8}), (0, 1, {*range(1, 9)})])
+def test_save_every(run, tmp_path, every, evaluated, expected):
+    """And after each evaluation, of those that are not the best, too."""
+    flags = f"--save_every {every} --eval_every_steps {evaluated} --max_steps 8 --keep_last 99 --lr 0.03"
+    run(MINIMAL, tmp_path / "run", flags, exact=False)
+    assert saved_steps(tmp_path / "run") == expected
+    scores = [line["val/accuracy"] for line in read_log(tmp_path / "run") if "val/accuracy" in line]
+    assert every or scores != sorted(scores)
+
+
+def test_without_save_every_a_checkpoint_a_minute(tmp_path):
+    """After evaluations, of which each epoch of 203 steps has one, and after 500 steps, 61 s after the one before."""
+    words = (
+        f"tests/with_fault.py minutes {MINIMAL.path} --output_dir {tmp_path}/run --effective_batch_size 1 --batch_size "
+        "1 --image_size 8 --eval_every_steps 490 --max_steps 502 --keep_last 99 --num_workers 0 --dist_timeout 6000"
+    )
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
+    assert saved_steps(tmp_path / "run") == {203, 406, 490, 500, 502}
+
+
 def test_without_save_every_only_the_best_and_the_end_are_saved_in_the_first_minute(tmp_path):
     folder = tmp_path / "run"
     words = f"{MINIMAL.path} --output_dir {folder} {MINIMAL.flags} --eval_every_steps 1 --num_workers 0 --keep_last 99"
@@ -528,7 +590,7 @@ def test_without_save_every_only_the_best_and_the_end_are_saved_in_the_first_min
             kept.add(line["step"])
         best = max(best, line["val/accuracy"])
     assert len(kept) < len(lines)
-    assert {int(path.stem[5:]) for path in folder.glob("step_*.pt")} == kept
+    assert saved_steps(folder) == kept
 
 
 def test_best_is_resumed(run, whole, tmp_path):
@@ -575,19 +637,27 @@ def test_a_copy_that_broke_off(run, whole, tmp_path):
 
 
 def test_full_disk(run, whole, tmp_path):
-    """One line and exit code 1; the checkpoint before is intact, and the run resumes once there is room."""
+    """Lines of the log are lost with a warning, a checkpoint ends the run with one line, and the one before is intact.
+
+    The run resumes once there is room. A figure of its results is left out with a warning.
+    """
     folder = tmp_path / "run"
-    run(MINIMAL, folder, "--max_steps 8")
-    limit = max(folder.glob("step_*.pt")).stat().st_size // 2
 
-    def small_disk() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    def resume(largest: int, **options) -> str:
+        """With a disk on which no file may have more bytes."""
+        limit = (resource.RLIMIT_FSIZE, (largest, largest))
+        return run(MINIMAL, folder, "--resume_from auto", preexec_fn=lambda: resource.setrlimit(*limit), **options)
 
-    text = run(MINIMAL, folder, "--resume_from auto", code=1, preexec_fn=small_disk)
+    run(MINIMAL, folder, "--max_steps 9")
+    text = resume((folder / "metrics.jsonl").stat().st_size + 100, code=1)
     assert len(error_lines(text)) == 1
-    assert "checkpoint not written" in text
+    assert "checkpoint not written" in error_lines(text)[0]
+    assert text.count(f"warning: {folder}: log not written (File too large)\n") == text.count("| loss ") >= 3
     assert "Traceback" not in text
     run(MINIMAL, folder, "--resume_from auto")
+    assert_same(folder, whole(MINIMAL))
+    text = resume((folder / "figures/curves.png").stat().st_size - 1)
+    assert text.count(f"warning: {folder}: figure not written ([Errno 27] File too large") == 1
     assert_same(folder, whole(MINIMAL))
 
 
@@ -647,10 +717,26 @@ def test_a_trace_of_the_steps_that_were_made(run, tmp_path, processes):
     assert not (folder / "trace.json").exists()
 
 
+def test_hang_is_named(start, tmp_path):
+    """The rank, its last step and its stack are told. The test then kills it, which spares the grace of torchrun."""
+    process = start(MINIMAL, tmp_path / "run", "--dist_timeout 8", 2, fault="hang@7@1")
+    output, deadline = Path(f"{tmp_path}/run.txt"), time.monotonic() + 100
+    while not (told := error_lines(output.read_text())):
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.1)
+    assert told[0].startswith("error: rank 1 (step 7) hangs or was killed, the others waited in vain")
+    assert "with_fault.py" in (tmp_path / "run/hang_rank1.txt").read_text()
+    # rank 0 has gone by itself
+    time.sleep(1)
+    for rank in psutil.Process(process.pid).children():
+        rank.kill()
+    assert process.wait(timeout=20) == 1
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fault", ["hang", "hang_inside", "stop", "loop", "slow_loader"])
-def test_hang_is_named(start, tmp_path, fault):
-    """The job ends within the timeout and torchrun's grace; the rank, its last step and its stack are told."""
+def test_hang_ends_the_job(start, tmp_path, fault):
+    """Within the timeout and torchrun's grace; the rank, its last step and its stack are told."""
     begun = time.monotonic()
     process = start(MINIMAL, tmp_path / "run", "--dist_timeout 10", 2, fault=f"{fault}@7@1")
     assert process.wait(timeout=120) == 1

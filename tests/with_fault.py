@@ -5,7 +5,8 @@ pass. stop: SIGSTOP to itself. loop: an endless loop that never waits. segv: a c
 that takes forever. drift: a weight changes a little. die: SIGKILL. kill_eval1: SIGKILL in the first evaluation after
 the step, of those that have a batch on this rank; kill_eval2: in the second; int_eval1: SIGINT. slow: each step takes
 50 ms longer, on all ranks. oom: no memory is left. small: more than STEPS samples at once do not fit. numpy: metrics
-are NumPy's numbers. RANK is a number or `all`.
+are NumPy's numbers. fp16: half precision and a loss scale on the CPU, and a loss that is not a number. minutes: by the
+clock each step takes 6.1 s. RANK is a number or `all`.
 """
 
 import ctypes
@@ -20,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import distributed_utils as du
+import hardware_utils
 from utils import loop
 
 KIND, STEPS, RANK = (sys.argv[1] + "@0@0").split("@")[:3]
@@ -68,7 +71,7 @@ def backward(step: loop.Step, *losses, **options) -> None:
     if is_here(step.training):
         if KIND == "hang_inside":
             time.sleep(10_000)
-        if KIND == "nan":
+        if KIND in ("nan", "fp16"):
             losses = [loss * float("nan") for loss in losses]
         if KIND == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -96,6 +99,12 @@ def record(training: loop.Training, metrics: dict, headline: str = "", lower: bo
     REAL_RECORD(training, metrics, headline, lower)
 
 
+if KIND == "fp16":
+    hardware_utils.choose_precision = lambda *_: ("fp16", "as on a GPU")
+if KIND == "minutes":
+    REAL_CLOCK, UPDATES = time.monotonic, []
+    register_optimizer_step_post_hook(lambda *_: UPDATES.append(1))
+    time.monotonic = lambda: REAL_CLOCK() + 6.1 * len(UPDATES)
 REAL_RECORD, loop.Training.record = loop.Training.record, record
 REAL_FIT, loop._try = loop._try, fit
 REAL_FETCH, loop.Training._fetch = loop.Training._fetch, fetch
