@@ -1,4 +1,4 @@
-"""Precision, determinism and memory of the device that a script runs on.
+"""Precision, determinism and memory of the device that a script runs on, and the cores that it may use.
 
 `python -m hardware_utils` reports what this machine has: utils/hardware_utils.py.
 """
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 
+import joblib
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +21,11 @@ from torch import Tensor, nn
 from utils.cli import InputError
 
 GIB = 2**30
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: bounded by its affinity and its container's quota, unlike os.cpu_count()."""
+    return joblib.cpu_count()
 
 
 def choose_precision(wanted: str, device: torch.device) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """hardware_utils: guide 1's table, what a machine is found to have, numerics, and the command."""
 
+import importlib
+import io
 import json
 import os
 import re
@@ -66,34 +68,56 @@ def test_a_larger_gpu_never_changes_the_effective_batch():
 
 # --- detection --------------------------------------------------------------------------------------------------------
 
-V1 = """cpu/job/cpu.cfs_quota_us=600000
-cpu/job/cpu.cfs_period_us=100000
-memory/job/memory.limit_in_bytes=17179869184
+V1 = """memory/job/memory.limit_in_bytes=17179869184
 memory/job/memory.usage_in_bytes=4294967296
 memory/job/memory.stat=inactive_file 0 total_inactive_file 1073741824"""
 
 
+def limit_of(group: str) -> str:
+    """The files of a group that may use 16 GiB and uses 4."""
+    return f"{group}/memory.max=17179869184\n{group}/memory.current=4294967296"
+
+
 @pytest.mark.parametrize(
-    ("groups", "files", "cores", "gib"),
+    ("groups", "files", "gib"),
     [
-        ("0::/\n", "cpu.max=max 100000\nmemory.max=max\nmemory.current=5", 16, 100),
-        ("0::/\n", "cpu.max=50000 100000\nmemory.max=17179869184\nmemory.current=4294967296", 1, 12),
+        ("0::/\n", "memory.max=max\nmemory.current=5", 100),
         # the group above has the lower limit; a container that sees the host's path
-        ("0::/job/step\n", "job/step/cpu.max=800000 100000\njob/cpu.max=450000 100000", 4, 100),
-        ("0::/docker/abc\n", "cpu.max=200000 100000", 2, 100),
+        ("0::/job/step\n", f"job/step/memory.max=max\n{limit_of('job')}", 12),
+        ("0::/docker/abc\n", limit_of("."), 12),
         # cached files are given back
-        ("4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n", V1, 6, 13),
+        ("4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n", V1, 13),
     ],
 )
-def test_limits_of_a_container(tmp_path, monkeypatch, groups, files, cores, gib):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+def test_memory_of_a_container(tmp_path, monkeypatch, groups, files, gib):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * 2**30))
     files = dict(line.split("=") for line in files.splitlines())
     for name, text in {"../../../proc/self/cgroup": groups, **files}.items():
         path = (tmp_path / "sys/fs/cgroup" / name).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert (machine.usable_cores(tmp_path), machine.available_ram_gb(tmp_path)) == (cores, gib)
+    assert machine.available_ram_gb(tmp_path) == gib
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, 16),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "450000 100000"}, 5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "600000", "cpu/cpu.cfs_period_us": "100000"}, 6),
+    ],
+)
+def test_cores_of_a_container(monkeypatch, quota, cores):
+    """On 64 cores, of which 16 are this process's; the quota as control groups v2 and v1 have it."""
+    context = importlib.import_module("joblib.externals.loky.backend.context")
+    files = {f"/sys/fs/cgroup/{name}": text for name, text in quota.items()}
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os.path, "exists", files.__contains__)
+    monkeypatch.setattr(context, "open", lambda name: io.StringIO(files[name]), raising=False)
+    assert hw.usable_cores() == cores
 
 
 def test_gpus(tmp_path, monkeypatch):
@@ -233,7 +257,8 @@ def test_report(monkeypatch, capsys):
 
 
 def test_this_machine():
-    command = [sys.executable, "-m", "hardware_utils", "--json"]
+    """One of its cores alone, as a job may be given."""
+    command = ["taskset", "-c", f"{min(os.sched_getaffinity(0))}", sys.executable, "-m", "hardware_utils", "--json"]
     facts = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
-    assert facts["cpu_cores"] == machine.usable_cores()
+    assert facts["cpu_cores"] == 1 <= hw.usable_cores() <= len(os.sched_getaffinity(0))
     assert 0 < facts["ram_available_gb"] <= psutil.virtual_memory().total / 2**30

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hardware_utils import GIB
+from hardware_utils import GIB, usable_cores
 from utils.cli import Parser, whole
 
 # --- what this machine has --------------------------------------------------------------------------------------------
@@ -32,29 +32,17 @@ def _numbers(path: Path) -> list[int]:
     return [int(word) for word in _read(path).split() if word.isdigit()]
 
 
-def _control_groups(controller: str, root: Path) -> list[Path]:
+def _memory_groups(root: Path) -> list[Path]:
     """Folders of this process's control groups (Linux, v1 and v2) and of those above them, whose limits also apply."""
     folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):
-            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        if not controllers or "memory" in controllers:
+            top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
             # In a container the path may be the host's, and only `top` exists.
             own = top / path.strip("/")
             folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
     return folders
-
-
-def usable_cores(root: Path = Path("/")) -> int:
-    """CPU cores that this process may use: its affinity and its container's quota, not the host's count."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in _control_groups("cpu", root):
-        # microseconds of CPU time per period
-        limit = _numbers(folder / "cpu.max")
-        limit = limit or _numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us")
-        if len(limit) == 2:
-            cores = min(cores, limit[0] // limit[1])
-    return max(1, cores)
 
 
 def available_ram_gb(root: Path = Path("/")) -> float:
@@ -62,7 +50,7 @@ def available_ram_gb(root: Path = Path("/")) -> float:
     import psutil
 
     free = psutil.virtual_memory().available
-    for folder in _control_groups("memory", root):
+    for folder in _memory_groups(root):
         limit = _numbers(folder / "memory.max") or _numbers(folder / "memory.limit_in_bytes")
         used = _numbers(folder / "memory.current") or _numbers(folder / "memory.usage_in_bytes")
         if limit and used:

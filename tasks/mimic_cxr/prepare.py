@@ -25,6 +25,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
+import joblib
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -50,12 +51,6 @@ SCHEMA = pa.schema({"study": pa.int32(), "head": pa.int8(), "target": pa.int8(),
 STUDIES, IMAGES = 256, 64
 
 
-def usable_cores() -> int:
-    """The cores that this process may use, which a job may have fewer of than the machine."""
-    # Windows waits for 61 processes at most
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else min(os.cpu_count() or 1, 61)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this data set's flags."""
     add = parser.add_argument
@@ -73,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of patients, for a table without this column",
     )
     add("--seed", type=int, default=0, help="decides, with a patient's name, that split")
-    add("--workers", type=whole(1), default=usable_cores(), help="processes")
+    # As in hardware_utils, but without importing torch. At most 61 on Windows, which allows a pool no more processes.
+    add("--workers", type=whole(1), default=joblib.cpu_count(), help="processes")
 
 
 def few_at_a_time(pool: Executor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
