@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from utils import cli
-from utils.cli import Parser, add_common_arguments, read_config
+from utils.cli import Parser, add_common_arguments, first_line, read_config
 
 
 @pytest.fixture
@@ -151,3 +151,8 @@ def test_args_yaml_is_a_config(parser, tmp_path):
     (tmp_path / "args.yaml").write_text(yaml.safe_dump(values | {"script": "x.py"}))
     again = parser.parse(["--config", str(tmp_path / "args.yaml")])
     assert json.dumps(vars(again) | {"config": None}) == json.dumps(vars(args))
+
+
+def test_an_error_in_one_line():
+    errors = ValueError("\n  cut off\nat byte 7"), MemoryError(), OSError("x" * 999)
+    assert [first_line(error) for error in errors] == ["cut off", "MemoryError", "x" * 150]

@@ -30,6 +30,11 @@ def is_first_process() -> bool:
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, short enough for the one line of ours; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:150]
+
+
 def refuse(problems: list[str], what: str) -> None:
     """Raises InputError where there are problems (`file: what is wrong; what to do`); rank 0 lists several first."""
     if len(problems) > 1:

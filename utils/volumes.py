@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.cli import InputError
+from utils.cli import InputError, first_line
 from utils.images import is_dicom
 
 # directions of axes as letters; "?" for a file that does not say
@@ -113,8 +113,7 @@ def read_volume(path: str | Path, orientation: str | None = "RAS", first_channel
         raise
     except Exception as error:
         # nibabel, zlib and pydicom each have their own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise InputError(f"{path}: cannot be used ({reason}); correct or replace it") from None
+        raise InputError(f"{path}: cannot be used ({first_line(error)}); correct or replace it") from None
 
 
 def _find_series(path: Path) -> dict:

@@ -34,7 +34,7 @@ from tasks.cascade.geometry import (
     render_drr,
     resize,
 )
-from utils.cli import InputError, refuse
+from utils.cli import InputError, first_line, refuse
 from utils.images import IMAGE_ENDINGS, bits_window, is_dicom, open_upright, to_bytes
 from utils.sampler import permute
 from utils.tables import read_text
@@ -174,7 +174,7 @@ def read_xray(path: Path, size: int, upside_down: bool, mirrored: bool) -> Tenso
         if values.ndim != 2 or not low < high or low < (-1 if high <= 1 else 0) or high > 65535:
             raise ValueError(f"shape {stored.shape}, grey values {low:g} to {high:g}")
     except Exception as error:
-        raise InputError(f"{path}: not a readable picture ({str(error)[:100]}); replace it") from None
+        raise InputError(f"{path}: not a readable picture ({first_line(error)}); replace it") from None
     if stored.dtype.kind == "f" and high <= 1:
         values = values if low < 0 else 2 * values - 1
     else:

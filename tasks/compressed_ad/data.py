@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from utils.cli import InputError
+from utils.cli import InputError, first_line
 
 FIELDS = ("states", "next_states", "actions", "rewards", "dones")
 # what a reward one step later is worth to those who plan
@@ -140,7 +140,7 @@ def gymnasium_env(name: str) -> Env:
         table = env.unwrapped.P
         start, states, actions = int(env.reset(seed=0)[0]), int(env.observation_space.n), int(env.action_space.n)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+        reason = f"{type(error).__name__}: {first_line(error)}"
         needs = "it needs `make setup-dev`, Discrete spaces and a table P"
         raise InputError(f"--env gym:{name}: {reason}; {needs}") from None
     outcomes = max(len(found) for row in table.values() for found in row.values())
@@ -316,7 +316,7 @@ def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
             own = own.decode() if isinstance(own, bytes) else str(own)
             groups = [{name: read_array(file, f"{task}/{name}") for name in FIELDS} for task in range(len(file))]
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError) as error:
-        reason = f"{str(error)[:100]}; it needs groups '0', '1' ... with {', '.join(FIELDS)}"
+        reason = f"{first_line(error)}; it needs groups '0', '1' ... with {', '.join(FIELDS)}"
         raise InputError(f"{path}: not readable histories: {reason}") from None
     world = make_env(own)
     if env and make_env(env).name != world.name:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from tasks.compressed_ad.data import DISCOUNT, Env, Histories, Search, SegmentDataset, learning_curve, play
 from utils.checkpoint import write_atomically
-from utils.cli import InputError, RunError
+from utils.cli import InputError, RunError, first_line
 from utils.stats import interval_of_mean
 
 # episodes of the table
@@ -138,7 +138,7 @@ def read_rival(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]
         agent, tested = summary["agent"], summary["tasks"]
         curve = pd.read_csv(path / "test_returns.csv")[agent].to_numpy()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"not the folder of a finished run ({type(error).__name__}: {str(error)[:60]})"
+        reason = f"not the folder of a finished run ({type(error).__name__}: {first_line(error)})"
         raise InputError(f"--rival_run {folder}: {reason}") from None
     if tested != name_tasks(env, tasks):
         raise InputError(f"--rival_run {folder}: tested on {tested}; give one of {name_tasks(env, tasks)}")

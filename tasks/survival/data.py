@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import distributed_utils as du
 from utils import tables
-from utils.cli import InputError, refuse
+from utils.cli import InputError, first_line, refuse
 from utils.volumes import files_of, read_volume, stamp
 
 YEARS = {"days": 1 / 365.25, "months": 1 / 12, "years": 1.0}
@@ -516,5 +516,5 @@ def fault_of(cohort: Cohort, row: int, error: BaseException) -> str:
     """The line that tells of an unusable volume."""
     if isinstance(error, InputError):
         return f"{cohort.source[row]}: {error}"
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-    return f"{cohort.source[row]}: {cohort.path[row]} cannot be used ({reason}); replace it or remove the row"
+    advice = f"cannot be used ({first_line(error)}); replace it or remove the row"
+    return f"{cohort.source[row]}: {cohort.path[row]} {advice}"
