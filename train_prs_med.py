@@ -712,7 +712,7 @@ def evaluate(model: PRSMed, loader: DataLoader, run, hausdorff: bool = False) ->
     """
     model.eval()
     scores, examples = [], {}
-    shown = report.spread(range(len(loader.dataset)), report.EXAMPLES)
+    shown = report.evenly_spaced(range(len(loader.dataset)), report.EXAMPLES)
     for batch in run.batches(loader):
         logits, text_loss = model(batch)
         predicted, target = logits > 0, batch["mask"]
@@ -794,13 +794,13 @@ def test(
     scores, examples = evaluate(model, make(data), run, hausdorff=True)
 
     # the same model without the image, or with that of another case: of some hundred rows
-    some = report.spread(range(len(data)), report.MOST_ABLATED)
+    some = report.evenly_spaced(range(len(data)), report.MOST_ABLATED)
     changed = {
         f"ablation/{name}": (rows, some)
         for name, rows in report.ablations([data.rows[index] for index in some], args.seed).items()
     }
     # and asked in words that no training step has seen, as many questions in all
-    few = report.spread(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
+    few = report.evenly_spaced(some, max(1, report.MOST_ABLATED // len(wordings.OTHER_WORDS)))
     changed |= wordings.in_other_words(data.rows, few)
     # and about what only other modalities show
     absent = wordings.for_what_is_absent(data.rows, some, wordings.absent_of(sets.get("train", data).rows))

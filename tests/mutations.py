@@ -169,8 +169,8 @@ tasks/prs_med/prepare.py tests/test_prs_med.py::test_a_volume_is_cut_and_seen_fr
 -(np.moveaxis(array, axis, 0)[:, ::-1, ::-1].transpose(0, 2, 1) for array in (voxels, values))
 +(np.moveaxis(array, axis, 0)[:, :, ::-1].transpose(0, 2, 1) for array in (voxels, values))
 tasks/prs_med/rivals.py tests/test_prs_med.py::test_rivals_find_what_they_can
--known = [read_example(train, index, step) for index in spread(groups[key], MOST)]
-+known = [read_example(train, index, step) for index in spread(range(len(train.rows)), MOST)]
+-known = [read_example(train, index, step) for index in evenly_spaced(groups[key], MOST)]
++known = [read_example(train, index, step) for index in evenly_spaced(range(len(train.rows)), MOST)]
 train_accelerate.py tests/test_cascade.py::test_losses_are_those_of_the_clean_volume
 -return diffusion, alpha_bar * projection_error(clean, batch, cascade.greys).mean(1)
 +return diffusion, projection_error(clean, batch, cascade.greys).mean(1)

@@ -34,7 +34,7 @@ def hausdorff_95(predicted: Tensor, target: Tensor) -> list[float]:
     return torch.where(distances.isfinite(), distances, limits).tolist()
 
 
-def spread(items, most: int) -> list:
+def evenly_spaced(items, most: int) -> list:
     """At most `most` of the items, evenly spaced."""
     return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).astype(int)]
 

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import ndimage
 
 from tasks.prs_med.annotations import position_in, position_of
-from tasks.prs_med.report import spread
+from tasks.prs_med.report import evenly_spaced
 
 PLACES = set("top upper bottom lower left right center centre middle".split())
 # fewer rows than this say too little about a structure, and more than this no more
@@ -49,13 +49,13 @@ def rival_scores(train, test, rank: int = 0, world_size: int = 1) -> dict[str, l
     step = max(1, train.reader.image_size // 256)
     rows: dict[str, list[dict]] = {name: [] for name in NAMES}
     for key in sorted(asked)[rank::world_size]:
-        known = [read_example(train, index, step) for index in spread(groups[key], MOST)]
+        known = [read_example(train, index, step) for index in evenly_spaced(groups[key], MOST)]
         parts = parts_of(known)
-        band, forest = best_band(spread(known, 40), *parts), fit_forest(spread(known, 60))
+        band, forest = best_band(evenly_spaced(known, 40), *parts), fit_forest(evenly_spaced(known, 60))
         usual_mask = best_mean_mask(known)
         named = Counter(row.position for row in known if row.position)
         usual_position = max(named, key=named.get, default=None)
-        for index in spread(asked[key], MOST):
+        for index in evenly_spaced(asked[key], MOST):
             row = read_example(test, index, step)
             true = position_of(row.mask)
             masks = (in_band(row.gray, band, *parts), usual_mask, by_forest(forest, row.gray, *parts))

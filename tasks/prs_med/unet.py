@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hardware_utils import autocast
 from tasks.prs_med.annotations import position_of
-from tasks.prs_med.report import hausdorff_95, spread
+from tasks.prs_med.report import evenly_spaced, hausdorff_95
 from tasks.prs_med.rivals import dice
 
 BATCH, EVALUATIONS, MOST_VALIDATED, LEARNING_RATE = 8, 10, 200, 3e-3
@@ -90,7 +90,7 @@ def unet_scores(
             score = np.mean(
                 [
                     dice(mask.cpu().numpy(), true.cpu().numpy())
-                    for _, mask, true in predict(val, spread(validated, MOST_VALIDATED))
+                    for _, mask, true in predict(val, evenly_spaced(validated, MOST_VALIDATED))
                 ]
             )
             if score > best:
