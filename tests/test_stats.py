@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from utils.stats import interval_of_mean, other_cases
+from utils.stats import interval_of_mean, interval_of_resamples, other_cases, shown
 
 
 def draw_dice(rng, patients: int, found: float):
@@ -40,6 +40,14 @@ def test_known_formulas():
     assert high == 1
     unknown = [([0.5, 0.7], ["a", "a"]), ([], []), (np.full(30, 0.1), cases, False)]
     assert np.isnan([interval_of_mean(*values) for values in unknown]).all()
+
+
+def test_an_interval_of_resamples_and_how_tables_show_it():
+    """Unknown where it would rest on half of the resamples or fewer."""
+    values = np.append(np.arange(1001.0), np.full(1000, np.nan))
+    assert interval_of_resamples(values) == (25, 975)
+    assert shown(500, *interval_of_resamples(values), digits=1) == "500.0 (25.0, 975.0)"
+    assert shown(0.5, *interval_of_resamples(np.append(values, np.nan)), "+") == "+0.500"
 
 
 def test_other_cases():

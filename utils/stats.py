@@ -1,4 +1,4 @@
-"""What the evaluations of two tasks share: 95 % intervals by case (patient, study), and images of another case.
+"""What the evaluations share: 95 % intervals by case (patient, study), and images of another case.
 
 Rows of one case are alike, so cases are what the jackknife leaves out. For a number in 0..1 its variance is turned into
 the number of independent rows that would vary as much, and the interval is the exact binomial one for that many (Korn
@@ -43,6 +43,24 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
         return float(low), float(high)
     half = quantile * variance**0.5 if varies else np.nan
     return float(mean - half), float(mean + half)
+
+
+def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
+    """(low, high): 2.5 and 97.5 % of a score in resamples of the data; unknown if fewer than half define it."""
+    defined = values[np.isfinite(values)]
+    if len(defined) <= len(values) / 2:
+        return np.nan, np.nan
+    low, high = np.quantile(defined, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3) -> str:
+    """A number and its interval as all tables have them, "0.814 (0.792, 0.834)"; the number alone if that is unknown.
+
+    sign: "+" for a difference.
+    """
+    form = f"{sign}.{digits}f"
+    return f"{mean:{form}}" + (f" ({low:{form}}, {high:{form}})" if np.isfinite(low) else "")
 
 
 def other_cases(cases: Sequence[str], kinds: Sequence[str], seed: int) -> list[int] | None:

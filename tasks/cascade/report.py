@@ -62,9 +62,7 @@ def print_test(
             key = f"test/{name_of(own)}psnr_above_{name}"
             metrics |= {key: float(lead.mean()), f"{key}_low": low, f"{key}_high": high}
             if own != "one sample" or other == strongest:
-                # that of a single patient is unknown
-                shown = f" ({low:+.2f}, {high:+.2f})" if math.isfinite(low) else ""
-                lines.append(f"{own}: {lead.mean():+.2f} dB{shown} above {other}")
+                lines.append(f"{own}: {stats.shown(lead.mean(), low, high, '+', digits=2)} dB above {other}")
     if coverage is not None:
         lines.append(f"the 90 % interval of the samples holds {coverage:.1%} of the true voxels of the body")
 

@@ -11,7 +11,7 @@ import pandas as pd
 from tasks.compressed_ad.data import DISCOUNT, Env, Histories, Search, SegmentDataset, learning_curve, play
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, first_line
-from utils.stats import interval_of_mean
+from utils.stats import interval_of_mean, shown
 
 # episodes of the table
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
@@ -24,7 +24,7 @@ def last_tenth(values: np.ndarray) -> np.ndarray:
     return values[..., -max(1, values.shape[-1] // 10) :].mean(-1)
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
+def interval_by_task(values: np.ndarray) -> tuple[float, float]:
     """95 % interval of the mean of values (tasks, agents), by task."""
     return interval_of_mean(values.ravel(), np.repeat(np.arange(len(values)), values.shape[1]), bounded=False)
 
@@ -32,7 +32,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
     """Returns (tasks, agents, episodes) in a few numbers; normalized: (return - random) / (optimum - random)."""
     last = last_tenth(returns)
-    low, high = interval(last)
+    low, high = interval_by_task(last)
     random, optimum = (float(env.value(choose)[tasks].mean()) for choose in (np.mean, np.max))
     mean = float(last.mean())
     return {
@@ -181,10 +181,10 @@ def report_test(
     header = [*(str(episode) for episode in COLUMNS if episode <= episodes), "last", "normalized"]
     print(f"test, {len(tasks)} unseen tasks: return in episode")
     print(pd.DataFrame(rows).T.to_string(header=header, na_rep="", float_format="{:.2f}".format))
-    mean, low, high = (metrics[f"test/return_last{end}"] for end in ("", "_low", "_high"))
-    print(f"{own}: {mean:.2f} ({low:.2f}, {high:.2f}) in the last tenth of {episodes} episodes")
+    last = shown(*(metrics[f"test/return_last{end}"] for end in ("", "_low", "_high")), digits=2)
+    print(f"{own}: {last} in the last tenth of {episodes} episodes")
 
-    bands = np.array([interval(part) for part in returns.transpose(2, 0, 1)])
+    bands = np.array([interval_by_task(part) for part in returns.transpose(2, 0, 1)])
     frame = pd.DataFrame({name: pd.Series(curve) for name, curve in curves.items()})
     try:
         write_atomically(csv, frame.set_axis(frame.index + 1).rename_axis("episode").to_csv)
@@ -215,11 +215,11 @@ def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
-    shown = sorted({episode for episode in (1, 2, 3, 5) if episode < len(path)} | {len(path)}) if env.is_grid else []
+    drawn = sorted({episode for episode in (1, 2, 3, 5) if episode < len(path)} | {len(path)}) if env.is_grid else []
     rewarded = env.places[np.unique(env.next[tasks[0]][env.reward[tasks[0]] > 0] % env.cells)]
     limits = (-0.5, env.places.max() + 0.5)
-    for place, episode in enumerate(shown):
-        axes = below.add_subplot(1, len(shown), place + 1)
+    for place, episode in enumerate(drawn):
+        axes = below.add_subplot(1, len(drawn), place + 1)
         rows, columns = env.places[path[episode - 1] % env.cells].T
         axes.plot(columns, rows, "o-", markevery=[0])
         axes.plot(rewarded[:, 1], rewarded[:, 0], "r*", markersize=10)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tasks.prs_med.annotations import Row, position_in, position_of
 from tasks.prs_med.wordings import named_in
-from utils.stats import interval_of_mean, other_cases
+from utils import stats
 
 # rows that a figure shows, and the most that are evaluated again without their image
 EXAMPLES, MOST_ABLATED = 6, 300
@@ -47,7 +47,7 @@ def case_of(row: Row) -> str:
 def ablations(rows: list[Row], seed: int) -> dict[str, list[Row]]:
     """The same questions without the image, and with another case's."""
     shown = {"blank_image": [row._replace(image="", digest="") for row in rows]}
-    others = other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
+    others = stats.other_cases([case_of(row) for row in rows], [row.modality for row in rows], seed)
     if others:
         images = [rows[index] for index in others]
         pairs = zip(rows, images, strict=True)
@@ -79,14 +79,13 @@ def print_table(split: str, scores: list[dict], others: dict[str, list[dict]], r
     def enter(key: str, values: dict[int, float], bounded: bool, sign: str = "") -> str:
         """A mean and its interval as metrics, and as the table has them; values: of each row."""
         mean = metrics[key] = sum(values.values()) / len(values)
-        low, high = interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
-        if low != low:
-            # one case alone has no interval
-            return f"{mean:{sign}.3f}"
-        # only differences may be negative
-        low = low if sign else max(low, 0.0)
-        metrics.update({f"{key}_low": low, f"{key}_high": high})
-        return f"{mean:{sign}.3f} ({low:{sign}.3f}, {high:{sign}.3f})"
+        low, high = stats.interval_of_mean(list(values.values()), [case_of(rows[index]) for index in values], bounded)
+        # one case alone has no interval
+        if low == low:
+            # only differences may be negative
+            low = low if sign else max(low, 0.0)
+            metrics.update({f"{key}_low": low, f"{key}_high": high})
+        return stats.shown(mean, low, high, sign)
 
     parts = {split: scores}
     modalities = sorted({row.modality for row in rows})

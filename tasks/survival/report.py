@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tasks.survival.data import Cohort, MultiGPUSurvivalDataset
 from utils.cli import InputError
+from utils.stats import interval_of_resamples, shown
 from utils.tables import find_column
 
 RESAMPLES = 1000
@@ -115,12 +116,6 @@ def compare(log_hazard: ndarray, time: ndarray, event: ndarray, group: ndarray) 
     return first, comes_first & (group[first, None] == group), in_order
 
 
-def interval(values: ndarray) -> tuple[float, float]:
-    """2.5 and 97.5 % of the resamples that are defined."""
-    low, high = np.nanquantile(values, [0.025, 0.975])
-    return float(low), float(high)
-
-
 def score(
     log_hazard: ndarray,
     val: MultiGPUSurvivalDataset,
@@ -195,9 +190,9 @@ def compare_models(
     scores, rows, own = {}, {}, None
     for name, risk in risks.items():
         resampled = resampled_c(risk, time, event, counts, fold)
-        low, high = interval(resampled)
+        low, high = interval_of_resamples(resampled)
         found = {"c_index": concordance(risk, time, event, fold), "c_index_low": low, "c_index_high": high}
-        row = {"C": f"{found['c_index']:.3f} ({low:.3f}, {high:.3f})"}
+        row = {"C": shown(found["c_index"], low, high)}
         if stratum is not None:
             within = fold * (stratum.max() + 1) + stratum
             found["c_index_within_strata"] = concordance(risk, time, event, within)
@@ -207,9 +202,9 @@ def compare_models(
         else:
             above = own - resampled
             above = above[np.isfinite(above)]
-            low, high = interval(above)
+            low, high = interval_of_resamples(above)
             p = float(min(1.0, 2 * min(np.mean(above <= 0), np.mean(above >= 0)) + 1 / RESAMPLES))
-            row |= {"network above": f"{lead - found['c_index']:+.3f} ({low:+.3f}, {high:+.3f})", "p": f"{p:.3f}"}
+            row |= {"network above": shown(lead - found["c_index"], low, high, "+"), "p": f"{p:.3f}"}
             found |= {"above_low": low, "above_high": high, "p": p}
         scores[name], rows[name.replace("_and_", " + ").replace("_", " ")] = found, row
     return scores, pd.DataFrame(rows).T
@@ -365,9 +360,8 @@ def predict(folder: Path, data: MultiGPUSurvivalDataset, models: list[tuple], ar
     columns = [known[name].to_numpy() for name in ("log_hazard", "time_years", "event", "case")]
     columns[2] = columns[2] == 1
     if np.isfinite(concordance(*columns[:3])):
-        compared, _ = compare_models({"network": columns[0]}, *columns[1:], np.zeros(len(known), int), None)
-        c_index = "{c_index:.3f} ({c_index_low:.3f}, {c_index_high:.3f})".format(**compared["network"])
-        print(f"{len(known)} with outcomes, {columns[2].sum()} events: C {c_index}")
+        _, table = compare_models({"network": columns[0]}, *columns[1:], np.zeros(len(known), int), None)
+        print(f"{len(known)} with outcomes, {columns[2].sum()} events: C {table.loc['network', 'C']}")
         rows = {
             f"{year:g} y": {
                 "predicted risk": 1 - known[f"S({year:g}y)"].mean(),
