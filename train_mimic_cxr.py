@@ -596,9 +596,10 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
         try:
             if run.ranks.is_main:
                 metrics = report.score(rows, data.labels, HEAD_WEIGHT, args.chexpert_weight, split)
-                fitted = [{name: part.column(name) for name in report.COLUMNS} for part in known.values()]
+                fitted = {name: {x: part.column(x) for x in report.COLUMNS} for name, part in known.items()}
                 asked = {name: Questions(data, "train", args).column(name) for name in report.COLUMNS}
-                metrics |= report.print_tables(split, rows, data, asked, fitted, images, features, ablations)
+                own = report.SplitResults(split, rows, data)
+                metrics |= report.print_tables(own, asked, fitted, features, ablations)
                 if args.save_predictions:
                     with run.writing():
                         report.save_predictions(run.folder / f"predictions_{split}.parquet", rows, data)

@@ -130,8 +130,8 @@ train_mimic_cxr.py tests/test_mimic_cxr.py::test_the_steps_and_what_the_test_kno
 -run.keep(metrics, headline="val/vqa_accuracy")
 +run.keep(metrics, headline="val/vqa_accuracy", lower=True)
 tasks/mimic_cxr/report.py tests/test_mimic_cxr.py::test_the_table_by_other_means
--accuracy = enter(f"{split}/vqa_accuracy", right.mean(), *interval_of_mean(right, case))
-+accuracy = enter(f"{split}/vqa_accuracy", right.mean(), *interval_of_mean(right, rows["study"]))
+-"accuracy": enter_mean(metrics, key, own.right, own.case)}}
++"accuracy": enter_mean(metrics, key, own.right, own.rows["study"])}}
 tasks/mimic_cxr/report.py tests/test_mimic_cxr.py::test_the_validation_chooses_the_penalties_of_a_rival
 -x = (x - x[:fitted].mean(0)) / x[:fitted].std(0).clamp_min(1e-6)
 +x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)

@@ -689,7 +689,7 @@ def test_the_validation_chooses_the_penalties_of_a_rival(monkeypatch):
     real = report.fit_logistic
     # with the other penalties all is the wrong way round
     monkeypatch.setattr(report, "fit_logistic", lambda *x: real(*x) if x[-1] == 0.001 else -real(*x))
-    answers, scores = report.classical(features, images, labels, parts, np.full(15, -1))
+    answers, scores = report.classical(features, labels, *parts, np.full(15, -1))
     assert roc_auc_score(parts[2]["target"], answers) > 0.6
     assert roc_auc_score(parts[2]["target"], scores[:, 0]) > 0.6
 
@@ -764,13 +764,9 @@ def test_the_steps_and_what_the_test_knows(trained, parse, monkeypatch):
     others = shuffled.shown[shuffled.column("study")]
     assert (patient[others] != patient[shuffled.column("study")]).all()
     assert set(split[others]) == {"test"}
-    _, _, _, known, (train, val), images, *_ = tables[0]
-    assert [set(split[studies]) for studies in (known["study"], train["study"], val["study"])] == [
-        {"train"},
-        {"train"},
-        {"val"},
-    ]
-    assert [set(split[studies]) for studies in images] == [{"train"}, {"val"}, {"test"}]
+    own, known, fitted, *_ = tables[0]
+    parts = known, fitted["train"], fitted["val"], own.rows
+    assert [set(split[part["study"]]) for part in parts] == [{"train"}, {"train"}, {"val"}, {"test"}]
 
 
 def test_prediction_equals_the_test(trained, folder, parse, tmp_path, capsys):

@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import Prepared
-from utils.stats import interval_of_mean
+from utils.stats import interval_of_mean, interval_of_resamples, shown
 
 # questions that are answered again without their image, and those whose images rivals are fitted to
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
@@ -197,18 +197,18 @@ def fit_logistic(x: torch.Tensor, y: torch.Tensor, known: torch.Tensor, penalty:
     return beta.detach()
 
 
-def classical(features: ndarray, images: list[ndarray], labels: ndarray, parts: list[Rows], start: ndarray) -> tuple:
+def classical(features: ndarray, labels: ndarray, train: Rows, val: Rows, rows: Rows, start: ndarray) -> tuple:
     """(answers (N,), label scores (S, 14)) of logistic regressions on principal components of an image's features.
 
-    One for each label, and one for each of the most frequent questions. images, parts: studies and questions of the
-    training, the validation, which chooses both penalties, and the test; features: of the studies one after another.
-    labels: (studies, 14). start: the answers to the other questions.
+    One for each label, and one for each of the most frequent questions. Fitted to the training; the validation chooses
+    both penalties; rows: what is answered. features: of the studies of these three, one after another. labels:
+    (studies, 14). start: the answers to the other questions.
     """
+    images = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(images[0]))
     x_train, *others = x.split([len(part) for part in images])
     truth = torch.from_numpy(labels[images[0]]).double()
     known = ((truth == 0) | (truth == 1)).double()
-    train, val, rows = parts
     texts, counts = np.unique(rows["question"], return_counts=True)
     texts = texts[np.argsort(-counts, kind="stable")][:MOST_CLASSIFIERS]
     best_labels, best_answers = -1.0, -1.0
@@ -227,7 +227,7 @@ def classical(features: ndarray, images: list[ndarray], labels: ndarray, parts: 
                 y = F.one_hot(torch.from_numpy(target)).double()
                 own = x_train[np.searchsorted(images[0], train["study"][fitted])]
                 beta = fit_logistic(own, y, torch.ones_like(y), penalty)
-                for part, of, studies, guess in zip(others, parts[1:], images[1:], guesses, strict=True):
+                for part, of, studies, guess in zip(others, (val, rows), images[1:], guesses, strict=True):
                     asked = of["question"] == text
                     found = part[np.searchsorted(studies, of["study"][asked])] @ beta[1:] + beta[0]
                     guess[asked] = classes[found.argmax(1).numpy()]
@@ -240,113 +240,128 @@ def classical(features: ndarray, images: list[ndarray], labels: ndarray, parts: 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+class SplitResults:
+    """A split's questions with the network's answers, its studies, each once, and resamples of their patients."""
+
+    def __init__(self, split: str, rows: Rows, data: Prepared):
+        patients = data.studies["patient"].to_numpy()
+        self.split, self.rows, self.data = split, rows, data
+        self.right, self.case = (rows["given"] == rows["target"]).astype(float), patients[rows["study"]]
+        self.studies, first = np.unique(rows["study"], return_index=True)
+        self.truth, self.probability = data.labels[self.studies], rows["chexpert"][first]
+        self.counts = resample(patients[self.studies])
+        # (1 + 1000, 14): of each label
+        self.areas = aurocs(self.probability, self.truth, self.counts)
+
+
 def print_tables(
-    split: str,
-    rows: Rows,
-    data: Prepared,
-    asked: Rows,
-    fitted: list[Rows],
-    images: list[ndarray],
-    features: dict[str, ndarray],
-    ablations: dict,
+    own: SplitResults, asked: Rows, fitted: dict[str, Rows], features: dict[str, ndarray], ablations: dict
 ) -> dict[str, float]:
     """Rank 0: print what the network reaches, with intervals by patient, beside its rivals; returns all by name.
 
-    asked: all training questions. fitted: those of training and validation whose images rivals know. images: the
-    studies of these and of the split, of which `features` are. ablations: {name: (which rows, their Rows)}. Without
-    training questions there are no rivals.
+    asked: all training questions. fitted: {"train": ..., "val": ...}, those whose images rivals know. features: of the
+    studies of these two, and then of the split. ablations: {name: (which rows, their Rows)}. Without training questions
+    there are no rivals.
     """
-    metrics: dict[str, float] = {}
-
-    def enter(key: str, mean: float, low: float, high: float, sign: str = "") -> str:
-        """A number and its interval as metrics, and as a table has them."""
-        metrics.update({key: float(mean), f"{key}_low": float(low), f"{key}_high": float(high)})
-        if np.isnan(low):
-            return f"{mean:{sign}.3f}"
-        return f"{mean:{sign}.3f} ({low:{sign}.3f}, {high:{sign}.3f})"
-
-    patients = data.studies["patient"].to_numpy()
-    case, right = patients[rows["study"]], (rows["given"] == rows["target"]).astype(float)
-    studies, first = np.unique(rows["study"], return_index=True)
-    counts = resample(patients[studies])
     guesses, seeing = {}, {}
     if len(asked["target"]):
-        guesses = answers_without_image(asked, rows)
+        guesses = answers_without_image(asked, own.rows)
         start = guesses["question_only"]
-        guesses["label_lookup"] = answers_from_labels(fitted[0], rows, data.labels, start)
+        guesses["label_lookup"] = answers_from_labels(fitted["train"], own.rows, own.data.labels, start)
         for name, values in features.items():
-            guesses[name], seeing[name] = classical(values, images, data.labels, [*fitted, rows], start)
-
-    # answers
-    others = {f"ablation/{name}": (places, own["given"] == own["target"]) for name, (places, own) in ablations.items()}
-    others |= {f"rival/{name}": (slice(None), guess == rows["target"]) for name, guess in guesses.items()}
-    accuracy = enter(f"{split}/vqa_accuracy", right.mean(), *interval_of_mean(right, case))
-    table = {"network": {"n": len(right), "accuracy": accuracy}}
-    for name, (places, hits) in others.items():
-        key, gain = f"{split}/{name}/vqa_accuracy", right[places] - hits
-        text = enter(key, hits.mean(), *interval_of_mean(hits.astype(float), case[places]))
-        above = enter(f"{key}_gain", gain.mean(), *interval_of_mean(gain, case[places], bounded=False), "+")
-        table[name.rpartition("/")[2].replace("_", " ")] = {"n": len(hits), "accuracy": text, "network above by": above}
-    show(f"{split}: answers ({len(np.unique(case))} patients)", table)
-
-    # labels, each study once
-    truth, probability = data.labels[studies], rows["chexpert"][first]
-    areas = aurocs(probability, truth, counts)
-    own = macro(areas)
-    table = {"network": {"AUROC": enter(f"{split}/chexpert_auroc", own[0], *limits(own))}}
-    for name, scores in seeing.items():
-        key, theirs = f"{split}/rival/{name}/chexpert_auroc", macro(aurocs(scores, truth, counts))
-        text = enter(key, theirs[0], *limits(theirs))
-        gain = own - theirs
-        table[name] = {"AUROC": text, "network above by": enter(f"{key}_gain", gain[0], *limits(gain), "+")}
-    show(f"{split}: CheXpert, mean of the labels ({len(studies)} studies)", table)
-
-    table = {}
-    for place, label in enumerate(CHEXPERT):
-        if np.isfinite(areas[0, place]):
-            sure = np.isin(truth[:, place], (0, 1))
-            error = calibration_error(probability[sure, place], truth[sure, place])
-            metrics[f"{split}/chexpert_ece/{label}"] = error
-            text = enter(f"{split}/chexpert_auroc/{label}", areas[0, place], *limits(areas[:, place]))
-            table[label] = {
-                "n": sure.sum(),
-                "present": int(truth[sure, place].sum()),
-                "AUROC": text,
-                "ECE": f"{error:.3f}",
-            }
-    show(f"{split}: labels", table)
-
-    # by head, and by group of patients
-    confidence = rows["probability"].max(1)
-    metrics[f"{split}/vqa_ece"] = calibration_error(confidence, right)
-    groups = {head: rows["head"] == place for place, head in enumerate(HEADS)}
-    table = {}
-    of_rows = data.studies.iloc[rows["study"]]
-    of_group = {"view": of_rows["view"], "sex": of_rows["sex"]}
-    of_group["age"] = pd.cut(of_rows["age"], AGES, right=False).astype(str).replace("nan", None)
-    for name, values in of_group.items():
-        groups |= {f"{name} {value}": (values == value).to_numpy() for value in sorted(values.dropna().unique())}
-    for name, some in groups.items():
-        if some.any():
-            key = f"{split}/vqa_accuracy/{name}" if name in HEADS else f"{split}/group/{name}/vqa_accuracy"
-            table[name] = {
-                "n": some.sum(),
-                "accuracy": enter(key, right[some].mean(), *interval_of_mean(right[some], case[some])),
-                "ECE": f"{calibration_error(confidence[some], right[some]):.3f}",
-            }
-            if name not in HEADS:
-                inside = np.isin(studies, rows["study"][some])
-                area = macro(aurocs(probability[inside], truth[inside], counts[:, inside]))
-                key = f"{split}/group/{name}/chexpert_auroc"
-                table[name]["AUROC"] = "-" if np.isnan(area[0]) else enter(key, area[0], *limits(area))
-    show(f"{split}: answers by head and group (all: ECE {metrics[f'{split}/vqa_ece']:.3f})", table)
+            parts = fitted["train"], fitted["val"], own.rows
+            guesses[name], seeing[name] = classical(values, own.data.labels, *parts, start)
+    metrics = table_of_answers(own, guesses, ablations) | table_of_findings(own, seeing)
+    metrics |= table_of_labels(own) | table_of_groups(own)
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
 
-def limits(values: ndarray) -> tuple[float, float]:
-    """2.5 and 97.5 % of the resamples, the first value being that of the data; NaN where less than half are defined."""
-    defined = values[1:][np.isfinite(values[1:])]
-    return tuple(np.quantile(defined, [0.025, 0.975])) if len(defined) > RESAMPLES / 2 else (np.nan, np.nan)
+def table_of_answers(own: SplitResults, guesses: dict[str, ndarray], ablations: dict) -> dict[str, float]:
+    """Accuracy of the network, with its image taken away, and of the rivals; its lead on the same questions."""
+    metrics, key = {}, f"{own.split}/vqa_accuracy"
+    table = {"network": {"n": len(own.right), "accuracy": enter_mean(metrics, key, own.right, own.case)}}
+    others = {f"ablation/{name}": (places, of["given"] == of["target"]) for name, (places, of) in ablations.items()}
+    others |= {f"rival/{name}": (slice(None), guess == own.rows["target"]) for name, guess in guesses.items()}
+    for name, (places, hits) in others.items():
+        key, case = f"{own.split}/{name}/vqa_accuracy", own.case[places]
+        table[name.rpartition("/")[2].replace("_", " ")] = {
+            "n": len(hits),
+            "accuracy": enter_mean(metrics, key, hits.astype(float), case),
+            "network above by": enter_mean(metrics, f"{key}_gain", own.right[places] - hits, case, "+"),
+        }
+    show(f"{own.split}: answers ({len(np.unique(own.case))} patients)", table)
+    return metrics
+
+
+def table_of_findings(own: SplitResults, seeing: dict[str, ndarray]) -> dict[str, float]:
+    """The mean AUROC of the labels, and the network's lead over each rival in the same resamples."""
+    metrics, area = {}, macro(own.areas)
+    table = {"network": {"AUROC": enter_area(metrics, f"{own.split}/chexpert_auroc", area)}}
+    for name, scores in seeing.items():
+        key, theirs = f"{own.split}/rival/{name}/chexpert_auroc", macro(aurocs(scores, own.truth, own.counts))
+        text = enter_area(metrics, key, theirs)
+        table[name] = {"AUROC": text, "network above by": enter_area(metrics, f"{key}_gain", area - theirs, "+")}
+    show(f"{own.split}: CheXpert, mean of the labels ({len(own.studies)} studies)", table)
+    return metrics
+
+
+def table_of_labels(own: SplitResults) -> dict[str, float]:
+    """AUROC and calibration of each label that is both present and absent in some study."""
+    metrics, table = {}, {}
+    for place, label in enumerate(CHEXPERT):
+        if np.isfinite(own.areas[0, place]):
+            sure = np.isin(own.truth[:, place], (0, 1))
+            truth = own.truth[sure, place]
+            error = calibration_error(own.probability[sure, place], truth)
+            metrics[f"{own.split}/chexpert_ece/{label}"] = error
+            text = enter_area(metrics, f"{own.split}/chexpert_auroc/{label}", own.areas[:, place])
+            table[label] = {"n": len(truth), "present": int(truth.sum()), "AUROC": text, "ECE": f"{error:.3f}"}
+    show(f"{own.split}: labels", table)
+    return metrics
+
+
+def table_of_groups(own: SplitResults) -> dict[str, float]:
+    """Accuracy and calibration by head, and by view, sex and age, which have an AUROC, too."""
+    split, studies = own.split, own.data.studies.iloc[own.rows["study"]]
+    age = pd.cut(studies["age"], AGES, right=False).astype(str).replace("nan", None)
+    groups = {head: own.rows["head"] == place for place, head in enumerate(HEADS)}
+    for name, values in {"view": studies["view"], "sex": studies["sex"], "age": age}.items():
+        groups |= {f"{name} {value}": (values == value).to_numpy() for value in sorted(values.dropna().unique())}
+
+    confidence = own.rows["probability"].max(1)
+    error = calibration_error(confidence, own.right)
+    metrics, table = {f"{split}/vqa_ece": error}, {}
+    for name, some in groups.items():
+        if not some.any():
+            continue
+        key = f"{split}/vqa_accuracy/{name}" if name in HEADS else f"{split}/group/{name}/vqa_accuracy"
+        table[name] = {
+            "n": some.sum(),
+            "accuracy": enter_mean(metrics, key, own.right[some], own.case[some]),
+            "ECE": f"{calibration_error(confidence[some], own.right[some]):.3f}",
+        }
+        if name not in HEADS:
+            inside = np.isin(own.studies, own.rows["study"][some])
+            area = macro(aurocs(own.probability[inside], own.truth[inside], own.counts[:, inside]))
+            key = f"{split}/group/{name}/chexpert_auroc"
+            table[name]["AUROC"] = "-" if np.isnan(area[0]) else enter_area(metrics, key, area)
+    show(f"{split}: answers by head and group (all: ECE {error:.3f})", table)
+    return metrics
+
+
+def enter_mean(metrics: dict, key: str, values: ndarray, case: ndarray, sign: str = "") -> str:
+    """A mean and its interval by patient among the metrics; returns how a table shows them. sign: "+" for a lead."""
+    return enter(metrics, key, values.mean(), interval_of_mean(values, case, bounded=not sign), sign)
+
+
+def enter_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
+    """As enter_mean, of areas or leads of which the first is of the data and the others of the resamples."""
+    return enter(metrics, key, areas[0], interval_of_resamples(areas[1:]), sign)
+
+
+def enter(metrics: dict, key: str, value: float, interval: tuple[float, float], sign: str) -> str:
+    metrics |= dict(zip((key, f"{key}_low", f"{key}_high"), map(float, (value, *interval)), strict=True))
+    return shown(value, *interval, sign)
 
 
 def show(title: str, table: dict[str, dict]) -> None:
