@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from hardware_utils import usable_cores
 from utils.cli import InputError, RunError
 from utils.sampler import EvalBatchSampler, ImageGroups, TrainBatchSampler
 
@@ -318,7 +319,7 @@ def create_distributed_dataloader(
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
     # more processes than cores would only wait for each other
-    num_workers = min(num_workers, os.cpu_count() or 1)
+    num_workers = min(num_workers, usable_cores())
     return DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -16,7 +16,17 @@ import os
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole, with_flags
+from utils.cli import (
+    InputError,
+    Parser,
+    RunError,
+    add_common_arguments,
+    first_line,
+    number,
+    run_main,
+    whole,
+    with_flags,
+)
 
 FORMAT = "mimic_cxr/3"
 # what a model is made of, and the guide's encoders, which a checkpoint names unless a flag says that they have moved
@@ -278,8 +288,8 @@ def load_encoder(path: str, flag: str, **options) -> nn.Module:
     except Exception as error:
         if out_of_memory(error):
             raise
-        reason = (str(error) or type(error).__name__).splitlines()[0][:150]
-        raise InputError(f"{path}: cannot be loaded ({reason}); download it and give its folder as {flag}") from None
+        advice = f"download it and give its folder as {flag}"
+        raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
     # of CLIP and SigLIP the half that sees
     encoder = getattr(encoder, "vision_model", encoder) if flag == "--image_encoder" else encoder
     needed = "num_channels" if flag == "--image_encoder" else "vocab_size"
@@ -304,7 +314,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> ChestM
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.text_encoder, trust_remote_code=False)
     except Exception as error:
-        raise InputError(f"{args.text_encoder}: no tokenizer ({str(error)[:150]}); download it again") from None
+        raise InputError(f"{args.text_encoder}: no tokenizer ({first_line(error)}); download it again") from None
     longest = getattr(text.config, "max_position_embeddings", math.inf)
     if len(tokenizer) > text.config.vocab_size or args.max_question_length > longest:
         sizes = f"{len(tokenizer)} words for {text.config.vocab_size}, --max_question_length for {longest}"
@@ -353,7 +363,7 @@ def freeze_unused(model: ChestModel, path: str) -> None:
     except (RuntimeError, ValueError) as error:
         if out_of_memory(error):
             raise
-        reason = f"does not take images of {model.side} pixels ({str(error).splitlines()[0][:150]})"
+        reason = f"does not take images of {model.side} pixels ({first_line(error)})"
         raise InputError(f"{path}: {reason}; prepare others, or give another encoder") from None
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)

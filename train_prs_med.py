@@ -17,7 +17,7 @@ import os
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, add_common_arguments, number, run_main, whole
+from utils.cli import InputError, Parser, add_common_arguments, first_line, number, run_main, whole
 
 FORMAT = "prs_med/5"
 
@@ -296,7 +296,7 @@ def find_model(root: Path, given: str | None, kinds: tuple[str, ...], flag: str,
                 # transformers would build a model of the other kind's size
                 raise InputError(f"{path}: is a {kind} model, not {kinds[0]}; {advice}")
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be loaded ({str(error).splitlines()[0][:150]}); {advice}") from None
+        raise InputError(f"{path}: cannot be loaded ({first_line(error)}); {advice}") from None
     raise InputError(f"{root}: no {kinds[0]} model in a folder of it; {advice}")
 
 
@@ -328,8 +328,8 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> PRSMed
     except Exception as error:
         if out_of_memory(error):
             raise
-        reason = (str(error) or type(error).__name__).splitlines()[0][:150]
-        raise InputError(f"{path}: model cannot be loaded ({reason}); check --vlm_path and --sam_path") from None
+        advice = "check --vlm_path and --sam_path"
+        raise InputError(f"{path}: model cannot be loaded ({first_line(error)}); {advice}") from None
 
     # SAM for images of another size; its relative positions adapt by themselves
     size, patch = args.image_size or sam.config.image_size, sam.config.patch_size

@@ -82,8 +82,8 @@ utils/loop.py tests/test_promise.py::test_three_processes_are_one[minimal]
 -leaf = self.numbers[number] if self.weight else 0
 +leaf = number if self.weight else 0
 utils/loop.py tests/test_loop.py
--best = better and math.isfinite(value)
-+best = better
+-if not better or not math.isfinite(value):
++if not better:
 train_survival_distributed.py tests/test_survival.py::test_cox_models_and_their_loss_are_those_of_lifelines
 -torch.log1p(-before * (together
 +torch.log1p(-0 * before * (together
@@ -127,8 +127,8 @@ train_mimic_cxr.py tests/test_mimic_cxr.py::test_the_steps_and_what_the_test_kno
 -asked = {name: Questions(data, "train", args).column(name) for name in report.COLUMNS}
 +asked = {name: sets[split].column(name) for name in report.COLUMNS}
 train_mimic_cxr.py tests/test_mimic_cxr.py::test_the_steps_and_what_the_test_knows
--run.keep(metrics, headline="val/vqa_accuracy")
-+run.keep(metrics, headline="val/vqa_accuracy", lower=True)
+-training.record(metrics, headline="val/vqa_accuracy")
++training.record(metrics, headline="val/vqa_accuracy", lower=True)
 tasks/mimic_cxr/report.py tests/test_mimic_cxr.py::test_the_table_by_other_means
 -"accuracy": enter_mean(metrics, key, own.right, own.case)}}
 +"accuracy": enter_mean(metrics, key, own.right, own.rows["study"])}}
@@ -184,11 +184,11 @@ train_accelerate.py tests/test_cascade.py::test_rivals_of_the_table
 -known).argmin(1).tolist()
 +known).argmax(1).tolist()
 train_accelerate.py tests/test_cascade.py::test_a_plateau_halves_the_learning_rate_also_across_a_resume
--                        * plateau.state["factor"]
-+
+-factor = plateau.state["factor"] * du.schedule(
++factor = du.schedule(
 train_accelerate.py tests/test_cascade.py::test_a_run_leaves_what_the_page_says
--cascade = Cascade(args, ranks.device, precision, prior, saved["stds"] if saved else [math.sqrt(prior.error)])
-+cascade = Cascade(args, ranks.device, precision, prior, [math.sqrt(prior.error)] * 2)
+-prior, saved.get("stds", [math.sqrt(prior.error)]))
++prior, [math.sqrt(prior.error)] * 2)
 tasks/cascade/report.py tests/test_cascade.py::test_table_names_rivals_and_compares_with_the_strongest
 -strongest = max((row for row in psnr
 +strongest = min((row for row in psnr
@@ -299,6 +299,7 @@ SWAPPED = {
 # where the tests of utils/NAME.py are not in test_NAME.py
 TESTS_OF = {
     "distributed_utils": "distributed",
+    "engine": "loop",
     "hardware_utils": "hardware",
     "images": "images_and_tables",
     "launch_4gpu": "launchers",

@@ -17,7 +17,7 @@ from examples import minimal
 from utils.cli import RunError
 from utils.engine import make_engine
 from utils.log import RunLog
-from utils.loop import Batch, Plan, Run, Training, _try, seed_noise
+from utils.loop import Batch, Plan, Run, Training, _try, seed_noise, shares_of
 from utils.sampler import TrainBatchSampler
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
@@ -144,6 +144,14 @@ def test_noise_is_a_function_of_seed_step_and_leaf():
         seed_noise(CPU.device, *position)
         drawn.add(torch.rand(1).item())
     assert len(drawn) == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shares"),
+    [([1.0, 1.1], [10, 10]), ([1.3, 1.25], [10, 10]), ([2.0, 1.0, 1.19], [5, 10, 10]), ([1.0, 99.0], [10, 1])],
+)
+def test_noise_alone_does_not_change_the_shares_of_equal_devices(seconds, shares):
+    assert shares_of(seconds) == shares
 
 
 def test_trying_a_batch_leaves_neither_gradients_nor_other_buffers():

@@ -163,8 +163,7 @@ class Run:
                     raise RunError(f"out of memory at one sample per GPU; {self.advice}")
                 leaf //= 2
             if args.gpu_shares == "auto":
-                # in tenths of the fastest: what differs by less is noise of the measurement
-                shares = [max(1, round(10 * min(seconds) / own)) for own in seconds]
+                shares = shares_of(seconds)
         if leaf < wanted:
             du.print_main(f"memory: {wanted} samples at once do not fit, {leaf} do; the result stays, its bits change")
         return Batch(effective, leaf, times, shares)
@@ -641,7 +640,13 @@ def seed_noise(device: torch.device, *position: int) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory and speed -------------------------------------------------------------------------------------------------
+
+
+def shares_of(seconds: list[float]) -> list[int]:
+    """--gpu_shares auto: tenths of the fastest rank's speed. Ranks less than a fifth slower count as equally fast."""
+    fastest = min(seconds)
+    return [10 if own < 1.2 * fastest else max(1, round(10 * fastest / own)) for own in seconds]
 
 
 def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
@@ -655,14 +660,15 @@ def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
             # the optimizer's two moments, and the sum over the ranks; gradients are there from the second pass on
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
-            # one short pass may find a core that others use free, or taken
-            begun, passes = time.perf_counter(), 0
+            # the fastest of several passes: other programs may slow down some
+            begun, passes = time.perf_counter(), []
             while not passes or time.perf_counter() - begun < 0.5:
+                started = time.perf_counter()
                 try_once(size)
                 if on_gpu:
                     torch.cuda.synchronize()
-                passes += 1
-            seconds = (time.perf_counter() - begun) / passes
+                passes.append(time.perf_counter() - started)
+            seconds = min(passes)
             if on_gpu:
                 # what NCCL, cuDNN and cuBLAS take past torch's allocator
                 held.append(torch.empty(1_500_000_000, dtype=torch.uint8, device=trained[0].device))
