@@ -148,7 +148,14 @@ def test_noise_is_a_function_of_seed_step_and_leaf():
 
 @pytest.mark.parametrize(
     ("seconds", "shares"),
-    [([1.0, 1.1], [10, 10]), ([1.3, 1.25], [10, 10]), ([2.0, 1.0, 1.19], [5, 10, 10]), ([1.0, 99.0], [10, 1])],
+    [
+        ([1.0, 1.21], [10, 10]),
+        ([1.1, 1.0, 1.24], [10, 10, 10]),
+        ([1.0, 1.5], [10, 7]),
+        ([1.0, 99.0], [10, 1]),
+        # two kinds of GPU, each with noise of its own
+        ([2.1, 1.0, 2.0, 1.1], [5, 10, 5, 10]),
+    ],  # fmt: skip
 )
 def test_noise_alone_does_not_change_the_shares_of_equal_devices(seconds, shares):
     assert shares_of(seconds) == shares

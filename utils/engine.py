@@ -181,7 +181,7 @@ class ExactEngine(Engine):
         self.last = last
         self.missing = Counter(self.bucket_of.values())
         # times the loss scale of fp16, so that the grid is as fine as without
-        self.shift = SHIFT * (self.scaler._scale.double() if self.scaler.is_enabled() else 1)
+        self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 
     def backward(self, loss: Tensor) -> None:

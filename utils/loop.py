@@ -644,9 +644,17 @@ def seed_noise(device: torch.device, *position: int) -> None:
 
 
 def shares_of(seconds: list[float]) -> list[int]:
-    """--gpu_shares auto: tenths of the fastest rank's speed. Ranks less than a fifth slower count as equally fast."""
-    fastest = min(seconds)
-    return [10 if own < 1.2 * fastest else max(1, round(10 * fastest / own)) for own in seconds]
+    """How the ranks share a step, from the seconds that each needs for the same pass: the fastest has 10.
+
+    Ranks less than 25 % slower than the fastest of their group count as equally fast: on a busy machine two equal ones
+    differed by up to 21 %.
+    """
+    fastest_of, fastest = {}, 0.0
+    for own in sorted(seconds):
+        if own > 1.25 * fastest:
+            fastest = own
+        fastest_of[own] = fastest
+    return [max(1, round(10 * min(seconds) / fastest_of[own])) for own in seconds]
 
 
 def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
@@ -660,15 +668,14 @@ def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
             # the optimizer's two moments, and the sum over the ranks; gradients are there from the second pass on
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
-            # the fastest of several passes: other programs may slow down some
-            begun, passes = time.perf_counter(), []
+            # the mean of several passes: one may find a core that others use free, or taken
+            begun, passes = time.perf_counter(), 0
             while not passes or time.perf_counter() - begun < 0.5:
-                started = time.perf_counter()
                 try_once(size)
                 if on_gpu:
                     torch.cuda.synchronize()
-                passes.append(time.perf_counter() - started)
-            seconds = min(passes)
+                passes += 1
+            seconds = (time.perf_counter() - begun) / passes
             if on_gpu:
                 # what NCCL, cuDNN and cuBLAS take past torch's allocator
                 held.append(torch.empty(1_500_000_000, dtype=torch.uint8, device=trained[0].device))
