@@ -1,12 +1,12 @@
 """Raw images with masks, label maps or volumes become the folders and the CSV that train_prs_med.py reads."""
 
-import argparse
 import csv
 import json
 import os
 import random
 import re
 import shutil
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from itertools import product
 from pathlib import Path
 
@@ -46,10 +46,10 @@ def parse_labels(text: str) -> dict[int, str]:
         return {int(value): name for name, value in ordered if int(value)}
     except (OSError, ValueError, KeyError, AttributeError):
         reason = f'must be as "1=liver,2=left kidney", or a dataset.json, not {text!r}'
-        raise argparse.ArgumentTypeError(reason) from None
+        raise ArgumentTypeError(reason) from None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("images", type=Path, help="folder of images: PNG, JPEG, TIFF, BMP, WebP, DICOM, NIfTI, series as subfolders")
     add("masks", type=Path, help="folder of masks or label maps, named like the images; may be the same folder")
@@ -103,7 +103,7 @@ def find_image(key: str, mask: Path, images: dict[str, Path], structures: list[s
     return images[key], structure
 
 
-def read_patients(args: argparse.Namespace) -> dict[str, tuple[str, str, str]]:
+def read_patients(args: Namespace) -> dict[str, tuple[str, str, str]]:
     """{file without folder, ending and capitals: (patient, split, source)} of --table. Raises InputError."""
     table = read_table(args.table)
     file, patient = find_column(table, "file", "image", "image_name"), find_column(table, args.patient_column)
@@ -135,7 +135,7 @@ def masks_in(values: np.ndarray, labels: dict[int, str] | None, structure: str) 
     return {structure: foreground(values)}
 
 
-def read_views(image: Path, mask: Path, structure: str, args: argparse.Namespace) -> list[tuple]:
+def read_views(image: Path, mask: Path, structure: str, args: Namespace) -> list[tuple]:
     """[(addition to the name, image, masks_in it)] of a flat image, or of a volume's slices that hold foreground.
 
     A volume is cut across the axis of its thickest voxels, else axially, every --slice_spacing mm, and seen with the
@@ -184,91 +184,84 @@ def sentences(structure: str, position: str, case: str, seed: int) -> tuple[str,
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Write OUT/annotations/NAME.csv and OUT/NAME, both or neither, and say what is in them. Raises InputError."""
-    name = args.name or re.sub(UNSAFE, "_", args.images.resolve().name)
-    folder, table, partial = args.out / name, args.out / f"annotations/{name}.csv", args.out / f".{name}.partial"
-    if not args.overwrite and (folder.exists() or table.exists()):
-        raise InputError(f"{folder}: is there already; choose another --name or pass --overwrite")
-    if bool(args.structure) == bool(args.labels):
-        raise InputError('what do the masks show? give --structure lesion, or for label maps --labels "1=liver,2=cyst"')
-    images, masks = list_files(args.images), list_files(args.masks)
+def pair_files(images: dict, masks: dict, known: dict, args: Namespace) -> tuple[list[tuple], dict[Path, str]]:
+    """([(image, mask, structure, stem, patient, split)], {file: why it is left out}) of list_files() of both.
+
+    stem: the image's path without its ending. patient: "" if --patient_pattern finds none. Every file is left out until
+    write_set() uses it. known: read_patients(), empty without --table.
+    """
     partners = {re.sub(f"{GAP}({IMAGE_WORDS})$", "", key): path for key, path in images.items()} | images
     # a folder of DICOM slices is one image where the mask is a volume
     folders = {path.parent.relative_to(args.images).as_posix().lower(): path.parent for path in images.values()}
-    # why a file is left out, until it is used
     unused = dict.fromkeys(masks.values(), "no image of this name")
     unused |= dict.fromkeys(images.values(), "no mask of this name")
-    known = read_patients(args) if args.table else {}
+    pairs = []
+    for key, mask in masks.items():
+        candidates = folders | partners if re.search(VOLUME, mask.name) else partners
+        image, structure = find_image(key, mask, candidates, args.structure)
+        if image is None:
+            continue
+        stem = re.sub(ENDING, "", image.relative_to(args.images).as_posix())
+        if args.table:
+            patient, split, _ = known.get(Path(stem).name.lower(), ("", "", ""))
+            if not patient:
+                unused |= {path: "no row in --table" for path in (image, mask) if path in unused}
+                continue
+        else:
+            patient = patient_in(args.patient_pattern, stem)
+            split = split_of(patient, args.seed, args.split)
+        pairs.append((image, mask, structure, stem, patient, split))
+    return pairs, unused
+
+
+def write_set(pairs: list[tuple], unused: dict, folder: Path, name: str, args: Namespace) -> list[tuple]:
+    """Write the images and masks of pair_files() into a folder; returns the rows of the CSV.
+
+    Files that are used leave `unused`. Raises InputError naming all files that cannot be used.
+    """
+    for split in ("train", "val", "test"):
+        (folder / f"{split}_images").mkdir(parents=True)
+        (folder / f"{split}_masks").mkdir()
     several = args.labels or len(args.structure) > 1
+    rows, problems, image_of = [], [], {}
+    for image, mask, structure, stem, patient, split in tqdm(pairs, "masks", mininterval=2):
+        try:
+            if not patient:
+                raise InputError(f"{image}: --patient_pattern finds nothing in its name; correct the pattern")
+            views = read_views(image, mask, structure, args)
+        except InputError as error:
+            problems.append(str(error))
+            continue
 
-    rows, problems, names = [], [], {}
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        for split in ("train", "val", "test"):
-            (partial / f"{split}_images").mkdir(parents=True)
-            (partial / f"{split}_masks").mkdir()
-        for key, mask in tqdm(masks.items(), "masks", mininterval=2):
-            candidates = folders | partners if re.search(VOLUME, mask.name) else partners
-            image, structure = find_image(key, mask, candidates, args.structure)
-            if image is None:
-                continue
-            stem = re.sub(ENDING, "", image.relative_to(args.images).as_posix())
-            if args.table:
-                patient, split, _ = known.get(Path(stem).name.lower(), ("", "", ""))
-                if not patient:
-                    unused |= {path: "no row in --table" for path in (image, mask) if path in unused}
+        for addition, pixels, of_view in views:
+            file = re.sub(UNSAFE, "_", stem) + addition
+            # two images may not have one name
+            while image_of.setdefault(file.lower(), image) != image:
+                file += "_"
+            for names, inside in sorted(of_view.items()):
+                shows = names.partition("|")[0].strip()
+                if inside.sum() < MIN_PIXELS:
+                    reason = f"a mask of fewer than {MIN_PIXELS} pixels"
+                    unused |= {path: reason for path in (image, mask) if path in unused}
                     continue
-            else:
-                patient = patient_in(args.patient_pattern, stem)
-                split = split_of(patient, args.seed, args.split)
-            try:
-                if not patient:
-                    raise InputError(f"{image}: --patient_pattern finds nothing in its name; correct the pattern")
-                views = read_views(image, mask, structure, args)
-            except InputError as error:
-                problems.append(str(error))
-                continue
+                for path in (image, mask, *(image.rglob("*") if image.is_dir() else ())):
+                    unused.pop(path, None)
+                mask_file = f"{file}__{re.sub(UNSAFE, '_', shows)}.png" if several else f"{file}.png"
+                mask_path = f"{split}_masks/{mask_file}"
+                if (folder / mask_path).exists():
+                    problems.append(f"{mask}: a mask of the {shows} in {image.name} is there already; remove one")
+                pixels.save(folder / f"{split}_images" / f"{file}.png")
+                Image.fromarray(inside).convert("L").save(folder / mask_path)
+                description = f"Area of the {shows}: {inside.mean():.1%} of the image."
+                position = position_of(inside)
+                texts = (description, position, *sentences(shows, position, file, args.seed))
+                rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, names, patient))
+    refuse(problems, "files cannot be used")
+    return rows
 
-            for addition, pixels, of_view in views:
-                file = re.sub(UNSAFE, "_", stem) + addition
-                # two images may not have one name
-                while names.setdefault(file.lower(), image) != image:
-                    file += "_"
-                for names_of_it, inside in sorted(of_view.items()):
-                    shows = names_of_it.partition("|")[0].strip()
-                    if inside.sum() < MIN_PIXELS:
-                        reason = f"a mask of fewer than {MIN_PIXELS} pixels"
-                        unused |= {path: reason for path in (image, mask) if path in unused}
-                        continue
-                    for path in (image, mask, *(image.rglob("*") if image.is_dir() else ())):
-                        unused.pop(path, None)
-                    mask_file = f"{file}__{re.sub(UNSAFE, '_', shows)}.png" if several else f"{file}.png"
-                    mask_path = f"{split}_masks/{mask_file}"
-                    if (partial / mask_path).exists():
-                        problems.append(f"{mask}: a mask of the {shows} in {image.name} is there already; remove one")
-                    pixels.save(partial / f"{split}_images" / f"{file}.png")
-                    Image.fromarray(inside).convert("L").save(partial / mask_path)
-                    description = f"Area of the {shows}: {inside.mean():.1%} of the image."
-                    position = position_of(inside)
-                    texts = (description, position, *sentences(shows, position, file, args.seed))
-                    rows.append((f"{name}/{mask_path}", f"{file}.png", split, *texts, names_of_it, patient))
-        refuse(problems, "files cannot be used")
-        if not any(row[2] == "train" for row in rows):
-            names = f"{min(images.values()).name} and {min(masks.values()).name}"
-            raise InputError(f"{args.masks}: no mask for training; check names ({names}), contents and --split")
 
-        table.parent.mkdir(exist_ok=True)
-        with open(partial / "rows.csv", "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial / "rows.csv", table)
-        os.replace(partial, folder)
-    except OSError as error:
-        raise RunError(f"{args.out}: cannot be written ({error}); choose another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
+def say_what_is_there(rows: list[tuple], unused: dict, known: dict, args: Namespace) -> None:
+    """Print which files are left out and why, and how many questions, images and patients each split has."""
     for reason in sorted({*unused.values()}):
         files = sorted(str(path) for path, why in unused.items() if why == reason)
         print(f"left out, {reason} ({len(files)}): {', '.join(files[:3])}{', ...' * (len(files) > 3)}")
@@ -283,6 +276,37 @@ def prepare(args: argparse.Namespace) -> None:
         few = "; few to judge by" if split != "train" and 0 < len(patients) < 20 else ""
         hint = "; for some, try another --seed or name the splits in --table" if share and not of_split else few
         print(f"{split:5} {len(of_split)} questions about {len(images)} images of {len(patients)} patients{hint}")
+
+
+def prepare(args: Namespace) -> None:
+    """Write OUT/annotations/NAME.csv and OUT/NAME, both or neither, and say what is in them. Raises InputError."""
+    name = args.name or re.sub(UNSAFE, "_", args.images.resolve().name)
+    folder, table, partial = args.out / name, args.out / f"annotations/{name}.csv", args.out / f".{name}.partial"
+    if not args.overwrite and (folder.exists() or table.exists()):
+        raise InputError(f"{folder}: is there already; choose another --name or pass --overwrite")
+    if bool(args.structure) == bool(args.labels):
+        raise InputError('what do the masks show? give --structure lesion, or for label maps --labels "1=liver,2=cyst"')
+    images, masks = list_files(args.images), list_files(args.masks)
+    known = read_patients(args) if args.table else {}
+    pairs, unused = pair_files(images, masks, known, args)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        rows = write_set(pairs, unused, partial, name, args)
+        if not any(row[2] == "train" for row in rows):
+            names = f"{min(images.values()).name} and {min(masks.values()).name}"
+            raise InputError(f"{args.masks}: no mask for training; check names ({names}), contents and --split")
+        table.parent.mkdir(exist_ok=True)
+        with open(partial / "rows.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([COLUMNS, *rows])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial / "rows.csv", table)
+        os.replace(partial, folder)
+    except OSError as error:
+        raise RunError(f"{args.out}: cannot be written ({error}); choose another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+    say_what_is_there(rows, unused, known, args)
     if args.small_models:
         from tasks.prs_med.sample_data import write_small_models
 
