@@ -8,6 +8,9 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import Prepared
@@ -168,33 +171,19 @@ def image_numbers(image: torch.Tensor) -> torch.Tensor:
 LOOKS = {"pixels": small_pixels, "numbers": image_numbers}
 
 
-def components(features: ndarray, fitted: int) -> torch.Tensor:
-    """(N, 64) principal components of (N, D) features, of unit variance in the first `fitted` rows; fp64."""
-    x = torch.from_numpy(features).double()
-    x = (x - x[:fitted].mean(0)) / x[:fitted].std(0).clamp_min(1e-6)
-    values, vectors = torch.linalg.eigh(x[:fitted].T @ x[:fitted] / fitted)
-    count = min(COMPONENTS, int((values > 1e-6).sum()))
-    return x @ vectors[:, -count:] / values[-count:].sqrt()
+def components(features: ndarray, fitted: int) -> ndarray:
+    """(N, 64) principal components of standardised features (N, D), whitened; the first `fitted` rows decide."""
+    x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
+    count = min(COMPONENTS, fitted, x.shape[1])
+    pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
+    # Features may depend on each other, as a histogram's shares: whitening would blow up what rounding leaves of them.
+    return pca.transform(x)[:, pca.explained_variance_ > 1e-6]
 
 
-def fit_logistic(x: torch.Tensor, y: torch.Tensor, known: torch.Tensor, penalty: float) -> torch.Tensor:
-    """(1 + D, columns) coefficients of logistic regressions with an L2 penalty, the constant first.
-
-    x: (N, D). y: (N, columns) of 0 and 1, which count where `known` says so.
-    """
-    beta = torch.zeros(x.shape[1] + 1, y.shape[1], dtype=x.dtype, requires_grad=True)
-    optimizer = torch.optim.LBFGS([beta], max_iter=60, line_search_fn="strong_wolfe")
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        bce = F.binary_cross_entropy_with_logits(x @ beta[1:] + beta[0], y, reduction="none")
-        loss = (bce * known).sum(0) / known.sum(0).clamp_min(1)
-        loss = loss.sum() + penalty / 2 * beta[1:].square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return beta.detach()
+def fit_logistic(x: ndarray, target: ndarray, penalty: float) -> LogisticRegression:
+    """A logistic regression with an L2 penalty beside the mean of the losses, whatever the number of rows."""
+    # Converged, so that no answer depends on the processor.
+    return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
 
 def classical(features: ndarray, labels: ndarray, train: Rows, val: Rows, rows: Rows, start: ndarray) -> tuple:
@@ -206,34 +195,35 @@ def classical(features: ndarray, labels: ndarray, train: Rows, val: Rows, rows: 
     """
     images = [np.unique(part["study"]) for part in (train, val, rows)]
     x = components(features, len(images[0]))
-    x_train, *others = x.split([len(part) for part in images])
-    truth = torch.from_numpy(labels[images[0]]).double()
-    known = ((truth == 0) | (truth == 1)).double()
+    # the row of x that a study has
+    place = np.zeros(len(labels), int)
+    place[np.concatenate(images)] = np.arange(len(x))
+    judged = {name: np.concatenate([val[name], rows[name]]) for name in ("study", "question")}
     texts, counts = np.unique(rows["question"], return_counts=True)
     texts = texts[np.argsort(-counts, kind="stable")][:MOST_CLASSIFIERS]
     best_labels, best_answers = -1.0, -1.0
     for penalty in (0.01, 0.001, 0.1):
-        beta = fit_logistic(x_train, torch.where(known > 0, truth, 0.0), known, penalty)
-        on_val, on_test = ((part @ beta[1:] + beta[0]).numpy() for part in others)
-        area = macro(aurocs(on_val, labels[images[1]], np.ones((1, len(on_val)))))[0] if len(on_val) else 0.0
-        if np.nan_to_num(area) > best_labels:
-            best_labels, scores = np.nan_to_num(area), on_test
+        found = np.zeros((len(x), len(CHEXPERT)))
+        for label, truth in enumerate(labels[images[0]].T):
+            known = np.flatnonzero(np.isin(truth, (0, 1)))
+            if len(np.unique(truth[known])) > 1:
+                found[:, label] = fit_logistic(x[known], truth[known], penalty).decision_function(x)
+        on_val, on_test = (found[place[studies]] for studies in images[1:])
+        area = np.nan_to_num(macro(aurocs(on_val, labels[images[1]], np.ones((1, len(on_val)))))[0])
+        if area > best_labels:
+            best_labels, scores = area, on_test
 
-        guesses = [np.full(len(val["target"]), -1), start.copy()]
+        guesses = np.append(np.full(len(val["study"]), -1), start)
         for text in texts:
-            fitted = train["question"] == text
-            classes, target = np.unique(train["target"][fitted], return_inverse=True)
-            if len(classes) > 1:
-                y = F.one_hot(torch.from_numpy(target)).double()
-                own = x_train[np.searchsorted(images[0], train["study"][fitted])]
-                beta = fit_logistic(own, y, torch.ones_like(y), penalty)
-                for part, of, studies, guess in zip(others, (val, rows), images[1:], guesses, strict=True):
-                    asked = of["question"] == text
-                    found = part[np.searchsorted(studies, of["study"][asked])] @ beta[1:] + beta[0]
-                    guess[asked] = classes[found.argmax(1).numpy()]
-        accuracy = (guesses[0] == val["target"]).mean() if len(guesses[0]) else 0.0
+            fitted, asked = (np.flatnonzero(part["question"] == text) for part in (train, judged))
+            target = train["target"][fitted]
+            if len(np.unique(target)) > 1:
+                model = fit_logistic(x[place[train["study"][fitted]]], target, penalty)
+                guesses[asked] = model.predict(x[place[judged["study"][asked]]])
+        on_val, on_test = np.split(guesses, [len(val["study"])])
+        accuracy = (on_val == val["target"]).mean() if len(on_val) else 0.0
         if accuracy > best_answers:
-            best_answers, answers = accuracy, guesses[1]
+            best_answers, answers = accuracy, on_test
     return answers, scores
 
 
