@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from utils.stats import interval_of_mean, interval_of_resamples, other_cases, shown
+from utils.stats import interval_of_mean, interval_of_resamples, other_cases, resample_cases, shown
 
 
 def draw_dice(rng, patients: int, found: float):
@@ -40,6 +40,18 @@ def test_known_formulas():
     assert high == 1
     unknown = [([0.5, 0.7], ["a", "a"]), ([], []), (np.full(30, 0.1), cases, False)]
     assert np.isnan([interval_of_mean(*values) for values in unknown]).all()
+
+
+def test_cases_are_drawn_anew_within_strata():
+    """A case's rows together, as many cases in each stratum as there are."""
+    case = np.array([5, 5, 7, 8, 9, 9, 4])
+    stratum = np.array([0, 0, 0, 0, 1, 1, 1])
+    counts = resample_cases(case, stratum)
+    assert (counts[:, [0, 4]] == counts[:, [1, 5]]).all()
+    assert (counts[:, [0, 2, 3]].sum(1) == 3).all()
+    assert (counts[:, [4, 6]].sum(1) == 2).all()
+    assert counts[:, 4].mean() == pytest.approx(1, abs=0.1)
+    assert set(counts[:, 4]) == {0, 1, 2}
 
 
 def test_an_interval_of_resamples_and_how_tables_show_it():

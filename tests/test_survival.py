@@ -29,6 +29,7 @@ from tasks.survival.data import (
 )
 from utils.cli import InputError
 from utils.sampler import permute
+from utils.stats import RESAMPLES
 
 YEARS = [1.0, 2.0, 3.0, 4.0, 5.0]
 CPU = torch.device("cpu")
@@ -245,7 +246,7 @@ def test_intervals_and_the_paired_test_are_those_of_drawing_patients_again(capsy
     val.cohort.case = np.repeat(np.arange(40), 2)
     models = {"network": (risk, None), "other": (other, None)}
     found = report.print_table("", models, {"val": val, "all": val}, [], None)
-    draws = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), report.RESAMPLES).repeat(2, axis=1)
+    draws = np.random.default_rng(0).multinomial(40, np.full(40, 1 / 40), RESAMPLES).repeat(2, axis=1)
     one, two = (
         np.array([report.concordance(*(np.repeat(v, draw) for v in (values, time, event))) for draw in draws])
         for values in (risk, other)
@@ -253,7 +254,7 @@ def test_intervals_and_the_paired_test_are_those_of_drawing_patients_again(capsy
     for name, values in (("val/c_index", one), ("val/rival/other/c_index", two), ("val/rival/other/above", one - two)):
         low, high = np.quantile(values, [0.025, 0.975])
         assert (found[f"{name}_low"], found[f"{name}_high"]) == pytest.approx((low, high), abs=1e-6)
-    p = 2 * min((one <= two).mean(), (one >= two).mean()) + 1 / report.RESAMPLES
+    p = 2 * min((one <= two).mean(), (one >= two).mean()) + 1 / RESAMPLES
     assert found["val/rival/other/p"] == pytest.approx(p, abs=0.002)
 
 
@@ -583,18 +584,6 @@ def test_cross_validation(made, tmp_path, capsys):
     written = pd.read_csv(tmp_path / "cv/predictions_dataset.csv").set_index("case")
     for name in ("log_hazard", "of_columns", "of_image", "percentile", "S(1y)"):
         assert np.allclose(4 * written[name], own[name][written.index], atol=1e-5)
-
-
-def test_patients_are_drawn_anew_within_folds():
-    """A patient's rows together, as many patients in each fold as there are."""
-    case = np.array([5, 5, 7, 8, 9, 9, 4])
-    fold = np.array([0, 0, 0, 0, 1, 1, 1])
-    counts = report.draw_patients(case, fold)
-    assert (counts[:, [0, 4]] == counts[:, [1, 5]]).all()
-    assert (counts[:, [0, 2, 3]].sum(1) == 3).all()
-    assert (counts[:, [4, 6]].sum(1) == 2).all()
-    assert counts[:, 4].mean() == pytest.approx(1, abs=0.1)
-    assert set(counts[:, 4]) == {0, 1, 2}
 
 
 def test_flags(capsys):

@@ -12,6 +12,8 @@ from itertools import cycle
 
 import numpy as np
 
+RESAMPLES = 1000
+
 
 def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = True) -> tuple[float, float]:
     """(low, high) of the mean over rows; cases: each row's.
@@ -43,6 +45,17 @@ def interval_of_mean(values: Sequence[float], cases: Sequence, bounded: bool = T
         return float(low), float(high)
     half = quantile * variance**0.5 if varies else np.nan
     return float(mean - half), float(mean + half)
+
+
+def resample_cases(cases: np.ndarray, strata: np.ndarray) -> np.ndarray:
+    """(1000, rows) float32: how often each row is in resamples of the cases within strata; always the same draws."""
+    names, first, place = np.unique(cases, return_index=True, return_inverse=True)
+    counts = np.zeros((RESAMPLES, len(names)), np.float32)
+    random = np.random.default_rng(0)
+    for value in np.unique(strata[first]):
+        chosen = np.flatnonzero(strata[first] == value)
+        counts[:, chosen] = random.multinomial(len(chosen), np.full(len(chosen), 1 / len(chosen)), RESAMPLES)
+    return counts[:, place]
 
 
 def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:

@@ -14,13 +14,12 @@ from sklearn.preprocessing import StandardScaler
 
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import Prepared
-from utils.stats import interval_of_mean, interval_of_resamples, shown
+from utils.stats import interval_of_mean, interval_of_resamples, resample_cases, shown
 
 # questions that are answered again without their image, and those whose images rivals are fitted to
 MOST_ABLATED, MOST_FITTED = 2000, 30_000
 # questions that have a classifier of their own in the rivals that see the image, and components that it knows
 MOST_CLASSIFIERS, COMPONENTS = 100, 64
-RESAMPLES = 1000
 AGES = [0, 40, 60, 80, 200]
 
 # {column: a value for each question}: what is asked, and what is answered, see answer_questions in train_mimic_cxr.py
@@ -54,19 +53,9 @@ def aurocs(scores: ndarray, truth: ndarray, counts: ndarray) -> ndarray:
     return areas
 
 
-def resample(patients: ndarray) -> ndarray:
-    """(1 + 1000, studies): how often each study is in the data itself and in each resample of the patients."""
-    names, place = np.unique(patients, return_inverse=True)
-    counts = np.random.default_rng(0).multinomial(len(names), np.full(len(names), 1 / len(names)), RESAMPLES)
-    return np.concatenate([np.ones((1, len(patients))), counts[:, place]])
-
-
 def macro(areas: ndarray) -> ndarray:
     """(R,) means over the labels of (R, labels) areas that are defined."""
-    defined = np.isfinite(areas)
-    return np.divide(
-        np.where(defined, areas, 0).sum(1), defined.sum(1), where=defined.any(1), out=np.full(len(areas), np.nan)
-    )
+    return pd.DataFrame(areas).mean(axis=1).to_numpy()
 
 
 def calibration_error(probability: ndarray, right: ndarray) -> float:
@@ -239,7 +228,9 @@ class SplitResults:
         self.right, self.case = (rows["given"] == rows["target"]).astype(float), patients[rows["study"]]
         self.studies, first = np.unique(rows["study"], return_index=True)
         self.truth, self.probability = data.labels[self.studies], rows["chexpert"][first]
-        self.counts = resample(patients[self.studies])
+        # how often each study is in the data itself and in each resample of the patients
+        whole = np.ones(len(self.studies))
+        self.counts = np.vstack([whole, resample_cases(patients[self.studies], whole)])
         # (1 + 1000, 14): of each label
         self.areas = aurocs(self.probability, self.truth, self.counts)
 

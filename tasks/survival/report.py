@@ -11,10 +11,8 @@ from torch import Tensor
 
 from tasks.survival.data import Cohort, MultiGPUSurvivalDataset
 from utils.cli import InputError
-from utils.stats import interval_of_resamples, shown
+from utils.stats import RESAMPLES, interval_of_resamples, resample_cases, shown
 from utils.tables import find_column
-
-RESAMPLES = 1000
 
 
 def outcome(data: MultiGPUSurvivalDataset) -> tuple[ndarray, ndarray]:
@@ -77,19 +75,8 @@ def survival(baseline: dict, log_hazard: ndarray, at) -> ndarray:
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def draw_patients(case: ndarray, stratum: ndarray) -> ndarray:
-    """(1000, rows) float32: how often each row is in resamples of the patients within strata; always the same draws."""
-    names, first, place = np.unique(case, return_index=True, return_inverse=True)
-    counts = np.zeros((RESAMPLES, len(names)), np.float32)
-    random = np.random.default_rng(0)
-    for value in np.unique(stratum[first]):
-        patients = np.flatnonzero(stratum[first] == value)
-        counts[:, patients] = random.multinomial(len(patients), np.full(len(patients), 1 / len(patients)), RESAMPLES)
-    return counts[:, place]
-
-
 def resampled_c(log_hazard: ndarray, time: ndarray, event: ndarray, counts: ndarray, group: ndarray) -> ndarray:
-    """Harrell's C, see concordance(), of each resample of draw_patients(); NaN without a comparable pair."""
+    """Harrell's C, see concordance(), of each resample of resample_cases(); NaN without a comparable pair."""
     first, comes_first, in_order = compare(log_hazard, time, event, group)
     # how often each pair is in a resample
     pairs, right = (
@@ -186,7 +173,7 @@ def compare_models(
     All arrays have a row a case, several where folds are repeated; patients are drawn anew within the first fold they
     are in. Returns ({name: scores}, the table's columns).
     """
-    counts = draw_patients(case, fold)
+    counts = resample_cases(case, fold)
     scores, rows, own = {}, {}, None
     for name, risk in risks.items():
         resampled = resampled_c(risk, time, event, counts, fold)
