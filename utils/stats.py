@@ -63,8 +63,7 @@ def interval_of_resamples(values: np.ndarray) -> tuple[float, float]:
     defined = values[np.isfinite(values)]
     if len(defined) <= len(values) / 2:
         return np.nan, np.nan
-    low, high = np.quantile(defined, [0.025, 0.975])
-    return float(low), float(high)
+    return tuple(np.quantile(defined, [0.025, 0.975]).tolist())
 
 
 def shown(mean: float, low: float, high: float, sign: str = "", digits: int = 3) -> str:

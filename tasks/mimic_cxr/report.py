@@ -341,8 +341,9 @@ def enter_area(metrics: dict, key: str, areas: ndarray, sign: str = "") -> str:
 
 
 def enter(metrics: dict, key: str, value: float, interval: tuple[float, float], sign: str) -> str:
-    metrics |= dict(zip((key, f"{key}_low", f"{key}_high"), map(float, (value, *interval)), strict=True))
-    return shown(value, *interval, sign)
+    low, high = interval
+    metrics |= {key: float(value), f"{key}_low": low, f"{key}_high": high}
+    return shown(value, low, high, sign)
 
 
 def show(title: str, table: dict[str, dict]) -> None:

@@ -87,12 +87,8 @@ def unet_scores(
         loss.backward()
         optimizer.step()
         if validated and (step + 1) % max(1, steps // EVALUATIONS) == 0:
-            score = np.mean(
-                [
-                    dice(mask.cpu().numpy(), true.cpu().numpy())
-                    for _, mask, true in predict(val, evenly_spaced(validated, MOST_VALIDATED))
-                ]
-            )
+            masks = predict(val, evenly_spaced(validated, MOST_VALIDATED))
+            score = np.mean([dice(mask.cpu().numpy(), true.cpu().numpy()) for _, mask, true in masks])
             if score > best:
                 best, weights = score, {name: value.clone() for name, value in net.state_dict().items()}
     net.load_state_dict(weights)
@@ -101,10 +97,8 @@ def unet_scores(
     for index, mask, true in predict(test, [n for n, row in enumerate(test.rows) if structure_of(row) in outputs]):
         overlap, position = dice(mask.cpu().numpy(), true.cpu().numpy()), test[index]["position"]
         right = position and float(position_of(mask[0].cpu().numpy()) == position)
-        scores.append(
-            {"index": index, "dice": overlap, "iou": overlap / (2 - overlap), "position_accuracy_mask": right}
-        )
-        scores[-1]["hd95"] = hausdorff_95(mask, true)[0]
+        row = {"index": index, "dice": overlap, "iou": overlap / (2 - overlap), "position_accuracy_mask": right}
+        scores.append(row | {"hd95": hausdorff_95(mask, true)[0]})
     return scores
 
 
