@@ -8,9 +8,6 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
-from sklearn.decomposition import PCA
-from sklearn.linear_model import LogisticRegression
-from sklearn.preprocessing import StandardScaler
 
 from tasks.mimic_cxr.answers import CHEXPERT, HEADS
 from tasks.mimic_cxr.prepare import Prepared
@@ -162,6 +159,9 @@ LOOKS = {"pixels": small_pixels, "numbers": image_numbers}
 
 def components(features: ndarray, fitted: int) -> ndarray:
     """(N, 64) principal components of standardised features (N, D), whitened; the first `fitted` rows decide."""
+    from sklearn.decomposition import PCA
+    from sklearn.preprocessing import StandardScaler
+
     x = StandardScaler().fit(features[:fitted]).transform(features.astype(float))
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
@@ -169,8 +169,10 @@ def components(features: ndarray, fitted: int) -> ndarray:
     return pca.transform(x)[:, pca.explained_variance_ > 1e-6]
 
 
-def fit_logistic(x: ndarray, target: ndarray, penalty: float) -> LogisticRegression:
-    """A logistic regression with an L2 penalty beside the mean of the losses, whatever the number of rows."""
+def fit_logistic(x: ndarray, target: ndarray, penalty: float):
+    """scikit-learn's logistic regression; the L2 penalty is relative to the mean loss, whatever the number of rows."""
+    from sklearn.linear_model import LogisticRegression
+
     # Converged, so that no answer depends on the processor.
     return LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=1000).fit(x, target)
 
