@@ -670,6 +670,7 @@ def test_the_validation_chooses_the_penalties_of_a_rival(monkeypatch):
     images = np.split(np.arange(90), [60, 75])
     parts = [{"study": x, "question": x * 0, "target": labels[x, 0].astype(int)} for x in images]
     # standardised by what is fitted alone
+    assert not report.components(np.ones((90, 8)), 60).any()
     assert report.components(features, 60)[:60].mean(0) == pytest.approx(np.zeros(8), abs=1e-9)
     real = report.fit_logistic
 

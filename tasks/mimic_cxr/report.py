@@ -166,7 +166,8 @@ def components(features: ndarray, fitted: int) -> ndarray:
     count = min(COMPONENTS, fitted, x.shape[1])
     pca = PCA(count, whiten=True, svd_solver="covariance_eigh").fit(x[:fitted])
     # Features may depend on each other, as a histogram's shares: whitening would blow up what rounding leaves of them.
-    return pca.transform(x)[:, pca.explained_variance_ > 1e-6]
+    # One component stays even of images that are all the same, as scikit-learn fits nothing to none.
+    return pca.transform(x)[:, : max(1, (pca.explained_variance_ > 1e-6).sum())]
 
 
 def fit_logistic(x: ndarray, target: ndarray, penalty: float):
