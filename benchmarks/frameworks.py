@@ -128,7 +128,7 @@ def fabric(case: Round) -> None:
     fabric = Fabric(accelerator=DEVICE.type, devices=1, precision=precision)
     model, optimizer = fabric.setup(case.model, case.optimizer)
 
-    def clip(_, most: float) -> None:
+    def clip(_, most):
         fabric.clip_gradients(model, optimizer, max_norm=most)
 
     plain_loop(case, model, optimizer, fabric.backward, clip)

@@ -309,8 +309,8 @@ def frameworks(options: Namespace) -> Iterator[dict]:
 
 
 def variants(options: Namespace) -> Iterator[dict]:
-    """Each script in other precisions, compiled, and with the memory savers that it has."""
-    for task in options.tasks:
+    """Each script in other precisions, compiled, and with the memory savers that it has; a CPU tries one."""
+    for task in options.tasks if options.gpus else ["mimic_cxr"]:
         for name, (flags, tasks) in VARIANTS.items():
             # a CPU has no fp16, and compiles for minutes
             if task in tasks and (options.gpus or name not in ("fp16", "bf16 compiled")):
@@ -424,16 +424,17 @@ def write_table(page: Path, results: dict[str, dict]) -> None:
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    help = "of same_answer, resume and variants; default: all"
-    parser.add_argument("--tasks", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help=help)
+    parser.add_argument(
+        "--tasks", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="of same_answer, resume, variants"
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that time")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on a GPU too: a trial of minutes")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu", help="for data, runs and a trial's results")
     options = parser.parse_args()
     options.deadline = math.inf
     options.folder = options.folder.resolve()
-    command = [sys.executable, "benchmarks/watched.py", "machine"]
-    options.machine = run_command(options, command, options.folder / "machine.log")
+    log = options.folder / "machine.log"
+    options.machine = run_command(options, [sys.executable, "benchmarks/watched.py", "machine"], log)
     options.deadline = time.monotonic() + 60 * options.minutes
     options.gpus = options.machine["GPUs"]
     options.size = "full" if options.gpus and not options.tiny else "tiny"
