@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from datetime import timedelta
 
-from utils.cli import Parser, add_common_arguments, number, run_main, whole
+from utils.cli import Parser, add_common_arguments, real, run_main, whole
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
@@ -45,7 +45,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text += "the map, and of the task what the history has shown"
     add("--objective", choices=("ad", "dpt", "search"), default="ad", help=text)
     text = "share of segments that begin where their history does; the others may begin anywhere in it"
-    add("--from_start", type=number(0, 1), default=0.0, help=text)
+    add("--from_start", type=real(0, 1), default=0.0, help=text)
     text = "one-hot positions, in a room that training shifts by a random 0 to N rows and columns; 0: plain coordinates"
     rare("--shift", type=whole(0), default=0, metavar="N", help=text)
 
@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=5000,
         help="optimizer steps of linear warm-up",
     )
-    rare("--weight_decay", type=number(0), default=0.01, help="of AdamW")
+    rare("--weight_decay", type=real(0), default=0.01, help="of AdamW")
     text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="none", help=text)
 
@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--eval_episodes", type=whole(2), default=500, help="episodes of each agent in the test")
     rare("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
     add("--eval_seeds", type=whole(1), default=20, help="agents on each unseen task in the test")
-    add("--temperature", type=number(0), default=1.0, help="of acting; 0: always the most likely action")
+    add("--temperature", type=real(0), default=1.0, help="of acting; 0: always the most likely action")
     rare("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
     text = "another run on the same tasks, of --model ad say: a row of the table"
     add("--rival_run", metavar="DIR", help=text)

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, number, run_main, whole, with_flags
+from utils.cli import InputError, Parser, RunError, add_common_arguments, real, run_main, whole, with_flags
 
 FORMAT = "cascade/3"
 ADVICE = "give the stage a smaller voxel_dim or token_grid, or --gradient_checkpointing"
@@ -177,9 +177,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help=text,
     )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up in each stage")
-    rare("--weight_decay", type=number(0), default=0.01, help="of AdamW")
-    rare("--ema_decay", type=number(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
-    rare("--physics_weight", type=number(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
+    rare("--weight_decay", type=real(0), default=0.01, help="of AdamW")
+    rare("--ema_decay", type=real(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
+    rare("--physics_weight", type=real(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")

@@ -22,7 +22,7 @@ from utils.cli import (
     RunError,
     add_common_arguments,
     first_line,
-    number,
+    real,
     run_main,
     whole,
     with_flags,
@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("model").add_argument
     for name, path in ENCODERS.items():
         add(f"--{name}", default=path, help="Hugging Face folder or hub name")
-    rare("--dropout", type=number(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
+    rare("--dropout", type=real(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
     rare("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
     add("--freeze_image", action="store_true", help="do not train the image encoder")
     add("--freeze_text", action="store_true", help="do not train the text encoder")
@@ -68,7 +68,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--pretrained_weights", metavar="FILE", help="another run's model.safetensors to start from")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
-    rare("--chexpert_weight", type=number(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
+    rare("--chexpert_weight", type=real(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
     add(
         "--lr_schedule",
         "--scheduler",
@@ -77,7 +77,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="after warm-up; cosine ends at 0",
     )
     add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
-    rare("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay; norms and biases have none")
+    rare("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay; norms and biases have none")
 
     add = parser.add_argument_group("engine").add_argument
     text = "batch, accumulation, workers and checkpointing from the hardware, unless a flag or a file sets them"

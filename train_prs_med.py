@@ -17,7 +17,7 @@ import os
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, add_common_arguments, first_line, number, run_main, whole
+from utils.cli import InputError, Parser, add_common_arguments, first_line, real, run_main, whole
 
 FORMAT = "prs_med/5"
 
@@ -34,25 +34,25 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--patient_column", metavar="NAME", help="CSV column that names the patient; none may be in two splits")
     rare("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
     add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image in a row")
-    rare("--cache_gb", type=number(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
+    rare("--cache_gb", type=real(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
     text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
-    add("--reword", type=number(0, 1), default=0.5, metavar="SHARE", help=text)
+    add("--reword", type=real(0, 1), default=0.5, metavar="SHARE", help=text)
     text = "share of training questions about what only other modalities show, with an empty mask"
-    rare("--absent", type=number(0, 1), default=0.0, metavar="SHARE", help=text)
+    rare("--absent", type=real(0, 1), default=0.0, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
     add("--sam_path", help="SAM-format folder or hub name; default: found in a folder of --data_root")
     add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's own; lower it on OOM")
     add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices")
-    rare("--lora_alpha", type=number(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
-    rare("--lora_dropout", type=number(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
+    rare("--lora_alpha", type=real(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
+    rare("--lora_dropout", type=real(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
     add("--gradient_checkpointing", action=BooleanOptionalAction, default=False, help="less memory, a third slower")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
-    add("--lambda_seg", type=number(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
-    add("--lambda_txt", type=number(0), default=0.5, help="weight of the answer's cross-entropy")
+    add("--lambda_seg", type=real(0), default=1.0, help="weight of the mask loss (BCE + Dice)")
+    add("--lambda_txt", type=real(0), default=0.5, help="weight of the answer's cross-entropy")
     text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="linear", help=text)
     add(
@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="after warm-up; cosine ends at 0",
     )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
-    rare("--weight_decay", type=number(0), default=0.01, help="AdamW weight decay")
+    rare("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")

@@ -24,8 +24,8 @@ from utils.cli import (
     Parser,
     RunError,
     add_common_arguments,
-    number,
     pattern,
+    real,
     refuse,
     run_main,
     whole,
@@ -61,16 +61,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--stratum_column", metavar="NAME", help="hospital or scanner, say: C is told within each of its values, too")
     add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
     rare("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
-    rare("--mask_margin", type=number(0), default=10.0, help="mm around the box; an empty mask crops nothing")
+    rare("--mask_margin", type=real(0), default=10.0, help="mm around the box; an empty mask crops nothing")
 
     add = parser.add_argument_group("volumes").add_argument
     xyz = {"nargs": 3, "metavar": ("X", "Y", "Z")}
     rare("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
     add("--image_size", type=whole(8), **xyz, default=[256, 256, 64], help="voxels of the input; lower on OOM")
-    add(
-        "--hu_window", type=number(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1"
-    )
-    add("--spacing", type=number(0, above=True), **xyz, help="resample to voxels of so many mm first")
+    add("--hu_window", type=real(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1")
+    add("--spacing", type=real(0, above=True), **xyz, help="resample to voxels of so many mm first")
     axes = pattern("as-is|(?=.*[RL])(?=.*[AP])(?=.*[SI]).{3}", "as-is, or where X, Y and Z point to, as RAS or LPS")
     rare("--orientation", type=axes, metavar="CODES", default="RAS", help="of all volumes; as-is: as in each file")
     add(
@@ -83,8 +81,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
     add("--cache_dir", default="runs/cache/survival", help="volumes at the model's size; may be deleted; '': none")
     add("--use_smart_cache", action="store_true", help="an epoch takes a part in memory, which changes after each")
-    rare("--cache_rate", type=number(0, 1, above=True), default=0.5, help="share of the training cases in memory")
-    rare("--replace_rate", type=number(0, 1, above=True), default=0.5, help="share of those replaced after each epoch")
+    rare("--cache_rate", type=real(0, 1, above=True), default=0.5, help="share of the training cases in memory")
+    rare("--replace_rate", type=real(0, 1, above=True), default=0.5, help="share of those replaced after each epoch")
 
     add = parser.add_argument_group("model").add_argument
     resnets = [f"resnet{depth}" for depth in (10, 18, 34, 50, 101, 152)]
@@ -103,7 +101,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--inner_folds", type=whole(0), default=2, metavar="N", help=text)
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
-    rare("--weight_decay", type=number(0), default=1e-5, help="weight decay")
+    rare("--weight_decay", type=real(0), default=1e-5, help="weight decay")
     add(
         "--lr_schedule",
         "--scheduler",
@@ -112,12 +110,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default="cosine",
         help="after the warm-up",
     )
-    rare("--eta_min", type=number(0), default=1e-7, help="learning rate at the end of the cosine")
+    rare("--eta_min", type=real(0), default=1e-7, help="learning rate at the end of the cosine")
     rare("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     years = [1.0, 2.0, 3.0, 4.0, 5.0]
-    add("--eval_years", type=number(0, above=True), nargs="+", default=years, metavar="YEAR", help="horizons")
+    add("--eval_years", type=real(0, above=True), nargs="+", default=years, metavar="YEAR", help="horizons")
     add("--rival_run", metavar="DIR", help="another run on the same fold: a row of the table, with the paired test")
     add("--predict", metavar="FILE", help="no training: the risk of each row of a table; scored where it has outcomes")
 
@@ -125,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
     # the guide's other names and its own meaning
     rare("--output", dest="output_dir", help="the same as --log_dir")
-    rare("--max_grad_norm", dest="grad_clip", type=number(0), help="the same as --grad_clip")
+    rare("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
         rare(flag, action="store_true", help="accepted; on by itself on a GPU")
     rare("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")

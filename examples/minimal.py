@@ -14,7 +14,7 @@ from pathlib import Path
 # only as long as this file is in examples/
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils.cli import InputError, Parser, add_common_arguments, number, run_main, whole
+from utils.cli import InputError, Parser, add_common_arguments, real, run_main, whole
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -22,7 +22,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("task").add_argument
     add("--data_root", help="folder with train/ and val/; left out: made-up images")
     add("--image_size", type=whole(8), default=32, help="side that images are resized to")
-    add("--dropout", type=number(0, 0.99), default=0.1, help="before the last layer")
+    add("--dropout", type=real(0, 0.99), default=0.1, help="before the last layer")
     add("--warmup_steps", type=whole(0), default=5, help="optimizer steps of linear warm-up, then a cosine to 0")
     add_common_arguments(parser, output_dir="runs/minimal", num_epochs=5, learning_rate=1e-3, batch_size=16)
     return parser.parse(argv)

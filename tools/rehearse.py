@@ -31,7 +31,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from utils.cli import InputError, Parser, RunError, number, report, run_main, with_flags
+from utils.cli import InputError, Parser, RunError, real, report, run_main, with_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -50,7 +50,7 @@ def parse_args() -> tuple[Namespace, list[str]]:
     """This tool's arguments, and the words for the script. Raises InputError for one that cannot be rehearsed."""
     parser = Parser(__doc__)
     parser.add_argument("script", metavar="SCRIPT", help="such as train_prs_med.py")
-    parser.add_argument("--gpu_memory", type=number(0, above=True), default=80.0, help="memory of the GPU, GiB")
+    parser.add_argument("--gpu_memory", type=real(0, above=True), default=80.0, help="memory of the GPU, GiB")
     args, words = parser.parse_known_args()
     path = Path(args.script)
     if not path.is_file():

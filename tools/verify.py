@@ -19,7 +19,7 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, number, pattern, read_config, run_main
+from utils.cli import InputError, Parser, pattern, read_config, real, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 # what the machine was doing at the time, not what the run computed
@@ -32,7 +32,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run folders: two to compare, or one with --steps")
-    add("--tolerance", type=number(0), default=0.0, help="largest relative difference that counts as equal")
+    add("--tolerance", type=real(0), default=0.0, help="largest relative difference that counts as equal")
     add("--steps", type=pattern(r"[1-9]\d*:[1-9]\d*", "two steps, as 11:20"), help="repeat these steps of one run")
     add("--script", help="script that repeats the steps; left out: the one named in the run's args.yaml")
     args = parser.parse(argv)

@@ -65,7 +65,7 @@ def whole(low: int) -> Callable[[str], int]:
     return parse
 
 
-def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+def real(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
     """argparse type: a finite number in [low, high], or in (low, high] with `above`."""
 
     def parse(text: str) -> float:
@@ -270,8 +270,8 @@ def add_common_arguments(
     text = f"samples of a step over ALL GPUs, however many; default: {product} at the first start"
     add("--effective_batch_size", type=whole(1), metavar="N", help=text)
     text = "peak learning rate, before any scaling"
-    add("--learning_rate", "--lr", type=number(0, above=True), default=learning_rate, help=text)
-    add("--grad_clip", "--grad_clip_norm", type=number(0), default=1.0, help="largest gradient norm; 0: no clipping")
+    add("--learning_rate", "--lr", type=real(0, above=True), default=learning_rate, help=text)
+    add("--grad_clip", "--grad_clip_norm", type=real(0), default=1.0, help="largest gradient norm; 0: no clipping")
     rare("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
 
     add = parser.add_argument_group("speed and memory").add_argument

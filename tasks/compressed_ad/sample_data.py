@@ -17,7 +17,7 @@ import numpy as np
 
 from tasks.compressed_ad.data import Env, Search, learning_curve, make_env, play
 from utils.checkpoint import write_atomically
-from utils.cli import InputError, RunError, number, whole
+from utils.cli import InputError, RunError, real, whole
 
 # the tabular learner: how fast values change, what a reward one step later is worth, the bonus of a state never
 # visited, which falls with the root of its visits, and the share of random actions at the first step and at the last
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source", choices=tuple(SOURCES), default="tabular", help="who learns; ppo takes hours")
     add("--streams", type=whole(1), default=100, help="histories of each task")
     add("--steps", type=whole(20), default=1000, help="steps of each history, in whole episodes")
-    add("--noise", type=number(0, 1), default=0.3, help="highest error rate of --source search")
+    add("--noise", type=real(0, 1), default=0.3, help="highest error rate of --source search")
     add("--seed", type=int, default=42, help="of all that is drawn")
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from tasks.prs_med.annotations import POSITIONS, foreground, is_label_map, is_misfit, position_of
 from tasks.prs_med.wordings import ANSWERS, QUESTIONS, fill
-from utils.cli import InputError, RunError, number, pattern, refuse, whole
+from utils.cli import InputError, RunError, pattern, real, refuse, whole
 from utils.images import IMAGE_ENDINGS, is_dicom, open_upright, to_bytes
 from utils.tables import SPLITS, check_one_split, find_column, parse_shares, patient_in, read_table, split_of
 from utils.volumes import read_volume
@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--structure", nargs="+", default=[], metavar="NAME", help=text)
     add("--labels", type=parse_labels, metavar="1=A,2=B", help="for label maps, or a dataset.json; 3=- leaves 3 out")
     add("--window", type=float, nargs=2, metavar=("CENTER", "WIDTH"), help="default: the DICOM file's, else its range")
-    add("--slice_spacing", type=number(0, above=True), default=10.0, help="mm between the slices of a volume")
+    add("--slice_spacing", type=real(0, above=True), default=10.0, help="mm between the slices of a volume")
     add("--seed", type=int, default=0, help="decides, with a patient's name, the split; and the wording")
     add("--split", type=parse_shares, default="70,15,15", metavar="T,V,T", help="shares of the patients")
     text = 'the patient in the name of an image, as "^(P[0-9]+)"; the default takes each image for one'

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.random import Generator
 
 from tasks.survival.report import concordance
-from utils.cli import InputError, number, whole
+from utils.cli import InputError, real, whole
 
 # what a CT covers, mm, and its slices' thickness in voxels of the first axis
 FIELD = (160.0, 160.0, 128.0)
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("out", type=Path, help="folder to write; must not hold a data set yet")
     add("--num_patients", type=whole(20), default=900, help="patients, one CT and one row each")
-    add("--event_rate", type=number(0.05, 0.8), default=0.4, help="share with an event (real cohort: 0.123)")
+    add("--event_rate", type=real(0.05, 0.8), default=0.4, help="share with an event (real cohort: 0.123)")
     add("--matrix", type=whole(12), default=32, help="voxels along the first axis")
     add("--seed", type=int, default=0, help="the same seed writes the same patients")
 
