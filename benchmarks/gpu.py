@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import joblib
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,7 +366,7 @@ def resume(options: Namespace, task: str) -> Iterator[dict]:
 def each_task(options: Namespace, check: Callable[[Namespace, str], Iterator[dict]]) -> Iterator[dict]:
     """The rows of all tasks, as many tasks at once as the cores allow."""
     # each has up to three processes
-    with ThreadPoolExecutor(max(1, os.cpu_count() // 3)) as pool:
+    with ThreadPoolExecutor(max(1, joblib.cpu_count() // 3)) as pool:
         for rows in pool.map(lambda task: list(attempt(task, check(options, task))), options.tasks):
             yield from rows
 
