@@ -83,7 +83,7 @@ def test_training_and_acting_are_one():
                 torch.testing.assert_close(logits, trained[k, t - 12 * depth], atol=1e-10, rtol=0)
             agents.observe(*step[:, None], gain[None])
     # told by hand: a one of 13 rows, a one of 13 columns
-    told = model.facts(torch.tensor([[40]]), torch.tensor([[3, 1]]), torch.float64)[0, 0]
+    told = model.encode(torch.tensor([[40]]), torch.tensor([[3, 1]]), torch.float64)[0, 0]
     assert told.nonzero().flatten().tolist() == [4 + 3, 13 + 4 + 1]
 
 
@@ -405,7 +405,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone(histories):
 @torch.no_grad()
 def test_returns_against_a_simulation_step_by_step():
     """One agent after the other in a room written out anew; the same in other company."""
-    model, run = small_model(shift=2), Namespace(position=Namespace(step=0), alive=lambda place: None)
+    model, run = small_model(shift=2), Namespace(position=Namespace(step=0), heartbeat=lambda place: None)
     one, other = (
         script.act_in_context(model, DARKROOM, [40, 49], 2, 4, run, small_args(temperature=0.7, test_batch_size=size))
         for size in (4, 3)
@@ -565,9 +565,8 @@ def test_a_gymnasium_world_from_end_to_end(lake, tmp_path, capfd):
 
 
 def test_a_run_of_days_says_so():
-    run = Namespace(effective=10**9, ranks=Namespace(world_size=1), checkpoint=None)
-    args = Namespace(max_steps=0, train_timesteps=10**6, mixed_precision="no")
-    assert "; a trial of minutes" in script.say_how_long(small_model().float(), 3, run, args)
+    args = Namespace(mixed_precision="no")
+    assert "; a trial of minutes" in script.say_how_long(small_model().float(), 3, 1e15, args)
 
 
 def test_the_published_settings_are_the_defaults():

@@ -357,7 +357,7 @@ def test_hausdorff_of_empty_and_shifted_masks():
 @torch.no_grad()
 def test_every_row_is_scored_by_its_own_mask(model, sets, args):
     """Dice, IoU and positions against plain NumPy on the model's masks."""
-    plain = SimpleNamespace(leaf=4, batches=iter)
+    plain = SimpleNamespace(batches=iter)
     scores, examples = script.evaluate(model, script.make_loader(sets["test"], args, 5), plain)
     assert [row["index"] for row in scores] == list(range(12))
     assert len(examples) == report.EXAMPLES
