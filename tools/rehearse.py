@@ -306,7 +306,7 @@ def main(args: Namespace) -> None:
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        engine = make_engine(model, optimizer, precision, settings, device)
+        engine = make_engine(model, optimizer, precision, with_flags(settings, compile=False), device)
         engine.scaler.scale(torch.zeros((), device=device))
         if settings.deterministic or leaves == world_size == 1:
             optimizer.zero_grad(set_to_none=True)
