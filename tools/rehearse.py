@@ -317,7 +317,7 @@ def main(args: Namespace) -> None:
         # one leaf and the update
         with engine.around_leaf(last=True):
             script.trial_step(model, batch, settings)
-        engine.update(settings.learning_rate)
+        engine.update(0.0)
 
     # activations grow with the leaf; if smaller leaves follow each other, there are gradients beside them
     activations = trace.peak - state
