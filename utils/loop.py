@@ -101,6 +101,7 @@ class Run:
         self.begun = time.time()
         resume_from = args.resume_from
         trains = not (args.eval_only or getattr(args, "predict", None))
+        self.lock: TextIO | None = None
         if trains:
             self.lock = checkpoint.lock_run_folder(self.folder, bool(resume_from) or args.overwrite)
         else:
