@@ -432,7 +432,7 @@ def gather_objects(value) -> list:
 
 
 def gather_dicts(own: dict) -> dict:
-    """The ranks' dicts as one, in the order of its keys, on every rank."""
+    """All ranks: their dicts merged into one, sorted by key."""
     return dict(sorted(combine(own, operator.or_).items()))
 
 

@@ -180,7 +180,7 @@ class InContextNet(nn.Module):
                 layer.compile(dynamic=True)
 
     def encode(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, N, F): what is told of cells (B, N), in a room that is moved by shift (B, 2)."""
+        """Cells (B, N) as features (B, N, F): coordinates or codes, in a room moved by shift (B, 2)."""
         places = self.places[cells]
         if self.codes:
             moved = places + shift[:, None, : places.shape[-1]]
@@ -470,7 +470,7 @@ def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
 
 
 def say_how_long(model: InContextNet, depth: int, samples: float, args: Namespace) -> str:
-    """On a CPU: how long so many samples take, by a step of a few; where that is days, what to try instead."""
+    """How long training on so many samples takes, estimated from a step of four; if days, what to try instead."""
     # twice, as the first warms up
     for _ in range(2):
         begun = time.perf_counter()
@@ -503,7 +503,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
         if args.shift and not histories.env.is_grid:
             raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
-        # of the file, where the flag leaves it open
+        # the flag may leave the environment to the file
         args = with_flags(args, env=histories.env.name)
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
         rival = report.read_rival(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}

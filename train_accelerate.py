@@ -919,7 +919,7 @@ def begin_stage(
 
 
 def describe(cascade: Cascade, prior: Prior, steps: list[int], described: str, args: Namespace) -> dict:
-    """Lines of the banner. steps: of each stage."""
+    """The banner's lines. steps: optimizer steps of each stage."""
     prediction = "regression" if args.regression else "v" if args.v_parameterization else "noise"
     return {
         "precision": described,
@@ -965,7 +965,7 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
     plan = Plan(batch, begins[-1], losses, invariants, describe(cascade, prior, steps, described, args))
 
     def state() -> dict:
-        """What each checkpoint holds beside the weights; `k` is the stage that learns."""
+        """What each checkpoint holds beside the weights and the optimizer; `k` is the stage being trained."""
         return {
             "prior": prior.state(), "stds": cascade.stds, "stage": k, "stages": args.stage_configs,
             "plateau": plateau.state, "extent": data.extent, "flips": [getattr(args, name) for name in FLIPS],

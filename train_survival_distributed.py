@@ -422,7 +422,7 @@ def fit_cox_models(data: MultiGPUSurvivalDataset, clinical: int, seed: int) -> d
 
 
 def known_cox_models(run: Run, data: MultiGPUSurvivalDataset, clinical: int) -> dict[str, dict]:
-    """All ranks: those of the checkpoint, or fitted to the training cases."""
+    """All ranks: the Cox models of the checkpoint, or of a new run, fitted to the training cases."""
     return run.checkpoint["cox_models"] if run.checkpoint else fit_cox_models(data, clinical, run.args.seed)
 
 
@@ -538,7 +538,7 @@ def score_fold(log_hazard: np.ndarray, sets: dict, args: Namespace) -> dict[str,
 
 
 def evaluate(model: RiskNet, sets: dict, batch_size: int, run: Run, args: Namespace) -> dict[str, float]:
-    """All ranks: the metrics of the validation fold by the model as it is."""
+    """All ranks: metrics of the validation fold with the current weights."""
     return score_fold(predict_parts(model, sets["val"], batch_size, run, args).sum(1), sets, args)
 
 
@@ -783,7 +783,7 @@ def weigh_by_folds(
         weights = run.checkpoint and run.checkpoint["model"]
         network = build_model(run.args, precision, ranks.device, inputs.columns.shape[1], weights)
         models = known_cox_models(run, sets["all"], inputs.clinical)
-        inner, loader = begin_training(run, network, inputs, sets, precision, models, precision)
+        inner, loader = begin_training(run, network, inputs, sets, precision, models, described=precision)
         with inner:
             code = train_epochs(inner, network, loader)
             if not code:
@@ -846,8 +846,10 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
     with du.agree_on_errors():
         rivals = report.read_rival(args.rival_run, sets["val"])
     with du.agree_on_errors():
-        weights = run.checkpoint and run.checkpoint["model"]
+        weights = (run.checkpoint or {}).get("model")
         model = build_model(args, precision, ranks.device, inputs.columns.shape[1], weights)
+    # frees the checkpoint's copy
+    del weights
     cox_models = known_cox_models(run, sets["all"], inputs.clinical)
     if args.eval_only:
         score_checkpoint(model, sets, run, args, cox_models, rivals)

@@ -420,8 +420,9 @@ def test_deepspeed_skips_a_step_on_all_ranks(run, zero_flags, tmp_path):
 # --- the foundation, by the smallest script ---------------------------------------------------------------------------
 
 
-def test_shares_change_nothing(run, whole, tmp_path):
-    run(MINIMAL, tmp_path / "run", "--gpu_shares 7,3,2", 3)
+@pytest.mark.parametrize(("shares", "processes"), [("7,3,2", 3), ("auto", 2)])
+def test_shares_change_nothing(run, whole, tmp_path, shares, processes):
+    run(MINIMAL, tmp_path / "run", f"--gpu_shares {shares}", processes)
     assert_same(tmp_path / "run", whole(MINIMAL))
 
 

@@ -171,6 +171,8 @@ class ExactEngine(Engine):
                 begin = end
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
         self.works: list[dist.Work | None] = []
+        # of the leaf under way, see around_leaf
+        self.last, self.missing, self.shift = False, Counter(), torch.tensor(SHIFT)
 
     def close(self) -> None:
         for hook in self.hooks:

@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     shares: list[int]
 
     def invariants(self) -> dict:
-        """What checkpoints say of it."""
+        """What a checkpoint holds of it."""
         return {"effective_batch_size": self.effective, "lr_times": self.times, "leaf": self.leaf}
 
 
@@ -121,7 +121,7 @@ class Run:
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
         # figures that TensorBoard does not have yet
         self.drawn: dict[str, np.ndarray] = {}
-        # where a training lets faulthandler write this rank's stacks if it hangs, and when that was last put off
+        # in training, the file for this rank's stack traces if it hangs, and when that watchdog was last reset
         self.stacks: TextIO | None = None
         self.armed = -math.inf
 
@@ -170,9 +170,9 @@ class Run:
         return Batch(effective, leaf, times, shares)
 
     def heartbeat(self, place: str) -> None:
-        """This rank is at work, and where; in a training its stacks are written if no heartbeat follows for long.
+        """Record that this rank is at work, and where. In training its stacks are written if no heartbeat follows.
 
-        That is before the ranks that wait for it give up and the launcher ends all.
+        That happens before the ranks that wait for it give up and the launcher ends all.
         """
         self.ranks.note(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
@@ -548,7 +548,6 @@ class Training:
 
     def __exit__(self, kind, error, trace) -> None:
         faulthandler.cancel_dump_traceback_later()
-        self._write_trace()
         self.stream = None
         if self.run.writer.thread:
             self.run.writer.thread.join()
@@ -557,8 +556,10 @@ class Training:
         stacks.close()
         if not Path(stacks.name).stat().st_size:
             Path(stacks.name).unlink()
-        self.engine.close()
         self.stop.__exit__(kind, error, trace)
+        # last, so that the log is closed and signals are restored even if torch fails here
+        self._write_trace()
+        self.engine.close()
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
                 raise RunError(f"out of memory; {self.run.advice}") from None
