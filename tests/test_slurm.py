@@ -171,7 +171,9 @@ class Cluster:
         while (now := self.about(job, "JobState")) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
             assert time.monotonic() < deadline, self.log(job)
             if self.about(job, "Reason") == "BeginTime":
-                # requeued, and else to wait for two minutes
+                # Requeued, and SLURM would wait for two minutes. In the second of the requeue it kills a job that starts:
+                # "Job credential revoked".
+                time.sleep(2)
                 self.run(f"scontrol update jobid={job} starttime=now")
             time.sleep(0.2)
         assert f"{now} {self.about(job, 'ExitCode')}" == state, self.log(job)
