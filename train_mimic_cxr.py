@@ -599,7 +599,7 @@ def test(model: ChestModel, sets: dict, split: str, batch_size: int, run: Run, a
     known = {name: Questions(data, name, args, report.MOST_FITTED) for name in ("train", "val")}
     images = [np.unique(part.column("study")) for part in known.values()] + [studies]
     features = {}
-    if len(known["train"]):
+    if len(images[0]) > 1:
         features = image_features(model, data, np.concatenate(images), batch_size, args)
     metrics = {}
     with du.agree_on_errors():

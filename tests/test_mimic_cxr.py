@@ -790,7 +790,7 @@ def test_which_head_answers():
 
 
 def test_own_images_are_learned(parse, tmp_path):
-    """A bright spot where there is pneumonia; rivals see it, too, but not where there is no training."""
+    """A bright spot where there is pneumonia; rivals see it, too, but not where training has one image or none."""
     rng = np.random.default_rng(0)
     lines = []
     for number in range(48):
@@ -799,7 +799,9 @@ def test_own_images_are_learned(parse, tmp_path):
         Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / f"{number}.png")
         answer, labels = (("no", "none"), ("yes", "Pneumonia"))[number % 2]
         lines.append(f"{number}.png,Is there pneumonia?,{answer},{labels},{'test' if number > 31 else 'train'}")
-    for name, chosen in (("all", lines), ("train", lines[:32]), ("test", lines[32:])):
+    for name, chosen in (
+        ("all", lines), ("train", lines[:32]), ("test", lines[32:]), ("one", [lines[0], *lines[32:]])
+    ):  # fmt: skip
         (tmp_path / f"{name}.csv").write_text("\n".join(["image,question,answer,labels,split", *chosen]))
         prepared(tmp_path / f"{name}.csv", tmp_path / name)
 
@@ -812,10 +814,11 @@ def test_own_images_are_learned(parse, tmp_path):
     for name in ("", "rival/pixels/", "rival/numbers/", "rival/encoder/"):
         assert min(summary[f"test/{name}vqa_accuracy"], summary[f"test/{name}chexpert_auroc"]) > 0.9, name
     assert (summary["test/rival/label_lookup/vqa_accuracy"], summary["test/rival/majority/vqa_accuracy"]) == (1, 0.5)
-    run("run", "test", "--eval_only", "--resume_from", "auto")
-    alone = json.loads((tmp_path / "run/eval_test.json").read_text())
-    assert alone["test/vqa_accuracy"] == summary["test/vqa_accuracy"]
-    assert not [name for name in alone if "rival" in name]
+    for name, rivals in (("test", set()), ("one", {"majority", "question_only", "label_lookup"})):
+        run("run", name, "--eval_only", "--resume_from", "auto")
+        alone = json.loads((tmp_path / "run/eval_test.json").read_text())
+        assert alone["test/vqa_accuracy"] == summary["test/vqa_accuracy"]
+        assert {key.split("/")[2] for key in alone if "/rival/" in key} == rivals
 
     with pytest.raises(InputError, match="no training question had a region answer; --head may be binary"):
         run("run", "test", "--resume_from", "auto", "--predict", tmp_path / "0.png", "--question", "Where is it?")
