@@ -557,9 +557,9 @@ class Training:
         if not Path(stacks.name).stat().st_size:
             Path(stacks.name).unlink()
         self.stop.__exit__(kind, error, trace)
-        # last, so that the log is closed and signals are restored even if torch fails here
-        self._write_trace()
         self.engine.close()
+        # last, so that all else is closed and restored even if torch fails here
+        self._write_trace()
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
                 raise RunError(f"out of memory; {self.run.advice}") from None
