@@ -10,7 +10,15 @@ from PIL import Image
 
 from utils.cli import InputError
 from utils.images import is_dicom, open_image, open_upright, square, square_box
-from utils.tables import check_one_split, find_column, parse_shares, patient_in, read_table, split_of
+from utils.tables import (
+    check_one_split,
+    find_column,
+    list_questions,
+    parse_shares,
+    patient_in,
+    read_table,
+    split_of,
+)
 
 # (30, 40): a ramp from 0 to 255, with a bright corner that shows how it is turned
 RAMP = np.linspace(0, 200, 1200).reshape(30, 40).astype(np.uint8)
@@ -188,3 +196,21 @@ def test_a_patient_in_a_name():
     assert [patient_in(form, "P12_3.png") for form in (r"^(P\d+)_", r"P\d", "^X")] == ["P12", "P1", ""]
     with pytest.raises(InputError, match="--patient_pattern .*: not a regular expression"):
         patient_in("(", "P12")
+
+
+def test_what_predict_asks(tmp_path):
+    """A folder's images, but not the figures of a run in it; one file, whatever its ending; a CSV's own questions."""
+    names = ["a.png", "run/figures/curves.png", "run/b.JPG", "figures/c.png", "run/run_id", "run/notes.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = [(tmp_path / name, "Is it?") for name in ("a.png", "figures/c.png", "run/b.JPG")]
+    assert list_questions(str(tmp_path), "Is it?") == found
+    assert list_questions(str(tmp_path / "run/run_id"), None) == [(tmp_path / "run/run_id", None)]
+    with pytest.raises(InputError, match="no image there; check --predict"):
+        list_questions(str(tmp_path / "run/figures"), None)
+    table = tmp_path / "ask.csv"
+    table.write_text("image,question\na.png,Where?\nrun/b.JPG,\n")
+    assert list_questions(str(table), "Is it?") == [(tmp_path / "a.png", "Where?"), (tmp_path / "run/b.JPG", "Is it?")]
+    with pytest.raises(InputError, match="ask.csv:3: no question; complete the row or give --question"):
+        list_questions(str(table), None)

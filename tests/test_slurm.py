@@ -171,8 +171,8 @@ class Cluster:
         while (now := self.about(job, "JobState")) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
             assert time.monotonic() < deadline, self.log(job)
             if self.about(job, "Reason") == "BeginTime":
-                # Requeued, and SLURM would wait for two minutes. In the second of the requeue it kills a job that starts:
-                # "Job credential revoked".
+                # Requeued, and SLURM would wait for two minutes. It kills a job that starts in the second of the
+                # requeue, as it has revoked its credential.
                 time.sleep(2)
                 self.run(f"scontrol update jobid={job} starttime=now")
             time.sleep(0.2)
