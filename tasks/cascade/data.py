@@ -51,6 +51,24 @@ CHECK, ALIKE = 32, 0.5
 KNOWN, PRIOR_SIDE = 256, 64
 
 
+class Flips(NamedTuple):
+    """How X-rays are stored: with the feet at the top, and which views are mirrored."""
+
+    feet_up: bool
+    mirrored: tuple[bool, ...]
+
+    def flags_to(self, seen: "Flips") -> list[str]:
+        """The flags to give instead, where images that were read with these flips still show others."""
+        flags = []
+        if seen.feet_up:
+            flags.append("--flip_drrs_vertical" if self.feet_up else "--no-flip_drrs_vertical")
+        if any(seen.mirrored):
+            pairs = zip(VIEWS, self.mirrored, seen.mirrored, strict=False)
+            views = [view for view, own, still in pairs if own != still]
+            flags.append(f"--flip_drrs_horizontal {'both' if len(views) == 2 else (views or ['none'])[0]}")
+        return flags
+
+
 class Patient(NamedTuple):
     """Where one patient's files are; ct: None where none is needed."""
 
@@ -214,8 +232,8 @@ class Data:
     def __init__(self, args: Namespace, sizes: list[list[int]]):
         """All ranks: find, read, check and keep all patients' files. sizes: the grids needed. Raises InputError."""
         self.args = args
-        # turned upside down, and which views are mirrored
-        self.flips = args.flip_drrs_vertical is False, [args.flip_drrs_horizontal in (view, "both") for view in VIEWS]
+        mirrored = tuple(args.flip_drrs_horizontal in (view, "both") for view in VIEWS)
+        self.flips = Flips(args.flip_drrs_vertical is False, mirrored)
         self.prior_size = [min(PRIOR_SIDE, side) for side in sizes[-1]]
         self.sizes = [tuple(size) for size in (*sizes, self.prior_size)]
         # see kept()
@@ -271,22 +289,21 @@ class Data:
         """
         views = range(self.args.num_views)
 
-        def alike(view: int, turned: bool, mirrored: bool) -> np.ndarray:
-            seen = images[:, view, :: -1 if turned else 1, :: -1 if mirrored else 1]
+        def alike(view: int, feet_up: bool, mirrored: bool) -> np.ndarray:
+            seen = images[:, view, :: -1 if feet_up else 1, :: -1 if mirrored else 1]
             return np.array([abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) for a, b in zip(rays[:, view], seen)])  # noqa: B905
 
-        # the turn is one flag for all views, the mirrors are one flag, too
         medians = {
-            (turned, *mirrored): [np.median(alike(view, turned, mirrored[view])) for view in views]
-            for turned, *mirrored in product((False, True), repeat=1 + self.args.num_views)
+            Flips(feet_up, mirrored): [np.median(alike(view, feet_up, mirrored[view])) for view in views]
+            for feet_up in (False, True)
+            for mirrored in product((False, True), repeat=len(views))
         }
         now = next(iter(medians.values()))
-        best, scores = max(medians.items(), key=lambda item: sum(item[1]) - 0.02 * sum(item[0]))
+        best, scores = max(
+            medians.items(), key=lambda item: sum(item[1]) - 0.02 * sum((item[0].feet_up, *item[0].mirrored))
+        )
         if max(b - a for a, b in zip(now, scores, strict=True)) > 0.05:
-            mirrored = [VIEWS[view] for view in views if best[1 + view] != self.flips[1][view]]
-            flags = ["--no-flip_drrs_vertical" if best[0] != self.flips[0] else "--flip_drrs_vertical"] * best[0]
-            if any(best[1:]):
-                flags.append(f"--flip_drrs_horizontal {'both' if len(mirrored) == 2 else (mirrored or ['none'])[0]}")
+            flags = self.flips.flags_to(best)
             found = ", ".join(f"{VIEWS[view]} {now[view]:.2f} -> {scores[view]:.2f}" for view in views)
             raise InputError(f"--dataset_path: X-rays lie otherwise than CTs (r {found}); give {' '.join(flags)}")
         for view in views:
@@ -358,7 +375,7 @@ class Data:
         """(views, img_size, img_size) float32 in -1..1, kept in 16 bits. Raises InputError."""
         images, side = [], self.args.img_size
         for view, path in enumerate(patient.xrays):
-            turn = (self.flips[0], self.flips[1][view])
+            turn = (self.flips.feet_up, self.flips.mirrored[view])
             kept = self.kept(path, ("xray", view, side, turn))
             if not kept.is_file():
                 keep(kept, (read_xray(path, side, *turn) * 32767).round().to(torch.int16).numpy())
