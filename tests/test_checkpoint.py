@@ -100,6 +100,19 @@ def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):
     assert not list(folder.glob(".*.tmp"))
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_names(tmp_path, monkeypatch):
+    """So that a power cut, too, leaves the checkpoint before or this one."""
+    done, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(("fsync", os.fstat(file).st_size)) or sync(file))
+    for name in ("link", "replace"):
+        act = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *paths, name=name, act=act: done.append((name, paths[1].name)) or act(*paths)
+        )
+    checkpoint.write_atomically(tmp_path / "a", lambda file: file.write(b"123"), (tmp_path / "b",))
+    assert done == [("fsync", 3), ("link", ".b.tmp"), ("replace", "b"), ("replace", "a")]
+
+
 def test_weights_of_another_model_are_refused():
     """One layer more, of another shape, or less; frozen ones are not saved."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
