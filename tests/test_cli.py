@@ -67,6 +67,15 @@ def test_smallest_numbers(parser, refused):
             assert f"argument --{name}" in refused(f"--{name}", smallest - 1)
 
 
+@pytest.mark.parametrize("of_all", [False, True])
+def test_help_says_whose_batch_size_it_is(of_all):
+    parser = Parser("Title\n\n    example")
+    add_common_arguments(parser, "out", num_epochs=3, learning_rate=1e-4, batch_size=8, batch_of_all=of_all)
+    text = " ".join(parser.format_help().split())
+    assert f"samples {'over ALL GPUs' if of_all else 'PER GPU'} and forward pass" in text
+    assert f"default: batch size x accumulation{'' if of_all else ' x GPUs'} at the first start" in text
+
+
 def test_wandb_must_be_installed_to_train_with_it(parser, refused, monkeypatch):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda _: None)
     line = "error: --wandb: it is not installed; pip install -r requirements-wandb.txt; see --help\n"
