@@ -16,7 +16,7 @@ import distributed_utils as du
 from examples import minimal
 from utils.cli import RunError
 from utils.engine import make_engine
-from utils.log import RunLog
+from utils.log import RunLog, draw_curves
 from utils.loop import Batch, Plan, Run, Training, _try, seed_noise, shares_of
 from utils.sampler import TrainBatchSampler
 
@@ -79,6 +79,20 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
     with pytest.raises(RunError, match="3 steps in a row had a non-finite loss"):
         log.step(torch.tensor([0.0, 0.0, 1.0]), 6, 4, 0.2)
     log.close()
+
+
+def test_curves_show_the_log(tmp_path):
+    """The training loss on the left, each metric of the evaluations on the right; lines without one are left out."""
+    lines = [
+        {"step": 1, "train/loss": 3.0},
+        {"step": 2, "val/loss": 2.0, "val/dice": 0.5},
+        {"step": 4, "train/loss": 1.0},
+        {"step": 4, "val/loss": None, "val/dice": 0.7},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    axes = draw_curves(tmp_path / "metrics.jsonl").axes
+    drawn = [{line.get_label(): line.get_xydata().tolist() for line in each.lines} for each in axes]
+    assert drawn == [{"train/loss": [[1, 3], [4, 1]]}, {"val/dice": [[2, 0.5], [4, 0.7]], "val/loss": [[2, 2]]}]
 
 
 def test_what_is_shown(tmp_path, capsys):
