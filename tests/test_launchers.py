@@ -17,6 +17,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from test_pages import help_flags
+from test_promise import PATH
 
 from utils import launch_4gpu, torchrun
 from utils.cli import InputError
@@ -259,7 +260,9 @@ def test_without_data_two_commands_are_named(command, named, tmp_path):
     path, *words = command.split()
     start = ["bash"] if path.endswith(".sh") else [sys.executable]
     cwd = ROOT if "config/" in command else tmp_path
-    done = subprocess.run([*start, ROOT / path, *words], cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*start, ROOT / path, *words], cwd=cwd, env=os.environ | PATH, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
