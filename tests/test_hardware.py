@@ -86,7 +86,7 @@ def limit_of(group: str) -> str:
         ("0::/job/step\n", f"job/step/memory.max=max\n{limit_of('job')}", 12),
         ("0::/docker/abc\n", limit_of("."), 12),
         # cached files are given back
-        ("4:memory:/job\n2:cpu,cpuacct:/job\n0::/\n", V1, 13),
+        ("4:memory:/job\n2:cpu,cpuacct:/\n0::/\n", V1, 13),
     ],
 )
 def test_memory_of_a_container(tmp_path, monkeypatch, groups, files, gib):
