@@ -84,7 +84,7 @@ def limit_of(group: str) -> str:
         ("0::/\n", "memory.max=max\nmemory.current=5", 100),
         # the group above has the lower limit; a container that sees the host's path
         ("0::/job/step\n", f"job/step/memory.max=max\n{limit_of('job')}", 12),
-        ("0::/docker/abc\n", limit_of("."), 12),
+        ("0::/pods/cri:abc\n", limit_of("."), 12),
         # cached files are given back
         ("4:memory:/job\n2:cpu,cpuacct:/\n0::/\n", V1, 13),
     ],

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from utils.cli import InputError
-from utils.images import is_dicom, open_image, open_upright, square, square_box
+from utils.images import bits_window, is_dicom, open_image, open_upright, square, square_box
 from utils.tables import (
     check_one_split,
     find_column,
@@ -65,6 +65,11 @@ def test_a_dicom_window_is_the_files_own_or_the_given_one(tmp_path):
     for window, low, high in ((None, -160, 240), ((0, 1000), -500, 500)):
         pixels = np.asarray(open_upright(tmp_path / "a.dcm", window))
         assert np.abs(pixels - np.interp(hu, [low, high], [0, 255])).max() <= 1
+
+
+def test_a_window_of_all_that_the_bits_hold():
+    tops = [bits_window(np.array([0, largest])) for largest in (7, 255, 256, 4095, 4096, 65535)]
+    assert tops == [(top / 2, top) for top in (255, 255, 1023, 4095, 16383, 65535)]
 
 
 def test_what_cannot_be_opened_is_a_value_error_or_an_os_error(tmp_path, monkeypatch):
