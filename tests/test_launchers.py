@@ -226,6 +226,31 @@ def test_exit_code_and_sigterm(name, tmp_path):
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("words", "threads"),
+    [
+        ("--nproc_per_node=2 train.py", "3"),
+        ("--nproc_per_node=8 train.py", "1"),
+        ("accelerate launch --num_processes 3 train.py", "2"),
+        ("accelerate launch train.py", "6"),
+    ],
+)
+def test_each_process_has_its_share_of_the_cores(words, threads, monkeypatch):
+    """Of those that torch would take: fewer than there are where two threads share a core."""
+    given = []
+    for name, value in (("hardware_utils.usable_cores", lambda: 8), ("torch.get_num_threads", lambda: 6)):
+        monkeypatch.setattr(name, value)
+    for module in ("torch.distributed.run", "accelerate.commands.accelerate_cli"):
+        monkeypatch.setattr(f"{module}.main", lambda: given.append(os.environ["OMP_NUM_THREADS"]))
+    for name in ("OMP_NUM_THREADS", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+    # main() changes these for its process, which ends with it
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr("logging.disable", lambda _: None)
+    assert torchrun.main(words.split()) == 0
+    assert given == [threads]
+
+
 ENTRIES = (
     "train.py train_accelerate.py train_mimic_cxr.py train_prs_med.py train_survival_distributed.py hardware_utils.py "
 )
