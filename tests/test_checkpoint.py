@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -111,6 +112,19 @@ def test_a_file_is_on_the_disk_before_it_has_its_names(tmp_path, monkeypatch):
         )
     checkpoint.write_atomically(tmp_path / "a", lambda file: file.write(b"123"), (tmp_path / "b",))
     assert done == [("fsync", 3), ("link", ".b.tmp"), ("replace", "b"), ("replace", "a")]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="locks by flock")
+def test_a_lock_is_waited_for_and_the_user_told_once(tmp_path, capsys):
+    import fcntl
+
+    with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock", "w") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        assert not checkpoint._take_lock(ours, tmp_path, wait=0.5)
+        Timer(0.5, fcntl.flock, (theirs, fcntl.LOCK_UN)).start()
+        assert checkpoint._take_lock(ours, tmp_path, wait=20)
+    lines = [f"waiting up to {wait} s for the run in {tmp_path} to end\n" for wait in (0, 20)]
+    assert capsys.readouterr().out == "".join(lines)
 
 
 def test_weights_of_another_model_are_refused():

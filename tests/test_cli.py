@@ -1,6 +1,7 @@
 """Flags, config files and one-line errors, as a script's parser gives them."""
 
 import json
+import os
 
 import pytest
 import yaml
@@ -74,6 +75,20 @@ def test_help_says_whose_batch_size_it_is(of_all):
     text = " ".join(parser.format_help().split())
     assert f"samples {'over ALL GPUs' if of_all else 'PER GPU'} and forward pass" in text
     assert f"default: batch size x accumulation{'' if of_all else ' x GPUs'} at the first start" in text
+
+
+def test_a_rank_ends_at_once_with_its_code(monkeypatch):
+    """Under every launcher, without the shutdown of Python, in which torch's threads may abort."""
+    for name, codes in (("RANK", [3]), ("SLURM_PROCID", [3]), ("HOME", [])):
+        ended = []
+        with monkeypatch.context() as patch:
+            patch.delenv("RANK", raising=False)
+            patch.delenv("SLURM_PROCID", raising=False)
+            patch.setenv(name, "0")
+            patch.setattr(os, "_exit", ended.append)
+            with pytest.raises(SystemExit, match="3"):
+                cli.run_main(lambda _: 3, None)
+        assert ended == codes
 
 
 def test_wandb_must_be_installed_to_train_with_it(parser, refused, monkeypatch):

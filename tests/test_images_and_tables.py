@@ -139,7 +139,7 @@ def test_the_same_rows_from_every_kind_of_table(tmp_path):
         assert read_table(path) == [(f"{path}:2", expected[0]), (f"{path}:3", expected[1])]
     with pytest.raises(InputError, match=r"t.csv:1: no column 'patient' \(did you mean 'patient id'\?\)"):
         find_column(read_table(tmp_path / "t.csv"), "patient")
-    assert find_column(read_table(tmp_path / "t.csv"), "image", "FILE") == "file"
+    assert find_column(read_table(tmp_path / "t.csv")[:1], "image", "FILE") == "file"
 
 
 @pytest.mark.parametrize(

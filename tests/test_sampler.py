@@ -58,6 +58,12 @@ def test_permute_is_a_permutation_of_its_own(size):
     assert permute(np.array([size - 1]), size, 0, 0)[0] == orders[0][-1]
 
 
+def test_a_run_of_an_older_version_goes_on_in_its_order():
+    """Checkpoints hold no order, so these numbers may never change."""
+    assert permute(np.arange(12), 12, 5, 3).tolist() == [3, 11, 6, 7, 9, 10, 4, 5, 8, 0, 1, 2]
+    assert permute(np.arange(3), 3 * 10**8, 5, 3).tolist() == [104838487, 173449666, 281620227]
+
+
 def test_permute_looks_random():
     """Each of 5 samples is at each of 5 places about equally often: chi-squared below its 99.9 % point."""
     counts = Counter()
