@@ -73,7 +73,9 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
         log.close()
         log = RunLog(tmp_path, CPU, names, args, copy.deepcopy(saved), 2)
     log.step(torch.tensor([3.0, 3.0, 1.0]), 3, 4, 0.2)
+    capsys.readouterr()
     log.write_interval(3, 1, 9)
+    assert capsys.readouterr().out.startswith("epoch 1 step 3/9 | loss 2.0000 | ")
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     shown = {"step": 3, "epoch": 1, "train/lr": 0.2, "train/loss": 2, "train/grad_norm": 3, "train/skipped": 2 / 3}
     assert line == pytest.approx(line | shown)
