@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import distributed_utils as du
 from utils.cli import InputError
@@ -241,3 +242,20 @@ def test_schedule():
     assert [du.schedule(step, 10, 4, "constant") for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1, 1, 1]
     assert [round(du.schedule(step, 10, 4, "cosine"), 4) for step in (3, 4, 7, 10)] == [1, 1, 0.5, 0]
     assert [du.scale_learning_rate(2.0, 4, rule) for rule in ("linear", "sqrt", "none")] == [8, 4, 2]
+
+
+@pytest.mark.parametrize("crashed", [True, False])
+def test_silent_ranks_are_named_once(crashed, capsys):
+    """By the first of the ranks that gave up waiting; a rank that crashed has said why itself."""
+    store = dist.HashStore()
+    ranks = [du.Ranks(rank, 3, torch.device("cpu"), "torchrun", store) for rank in range(3)]
+    store.set("place of 2", "step 7")
+    store.set("rank 1 has ended", "")
+    if crashed:
+        du.name_silent_ranks(ranks[2], ValueError("a mistake"), wait=0)
+    told = []
+    for rank in ranks[:2]:
+        du.name_silent_ranks(rank, RuntimeError("gloo: timed out"), wait=0)
+        told.append(capsys.readouterr().err)
+    line = "error: rank 2 (step 7) hangs or was killed, the others waited in vain; "
+    assert told == ["" if crashed else f"{line}stacks: hang_rank*.txt in the run folder\n", ""]
