@@ -363,6 +363,7 @@ def draw(count: int, seed: int) -> list[tuple[str, int, str]]:
 
 
 def test_file(path: str | Path) -> str:
+    """The tests of a helper's file."""
     stem = Path(path).stem
     return f"tests/test_{TESTS_OF.get(stem, stem)}.py"
 

@@ -58,7 +58,7 @@ class Flips(NamedTuple):
     mirrored: tuple[bool, ...]
 
     def flags_to(self, seen: "Flips") -> list[str]:
-        """The flags to give instead, where images that were read with these flips still show others."""
+        """The flags that correct these, if images read with them turn out to be flipped by `seen` still."""
         flags = []
         if seen.feet_up:
             flags.append("--flip_drrs_vertical" if self.feet_up else "--no-flip_drrs_vertical")
