@@ -377,6 +377,8 @@ def combine(value, both: Callable, tag: int = 0):
     and all-gather go around a ring, a chain of 2 (ranks - 1).
     """
     rank, world_size = world()
+    if world_size == 1:
+        return value
     bit = 1
     while bit < world_size and not rank & bit:
         if rank + bit < world_size:

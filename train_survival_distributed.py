@@ -469,7 +469,7 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
     sizes, device = training.batch, training.ranks.device
-    rows = data.rows_of(sampler.order(position.samples + np.arange(step.samples)), position.epoch)
+    rows = data.rows_of(sampler.of_all_ranks(position.samples), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
     # read before they are on the GPU, which would be waited for
     cases = [batch["index"].tolist() for batch in step.batches]
@@ -495,9 +495,9 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     events = torch.full_like(loss, float(event.sum()))
     for leaf, batch in zip(step.numbers or [0], step.leaves(), strict=True):
         output = passed[0] if once else engine.wrapped(batch)
-        through = (output * gradient[leaf * sizes.leaf :][: len(output)]).sum()
+        part = gradient[leaf * sizes.leaf :][: len(output)]
         # the step's own numbers, entered once
-        step.backward(loss * (leaf == 0), events * (leaf == 0), through=through)
+        step.backward(loss * (leaf == 0), events * (leaf == 0), through=(output, part))
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

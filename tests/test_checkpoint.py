@@ -81,10 +81,10 @@ def test_best_is_another_name_of_its_checkpoint_and_stays(folder):
     assert load(folder / "best.pt", folder)["step"] == 6
     assert torch.equal(load("auto", folder)["model"]["weight"], torch.arange(1000.0) + 12)
     # weights that change after a save began do not reach it
-    state = contents(15)
-    copy_of_it = checkpoint.copy_to_cpu(state)
+    state, copy = contents(15), checkpoint.HostCopy()
+    first = copy(state)
     state["model"]["weight"].zero_()
-    assert copy_of_it["model"]["weight"].any()
+    assert first["model"]["weight"].any()
 
 
 def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):

@@ -114,7 +114,7 @@ def work(ranks):
         own = range(7 * ranks.rank // ranks.world_size, 7 * (ranks.rank + 1) // ranks.world_size)
         for leaf in own:
             with exact.around_leaf(last=leaf == own[-1]):
-                exact.backward(model(images[leaf]).sum() * 10.0 ** (leaf - 5))
+                exact.backward(model(images[leaf]).sum(), torch.tensor(10.0 ** (leaf - 5)))
         off_grid = (exact.flat * 2.0**40 % 1).any()
         exact.finish_sum()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]

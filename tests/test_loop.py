@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import distributed_utils as du
 from examples import minimal
+from utils import checkpoint
 from utils.cli import RunError
 from utils.engine import make_engine
 from utils.log import RunLog, draw_curves
@@ -60,7 +61,7 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
     names = ["loss", "grad_norm", "skipped"]
     log = RunLog(tmp_path, CPU, names, args, None, 0)
     for step, loss in enumerate((1.0, float("nan")), start=1):
-        log.step(torch.tensor([loss, 2.0 * step, float(step == 2)]), step, 4, 0.1)
+        log.step(list(torch.tensor([loss, 2.0 * step, float(step == 2)])), step, 4, 0.1)
     saved = copy.deepcopy(log.state())
     log.write(2, 1, {"val/loss": 7.0})
     log.close()
@@ -72,7 +73,7 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
         (tmp_path / "args.yaml").write_text(rest)
         log.close()
         log = RunLog(tmp_path, CPU, names, args, copy.deepcopy(saved), 2)
-    log.step(torch.tensor([3.0, 3.0, 1.0]), 3, 4, 0.2)
+    log.step(list(torch.tensor([3.0, 3.0, 1.0])), 3, 4, 0.2)
     capsys.readouterr()
     log.write_interval(3, 1, 9)
     assert capsys.readouterr().out.startswith("epoch 1 step 3/9 | loss 2.0000 | ")
@@ -80,7 +81,7 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
     shown = {"step": 3, "epoch": 1, "train/lr": 0.2, "train/loss": 2, "train/grad_norm": 3, "train/skipped": 2 / 3}
     assert line == pytest.approx(line | shown)
     with pytest.raises(RunError, match="3 steps in a row had a non-finite loss"):
-        log.step(torch.tensor([0.0, 0.0, 1.0]), 6, 4, 0.2)
+        log.step(list(torch.tensor([0.0, 0.0, 1.0])), 6, 4, 0.2)
     log.close()
 
 
@@ -94,10 +95,15 @@ def test_the_lines_that_a_checkpoint_counts_are_on_the_disk(tmp_path, monkeypatc
     """So that a power cut, too, leaves no checkpoint without its lines."""
     sizes, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or sync(file))
-    log = RunLog(tmp_path, CPU, ["loss"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
-    log.write(2, 1, {"val/loss": 7.0})
-    assert [log.state()["bytes"]] == sizes != [0]
-    log.close()
+    with begin(tmp_path) as training:
+        training.log.write(2, 1, {"val/loss": 7.0})
+        sizes.clear()
+        training.save()
+        # as after a stop signal, while the checkpoint is written
+        training.log.close()
+        training.flush()
+        saved = checkpoint.load_checkpoint("auto", tmp_path, "test/1")
+    assert sizes == [saved["log"]["bytes"], (tmp_path / "step_00000000.pt").stat().st_size]
 
 
 def test_curves_show_the_log(tmp_path):
@@ -116,7 +122,8 @@ def test_curves_show_the_log(tmp_path):
 
 def test_what_is_shown(tmp_path, capsys):
     """A run of days says so, once; TensorBoard has no details."""
-    log = RunLog(tmp_path, CPU, ["loss", "skipped"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
+    names = ["loss", "grad_norm", "skipped"]
+    log = RunLog(tmp_path, CPU, names, SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
     log.opened -= 50
     log.warn_of_days(20_000)
     log.opened -= 50
@@ -129,7 +136,8 @@ def test_what_is_shown(tmp_path, capsys):
     log.write(
         1, 1, {"val/auc": 0.5, "val/auc/3y": 0.5, "val/auc_low": 0.4, "val/return_optimal": 1.0, "val/loss": None}
     )
-    log.writer.add_scalar.assert_called_once_with("val/auc", 0.5, 1)
+    summary, step = log.writer.file_writer.add_summary.call_args[0]
+    assert [(shown.tag, shown.simple_value, step) for shown in summary.value] == [("val/auc", 0.5, 1)]
     assert len(json.loads((tmp_path / "metrics.jsonl").read_text())) == 7
     log.close()
 

@@ -85,10 +85,10 @@ class Engine:
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this rank's part of a sum over the ranks."""
+    def backward(self, loss: Tensor, gradient: Tensor) -> None:
+        """Add the gradients of this rank's part of a sum over the ranks; gradient: that of the sum by `loss`."""
         # DDP averages over the ranks, so undo the division
-        self.scaler.scale(loss * world()[1]).backward()
+        loss.backward(self.scaler.scale(gradient * world()[1]))
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         """Clip the gradients and update the weights; (gradient norm before clipping, 1 where the step was skipped)."""
@@ -102,6 +102,10 @@ class Engine:
         if self.scaler.is_enabled():
             self.scaler.step(optimizer)
             self.scaler.update()
+        elif self.device.type == "cpu":
+            # nothing to wait for
+            if not skipped:
+                optimizer.step()
         else:
             # what GradScaler hands to a fused optimizer, which then skips on the device
             optimizer.grad_scale, optimizer.found_inf = None, skipped
@@ -186,8 +190,8 @@ class ExactEngine(Engine):
         self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+    def backward(self, loss: Tensor, gradient: Tensor) -> None:
+        loss.backward(self.scaler.scale(gradient))
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:

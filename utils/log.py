@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distributed_utils import Ranks, combine, print_main
+from distributed_utils import Ranks, combine, on_grid, print_main
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
@@ -52,12 +52,12 @@ def print_banner(title: str, rows: dict) -> None:
 class RunLog:
     """The log of one run.
 
-    Per optimizer step, `step()` keeps the step's numbers as a tensor on the device and does nothing else; every
-    log_every steps they are summed over the ranks in one transfer and written.
+    Per optimizer step, `step()` keeps the numbers on the device and does nothing else. Every log_every steps they
+    come to the host in one transfer, are summed over the ranks and written.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, names: list[str], args: Namespace, saved: dict | None, step: int):
-        """names: what step() tensors hold, in order, `skipped` last. saved: what state() gave at `step`."""
+        """names: of what step() is given: losses, then grad_norm and skipped. saved: what state() gave at `step`."""
         self.folder = folder
         self.ranks = ranks
         self.names = names
@@ -66,7 +66,7 @@ class RunLog:
         saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
 
         # steps that no line tells of yet: on the device, and on the host summed over the ranks
-        self.recent: list[torch.Tensor] = []
+        self.recent: list[list[torch.Tensor]] = []
         self.rows: list[list[float]] = saved["rows"]
         # of the worst rank: share of time waiting for data, peak memory in GB
         self.worst = [0.0, 0.0]
@@ -119,12 +119,16 @@ class RunLog:
                 raise InputError(f"--wandb: {error} (or set WANDB_API_KEY, or WANDB_MODE=offline)") from None
 
     def state(self) -> dict:
-        """All ranks, for a checkpoint: the interval begun, and how much of metrics.jsonl, now on disk, it counts."""
+        """All ranks, for a checkpoint: the interval begun, and how much of metrics.jsonl it counts, see sync()."""
         self.collect()
-        if self.ranks.is_main:
-            os.fsync(self.jsonl.fileno())
         interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
         return interval | {"bytes": self.bytes, "last": dict(self.last)}
+
+    def sync(self) -> None:
+        """Rank 0: wait until metrics.jsonl is on the disk, as it must be before a checkpoint that counts its bytes."""
+        # another thread may have closed ours
+        with open(self.folder / "metrics.jsonl", "ab") as file:
+            os.fsync(file.fileno())
 
     # --- each step ----------------------------------------------------------------------------------------------------
 
@@ -136,10 +140,11 @@ class RunLog:
         self.waited = 0.0
         self.samples = self.steps = 0
 
-    def step(self, values: torch.Tensor, step: int, samples: int, lr: float) -> None:
+    def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
         """Keep one optimizer step's numbers. Raises RunError, on all ranks, after too many skipped steps in a row.
 
-        values: this rank's part of the sums over the ranks, one for each of the names.
+        values: scalars; the losses of each of this rank's leaves, whose sum over leaves and ranks is logged, then
+        grad_norm and skipped, which are the same on all ranks.
         """
         self.recent.append(values)
         self.samples += samples
@@ -152,7 +157,15 @@ class RunLog:
         """All ranks: the kept steps to the host, summed over the ranks, and what the worst rank waits and uses."""
         if not self.recent:
             return
-        rows = torch.stack(self.recent).double().cpu().numpy()
+        values = torch.stack([value for step in self.recent for value in step]).double().cpu()
+        # float64 adds these without rounding, so in any order
+        losses, values, rows, end = on_grid(values).tolist(), values.tolist(), [], 0
+        for step in self.recent:
+            begin, end = end, end + len(step)
+            sums = [sum(losses[begin + place : end - 2 : len(self.names) - 2]) for place in range(len(self.names) - 2)]
+            # what all ranks have alike enters the sum once
+            rows.append(sums + (values[end - 2 : end] if self.ranks.is_main else [0.0, 0.0]))
+        rows = np.array(rows)
         own = [self.waited / (time.perf_counter() - self.started), peak_memory_gb(self.ranks.device)]
         rows, self.worst = combine((rows, own), lambda a, b: (a[0] + b[0], list(map(max, a[1], b[1]))))
         self.recent.clear()
@@ -205,13 +218,20 @@ class RunLog:
         self.last |= values
         if not self.ranks.is_main:
             return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         try:
             self.jsonl.write(json.dumps({"step": step, "epoch": epoch, **values}) + "\n")
             self.jsonl.flush()
             self.bytes = self.jsonl.tell()
-            for name, value in values.items():
-                if value is not None and name.count("/") == 1 and not name.endswith(DETAILS):
-                    self.writer.add_scalar(name, value, step)
+            shown = {
+                name: value
+                for name, value in values.items()
+                if value is not None and name.count("/") == 1 and not name.endswith(DETAILS)
+            }
+            # one event of all of them; add_scalar() would take a tenth of a millisecond for each
+            scalars = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+            self.writer.file_writer.add_summary(Summary(value=scalars), step)
         except OSError as error:
             # a full disk ends the run at the next checkpoint, which needs the room too
             print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)

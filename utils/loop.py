@@ -15,6 +15,7 @@ import math
 import sys
 import textwrap
 import time
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -119,6 +120,8 @@ class Run:
         self.args = with_flags(args, **flags)
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
+        # loaders whose processes are there
+        self.forked: weakref.WeakSet[DataLoader] = weakref.WeakSet()
         # figures that TensorBoard does not have yet
         self.drawn: dict[str, np.ndarray] = {}
         # in training, the file for this rank's stack traces if it hangs, and when that watchdog was last reset
@@ -184,8 +187,9 @@ class Run:
     def start_loader(self, loader: DataLoader) -> Iterator:
         """The loader's batches; its processes are forked at the first call."""
         # not while the checkpoint thread runs: children would inherit its locks, held for ever
-        if self.writer.thread:
+        if self.writer.thread and loader.num_workers and loader not in self.forked:
             self.writer.thread.join()
+        self.forked.add(loader)
         with du.hold_signals():
             return iter(loader)
 
@@ -480,7 +484,7 @@ class Training:
                 "model": weights,
             }
             contents |= self.engine.state() | self.extra()
-            self.run.writer.save(contents, self.best_names if best else ())
+            self.run.writer.save(contents, self.best_names if best else (), first=self.log.sync)
             self.saved, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
@@ -585,7 +589,7 @@ class Step:
     batches: list
     totals: list[float]
     passes: int
-    losses: Tensor | int = 0
+    losses: list[Tensor] = field(default_factory=list)
     weight: float = 1.0
 
     def leaves(self) -> Iterator:
@@ -599,15 +603,18 @@ class Step:
             with training.engine.around_leaf(last=number == self.passes - 1):
                 yield du.to_device(batch, device)
 
-    def backward(self, *losses: Tensor, through: Tensor | None = None) -> None:
-        """Backward pass of the first of these losses, a leaf's part of a sum over the step; the others are logged.
+    def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
+        """Backward pass of the first of these losses, a leaf's part of a sum over the step; all are logged.
 
-        through: what is differentiated instead, where the loss has no parts that add up. A non-finite loss gives
-        non-finite gradients, which reach every rank: all skip the step together.
+        through: where the loss has no parts that add up, a leaf's output and the loss's gradient by it. A non-finite
+        loss gives non-finite gradients, which reach every rank: all skip the step together.
         """
-        finite = torch.where(losses[0].detach().isfinite(), self.weight, torch.nan)
-        self.training.engine.backward((losses[0] if through is None else through) * finite)
-        self.losses = self.losses + du.on_grid(torch.stack([loss.detach() for loss in losses]) * self.weight)
+        # NaN where the loss is not finite
+        weight = self.weight + 0 * losses[0].detach()
+        output, gradient = through or (losses[0], 1.0)
+        self.training.engine.backward(output, (gradient * weight).to(output.dtype))
+        if self.weight:
+            self.losses += [loss.detach() for loss in losses]
 
     def update(self, lr: float) -> None:
         """Clip the gradients, update the weights at this learning rate, count the step and log it.
@@ -615,13 +622,10 @@ class Step:
         A non-finite gradient leaves the weights alone. Nothing is read back from the GPU but every log interval.
         """
         training, log, position = self.training, self.training.log, self.training.position
-        grad_norm, skipped = training.engine.update(lr)
+        of_all = training.engine.update(lr)
         position.step += 1
         position.samples += self.samples
-        # the norm is the same on all ranks, so that rank 0 alone enters it into the sum
-        shared = torch.stack([grad_norm, skipped]).double()
-        shared = shared if training.ranks.is_main else torch.zeros_like(shared)
-        log.step(torch.cat([self.losses, shared]), position.step, self.samples, lr)
+        log.step([*self.losses, *of_all], position.step, self.samples, lr)
         log.warn_of_days(training.last_step - position.step)
         if position.step % training.args.log_every == 0:
             log.write_interval(position.step, position.epoch + 1, training.last_step)
@@ -629,7 +633,7 @@ class Step:
 
 def error_in(batch: dict) -> str:
     """The first `error` that a batch's samples tell of, or ""."""
-    return next((str(reason) for reason in np.atleast_1d(batch.get("error", "")) if reason), "")
+    return next(filter(None, batch.get("error", ())), "")
 
 
 def seed_noise(device: torch.device, *position: int) -> None:

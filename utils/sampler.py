@@ -6,9 +6,12 @@ and ranks take whole leaves: how many ranks there are changes who computes a lea
 
 import math
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
+
+# samples whose place in the order is computed at once: one call takes a tenth of a millisecond, of 8 samples or of 1000
+AT_ONCE = 2048
 
 
 class Index(int):
@@ -90,11 +93,12 @@ class ImageGroups:
         shuffled, group_of = np.unique(np.searchsorted(self.ends, places, "right"), return_inverse=True)
         images, before, size = self._describe(permute(shuffled, count, seed, epoch))
         within = places - (self.ends[shuffled] - size - before)[group_of]
-        questions = np.empty_like(places)
-        for image in np.unique(images):
-            of_image = images[group_of] == image
+        questions, image_of = np.empty_like(places), images[group_of]
+        by_image = np.argsort(image_of, kind="stable")
+        for part in np.split(by_image, np.flatnonzero(np.diff(image_of[by_image])) + 1):
+            image = image_of[part[0]]
             own = np.random.default_rng([seed % 2**63, epoch, image]).permutation(self.questions[image])
-            questions[of_image] = self.first[image] + own[within[of_image]]
+            questions[part] = self.first[image] + own[within[part]]
         return questions if self.sorted is None else self.sorted[questions]
 
 
@@ -131,6 +135,7 @@ class TrainBatchSampler:
         """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
         self.epoch = epoch
         self.start = samples
+        self.whole: np.ndarray | None = None
 
     def steps_per_epoch(self) -> int:
         """Optimizer steps of a whole epoch."""
@@ -155,21 +160,35 @@ class TrainBatchSampler:
             return self.groups.order(positions, self.seed, self.epoch)
         return permute(positions, self.num_samples, self.seed, self.epoch)
 
+    def of_all_ranks(self, first: int) -> np.ndarray:
+        """All samples of the step that begins after `first` samples; keeps the epoch's order, 8 bytes a sample."""
+        if self.whole is None:
+            self.whole = self.order(np.arange(self.num_samples))
+        return self.whole[first : first + self.effective_batch_size]
+
     def __len__(self) -> int:
         firsts = range(self.start, self.num_samples, self.effective_batch_size)
         return sum(max(1, len(self.share(first)[1])) for first in firsts)
 
     def __iter__(self) -> Iterator[list[int]]:
+        positions: list[np.ndarray] = []
         for first in range(self.start, self.num_samples, self.effective_batch_size):
             samples, leaves = self.share(first)
             # DDP needs a pass of each rank: one without a leaf computes the step's first, which counts nothing
             for leaf in leaves or [0]:
                 begin = first + leaf * self.leaf_size
-                positions = np.arange(begin, min(begin + self.leaf_size, first + samples))
-                batch = [Index(index) for index in self.order(positions).tolist()]
-                for index in batch:
-                    index.epoch = self.epoch
-                yield batch
+                positions.append(np.arange(begin, min(begin + self.leaf_size, first + samples)))
+            if len(positions) * self.leaf_size >= AT_ONCE or first + samples == self.num_samples:
+                yield from self._batches(positions)
+                positions = []
+
+    def _batches(self, positions: list[np.ndarray]) -> Iterator[list[int]]:
+        samples = iter(self.order(np.concatenate(positions)).tolist())
+        for part in positions:
+            batch = [Index(index) for index in islice(samples, len(part))]
+            for index in batch:
+                index.epoch = self.epoch
+            yield batch
 
 
 class EvalBatchSampler:

@@ -152,9 +152,9 @@ class ZeroEngine(Engine):
         self.wrapped.set_gradient_accumulation_boundary(last)
         yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, gradient: Tensor) -> None:
         # DeepSpeed averages over the ranks, so undo the division
-        self.wrapped.backward(loss * du.world()[1], scale_wrt_gas=False)
+        self.wrapped.backward(loss * (gradient * du.world()[1]), scale_wrt_gas=False)
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         for group in self.optimizer.param_groups:
