@@ -4,10 +4,11 @@
     python benchmarks/frameworks.py --csv_path FILE ...     # flags of train_survival_distributed.py
     OMP_NUM_THREADS=1 python benchmarks/frameworks.py       # on a CPU: one thread
 
-One process, on a GPU if there is one, without augmentation and loader processes. All train the same
-weights on the same batches, in rounds by turns; the first round and the first steps of each round warm up. On a CPU the
-time is that of the processor, which other work on the machine hardly changes. A trainer that is not installed is left
-out. The last line is a JSON object: milliseconds of a step under each, the median of its rounds.
+One process, on a GPU if there is one, without augmentation and loader processes. All train the same weights on the same
+batches, in rounds by turns, each in another order; the first round and the first steps of each round warm up. On a CPU
+the time is that of the processor, which other work on the machine hardly changes. The speed of this project over a
+trainer is the median of the rounds, with the quartiles. A trainer that is not installed is left out. The last line is a
+JSON object: milliseconds of a step under each, the median of its rounds.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ import distributed_utils as du
 import train_survival_distributed as script
 
 ON_GPU = DEVICE.type == "cuda"
-ROUNDS, WARM_UP, STEPS = 4 if ON_GPU else 6, 3, 10
+ROUNDS, WARM_UP, STEPS = 4 if ON_GPU else 13, 3, 10
 SMALL = "--resnet resnet10 --base_channels 16 --image_size 24 24 16 --batch_size 8 --mixed_precision no"
 
 
@@ -217,8 +218,8 @@ TRAINERS = {
 }
 
 
-def measure(flags: list[str]) -> dict[str, float]:
-    """Milliseconds of a step under each trainer that is installed, with these flags of the survival script."""
+def measure(flags: list[str]) -> dict[str, list[float]]:
+    """Milliseconds of a step in each round under each trainer there is, with these flags of the survival script."""
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
     script.set_precision(args.mixed_precision, DEVICE, args.deterministic)
     cohort = script.read_table(args.csv_path, args)
@@ -228,7 +229,8 @@ def measure(flags: list[str]) -> dict[str, float]:
     order = list(du.create_distributed_dataloader(data, args.batch_size).batch_sampler)[: WARM_UP + STEPS]
     times: dict[str, list[float]] = {name: [] for name in TRAINERS}
     for number in range(ROUNDS):
-        for name in list(times):
+        names = list(times)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
             model = RiskLoss(copy.deepcopy(network), cohort)
             loader = DataLoader(data, batch_sampler=order, collate_fn=collate, pin_memory=ON_GPU)
             case = Round(model, script.make_optimizer(model.network, args), loader, args)
@@ -240,7 +242,7 @@ def measure(flags: list[str]) -> dict[str, float]:
                 continue
             # the first round warms up
             times[name] += [1000 * case.seconds / STEPS] * (number > 0)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 if __name__ == "__main__":
@@ -250,7 +252,10 @@ if __name__ == "__main__":
             make_samples("survival", Path(folder, "data"), f"--num_patients {(WARM_UP + STEPS) * 8} --matrix 20")
             flags = f"--csv_path {folder}/data/dataset.csv --cache_dir {folder}/cache {SMALL}".split()
         times = measure(flags)
-    for name, milliseconds in times.items():
-        speed = milliseconds / times["this project"]
-        print(f"{name:<24} {milliseconds:9.2f} ms a step   speed of this project over it: {speed:.3f}")
-    print(json.dumps(times), flush=True)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, milliseconds in medians.items():
+        speeds = [theirs / ours for theirs, ours in zip(times[name], times["this project"], strict=True)]
+        low, speed, high = statistics.quantiles(speeds, n=4)
+        shown = f"speed of this project over it: {speed:.3f} ({low:.3f} to {high:.3f})"
+        print(f"{name:<24} {milliseconds:9.2f} ms a step   {shown}")
+    print(json.dumps(medians), flush=True)
