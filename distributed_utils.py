@@ -17,7 +17,6 @@ import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -238,17 +236,6 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
             names = ", ".join(f"rank {rank} ({ranks.store.get(f'place of {rank}').decode()})" for rank in silent)
             reason = f"{names} hangs or was killed, the others waited in vain"
             print(f"error: {reason}; stacks: hang_rank*.txt in the run folder", file=sys.stderr)
-
-
-def launch_workers(world_size: int) -> None:
-    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
-    if world_size > 1 and read_environment()[2] == 1 and "RANK" not in os.environ:
-        torchrun = str(Path(__file__).parent / "utils" / "torchrun.py")
-        command = [sys.executable, torchrun, "--standalone", f"--nproc_per_node={world_size}", *sys.argv]
-        if os.name == "nt":
-            # where execv would return to the prompt at once
-            sys.exit(subprocess.call(command))
-        os.execv(sys.executable, command)
 
 
 def world() -> tuple[int, int]:

@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from datetime import timedelta
 
-from utils.cli import Parser, add_common_arguments, real, run_main, whole
+from utils.cli import Parser, add_common_arguments, launch_workers, real, run_main, whole
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
@@ -99,6 +99,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
+    launch_workers(ARGS.world_size)
 
 import numpy as np
 import torch
@@ -562,7 +563,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or 1)
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)
 

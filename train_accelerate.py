@@ -26,7 +26,17 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.cli import InputError, Parser, RunError, add_common_arguments, real, run_main, whole, with_flags
+from utils.cli import (
+    InputError,
+    Parser,
+    RunError,
+    add_common_arguments,
+    launch_workers,
+    real,
+    run_main,
+    whole,
+    with_flags,
+)
 
 FORMAT = "cascade/3"
 ADVICE = "give the stage a smaller voxel_dim or token_grid, or --gradient_checkpointing"
@@ -216,6 +226,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
+    launch_workers(ARGS.world_size)
 
 
 import numpy as np
@@ -1093,7 +1104,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or 1)
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)
 

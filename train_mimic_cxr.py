@@ -22,6 +22,7 @@ from utils.cli import (
     RunError,
     add_common_arguments,
     first_line,
+    launch_workers,
     real,
     run_main,
     whole,
@@ -116,6 +117,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
+    launch_workers(ARGS.world_size)
 
 
 import inspect
@@ -938,7 +940,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not torch.cuda.device_count():
         # DeepSpeed would search for a GPU and warn

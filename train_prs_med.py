@@ -17,7 +17,7 @@ import os
 from argparse import BooleanOptionalAction, Namespace
 from pathlib import Path
 
-from utils.cli import InputError, Parser, add_common_arguments, first_line, real, run_main, whole
+from utils.cli import InputError, Parser, add_common_arguments, first_line, launch_workers, real, run_main, whole
 
 FORMAT = "prs_med/5"
 
@@ -83,6 +83,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
+    launch_workers(ARGS.world_size)
 
 
 from dataclasses import dataclass
@@ -1023,7 +1024,6 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or 1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

@@ -24,6 +24,7 @@ from utils.cli import (
     Parser,
     RunError,
     add_common_arguments,
+    launch_workers,
     pattern,
     real,
     refuse,
@@ -152,6 +153,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
+    launch_workers(ARGS.world_size)
 
 
 import numpy as np
@@ -945,7 +947,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or torch.cuda.device_count() or 1)
+    launch_workers(args.world_size or torch.cuda.device_count())
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 # only as long as this file is in examples/
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from utils.cli import InputError, Parser, add_common_arguments, real, run_main, whole
+from utils.cli import InputError, Parser, add_common_arguments, launch_workers, real, run_main, whole
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -31,6 +31,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     # before the heavy imports: --help and a mistyped flag answer at once
     ARGS = parse_args()
+    launch_workers(ARGS.world_size)
 
 import numpy as np
 import torch
@@ -159,7 +160,6 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
-    du.launch_workers(args.world_size or 1)
     with du.setup_distributed(args.dist_timeout) as ranks:
         return train(args, ranks)
 

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -315,6 +316,17 @@ def report(error: Exception) -> int:
         # the others are not all here yet
         time.sleep(2)
     return code
+
+
+def launch_workers(world_size: int | None) -> None:
+    """Replace a plain `python script.py --world_size N` by torchrun with N processes of it."""
+    if (world_size or 1) > 1 and "RANK" not in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        command = [sys.executable, str(Path(__file__).with_name("torchrun.py")), "--standalone"]
+        command += [f"--nproc_per_node={world_size}", *sys.argv]
+        if os.name == "nt":
+            # where execv would return to the prompt at once
+            sys.exit(subprocess.call(command))
+        os.execv(sys.executable, command)
 
 
 def run_main(main: Callable[[argparse.Namespace], int | None], args: argparse.Namespace) -> None:
