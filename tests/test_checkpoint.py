@@ -82,9 +82,23 @@ def test_best_is_another_name_of_its_checkpoint_and_stays(folder):
     assert torch.equal(load("auto", folder)["model"]["weight"], torch.arange(1000.0) + 12)
     # weights that change after a save began do not reach it
     state, copy = contents(15), checkpoint.HostCopy()
-    first = copy(state)
+    first = copy(state)["model"]["weight"]
     state["model"]["weight"].zero_()
-    assert first["model"]["weight"].any()
+    assert torch.equal(first, contents(15)["model"]["weight"])
+
+
+def test_a_copy_in_host_memory_takes_the_memory_of_the_one_before():
+    copy, weight = checkpoint.HostCopy(), torch.rand(3, 4, 5, 6).to(memory_format=torch.channels_last)
+    state = {"model": {"weight": weight}, "moments": [weight.double(), torch.tensor(3)], "step": 7}
+    first = copy(state)
+    state["moments"][1] += 1
+    second = copy(state)
+    assert second["step"] == 7
+    pairs = zip((second["model"]["weight"], *second["moments"]), (weight, *state["moments"]), strict=True)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() and a is not b for a, b in pairs)
+    assert second["model"]["weight"].data_ptr() == first["model"]["weight"].data_ptr()
+    # another shape, as of a further stage
+    assert torch.equal(copy({"model": {"weight": weight[:2]}})["model"]["weight"], weight[:2])
 
 
 def test_a_failed_save_leaves_the_one_before_and_no_litter(folder, monkeypatch):

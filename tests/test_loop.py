@@ -106,6 +106,19 @@ def test_the_lines_that_a_checkpoint_counts_are_on_the_disk(tmp_path, monkeypatc
     assert sizes == [saved["log"]["bytes"], (tmp_path / "step_00000000.pt").stat().st_size]
 
 
+def test_only_a_loader_that_starts_processes_waits_for_the_checkpoint(tmp_path):
+    options = {"collate_fn": list}
+    alone, forked = (DataLoader(range(4), 2, num_workers=n, persistent_workers=n > 0, **options) for n in (0, 1))
+    with begin(tmp_path) as training:
+        run, waits = training.run, []
+        for loader in (alone, forked, forked):
+            run.writer.thread = Mock()
+            assert [*run.start_loader(loader)] == [[0, 1], [2, 3]]
+            waits.append(run.writer.thread.join.called)
+        run.writer.thread = None
+    assert waits == [False, True, False]
+
+
 def test_curves_show_the_log(tmp_path):
     """The training loss on the left, each metric of the evaluations on the right; lines without one are left out."""
     lines = [
