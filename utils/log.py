@@ -157,14 +157,11 @@ class RunLog:
         """All ranks: the kept steps to the host, summed over the ranks, and what the worst rank waits and uses."""
         if not self.recent:
             return
-        values = torch.stack([value for step in self.recent for value in step]).double().cpu()
-        # float64 adds these without rounding, so in any order
-        losses, values, rows, end = on_grid(values).tolist(), values.tolist(), [], 0
-        for step in self.recent:
-            begin, end = end, end + len(step)
-            sums = [sum(losses[begin + place : end - 2 : len(self.names) - 2]) for place in range(len(self.names) - 2)]
+        values, rows = torch.stack([value for step in self.recent for value in step]).double().cpu(), []
+        for step in values.split([len(step) for step in self.recent]):
+            losses = on_grid(step[:-2].view(-1, len(self.names) - 2)).sum(0)
             # what all ranks have alike enters the sum once
-            rows.append(sums + (values[end - 2 : end] if self.ranks.is_main else [0.0, 0.0]))
+            rows.append([*losses.tolist(), *(step[-2:].tolist() if self.ranks.is_main else (0.0, 0.0))])
         rows = np.array(rows)
         own = [self.waited / (time.perf_counter() - self.started), peak_memory_gb(self.ranks.device)]
         rows, self.worst = combine((rows, own), lambda a, b: (a[0] + b[0], list(map(max, a[1], b[1]))))
