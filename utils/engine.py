@@ -90,13 +90,12 @@ class Engine:
         # DDP averages over the ranks, so undo the division
         loss.backward(self.scaler.scale(gradient * world()[1]))
 
-    def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip the gradients and update the weights; (gradient norm before clipping, 1 where the step was skipped)."""
+    def update(self, lr: float) -> Tensor:
+        """Clip the gradients and, if their norm is finite, update the weights; returns the norm before clipping."""
         optimizer = self.optimizer
         self.scaler.unscale_(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grad_norm = nn.utils.clip_grad_norm_(parameters, self.grad_clip)
-        skipped = 1.0 - grad_norm.isfinite().float()
         for group in optimizer.param_groups:
             group["lr"] = lr
         if self.scaler.is_enabled():
@@ -104,14 +103,14 @@ class Engine:
             self.scaler.update()
         elif self.device.type == "cpu":
             # nothing to wait for
-            if not skipped:
+            if math.isfinite(grad_norm):
                 optimizer.step()
         else:
             # what GradScaler hands to a fused optimizer, which then skips on the device
-            optimizer.grad_scale, optimizer.found_inf = None, skipped
+            optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return grad_norm, skipped
+        return grad_norm
 
     def weights(self) -> dict[str, Tensor]:
         """All ranks: what a checkpoint holds of the model, see checkpoint.trained_state."""
@@ -207,7 +206,7 @@ class ExactEngine(Engine):
         bucket = self.buckets[len(self.works)]
         self.works.append(dist.all_reduce(bucket, async_op=True) if world()[1] > 1 else None)
 
-    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float) -> Tensor:
         self.finish_sum()
         return super().update(lr)
 

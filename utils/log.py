@@ -56,11 +56,11 @@ class RunLog:
     come to the host in one transfer, are summed over the ranks and written.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, names: list[str], args: Namespace, saved: dict | None, step: int):
-        """names: of what step() is given: losses, then grad_norm and skipped. saved: what state() gave at `step`."""
+    def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
+        """losses: their names, in step()'s order. saved: what state() gave at `step`."""
         self.folder = folder
         self.ranks = ranks
-        self.names = names
+        self.names = [*losses, "grad_norm", "skipped"]
         self.log_every = args.log_every
         self.max_bad_steps = args.max_bad_steps
         saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
@@ -143,8 +143,8 @@ class RunLog:
     def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
         """Keep one optimizer step's numbers. Raises RunError, on all ranks, after too many skipped steps in a row.
 
-        values: scalars; the losses of each of this rank's leaves, whose sum over leaves and ranks is logged, then
-        grad_norm and skipped, which are the same on all ranks.
+        values: scalars; the losses of each of this rank's leaves, whose sum over leaves and ranks is logged, and last
+        the gradient norm, which all ranks have alike. A step was skipped if that is not finite.
         """
         self.recent.append(values)
         self.samples += samples
@@ -159,10 +159,10 @@ class RunLog:
             return
         values, rows = torch.stack([value for step in self.recent for value in step]).double().cpu(), []
         for step in values.split([len(step) for step in self.recent]):
-            losses = on_grid(step[:-2].view(-1, len(self.names) - 2)).sum(0)
+            losses, norm = on_grid(step[:-1].view(-1, len(self.names) - 2)).sum(0), float(step[-1])
             # what all ranks have alike enters the sum once
-            rows.append([*losses.tolist(), *(step[-2:].tolist() if self.ranks.is_main else (0.0, 0.0))])
-        rows = np.array(rows)
+            rows.append([*losses.tolist(), *((norm, not math.isfinite(norm)) if self.ranks.is_main else (0, 0))])
+        rows = np.array(rows, float)
         own = [self.waited / (time.perf_counter() - self.started), peak_memory_gb(self.ranks.device)]
         rows, self.worst = combine((rows, own), lambda a, b: (a[0] + b[0], list(map(max, a[1], b[1]))))
         self.recent.clear()

@@ -297,8 +297,7 @@ class Training:
                     best_counts = checkpoint.begin_run(run.folder, saved, args.overwrite, best_names)
                 # faulthandler keeps it open
                 run.stacks = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
-                names = [*plan.losses, "grad_norm", "skipped"]
-                self.log = RunLog(run.folder, self.ranks, names, args, saved and saved["log"], self.position.step)
+                self.log = RunLog(run.folder, self.ranks, plan.losses, args, saved and saved["log"], self.position.step)
             except OSError as error:
                 raise RunError(f"{run.folder}: cannot begin the run ({error.strerror}); make room") from None
         if not du.broadcast_object(best_counts):
@@ -610,9 +609,10 @@ class Step:
         loss gives non-finite gradients, which reach every rank: all skip the step together.
         """
         # NaN where the loss is not finite
-        weight = self.weight + 0 * losses[0].detach()
-        output, gradient = through or (losses[0], 1.0)
-        self.training.engine.backward(output, (gradient * weight).to(output.dtype))
+        output, gradient = losses[0], self.weight + 0 * losses[0].detach()
+        if through:
+            output, gradient = through[0], (through[1] * gradient).to(through[0].dtype)
+        self.training.engine.backward(output, gradient)
         if self.weight:
             self.losses += [loss.detach() for loss in losses]
 
@@ -622,10 +622,10 @@ class Step:
         A non-finite gradient leaves the weights alone. Nothing is read back from the GPU but every log interval.
         """
         training, log, position = self.training, self.training.log, self.training.position
-        of_all = training.engine.update(lr)
+        grad_norm = training.engine.update(lr)
         position.step += 1
         position.samples += self.samples
-        log.step([*self.losses, *of_all], position.step, self.samples, lr)
+        log.step([*self.losses, grad_norm], position.step, self.samples, lr)
         log.warn_of_days(training.last_step - position.step)
         if position.step % training.args.log_every == 0:
             log.write_interval(position.step, position.epoch + 1, training.last_step)

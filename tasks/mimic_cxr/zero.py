@@ -156,12 +156,11 @@ class ZeroEngine(Engine):
         # DeepSpeed averages over the ranks, so undo the division
         self.wrapped.backward(loss * (gradient * du.world()[1]), scale_wrt_gas=False)
 
-    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.wrapped.step()
-        grad_norm = torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device).float()
-        return grad_norm, 1.0 - grad_norm.isfinite().float()
+        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device).float()
 
     # --- whole tensors out of the parts, and back into them -----------------------------------------------------------
 
