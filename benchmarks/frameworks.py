@@ -6,9 +6,9 @@
 
 One process, on a GPU if there is one, without augmentation and loader processes. All train the same weights on the same
 batches, in rounds by turns, each in another order; the first round and the first steps of each round warm up. On a CPU
-the time is that of the processor, which other work on the machine hardly changes. The speed of this project over a
-trainer is the median of the rounds, with the quartiles. A trainer that is not installed is left out. The last line is a
-JSON object: milliseconds of a step under each, the median of its rounds.
+the time is that of the processor. Of each step counts the lower quartile of the rounds, as what else a machine does can
+only slow it down; the quartiles that are printed are of whole rounds. A trainer that is not installed is left out. The
+last line is a JSON object: milliseconds of a step under each.
 """
 
 import contextlib
@@ -16,11 +16,10 @@ import copy
 import io
 import itertools
 import json
-import statistics
 import sys
 import tempfile
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -63,16 +62,11 @@ class Round:
     optimizer: torch.optim.Optimizer
     loader: DataLoader
     args: Namespace
-    steps: int = 0
-    begun: float = 0.0
-    seconds: float = 0.0
+    ends: list[float] = field(default_factory=list)
 
     def tick(self, *_) -> None:
-        """Call it after each optimizer step; the seconds are those of the steps after the warm-up."""
-        self.steps += 1
-        if self.steps in (WARM_UP, WARM_UP + STEPS):
-            now = clock()[0 if ON_GPU else 1]
-            self.begun, self.seconds = now, now - self.begun
+        """Call it after each optimizer step."""
+        self.ends.append(clock()[0 if ON_GPU else 1])
 
 
 def collate(items: list[dict]) -> dict:
@@ -218,8 +212,8 @@ TRAINERS = {
 }
 
 
-def measure(flags: list[str]) -> dict[str, list[float]]:
-    """Milliseconds of a step in each round under each trainer there is, with these flags of the survival script."""
+def measure(flags: list[str]) -> dict[str, np.ndarray]:
+    """(rounds, steps) milliseconds under each trainer there is, with these flags of the survival script."""
     args = script.parse_args([*flags, "--no-augment", "--num_workers", "0"])
     script.set_precision(args.mixed_precision, DEVICE, args.deterministic)
     cohort = script.read_table(args.csv_path, args)
@@ -227,7 +221,7 @@ def measure(flags: list[str]) -> dict[str, list[float]]:
     data = script.read_inputs(cohort, [], rows, args).sets({"train": rows}, args)["train"]
     network = script.build_model(args, args.mixed_precision, DEVICE).train()
     order = list(du.create_distributed_dataloader(data, args.batch_size).batch_sampler)[: WARM_UP + STEPS]
-    times: dict[str, list[float]] = {name: [] for name in TRAINERS}
+    times: dict[str, list[np.ndarray]] = {name: [] for name in TRAINERS}
     for number in range(ROUNDS):
         names = list(times)
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -240,9 +234,9 @@ def measure(flags: list[str]) -> dict[str, list[float]]:
                 print(f"{name}: {error}")
                 del times[name]
                 continue
-            # the first round warms up
-            times[name] += [1000 * case.seconds / STEPS] * (number > 0)
-    return times
+            times[name].append(1000 * np.diff(case.ends[WARM_UP - 1 : WARM_UP + STEPS]))
+    # the first round warms up
+    return {name: np.stack(rounds[1:]) for name, rounds in times.items()}
 
 
 if __name__ == "__main__":
@@ -252,10 +246,9 @@ if __name__ == "__main__":
             make_samples("survival", Path(folder, "data"), f"--num_patients {(WARM_UP + STEPS) * 8} --matrix 20")
             flags = f"--csv_path {folder}/data/dataset.csv --cache_dir {folder}/cache {SMALL}".split()
         times = measure(flags)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, milliseconds in medians.items():
-        speeds = [theirs / ours for theirs, ours in zip(times[name], times["this project"], strict=True)]
-        low, speed, high = statistics.quantiles(speeds, n=4)
-        shown = f"speed of this project over it: {speed:.3f} ({low:.3f} to {high:.3f})"
-        print(f"{name:<24} {milliseconds:9.2f} ms a step   {shown}")
-    print(json.dumps(medians), flush=True)
+    of_step = {name: float(np.quantile(rounds, 0.25, axis=0).mean()) for name, rounds in times.items()}
+    for name, milliseconds in of_step.items():
+        low, high = np.quantile(times[name].mean(1) / times["this project"].mean(1), (0.25, 0.75))
+        speed = f"{milliseconds / of_step['this project']:.3f} (rounds: {low:.3f} to {high:.3f})"
+        print(f"{name:<24} {milliseconds:9.2f} ms a step   speed of this project over it: {speed}")
+    print(json.dumps(of_step), flush=True)
