@@ -56,13 +56,11 @@ demo-survival:
 	processes=$(PROCESSES) && \
 	$(BIN)/python train_survival_distributed.py --config configs/survival_demo.yaml --world_size $$processes
 
-# MALLOC_*: glibc keeps freed memory for what comes next, which saves a tenth of the test's time
 demo-cascade:
 	rm -rf data/demo/cascade_cache
 	$(BIN)/python -m tools.sample_data cascade data/demo/cascade
 	processes=$(PROCESSES) && export PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 && \
 	multi=$$([ $$processes = 1 ] || echo --multi_gpu) && \
-	export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4000000000 && \
 	accelerate launch $$multi --num_processes=$$processes --num_machines=1 --mixed_precision=fp16 --dynamo_backend=no \
 	    train_accelerate.py --config configs/cascade_demo.json
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from hardware_utils import usable_cores
+from hardware_utils import keep_freed_memory, usable_cores
 from utils.cli import InputError, RunError
 from utils.sampler import EvalBatchSampler, ImageGroups, TrainBatchSampler
 
@@ -167,6 +167,8 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         if here > gpus and not alone:
             raise InputError(f"{here} processes on a machine with {gpus} GPUs; start at most one per GPU")
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
 
     store = None
     if world_size > 1:

@@ -146,6 +146,28 @@ def test_gpus(tmp_path, monkeypatch):
 # --- numerics and memory ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_kept():
+    program = """
+import resource, sys, torch
+from hardware_utils import keep_freed_memory
+if sys.argv[1:]:
+    keep_freed_memory()
+for step in range(20):
+    if step == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2_000_000) for _ in range(10)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    taken, kept = (
+        int(subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, check=True).stdout)
+        for words in ([], ["keep"])
+    )
+    # pages, which may be large ones
+    assert kept < 0.05 * taken
+
+
 def test_precision(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [hw.choose_precision(wanted, cpu)[0] for wanted in ("auto", "bf16", "no")] == ["no", "bf16", "no"]
