@@ -154,7 +154,7 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
-    def save(self, contents: dict, also: tuple[str, ...] = (), first: Callable[[], None] = bool) -> None:
+    def save(self, contents: dict, also: tuple[str, ...] = (), first: Callable[[], None] = lambda: None) -> None:
         """All ranks call it: begin to write a checkpoint, once the one before is written.
 
         also: more names for it. first: called by the thread before it writes.
