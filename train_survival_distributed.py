@@ -947,6 +947,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
 
 
 def main(args: Namespace) -> int:
+    # without --world_size: one for each GPU, which only torch can count
     launch_workers(args.world_size or torch.cuda.device_count())
     with du.setup_distributed(args.dist_timeout) as ranks:
         return run_task(args, ranks)

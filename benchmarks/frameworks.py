@@ -6,9 +6,9 @@
 
 One process, on a GPU if there is one, without augmentation and loader processes. All train the same weights on the same
 batches, in rounds by turns, each in another order; the first round and the first steps of each round warm up. On a CPU
-the time is that of the processor. Of each step counts the lower quartile of the rounds, as what else a machine does can
-only slow it down; the quartiles that are printed are of whole rounds. A trainer that is not installed is left out. The
-last line is a JSON object: milliseconds of a step under each.
+the time is that of the processor. Each step's time is the lower quartile over the rounds, because other work on the
+machine can only slow it down; in brackets are the quartiles of whole rounds' ratios. A trainer that is not installed is
+left out. The last line is a JSON object: milliseconds of a step under each.
 """
 
 import contextlib

@@ -149,15 +149,14 @@ def test_gpus(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_kept():
     program = """
-import resource, sys, torch
-from hardware_utils import keep_freed_memory
-if sys.argv[1:]:
-    keep_freed_memory()
-for step in range(20):
-    if step == 1:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(2_000_000) for _ in range(10)]
-    del blocks
+import contextlib, resource, sys, torch
+import distributed_utils as du
+with du.setup_distributed() if sys.argv[1:] else contextlib.nullcontext():
+    for step in range(20):
+        if step == 1:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(2_000_000) for _ in range(10)]
+        del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     taken, kept = (

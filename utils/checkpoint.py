@@ -115,9 +115,10 @@ def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, 
 
 
 class HostCopy:
-    """Copies nested dicts and lists whose tensors are in host memory, which is kept for the next copy of the same.
+    """Copies nested dicts and lists, tensors into host memory that the next call uses again.
 
-    New memory would take several times as long as the copying; from a GPU the copy goes at full speed to pinned memory.
+    Filling newly allocated memory takes several times as long. For tensors on a GPU the memory is pinned. So a copy is
+    valid only until the next call.
     """
 
     def __init__(self):

@@ -102,7 +102,7 @@ class Engine:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif self.device.type == "cpu":
-            # nothing to wait for
+            # reading the norm makes nobody wait, and found_inf would cost an operation for each parameter
             if math.isfinite(grad_norm):
                 optimizer.step()
         else:

@@ -120,7 +120,7 @@ class Run:
         self.args = with_flags(args, **flags)
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
-        # loaders whose processes are there
+        # loaders that have started their processes
         self.forked: weakref.WeakSet[DataLoader] = weakref.WeakSet()
         # figures that TensorBoard does not have yet
         self.drawn: dict[str, np.ndarray] = {}
