@@ -21,6 +21,7 @@ GIVEN := $(filter command line,$(origin PYTHON))
 ifneq (,$(shell grep -m1 -o avx512f /proc/cpuinfo 2>/dev/null))
 demo demo-all: export ATEN_CPU_CAPABILITY := avx2
 demo demo-all: export ONEDNN_MAX_CPU_ISA := AVX2
+demo demo-all: export NPY_DISABLE_CPU_FEATURES := X86_V4 AVX512_ICL AVX512_SPR
 endif
 
 .PHONY: demo demo-all test test-quick soak gpu versions lint setup setup-dev

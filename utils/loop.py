@@ -15,7 +15,6 @@ import math
 import sys
 import textwrap
 import time
-import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -120,8 +119,6 @@ class Run:
         self.args = with_flags(args, **flags)
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
-        # loaders that have started their processes
-        self.forked: weakref.WeakSet[DataLoader] = weakref.WeakSet()
         # figures that TensorBoard does not have yet
         self.drawn: dict[str, np.ndarray] = {}
         # in training, the file for this rank's stack traces if it hangs, and when that watchdog was last reset
@@ -187,9 +184,8 @@ class Run:
     def start_loader(self, loader: DataLoader) -> Iterator:
         """The loader's batches; its processes are forked at the first call."""
         # not while the checkpoint thread runs: children would inherit its locks, held for ever
-        if self.writer.thread and loader.num_workers and loader not in self.forked:
+        if self.writer.thread and loader.num_workers and loader._iterator is None:
             self.writer.thread.join()
-        self.forked.add(loader)
         with du.hold_signals():
             return iter(loader)
 

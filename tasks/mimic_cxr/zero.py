@@ -171,7 +171,7 @@ class ZeroEngine(Engine):
 
         buffers = {name: value for name, value in self.model.named_buffers() if name in self.model.state_dict()}
         full = {name: safe_get_full_fp32_param(parameter) for name, parameter in self.parameters}
-        return buffers | {name: value.detach().float().cpu().clone() for name, value in full.items()}
+        return buffers | {name: value.detach().float().cpu() for name, value in full.items()}
 
     def state(self) -> dict:
         """What torch.optim.AdamW.state_dict() would say, on rank 0; the others get None for each tensor."""
@@ -183,7 +183,7 @@ class ZeroEngine(Engine):
             state[number] = {"step": torch.tensor(step)}
             for key in MOMENTS:
                 value = safe_get_full_optimizer_state(parameter, key)
-                state[number][key] = value.detach().float().cpu().clone() if du.world()[0] == 0 else None
+                state[number][key] = value.detach().float().cpu() if du.world()[0] == 0 else None
         scaler, scale = getattr(self.wrapped.optimizer, "loss_scaler", None), self.scaler.state_dict()
         if scale:
             # in torch's words, beside DeepSpeed's own

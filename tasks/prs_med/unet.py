@@ -6,6 +6,7 @@ by validation Dice, too. It knows a fixed list of structures, no wording and no 
 
 import math
 from collections.abc import Callable
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -61,10 +62,13 @@ def unet_scores(
     def predict(data, rows: list[int]):
         """(row, masks predicted and true (1, S, S)) of each row."""
         net.eval()
-        for index in rows:
-            pixels, masks, _, channels = read(data, [[index]])
+        # rows of one image follow one another
+        for _, group in groupby(rows, key=lambda index: data.rows[index].identity):
+            group = list(group)
+            pixels, masks, _, channels = read(data, [group])
             with autocast(device, precision):
-                yield index, net(pixels)[0, channels] > 0, masks
+                logits = net(pixels)[0, channels]
+            yield from zip(group, (logits > 0).split(1), masks.split(1), strict=True)
 
     validated = [index for index, row in enumerate(val.rows if val else ()) if structure_of(row) in outputs]
     best, weights, order = -1.0, net.state_dict(), []
