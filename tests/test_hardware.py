@@ -149,14 +149,19 @@ def test_gpus(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_kept():
     program = """
-import contextlib, resource, sys, torch
+import contextlib, ctypes, resource, sys
 import distributed_utils as du
+libc, size = ctypes.CDLL(None), 30 * 2**20
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 with du.setup_distributed() if sys.argv[1:] else contextlib.nullcontext():
     for step in range(20):
-        if step == 1:
+        if step == 10:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        blocks = [torch.ones(2_000_000) for _ in range(10)]
-        del blocks
+        blocks = [libc.malloc(size) for _ in range(3)]
+        for block in blocks:
+            ctypes.memset(block, 1, size)
+        for block in blocks:
+            libc.free(block)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     taken, kept = (
