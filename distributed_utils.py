@@ -36,7 +36,7 @@ from hardware_utils import keep_freed_memory, usable_cores
 from utils.cli import InputError, RunError
 from utils.sampler import EvalBatchSampler, ImageGroups, TrainBatchSampler
 
-# x + SHIFT - SHIFT rounds a float64 to a multiple of 2**-40, see on_grid
+# x + SHIFT - SHIFT rounds a float64 to a multiple of 2**-40, see round_for_exact_sum
 SHIFT = 1.5 * 2.0**12
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def create_distributed_dataloader(
     batch_size: int = 8,
     train: bool = True,
     effective_batch_size: int | None = None,
-    shares: list[int] | None = None,
+    gpu_shares: list[int] | None = None,
     seed: int = 0,
     num_workers: int = 0,
     groups: ImageGroups | None = None,
@@ -304,7 +304,7 @@ def create_distributed_dataloader(
     rank, world_size = world()
     if train:
         effective = effective_batch_size or batch_size * world_size
-        sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, shares, groups)
+        sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, gpu_shares, groups)
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
     # more processes than cores would only wait for each other
@@ -513,7 +513,7 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
 # --- sums that do not round -------------------------------------------------------------------------------------------
 
 
-def on_grid(values: Tensor) -> Tensor:
+def round_for_exact_sum(values: Tensor) -> Tensor:
     """Values in float64, rounded to multiples of 2**-40.
 
     Float64 adds such numbers without rounding as long as sums stay below 2**13, so in any order and any grouping: the

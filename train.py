@@ -33,7 +33,7 @@ ACTING = 5
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    rare = parser.rare.add_argument
+    advanced = parser.advanced.add_argument
 
     add = parser.add_argument_group("data").add_argument
     histories = "datasets/history_darkroom_PPO_alg-seed42.hdf5"
@@ -47,18 +47,20 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "share of segments that begin where their history does; the others may begin anywhere in it"
     add("--from_start", type=real(0, 1), default=0.0, help=text)
     text = "one-hot positions, in a room that training shifts by a random 0 to N rows and columns; 0: plain coordinates"
-    rare("--shift", type=whole(0), default=0, metavar="N", help=text)
+    advanced("--shift", type=whole(0), default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--model", choices=("compressed_ad", "ad"), default="compressed_ad", help="ad: no compression")
-    rare("--tf_n_embd", type=whole(8), default=128, help="width of the transformer; lower it on OOM")
-    rare("--tf_n_layer", type=whole(1), default=4, help="layers of the decoder")
-    rare("--tf_n_head", type=whole(1), default=8, help="attention heads, must divide --tf_n_embd")
-    rare("--tf_dim_feedforward", type=whole(8), default=512, help="width inside the layers")
-    rare("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
-    rare("--n_latent", type=whole(1), default=40, help="latent tokens of compressed context")
+    advanced("--tf_n_embd", type=whole(8), default=128, help="width of the transformer; lower it on OOM")
+    advanced("--tf_n_layer", type=whole(1), default=4, help="layers of the decoder")
+    advanced("--tf_n_head", type=whole(1), default=8, help="attention heads, must divide --tf_n_embd")
+    advanced("--tf_dim_feedforward", type=whole(8), default=512, help="width inside the layers")
+    advanced("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
+    advanced("--n_latent", type=whole(1), default=40, help="latent tokens of compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
-    rare("--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit")
+    advanced(
+        "--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit"
+    )
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
     add("--train_timesteps", type=whole(1), default=150_000, help="optimizer steps, and end of the cosine")
@@ -70,16 +72,18 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=5000,
         help="optimizer steps of linear warm-up",
     )
-    rare("--weight_decay", type=real(0), default=0.01, help="of AdamW")
+    advanced("--weight_decay", type=real(0), default=0.01, help="of AdamW")
     text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="none", help=text)
 
     add = parser.add_argument_group("evaluation").add_argument
     add("--eval_episodes", type=whole(2), default=500, help="episodes of each agent in the test")
-    rare("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
+    advanced("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
     add("--eval_seeds", type=whole(1), default=20, help="agents on each unseen task in the test")
     add("--temperature", type=real(0), default=1.0, help="of acting; 0: always the most likely action")
-    rare("--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM")
+    advanced(
+        "--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM"
+    )
     text = "another run on the same tasks, of --model ad say: a row of the table"
     add("--rival_run", metavar="DIR", help=text)
 
@@ -400,7 +404,7 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
         # rounded so that the sum is the same in any order; in thousands, as that holds for sums below 8192
-        sums += torch.stack([du.on_grid(part.double().sum() / 1024) for part in parts]).cpu()
+        sums += torch.stack([du.round_for_exact_sum(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}
 
@@ -464,7 +468,7 @@ def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
     device = next(model.parameters()).device
     precision, _ = choose_precision(args.mixed_precision, device)
     action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
@@ -525,15 +529,24 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
     def try_once(size: int) -> None:
         trial_step(model, largest_batch(model, size, segments.max_depth), args)
 
-    batch = run.choose_batch(model, try_once, args.batch_size, args.effective_batch_size)
+    batch = run.plan_batches(model, try_once, args.batch_size, args.effective_batch_size)
     loader = du.create_distributed_dataloader(
-        segments, batch.leaf, True, batch.effective, batch.shares, args.seed, args.num_workers, collate_fn=dict
+        segments,
+        batch.micro_batch_size,
+        True,
+        batch.global_batch_size,
+        batch.gpu_shares,
+        args.seed,
+        args.num_workers,
+        collate_fn=dict,
     )
-    base_lr = du.scale_learning_rate(args.learning_rate, batch.times, args.lr_scaling)
+    base_lr = du.scale_learning_rate(args.learning_rate, batch.lr_factor, args.lr_scaling)
     banner = {"precision": described} | report.describe(histories, segments, splits["unseen"], model, args)
     if ranks.device.type == "cpu":
         left = min(args.max_steps or args.train_timesteps, args.train_timesteps) - run.position.step
-        banner["time"] = say_how_long(model, segments.max_depth, left * batch.effective / ranks.world_size, args)
+        banner["time"] = say_how_long(
+            model, segments.max_depth, left * batch.global_batch_size / ranks.world_size, args
+        )
     plan = Plan(batch, args.train_timesteps, ["loss", "accuracy"], {"digest": histories.digest}, banner)
     engine = make_engine(model, make_optimizer(model, args), precision, args, ranks.device, saved=run.checkpoint)
 
@@ -546,8 +559,10 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             for step in training.steps(loader, count):
                 # weight of one action in the step's mean
                 share = 1 / step.totals[0]
-                for leaf in step.leaves():
-                    step.backward(*(part.sum() * share for part in action_losses(engine.wrapped, leaf, precision)))
+                for micro_batch in step.micro_batches():
+                    step.backward(
+                        *(part.sum() * share for part in action_losses(engine.wrapped, micro_batch, precision))
+                    )
                 step.update(
                     base_lr * du.schedule(run.position.step, args.train_timesteps, args.num_warmup_steps, "cosine")
                 )

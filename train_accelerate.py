@@ -148,7 +148,7 @@ def choose_stages(entries: list[dict] | None, args: Namespace, given: set[str], 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__, sections=("xray_config", "training", "data"))
-    rare = parser.rare.add_argument
+    advanced = parser.advanced.add_argument
 
     yes_no = BooleanOptionalAction
 
@@ -156,23 +156,29 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--dataset_path", default="./data/drr_patient_data", metavar="DIR", help="folder with a sub-folder per patient")
     add("--split_seed", type=whole(0), default=42, help="seed of the 80/10/10 split by patient")
     add("--split_files", nargs="+", metavar="FILE", help="ids of TRAIN VAL TEST, or of TRAIN TEST: a tenth validates")
-    rare("--flip_drrs_vertical", action=yes_no, help="X-rays show the head at the top; --no-...: the feet")
-    rare("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views stored mirrored")
-    rare("--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first")
+    advanced("--flip_drrs_vertical", action=yes_no, help="X-rays show the head at the top; --no-...: the feet")
+    advanced("--flip_drrs_horizontal", choices=("none", "pa", "lat", "both"), help="views stored mirrored")
+    advanced(
+        "--skip_alignment_check", action="store_true", help="do not compare each X-ray with its CT's projection first"
+    )
     add("--augmentation", action=yes_no, default=True, help="move training patients up or down by 5%%, vary exposure")
     add("--cache_dir", default="runs/cache/cascade", help="decoded patients on disk, 38 MB each; may be deleted")
-    rare("--cache_in_memory", action="store_true", help="patients in EACH process, too: 35 MB each at 256^3")
+    advanced("--cache_in_memory", action="store_true", help="patients in EACH process, too: 35 MB each at 256^3")
     add("--make_drrs", metavar="DIR", help="no training: render the missing X-rays of every CT below DIR")
 
     add = parser.add_argument_group("model").add_argument
     add("--img_size", type=whole(32), default=512, help="side of the X-rays, pixels; lower it on OOM")
     add("--num_views", type=int, choices=(1, 2), default=2, help="1: frontal; 2: frontal and lateral")
-    rare("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
+    advanced("--encoder_dim", type=whole(16), default=512, help="channels of the X-ray encoder; lower it on OOM")
     text = "a JSON object per stage; left out: 64^3, 128^3, 256^3"
     add("--stage_configs", type=json_object, nargs="+", metavar="JSON", help=text)
-    rare("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
-    rare("--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise")
-    rare("--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling")
+    advanced("--num_timesteps", type=whole(10), default=1000, help="diffusion steps of training")
+    advanced(
+        "--v_parameterization", action=yes_no, default=True, help="predict v (Salimans & Ho 2022); --no-...: noise"
+    )
+    advanced(
+        "--xray_agreement", action=yes_no, default=True, help="hold volumes to the X-rays in training and sampling"
+    )
     add("--regression", action="store_true", help="no diffusion: the model's one-step answer alone")
     add("--gradient_checkpointing", action=yes_no, default=False, help="less memory, a third slower")
 
@@ -187,9 +193,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help=text,
     )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up in each stage")
-    rare("--weight_decay", type=real(0), default=0.01, help="of AdamW")
-    rare("--ema_decay", type=real(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
-    rare("--physics_weight", type=real(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
+    advanced("--weight_decay", type=real(0), default=0.01, help="of AdamW")
+    advanced("--ema_decay", type=real(0, 1), default=0.9999, help="of the averaged weights that are evaluated; 0: none")
+    advanced("--physics_weight", type=real(0), help="of the projection loss; left out: each stage's own (.3, .4, .5)")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--ddim_steps", type=whole(1), default=50, help="denoising steps of a stage; divides --num_timesteps")
@@ -201,9 +207,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_common_arguments(parser, **defaults)
     # the guide's other names
     text = "the same as --num_epochs; a stage may have its own"
-    rare("--num_epochs_per_stage", dest="num_epochs", type=whole(1), help=text)
+    advanced("--num_epochs_per_stage", dest="num_epochs", type=whole(1), help=text)
     text = "the same as --gradient_accumulation_steps"
-    rare("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
+    advanced("--accumulation_steps", dest="gradient_accumulation_steps", type=whole(1), help=text)
     args = parser.parse(argv)
     if args.encoder_dim % 16 or args.img_size % 8 or args.num_timesteps % args.ddim_steps:
         parser.error("--encoder_dim must be a multiple of 16, --img_size of 8, and --ddim_steps divide --num_timesteps")
@@ -257,7 +263,7 @@ from tasks.cascade.geometry import (
 )
 from utils import checkpoint
 from utils.engine import Engine, make_engine
-from utils.loop import Batch, Plan, Run, Training
+from utils.loop import BatchPlan, Plan, Run, Training
 
 # --- model ------------------------------------------------------------------------------------------------------------
 
@@ -697,7 +703,7 @@ def start_error(cascade: Cascade, k: int, dataset: XrayCtDataset, run: Run, args
         level = (batch["draws"][:, 2] * PREVIOUS_NOISE).float()
         start = cascade.know(k, batch, previous, level, 0).start
         # rounded so that the sum is the same in any order
-        total += du.on_grid((start - volume_of(batch)).square().mean((1, 2, 3, 4))).sum().cpu()
+        total += du.round_for_exact_sum((start - volume_of(batch)).square().mean((1, 2, 3, 4))).sum().cpu()
     return max(0.005, math.sqrt(float(du.reduce_sum(total)) / len(few)))
 
 
@@ -880,7 +886,7 @@ def build_model(args: Namespace, precision: str, device: torch.device) -> Cascad
 
 
 def largest_batch(cascade: Cascade, size: int) -> dict:
-    """Made-up patients of one leaf."""
+    """Made-up patients of one micro-batch."""
     args, row = cascade.args, torch.zeros(size, dtype=torch.long)
     xrays = torch.linspace(-1, 1, args.img_size).expand(size, args.num_views, args.img_size, -1)
     volume = torch.zeros(size, *cascade.net.size, dtype=torch.int16)
@@ -889,7 +895,7 @@ def largest_batch(cascade: Cascade, size: int) -> dict:
 
 
 def trial_step(cascade: Cascade, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one leaf, the stages before included; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch, the stages before included; the gradients stay in the model."""
     k = len(cascade.averaged) - 1
     losses = patient_losses(cascade, k, cascade.net, du.to_device(batch, cascade.device))
     sum(losses).mean().backward()
@@ -911,7 +917,7 @@ class Plateau:
 
 def begin_stage(
     cascade: Cascade, data: Data, run: Run, precision: str, args: Namespace
-) -> tuple[Engine, Batch, DataLoader]:
+) -> tuple[Engine, BatchPlan, DataLoader]:
     """All ranks: the next stage's network with its engine, batch and the loader of its training patients."""
     cascade.add_stage()
     stage = cascade.stages[len(cascade.averaged) - 1]
@@ -919,10 +925,12 @@ def begin_stage(
     def try_once(size: int) -> None:
         trial_step(cascade, largest_batch(cascade, size), args)
 
-    batch = run.choose_batch(cascade, try_once, stage.batch_size, stage.effective_batch_size)
+    batch = run.plan_batches(cascade, try_once, stage.batch_size, stage.effective_batch_size)
     dataset = XrayCtDataset(data, "train", stage.volume_size)
     options = {"seed": args.seed, "num_workers": 0 if args.cache_in_memory else args.num_workers}
-    loader = du.create_distributed_dataloader(dataset, batch.leaf, True, batch.effective, batch.shares, **options)
+    loader = du.create_distributed_dataloader(
+        dataset, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
+    )
     # the averaged weights, which no gradient reaches, belong in checkpoints
     options = {"saved": run.checkpoint, "frozen": set()}
     engine = make_engine(cascade, make_optimizer(cascade, args), precision, args, cascade.device, **options)
@@ -995,9 +1003,10 @@ def train(run: Run, args: Namespace, precision: str, described: str) -> int:
             while run.position.epoch < last_epochs[k] and not training.is_over():
                 cascade.net.train()
                 for step in training.steps(loader):
-                    for leaf in step.leaves():
+                    for micro_batch in step.micro_batches():
                         diffusion, physics = (
-                            part.sum() / step.samples for part in patient_losses(cascade, k, engine.wrapped, leaf)
+                            part.sum() / step.samples
+                            for part in patient_losses(cascade, k, engine.wrapped, micro_batch)
                         )
                         step.backward(diffusion + stages[k].physics_weight * physics, diffusion, physics)
                     done = run.position.step - begins[k]

@@ -47,21 +47,21 @@ DEFAULTS |= {"gradient_checkpointing": False, "zero_stage": 2, "offload_optimize
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__, sections=("training", "deepspeed"))
-    rare = parser.rare.add_argument
+    advanced = parser.advanced.add_argument
 
     add = parser.add_argument_group("data").add_argument
     add("--data_path", metavar="DIR", default="data/mimic", help="what tools.prepare_data mimic_cxr wrote")
-    rare("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
+    advanced("--chexpert_uncertain", choices=UNCERTAIN, default="ignore", help="label -1 in training; soft: 0.5")
     add("--questions_per_image", type=whole(1), default=8, help="train on up to N questions about an image together")
-    rare("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
+    advanced("--max_samples", type=whole(0), default=0, help="questions of each split, evenly spaced; 0: all")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast")
-    rare("--image_size", type=whole(32), help="side of the images; default: as prepared")
+    advanced("--image_size", type=whole(32), help="side of the images; default: as prepared")
 
     add = parser.add_argument_group("model").add_argument
     for name, path in ENCODERS.items():
         add(f"--{name}", default=path, help="Hugging Face folder or hub name")
-    rare("--dropout", type=real(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
-    rare("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
+    advanced("--dropout", type=real(0, 0.99), default=0.1, help="in the text encoder, the fusion layers and the heads")
+    advanced("--max_question_length", type=whole(4), default=128, help="tokens; longer questions are cut")
     add("--freeze_image", action="store_true", help="do not train the image encoder")
     add("--freeze_text", action="store_true", help="do not train the text encoder")
     text = "recompute activations: less memory, a third slower; default: where the GPU is small"
@@ -69,7 +69,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--pretrained_weights", metavar="FILE", help="another run's model.safetensors to start from")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
-    rare("--chexpert_weight", type=real(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
+    advanced("--chexpert_weight", type=real(0), default=0.3, help="weight of the CheXpert loss beside the answers'")
     add(
         "--lr_schedule",
         "--scheduler",
@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="after warm-up; cosine ends at 0",
     )
     add("--warmup_steps", type=whole(0), default=500, help="optimizer steps of linear warm-up")
-    rare("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay; norms and biases have none")
+    advanced("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay; norms and biases have none")
 
     add = parser.add_argument_group("engine").add_argument
     text = "batch, accumulation, workers and checkpointing from the hardware, unless a flag or a file sets them"
@@ -87,15 +87,15 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--use_deepspeed", action="store_true", help="DeepSpeed ZeRO; the default for 2 processes and more")
     add("--use_ddp", action="store_true", help="torch DistributedDataParallel")
     add("--deepspeed_config", metavar="FILE", help="DeepSpeed's JSON; default: configs/deepspeed_config.json")
-    rare("--prefetch_factor", type=whole(1), help="batches that each worker prepares; default: by the RAM")
+    advanced("--prefetch_factor", type=whole(1), help="batches that each worker prepares; default: by the RAM")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--eval_split", choices=("val", "test"), default="test", help="split that --eval_only takes")
-    rare("--eval_samples", type=whole(0), default=20_000, help="questions of a validation, evenly spaced; 0: all")
+    advanced("--eval_samples", type=whole(0), default=20_000, help="questions of a validation, evenly spaced; 0: all")
     add("--save_predictions", action="store_true", help="write predictions_<split>.parquet, a row a question")
     add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: answers; a CSV has image and question")
     add("--question", help="with --predict: the question about each image")
-    rare("--head", choices=HEAD_WEIGHT, help="which head answers; default: as the question begins")
+    advanced("--head", choices=HEAD_WEIGHT, help="which head answers; default: as the question begins")
 
     # the guide's YAML beside our flags; num_workers is per process, and its workers are those of a node
     parser.add_argument("--batch_size_per_gpu", dest="batch_size", type=whole(1), help=SUPPRESS)
@@ -493,14 +493,14 @@ def question_losses(answers: list[Tensor], chexpert: Tensor, batch: dict) -> tup
 
 
 def count_targets(batches: list[dict]) -> list[float]:
-    """[questions of each head..., known CheXpert labels] of this rank's leaves."""
+    """[questions of each head..., known CheXpert labels] of this rank's micro-batches."""
     heads = sum(torch.bincount(batch["head"], minlength=len(HEADS)) for batch in batches)
     known = sum(int(batch["known"].sum()) for batch in batches)
     return [*(heads.tolist() if batches else [0] * len(HEADS)), known]
 
 
 def batch_loss(model: nn.Module, batch: dict, counts: list[float], chexpert_weight: float) -> tuple[Tensor, ...]:
-    """(loss, answers' part, CheXpert part): a leaf's share of the means over the global batch.
+    """(loss, answers' part, CheXpert part): a micro-batch's share of the means over the global batch.
 
     counts: of count_targets, of all ranks. Each head's cross-entropy is a mean over ITS questions in the global batch.
     """
@@ -646,7 +646,7 @@ def predict(model: ChestModel, run: Run, args: Namespace) -> None:
             raise InputError(f"{question!r}: no training question had a {head} answer; --head may be {known}")
     model.eval()
     own = {}
-    for places in EvalBatchSampler(len(asked), run.leaf, *du.world()):
+    for places in EvalBatchSampler(len(asked), run.micro_batch_size, *du.world()):
         pixels, usable = [], []
         for place in places:
             try:
@@ -703,7 +703,7 @@ def largest_batch(model: ChestModel, size: int) -> dict:
 
 
 def trial_step(model: ChestModel, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
     counts = [len(batch["ids"])] * (len(HEADS) + 1)
     batch_loss(model.train(), du.to_device(batch, model.device), counts, args.chexpert_weight)[0].backward()
 
@@ -858,16 +858,16 @@ def open_sets(data: Prepared, args: Namespace) -> dict[str, Questions]:
 def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Questions], settings: Settings) -> int:
     """All ranks: train, validate, keep the best, test it; returns the exit code of a stop signal, else 0."""
     data, device = sets["train"].data, run.ranks.device
-    batch = run.choose_batch(
+    batch = run.plan_batches(
         model,
         lambda size: trial_step(model, largest_batch(model, size), args),
         args.batch_size,
         args.effective_batch_size,
     )
-    options = {"train": True, "effective_batch_size": batch.effective, "shares": batch.shares}
+    options = {"train": True, "effective_batch_size": batch.global_batch_size, "gpu_shares": batch.gpu_shares}
     if args.questions_per_image > 1:
         options["groups"] = ImageGroups(sets["train"].column("study"), args.questions_per_image)
-    loader = make_loader(sets["train"], model, batch.leaf, args, **options)
+    loader = make_loader(sets["train"], model, batch.micro_batch_size, args, **options)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
     invariants = {
         "training questions": len(sets["train"]),
@@ -888,7 +888,9 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         model.image.to(memory_format=torch.channels_last)
     parts = model, make_optimizer(model, args), settings.precision, args, device
     if settings.config:
-        engine = zero.ZeroEngine(*parts, saved=run.checkpoint, config=settings.config, leaf=batch.leaf)
+        engine = zero.ZeroEngine(
+            *parts, saved=run.checkpoint, config=settings.config, micro_batch_size=batch.micro_batch_size
+        )
     else:
         engine = make_engine(*parts, saved=run.checkpoint)
 
@@ -896,19 +898,19 @@ def train(run: Run, args: Namespace, model: ChestModel, sets: dict[str, Question
         while not training.is_over():
             model.train()
             for step in training.steps(loader, count=count_targets):
-                for leaf in step.leaves():
-                    step.backward(*batch_loss(engine.wrapped, leaf, step.totals, args.chexpert_weight))
+                for micro_batch in step.micro_batches():
+                    step.backward(*batch_loss(engine.wrapped, micro_batch, step.totals, args.chexpert_weight))
                 step.update(
                     args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, args.lr_schedule)
                 )
             if training.stopped:
                 return training.save_and_stop()
-            metrics = evaluate(model, sets["val"], batch.leaf, run, args) if len(sets["val"]) else {}
+            metrics = evaluate(model, sets["val"], batch.micro_batch_size, run, args) if len(sets["val"]) else {}
             training.record(metrics, headline="val/vqa_accuracy")
 
         # the best weights, or the last where nothing was validated
         training.load_best()
-        training.finish(test(model, sets, "test", batch.leaf, run, args) if len(sets["test"]) else {})
+        training.finish(test(model, sets, "test", batch.micro_batch_size, run, args) if len(sets["test"]) else {})
     return 0
 
 
@@ -934,7 +936,9 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         return 0
     sets = open_sets(data, args)
     if args.eval_only:
-        run.write_summary(f"eval_{args.eval_split}", test(model, sets, args.eval_split, run.leaf, run, args))
+        run.write_summary(
+            f"eval_{args.eval_split}", test(model, sets, args.eval_split, run.micro_batch_size, run, args)
+        )
         return 0
     return train(run, args, model, sets, settings)
 

@@ -24,30 +24,30 @@ FORMAT = "prs_med/5"
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    rare = parser.rare.add_argument
+    advanced = parser.advanced.add_argument
 
     add = parser.add_argument_group("data").add_argument
     add("--data_root", default="data", help="folder with annotations/*.csv, and the two models unless named below")
     add("--annotations", nargs="+", metavar="NAME", help="which annotation CSVs, by name; default: all")
-    rare("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
-    rare("--skip_data_check", action="store_true", help="do not read every image and mask before training")
+    advanced("--skip_bad_rows", action="store_true", help="drop and count rows with a missing field or file")
+    advanced("--skip_data_check", action="store_true", help="do not read every image and mask before training")
     add("--patient_column", metavar="NAME", help="CSV column that names the patient; none may be in two splits")
-    rare("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
+    advanced("--patient_pattern", metavar="REGEX", help="instead: what this matches in the image's file name")
     add("--questions_per_image", type=whole(1), default=1, help="train on up to N questions about an image in a row")
-    rare("--cache_gb", type=real(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
+    advanced("--cache_gb", type=real(0), default=4.0, help="GiB of memory PER MACHINE for decoded images; 0: none")
     add("--augmentation", action="store_true", help="small random moves and changes of contrast; answers follow")
     text = "share of training questions put in other words, drawn anew each epoch; 0: as annotated"
     add("--reword", type=real(0, 1), default=0.5, metavar="SHARE", help=text)
     text = "share of training questions about what only other modalities show, with an empty mask"
-    rare("--absent", type=real(0, 1), default=0.0, metavar="SHARE", help=text)
+    advanced("--absent", type=real(0, 1), default=0.0, metavar="SHARE", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--vlm_path", help="LLaVA-format folder or hub name; default: found in a folder of --data_root")
     add("--sam_path", help="SAM-format folder or hub name; default: found in a folder of --data_root")
     add("--image_size", type=whole(16), help="side of SAM's input and the masks; default: SAM's own; lower it on OOM")
     add("--lora_rank", type=whole(1), default=16, help="rank of the LoRA matrices")
-    rare("--lora_alpha", type=real(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
-    rare("--lora_dropout", type=real(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
+    advanced("--lora_alpha", type=real(0, above=True), default=16.0, help="LoRA scale is alpha / rank")
+    advanced("--lora_dropout", type=real(0, 0.99), default=0.05, help="dropout before the LoRA matrices")
     add("--gradient_checkpointing", action=BooleanOptionalAction, default=False, help="less memory, a third slower")
 
     add = parser.add_argument_group("loss and learning rate").add_argument
@@ -63,13 +63,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="after warm-up; cosine ends at 0",
     )
     add("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
-    rare("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay")
+    advanced("--weight_decay", type=real(0), default=0.01, help="AdamW weight decay")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     add("--eval_split", choices=("train", "val", "test"), default="test", help="split that --eval_only takes")
-    rare("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
+    advanced("--generate_every", type=whole(0), default=0, help="epochs between validations with answers; 0: test only")
     add("--unet_steps", type=whole(0), default=2000, help="steps of 8 images for the table's UNet; 0: leave it out")
-    rare("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
+    advanced("--max_new_tokens", type=whole(1), default=64, help="longest generated answer, tokens")
     add("--predict", metavar="IMAGE|FOLDER|CSV", help="no training: masks and answers; a CSV has image and question")
     add("--question", help="with --predict: the question about each image")
 
@@ -688,7 +688,7 @@ def mask_loss(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args: Namespace) -> tuple[Tensor, ...]:
-    """(loss, mask part, text part): a leaf's share of the means over the global batch.
+    """(loss, mask part, text part): a micro-batch's share of the means over the global batch.
 
     samples, tokens: rows and answer tokens of the global batch.
     """
@@ -699,7 +699,7 @@ def batch_loss(model: nn.Module, batch: dict, samples: int, tokens: float, args:
 
 
 def count_answer_tokens(batches: list[dict]) -> list[float]:
-    """Tokens of the answers in this rank's leaves."""
+    """Tokens of the answers in this rank's micro-batches."""
     return [sum(float((batch["answer"] >= 0).sum()) for batch in batches)]
 
 
@@ -869,7 +869,7 @@ def predict(model: PRSMed, run: Run, args: Namespace) -> None:
 
     model.eval()
     own = {}
-    for indices in EvalBatchSampler(len(asked), run.leaf, *du.world()):
+    for indices in EvalBatchSampler(len(asked), run.micro_batch_size, *du.world()):
         items = []
         for file, question in (asked[index] for index in indices):
             item = blank_item(model.reader, *model.reader.tokens(question, "")) | {"identity": str(file)}
@@ -912,7 +912,7 @@ def largest_batch(model: PRSMed, size: int, rows: list[Row] | tuple = ()) -> dic
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
     model.train()
     batch = du.to_device(batch, model.device)
     batch_loss(model, batch, len(batch["index"]), batch["answer"].numel(), args)[0].backward()
@@ -933,16 +933,16 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
     def try_once(size: int) -> None:
         trial_step(model, largest_batch(model, size, sets["train"].rows), args)
 
-    batch = run.choose_batch(model, try_once, args.batch_size, args.effective_batch_size)
-    options = {"train": True, "effective_batch_size": batch.effective, "shares": batch.shares}
+    batch = run.plan_batches(model, try_once, args.batch_size, args.effective_batch_size)
+    options = {"train": True, "effective_batch_size": batch.global_batch_size, "gpu_shares": batch.gpu_shares}
     if args.questions_per_image > 1:
         image_of = np.unique([row.identity for row in sets["train"].rows], return_inverse=True)[1]
         options["groups"] = ImageGroups(image_of, args.questions_per_image)
-    loader = make_loader(sets["train"], args, batch.leaf, **options)
-    val_loader = make_loader(sets["val"], args, batch.leaf) if "val" in sets else None
+    loader = make_loader(sets["train"], args, batch.micro_batch_size, **options)
+    val_loader = make_loader(sets["val"], args, batch.micro_batch_size) if "val" in sets else None
 
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
-    base_lr = du.scale_learning_rate(args.learning_rate, batch.times, args.lr_scaling)
+    base_lr = du.scale_learning_rate(args.learning_rate, batch.lr_factor, args.lr_scaling)
     if base_lr > 2e-4 and model.vlm.config.text_config.hidden_size >= 1024:
         du.print_main(f"warning: a learning rate of {base_lr:g} may diverge; --lr_scaling none or --warmup_steps 500")
     invariants = {
@@ -964,8 +964,8 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
         while not training.is_over():
             model.train()
             for step in training.steps(loader, count=count_answer_tokens):
-                for leaf in step.leaves():
-                    step.backward(*batch_loss(engine.wrapped, leaf, step.samples, step.totals[0], args))
+                for micro_batch in step.micro_batches():
+                    step.backward(*batch_loss(engine.wrapped, micro_batch, step.samples, step.totals[0], args))
                 factor = du.schedule(run.position.step, steps, args.warmup_steps, args.lr_schedule)
                 step.update(base_lr * factor)
             if training.stopped:
@@ -982,7 +982,7 @@ def train(run: Run, args: Namespace, model: PRSMed, sets: dict[str, PositionData
 
         # the best weights, or the last where nothing was validated
         training.load_best()
-        training.finish(test(model, sets, "test", batch.leaf, run, args) if "test" in sets else {})
+        training.finish(test(model, sets, "test", batch.micro_batch_size, run, args) if "test" in sets else {})
     return 0
 
 
@@ -1015,7 +1015,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         return 0
     sets = make_sets(rows, model.reader, args)
     if args.eval_only:
-        metrics = test(model, sets, args.eval_split, run.leaf, run, args)
+        metrics = test(model, sets, args.eval_split, run.micro_batch_size, run, args)
         run.write_summary(f"eval_{args.eval_split}", metrics)
         return 0
     if args.absent and not any(sets["train"].elsewhere.values()):

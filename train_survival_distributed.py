@@ -45,33 +45,33 @@ MODEL_FLAGS = (
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    rare = parser.rare.add_argument
+    advanced = parser.advanced.add_argument
 
     add = parser.add_argument_group("data").add_argument
     add("--csv_path", metavar="FILE", default="data/dataset.csv", help="table of cases")
     add("--data_dir", metavar="DIR", help="folder that relative paths start from; default: the table's own")
     add("--time_unit", choices=("days", "months", "years"), default="days", help="unit of the time column")
     for kind in ("path", "time", "event", "id"):
-        rare(f"--{kind}_column", metavar="NAME", help=f"column of the {kind}, where it has no usual name")
+        advanced(f"--{kind}_column", metavar="NAME", help=f"column of the {kind}, where it has no usual name")
     add("--fold_column", default="Fold_1", help="column that says which fold a row belongs to")
-    rare("--train_fold", default="train", help="its value for training rows")
+    advanced("--train_fold", default="train", help="its value for training rows")
     add("--val_fold", help="its value for validation rows, default val; with --folds: this fold alone")
     add("--folds", type=whole(2), help="make so many folds, events spread evenly, and train them one after another")
-    rare("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
+    advanced("--repeats", type=whole(1), default=1, help="of all --folds, each with another seed")
     add("--clinical_columns", nargs="+", default=[], metavar="NAME", help="columns to use as inputs besides the image")
     add("--stratum_column", metavar="NAME", help="hospital or scanner, say: C is told within each of its values, too")
     add("--mask_column", metavar="NAME", help="column with the path of a mask on the volume's own grid")
-    rare("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
-    rare("--mask_margin", type=real(0), default=10.0, help="mm around the box; an empty mask crops nothing")
+    advanced("--mask_mode", choices=("crop", "channel"), default="crop", help="cut out the box around it, or add it")
+    advanced("--mask_margin", type=real(0), default=10.0, help="mm around the box; an empty mask crops nothing")
 
     add = parser.add_argument_group("volumes").add_argument
     xyz = {"nargs": 3, "metavar": ("X", "Y", "Z")}
-    rare("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
+    advanced("--image", choices=("volume", "none"), default="volume", help="none: the clinical columns alone")
     add("--image_size", type=whole(8), **xyz, default=[256, 256, 64], help="voxels of the input; lower on OOM")
     add("--hu_window", type=real(-1e5), nargs=2, default=[-1000.0, 1000.0], metavar=("LOW", "HIGH"), help="HU of 0, 1")
     add("--spacing", type=real(0, above=True), **xyz, help="resample to voxels of so many mm first")
     axes = pattern("as-is|(?=.*[RL])(?=.*[AP])(?=.*[SI]).{3}", "as-is, or where X, Y and Z point to, as RAS or LPS")
-    rare("--orientation", type=axes, metavar="CODES", default="RAS", help="of all volumes; as-is: as in each file")
+    advanced("--orientation", type=axes, metavar="CODES", default="RAS", help="of all volumes; as-is: as in each file")
     add(
         "--augmentation",
         "--augment",
@@ -82,27 +82,29 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
     add("--cache_dir", default="runs/cache/survival", help="volumes at the model's size; may be deleted; '': none")
     add("--use_smart_cache", action="store_true", help="an epoch takes a part in memory, which changes after each")
-    rare("--cache_rate", type=real(0, 1, above=True), default=0.5, help="share of the training cases in memory")
-    rare("--replace_rate", type=real(0, 1, above=True), default=0.5, help="share of those replaced after each epoch")
+    advanced("--cache_rate", type=real(0, 1, above=True), default=0.5, help="share of the training cases in memory")
+    advanced(
+        "--replace_rate", type=real(0, 1, above=True), default=0.5, help="share of those replaced after each epoch"
+    )
 
     add = parser.add_argument_group("model").add_argument
     resnets = [f"resnet{depth}" for depth in (10, 18, 34, 50, 101, 152)]
     add("--resnet", choices=resnets, default="resnet50", help="MONAI's 3D ResNet; a smaller one on OOM")
-    rare("--base_channels", type=whole(8), default=64, help="of the first stage; 64 as published, 8 for a trial")
+    advanced("--base_channels", type=whole(8), default=64, help="of the first stage; 64 as published, 8 for a trial")
     text = "1: as the guide; 2: MedicalNet's, an eighth of the cost"
-    rare("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
-    rare(
+    advanced("--stem_stride", type=int, choices=(1, 2), default=1, help=text)
+    advanced(
         "--norm", choices=("group", "batch"), default="group", help="batch: as published; group: on any number of GPUs"
     )
     add("--init", choices=("random", "pretrained"), default="random", help="pretrained: from --pretrained_path")
     add("--pretrained_path", metavar="FILE", help="model.safetensors of a run here, or MedicalNet's .pth")
-    rare("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
+    advanced("--freeze_epochs", type=whole(0), default=0, help="first epochs in which only the head learns")
 
     text = "parts of the training fold on which the image part is weighed by networks that have not seen them; 0: not"
     add("--inner_folds", type=whole(0), default=2, metavar="N", help=text)
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
-    rare("--weight_decay", type=real(0), default=1e-5, help="weight decay")
+    advanced("--weight_decay", type=real(0), default=1e-5, help="weight decay")
     add(
         "--lr_schedule",
         "--scheduler",
@@ -111,8 +113,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default="cosine",
         help="after the warm-up",
     )
-    rare("--eta_min", type=real(0), default=1e-7, help="learning rate at the end of the cosine")
-    rare("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
+    advanced("--eta_min", type=real(0), default=1e-7, help="learning rate at the end of the cosine")
+    advanced("--warmup_steps", type=whole(0), default=0, help="optimizer steps of linear warm-up")
 
     add = parser.add_argument_group("evaluation and prediction").add_argument
     years = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -123,11 +125,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     defaults = {"output_dir": "runs/survival", "num_epochs": 50, "learning_rate": 1e-4, "batch_size": 24}
     add_common_arguments(parser, **defaults, batch_of_all=True, least_epochs=0)
     # the guide's other names and its own meaning
-    rare("--output", dest="output_dir", help="the same as --log_dir")
-    rare("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
+    advanced("--output", dest="output_dir", help="the same as --log_dir")
+    advanced("--max_grad_norm", dest="grad_clip", type=real(0), help="the same as --grad_clip")
     for flag in ("--amp", "--pin_memory"):
-        rare(flag, action="store_true", help="accepted; on by itself on a GPU")
-    rare("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
+        advanced(flag, action="store_true", help="accepted; on by itself on a GPU")
+    advanced("--backend", choices=("nccl", "gloo"), help="accepted; what fits is chosen by itself")
     args = parser.parse(argv)
     if (args.init == "pretrained") != bool(args.pretrained_path):
         parser.error("--init pretrained and --pretrained_path go together")
@@ -466,12 +468,14 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
     """Gradients of one optimizer step, the same for any number of ranks and leaves.
 
     The Cox loss has no parts that add up: each event's risk set is the whole step. So all ranks' log-hazards are put
-    together, every rank takes the loss of them all, and each leaf's part of the gradient goes back through the model.
-    Where a rank has several leaves, they are passed forward once without memory and then again (Gao et al. 2021).
+    together, every rank takes the loss of them all, and each micro-batch's part of the gradient goes back through the
+    model.
+    Where a rank has several micro-batches, they are passed forward once without memory and then again (Gao et al.
+    2021).
     """
     data, sampler, position, engine = loader.dataset, loader.batch_sampler, training.position, training.engine
     sizes, device = training.batch, training.ranks.device
-    rows = data.rows_of(sampler.of_all_ranks(position.samples), position.epoch)
+    rows = data.rows_of(sampler.global_batch(position.samples), position.epoch)
     time, event = torch.from_numpy(data.cohort.time[rows]), torch.from_numpy(data.cohort.event[rows])
     # read before they are on the GPU, which would be waited for
     cases = [batch["index"].tolist() for batch in step.batches]
@@ -481,25 +485,25 @@ def cox_step(training: Training, step: Step, loader: DataLoader, args: Namespace
             batch["image"] = augment(batch["image"], indices, args.seed, position.epoch)
 
     # all ranks must decide alike: DDP communicates in its forward pass
-    once = step.samples <= sizes.leaf * training.ranks.world_size and len(set(sizes.shares)) == 1
+    once = step.samples <= sizes.micro_batch_size * training.ranks.world_size and len(set(sizes.gpu_shares)) == 1
     if once:
         passed = [engine.wrapped(step.batches[0])]
     else:
         with torch.no_grad():
             passed = [engine.model(batch) for batch in step.batches]
     log_hazard = torch.zeros(step.samples, device=device)
-    for leaf, output in zip(step.numbers, passed, strict=False):
-        log_hazard[leaf * sizes.leaf :][: len(output)] = output.detach()
+    for number, output in zip(step.numbers, passed, strict=False):
+        log_hazard[number * sizes.micro_batch_size :][: len(output)] = output.detach()
     log_hazard = du.reduce_sum(log_hazard).requires_grad_()
     loss = cox_loss(log_hazard, time, event)
     (gradient,) = torch.autograd.grad(loss, log_hazard)
 
     events = torch.full_like(loss, float(event.sum()))
-    for leaf, batch in zip(step.numbers or [0], step.leaves(), strict=True):
+    for number, batch in zip(step.numbers or [0], step.micro_batches(), strict=True):
         output = passed[0] if once else engine.wrapped(batch)
-        part = gradient[leaf * sizes.leaf :][: len(output)]
+        part = gradient[number * sizes.micro_batch_size :][: len(output)]
         # the step's own numbers, entered once
-        step.backward(loss * (leaf == 0), events * (leaf == 0), through=(output, part))
+        step.backward(loss * (number == 0), events * (number == 0), through=(output, part))
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -682,7 +686,7 @@ def read_inputs(
 
 
 def largest_batch(model: RiskNet, size: int) -> dict:
-    """Made-up cases of one leaf."""
+    """Made-up cases of one micro-batch."""
     return {
         "image": torch.zeros(size, *model.shape, dtype=torch.float16),
         "columns": torch.zeros(size, len(model.linear)),
@@ -690,7 +694,7 @@ def largest_batch(model: RiskNet, size: int) -> dict:
 
 
 def trial_step(model: RiskNet, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one leaf; the gradients stay in the model."""
+    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
     log_hazard = model(du.to_device(batch, next(model.parameters()).device))
     size = len(log_hazard)
     cox_loss(log_hazard, 1.0 + torch.arange(size), torch.ones(size, dtype=torch.bool)).backward()
@@ -709,16 +713,20 @@ def begin_training(
         # the guide's batch is that of all GPUs
         effective = batch_size * args.gradient_accumulation_steps
         batch_size = math.ceil(batch_size / ranks.world_size)
-    batch = run.choose_batch(
+    batch = run.plan_batches(
         model, lambda size: trial_step(model, largest_batch(model, size), args), batch_size, effective
     )
-    if args.norm == "batch" and (batch.effective > batch.leaf * ranks.world_size or len(set(batch.shares)) > 1):
+    if args.norm == "batch" and (
+        batch.global_batch_size > batch.micro_batch_size * ranks.world_size or len(set(batch.gpu_shares)) > 1
+    ):
         raise InputError("--norm batch: a step must be one pass of each GPU; lower --batch_size, or --norm group")
     if args.norm == "batch" and ranks.world_size > 1:
         # not before, as the ranks try batches by themselves
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     options = {"seed": args.seed, "num_workers": args.num_workers}
-    loader = du.create_distributed_dataloader(sets["train"], batch.leaf, True, batch.effective, batch.shares, **options)
+    loader = du.create_distributed_dataloader(
+        sets["train"], batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
+    )
 
     case = train.cohort.case[train.rows]
     (time, event), (_, val_event) = report.outcome(train), report.outcome(sets["val"])
@@ -757,7 +765,7 @@ def train_epochs(training: Training, model: RiskNet, loader: DataLoader, sets: d
             step.update(lowest + (args.learning_rate - lowest) * factor)
         if training.stopped:
             return training.save_and_stop()
-        metrics = evaluate(model, sets, training.batch.leaf, run, args) if sets else {}
+        metrics = evaluate(model, sets, training.batch.micro_batch_size, run, args) if sets else {}
         training.record(metrics, headline="val/c_index")
     return 0
 
@@ -774,8 +782,8 @@ def weigh_by_folds(
     args, ranks, rows, cohort = training.args, training.ranks, train.rows, inputs.cohort
     fold = deal(cohort.case[rows], cohort.event[rows], np.ones(len(rows), bool), args.inner_folds, args.seed)
     image, sizes = np.zeros(len(rows)), training.batch
-    own = {"batch_size": sizes.leaf, "effective_batch_size": sizes.effective, "auto_batch": False}
-    own |= {"gpu_shares": ",".join(map(str, sizes.shares)), "resume_from": "auto" if args.resume_from else None}
+    own = {"batch_size": sizes.micro_batch_size, "effective_batch_size": sizes.global_batch_size, "auto_batch": False}
+    own |= {"gpu_shares": ",".join(map(str, sizes.gpu_shares)), "resume_from": "auto" if args.resume_from else None}
     own |= {"max_steps": 0, "profile": None, "wandb": None}
     for left_out in range(1, args.inner_folds + 1):
         du.print_main(f"\n--- what the image adds: inner fold {left_out} of {args.inner_folds}")
@@ -789,7 +797,7 @@ def weigh_by_folds(
         with inner:
             code = train_epochs(inner, network, loader)
             if not code:
-                held_out = predict_parts(network, sets["val"], inner.batch.leaf, run, args)[:, 1]
+                held_out = predict_parts(network, sets["val"], inner.batch.micro_batch_size, run, args)[:, 1]
                 # dropped: each network's own constant, which carries no information
                 image[fold == left_out] = held_out - held_out.mean()
         late = inner.signalled() or training.signalled()
@@ -827,7 +835,7 @@ def score_checkpoint(
     if not baseline:
         du.print_main("warning: not the weights that the run ended with: the image part is not weighed")
     baseline = baseline or {"step": run.position.step}
-    metrics, _ = test(model, sets, run.leaf, run, args, "val", cox_models, rivals, baseline, None)
+    metrics, _ = test(model, sets, run.micro_batch_size, run, args, "val", cox_models, rivals, baseline, None)
     run.write_summary("eval_val", metrics)
 
 
@@ -858,7 +866,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
         return 0, None
 
     training, loader = begin_training(run, model, inputs, sets, precision, cox_models, described)
-    steps, batch_size = training.planned_steps, training.batch.leaf
+    steps, batch_size = training.planned_steps, training.batch.micro_batch_size
     with training:
         if not steps and is_new:
             training.record(evaluate(model, sets, batch_size, run, args), headline="val/c_index")
@@ -883,7 +891,7 @@ def train_fold(args: Namespace, ranks: du.Ranks, precision: str, described: str)
         baseline = {"step": step}
         results, risks = test(model, sets, batch_size, run, args, title, cox_models, rivals, baseline, unseen)
         results |= {f"val/{name}": weighed[name] for name in ("image_weight", "image_chi2") if weighed}
-        last = training.last("val/c_index")
+        last = training.last_logged("val/c_index")
         if not cross_validates and last is not None:
             results["val/c_index_last"] = last
         training.finish(results)
@@ -929,7 +937,7 @@ def predict(args: Namespace, ranks: du.Ranks, precision: str) -> None:
         baseline = report.read_baseline(folder, run.position.step)
         weigh_parts(model, baseline)
         data = inputs.sets({"new": rows}, own)["new"]
-        risks.append((predict_parts(model, data, run.leaf, run, own), baseline))
+        risks.append((predict_parts(model, data, run.micro_batch_size, run, own), baseline))
         trained |= set(run.checkpoint["trained_cases"])
     if ranks.is_main:
         report.predict(Path(args.output_dir), data, risks, args, trained)

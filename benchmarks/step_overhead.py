@@ -44,7 +44,7 @@ def project_loop(args, model, optimizer, loader, names, passes, count=None) -> I
     with du.setup_distributed() as ranks, tempfile.TemporaryDirectory() as folder:
         args = with_flags(args, output_dir=folder, save_every=0, eval_every_steps=0, auto_batch=False)
         run = Run("benchmark/1", args, ranks)
-        plan = Plan(run.choose_batch(model, None, args.batch_size, None), len(loader), names, {})
+        plan = Plan(run.plan_batches(model, None, args.batch_size, None), len(loader), names, {})
         engine = make_engine(model, optimizer, args.mixed_precision, args, ranks.device)
         with Training(run, args, engine, plan) as training:
             for step in training.steps(loader, count=count):
@@ -84,7 +84,7 @@ def compare(script, args: Namespace, model: nn.Module, loader: DataLoader, names
     bare = bare_loop(args, models[0], optimizers[0], same, losses, count)
 
     def passes(_: Training, step) -> None:
-        for batch in step.leaves():
+        for batch in step.micro_batches():
             step.backward(*losses(models[1], batch, step.totals))
 
     ours = project_loop(args, models[1], optimizers[1], loader, names, passes, count)
@@ -122,7 +122,7 @@ def mimic_cxr(data: Path) -> None:
     flags += " --batch_size 16 --gradient_accumulation_steps 1 --dropout 0 --num_workers 0 --mixed_precision no"
     args = script.parse_args(flags.split())
     prepared = script.open_prepared(data / "prepared")
-    args = with_flags(args, image_size=prepared.facts["image_size"])
+    args = with_flags(args, image_size=prepared.metadata["image_size"])
     model = script.build_model(args, "no", DEVICE)
     train_set = script.Questions(prepared, "train", args)
     groups = script.ImageGroups(train_set.column("study"), args.questions_per_image)

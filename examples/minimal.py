@@ -102,7 +102,7 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     for batch in run.batches(loader):
-        sums += du.on_grid(torch.stack(loss_sum(model, batch, precision)))
+        sums += du.round_for_exact_sum(torch.stack(loss_sum(model, batch, precision)))
     loss, right = (du.reduce_sum(sums.cpu()) / len(loader.dataset)).tolist()
     return {f"{split}/loss": loss, f"{split}/accuracy": right}
 
@@ -129,16 +129,18 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
     options = {"seed": args.seed, "num_workers": args.num_workers}
     if args.eval_only:
         checkpoint.load_trained(model, run.checkpoint["model"])
-        val_loader = du.create_distributed_dataloader(val_set, run.leaf, train=False, **options)
+        val_loader = du.create_distributed_dataloader(val_set, run.micro_batch_size, train=False, **options)
         metrics = evaluate(model, val_loader, run, precision)
         du.print_main(metrics)
         run.write_summary("eval_val", metrics)
         return 0
 
-    # a step and its micro-batches (leaves) belong to the run; who computes them is up to the machine
-    batch = run.choose_batch(model, try_once, args.batch_size, args.effective_batch_size)
-    val_loader = du.create_distributed_dataloader(val_set, batch.leaf, train=False, **options)
-    loader = du.create_distributed_dataloader(train_set, batch.leaf, True, batch.effective, batch.shares, **options)
+    # a step and its micro-batches belong to the run; who computes them is up to the machine
+    batch = run.plan_batches(model, try_once, args.batch_size, args.effective_batch_size)
+    val_loader = du.create_distributed_dataloader(val_set, batch.micro_batch_size, train=False, **options)
+    loader = du.create_distributed_dataloader(
+        train_set, batch.micro_batch_size, True, batch.global_batch_size, batch.gpu_shares, **options
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     engine = make_engine(model, optimizer, precision, args, device, saved=run.checkpoint)
     steps = args.num_epochs * loader.batch_sampler.steps_per_epoch()
@@ -148,9 +150,9 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
         while not training.is_over():
             model.train()
             for step in training.steps(loader):
-                for leaf in step.leaves():
-                    # a leaf's part of the mean over all samples of the step, wherever they are computed
-                    step.backward(loss_sum(engine.wrapped, leaf, precision)[0] / step.samples)
+                for micro_batch in step.micro_batches():
+                    # a micro-batch's part of the mean over all samples of the step, wherever they are computed
+                    step.backward(loss_sum(engine.wrapped, micro_batch, precision)[0] / step.samples)
                 step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
             if training.stopped:
                 return training.save_and_stop()

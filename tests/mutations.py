@@ -79,8 +79,8 @@ utils/loop.py tests/test_promise.py::test_pause_by_max_steps
 -sampler.set_position(position.epoch, position.samples)
 +sampler.set_position(position.epoch, 0)
 utils/loop.py tests/test_promise.py::test_three_processes_are_one[minimal]
--leaf = self.numbers[number] if self.weight else 0
-+leaf = number if self.weight else 0
+-micro_batch = self.numbers[number] if self.weight else 0
++micro_batch = number if self.weight else 0
 utils/loop.py tests/test_loop.py
 -if not better or not math.isfinite(value):
 +if not better:
@@ -88,8 +88,8 @@ train_survival_distributed.py tests/test_survival.py::test_cox_models_and_their_
 -torch.log1p(-before * (together
 +torch.log1p(-0 * before * (together
 train_survival_distributed.py tests/test_survival.py::test_outcomes_are_those_of_the_cases_in_the_smart_cache
--sampler.of_all_ranks(position.samples), position.epoch)
-+sampler.of_all_ranks(position.samples), 0)
+-sampler.global_batch(position.samples), position.epoch)
++sampler.global_batch(position.samples), 0)
 train_survival_distributed.py tests/test_survival.py::test_only_the_head_learns_at_first
 -model.backbone.requires_grad_(not frozen)
 +model.requires_grad_(not frozen)
@@ -115,7 +115,7 @@ tasks/survival/data.py tests/test_promise.py::test_three_processes_are_one[train
 -found[first::world_size] = part
 +found[first * len(part) : (first + 1) * len(part)] = part
 train_survival_distributed.py tests/test_survival.py::test_a_step_is_one_pass_over_all_its_cases
--step.backward(loss * (leaf == 0), events * (leaf == 0), through=(output, part))
+-step.backward(loss * (number == 0), events * (number == 0), through=(output, part))
 +step.backward(loss, events, through=(output, part))
 train_mimic_cxr.py tests/test_mimic_cxr.py::test_leaves_add_up_to_means_over_the_global_batch
 -weights = [weight / max(1.0, count) for weight, count in zip(HEAD_WEIGHT.values(), counts[:-1], strict=True)]

@@ -113,7 +113,7 @@ def work(ranks):
         images = torch.randn(7, 4, 3, 8, 8)
         own = range(7 * ranks.rank // ranks.world_size, 7 * (ranks.rank + 1) // ranks.world_size)
         for leaf in own:
-            with exact.around_leaf(last=leaf == own[-1]):
+            with exact.around_micro_batch(last=leaf == own[-1]):
                 exact.backward(model(images[leaf]).sum(), torch.tensor(10.0 ** (leaf - 5)))
         off_grid = (exact.flat * 2.0**40 % 1).any()
         exact.finish_sum()
@@ -127,7 +127,7 @@ def work(ranks):
 
 
 def test_exact_sum_is_the_same_at_any_number_of_processes(launch):
-    """Also where a rank has no leaf, of leaves that differ by a factor of a million, and it is their sum."""
+    """Also where a rank has no leaf, of micro-batches that differ by a factor of a million, and it is their sum."""
     one, eight = (launch(processes, EXACT)[0] for processes in (1, 8))
     assert one == eight
     assert one[1] == "True"
@@ -135,10 +135,10 @@ def test_exact_sum_is_the_same_at_any_number_of_processes(launch):
 
 def test_on_grid_adds_without_rounding():
     # partial sums stay far below 2**13
-    values = du.on_grid(torch.randn(10_000) * 10.0 ** torch.randint(-6, 2, (10_000,)))
+    values = du.round_for_exact_sum(torch.randn(10_000) * 10.0 ** torch.randint(-6, 2, (10_000,)))
     assert len({values[torch.randperm(10_000)].cumsum(0)[-1].item() for _ in range(20)}) == 1
-    assert du.on_grid(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")
-    assert abs(du.on_grid(torch.tensor(0.1)).item() - torch.tensor(0.1).item()) < 2.0**-40
+    assert du.round_for_exact_sum(torch.tensor([float("nan"), float("inf"), 0.1])).tolist()[1] == float("inf")
+    assert abs(du.round_for_exact_sum(torch.tensor(0.1)).item() - torch.tensor(0.1).item()) < 2.0**-40
 
 
 def test_a_loading_process_that_ignores_sigterm_does_not_outlive_the_run(launch):

@@ -19,7 +19,7 @@ from utils import checkpoint
 from utils.cli import RunError
 from utils.engine import make_engine
 from utils.log import RunLog, draw_curves
-from utils.loop import Batch, Plan, Run, Training, _try, seed_noise, shares_of
+from utils.loop import BatchPlan, Plan, Run, Training, _try, gpu_shares_from, seed_noise
 from utils.sampler import TrainBatchSampler
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
@@ -30,7 +30,7 @@ def begin(folder: Path, *words: str, steps: int = 20) -> Training:
     args = minimal.parse_args(["--output_dir", str(folder), *words])
     model = nn.Linear(2, 1, bias=False)
     engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=9.0, fused=True), "no", args, CPU.device)
-    return Training(Run("test/1", args, CPU), args, engine, Plan(Batch(4, 4, 1.0, [1]), steps, ["loss"], {}))
+    return Training(Run("test/1", args, CPU), args, engine, Plan(BatchPlan(4, 4, 1.0, [1]), steps, ["loss"], {}))
 
 
 @pytest.mark.parametrize(("clip", "scale"), [(0.5, 0.5 / 5), (0, 1), (100, 1)])
@@ -72,7 +72,7 @@ def test_a_line_of_the_log_is_the_mean_of_its_steps(tmp_path, capsys):
         (tmp_path / "args.yaml").write_text(rest)
         log.close()
         log = RunLog(tmp_path, CPU, ["loss"], args, copy.deepcopy(saved), 2)
-    # two leaves
+    # two micro-batches
     log.step(list(torch.tensor([1.0, 2.0, float("nan")])), 3, 4, 0.2)
     capsys.readouterr()
     log.write_interval(3, 1, 9)
@@ -211,7 +211,7 @@ def test_noise_is_a_function_of_seed_step_and_leaf():
     ],  # fmt: skip
 )
 def test_noise_alone_does_not_change_the_shares_of_equal_devices(seconds, shares):
-    assert shares_of(seconds) == shares
+    assert gpu_shares_from(seconds) == shares
 
 
 def test_trying_a_batch_leaves_neither_gradients_nor_other_buffers():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.cli import RARE
+from utils.cli import ADVANCED
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {
@@ -37,8 +37,8 @@ def help_flags(*command: str) -> set[str]:
         command = ("-m", *command)
     command = [sys.executable, *command, "--help"]
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    shown, _, rare = text.partition(RARE)
-    keys = [key for line in re.findall(r"^  ([\w-]+(?:, [\w-]+)*)", rare, re.MULTILINE) for key in line.split(", ")]
+    shown, _, advanced = text.partition(ADVANCED)
+    keys = [key for line in re.findall(r"^  ([\w-]+(?:, [\w-]+)*)", advanced, re.MULTILINE) for key in line.split(", ")]
     return flags_in(shown) | {f"--{key}" for key in keys}
 
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Script:
-    """A script and flags for some dozens of short steps with dropout, an uneven last one and several leaves a rank."""
+    """A script and flags for some short steps with dropout, an uneven last one, several micro-batches a rank."""
 
     path: str
     flags: str
@@ -232,7 +232,7 @@ def flip_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=str)
 def test_three_processes_are_one(script, run, whole, tmp_path):
-    """Dropout, augmentation, an uneven last step, unequal numbers of leaves: the same bits, scores included.
+    """Dropout, augmentation, an uneven last step, unequal numbers of micro-batches: the same bits, scores included.
 
     And where it is killed in what follows the last step, the final test.
     """

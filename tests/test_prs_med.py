@@ -89,7 +89,7 @@ def run(data_root):
 
 @pytest.fixture(scope="module")
 def trained(run, tmp_path_factory) -> Path:
-    """The folder of a run of 4 steps of two leaves each, the second of which is small."""
+    """The folder of a run of 4 steps of two micro-batches each, the second of which is small."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     flags = "--effective_batch_size 8 --num_epochs 2 --generate_every 2 --lora_rank 3 --questions_per_image 2"
     with pytest.MonkeyPatch.context() as patch:

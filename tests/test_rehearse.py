@@ -59,7 +59,7 @@ def test_counted_by_hand(tmp_path):
     # weights, two moments, gradient; then input, output and the second leaf's gradient
     assert step["state_gib"] == pytest.approx(1, abs=1e-3)
     assert step["peak_gib"] == pytest.approx(1.75, abs=1e-3)
-    # two leaves; of 8 heads of attention 2 products forward and 5 backward
+    # two micro-batches; of 8 heads of attention 2 products forward and 5 backward
     tflop = 2 * (2 * 2 * 8192**3 + 7 * 2 * 8 * 8192**2 * 64) / 1e12
     assert step["tflop_per_step"] == pytest.approx(tflop, abs=1e-3)
     waits = ["copy cuda -> cpu", "item()", "index by a mask or from the host", "index by a mask or from the host"]

@@ -1,4 +1,4 @@
-"""The order of an epoch, the leaves of a step and the ranks' shares, against plain enumeration."""
+"""The order of an epoch, the micro-batches of a step and the ranks' shares, against plain enumeration."""
 
 import pickle
 from collections import Counter
@@ -13,17 +13,17 @@ IMAGES = np.repeat(np.arange(9), [1, 2, 3, 4, 5, 6, 7, 8, 17])
 
 
 def epoch_of(world_size: int, shares=None, groups=None, start: int = 0) -> list[list]:
-    """The leaves of all steps of an epoch of 53 samples, in the steps' order, put together from all ranks."""
+    """The micro-batches of all steps of an epoch of 53 samples, in the steps' order, put together from all ranks."""
     steps: dict[int, dict[int, list]] = {}
     for rank in range(world_size):
-        sampler = TrainBatchSampler(53, 3, 14, rank, world_size, seed=7, shares=shares, groups=groups)
+        sampler = TrainBatchSampler(53, 3, 14, rank, world_size, seed=7, gpu_shares=shares, groups=groups)
         sampler.set_position(3, start)
         batches = iter(sampler)
         assert len(sampler) == len(list(sampler))
         for first in range(start, 53, 14):
             samples, numbers = sampler.share(first)
             assert samples == min(14, 53 - first)
-            assert len(numbers) <= sampler.most_leaves(first)
+            assert len(numbers) <= sampler.most_micro_batches(first)
             for number in numbers or [None]:
                 batch = next(batches)
                 assert all(index.epoch == 3 for index in batch)
@@ -45,9 +45,9 @@ def test_leaves_do_not_depend_on_who_takes_them(world_size, shares):
 
 
 def test_shares_are_in_proportion():
-    samplers = [TrainBatchSampler(600, 1, 600, rank, 3, shares=[7, 3, 2]) for rank in range(3)]
+    samplers = [TrainBatchSampler(600, 1, 600, rank, 3, gpu_shares=[7, 3, 2]) for rank in range(3)]
     assert [len(sampler.share(0)[1]) for sampler in samplers] == [350, 150, 100]
-    assert samplers[2].most_leaves(0) == 350
+    assert samplers[2].most_micro_batches(0) == 350
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 1000])

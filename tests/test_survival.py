@@ -323,7 +323,7 @@ def tuned(made, trained, tmp_path_factory) -> Path:
 
 
 def test_a_step_is_one_pass_over_all_its_cases(trained, made, tmp_path):
-    """In one leaf or in three: the loss of the whole step's risk sets and its gradient, beside the linear part."""
+    """In one micro-batch or in three: the loss of the step's risk sets and its gradient, beside the linear part."""
     start = ["--init", "pretrained", "--pretrained_path", trained / "model.safetensors"]
     cohort = read_cohort(made / "dataset.csv")
     train, val = choose_fold(cohort, "Fold_1", "train", "val", 0, 0)

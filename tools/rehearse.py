@@ -9,7 +9,8 @@ their config.json alone, of published size unless the flags name others. Without
 
 A script is imported as a module and must have parse_args(words), build_model(args, precision, device),
 make_optimizer(model, args), largest_batch(model, size) and trial_step(model, batch, args), the forward and backward
-pass of one leaf; and, where settings follow from the hardware, fill_settings(args, world_size, memory, compute, node).
+pass of one micro-batch; and, where settings follow from the hardware, fill_settings(args, world_size, memory, compute,
+node).
 """
 # ruff: noqa: E402
 
@@ -288,9 +289,9 @@ def main(args: Namespace) -> None:
         settings = with_flags(settings, **filled)
     device = pretend_a_gpu()
     precision, _ = set_precision(settings.mixed_precision, device, settings.deterministic)
-    world_size, size, leaves = settings.world_size or 1, settings.batch_size, settings.gradient_accumulation_steps
+    world_size, size, accumulation = settings.world_size or 1, settings.batch_size, settings.gradient_accumulation_steps
     if settings.effective_batch_size:
-        leaves = math.ceil(settings.effective_batch_size / size / world_size)
+        accumulation = math.ceil(settings.effective_batch_size / size / world_size)
 
     trace = Trace()
     with FakeTensorMode(allow_non_fake_inputs=True), trace:
@@ -301,30 +302,30 @@ def main(args: Namespace) -> None:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = sum(parameter.nbytes for parameter in trained)
 
-        # a first step makes the optimizer's state; from the second leaf on there are gradients, and in DDP they are
-        # views of buckets that stay
+        # a first step makes the optimizer's state; from the second micro-batch on there are gradients, and in DDP they
+        # are views of buckets that stay
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         engine = make_engine(model, optimizer, precision, with_flags(settings, compile=False), device)
         engine.scaler.scale(torch.zeros((), device=device))
-        if settings.deterministic or leaves == world_size == 1:
+        if settings.deterministic or accumulation == world_size == 1:
             optimizer.zero_grad(set_to_none=True)
         state = trace.peak = trace.now
         trace.flops = 0
         trace.waits.clear()
 
-        # one leaf and the update
-        with engine.around_leaf(last=True):
+        # one micro-batch and the update
+        with engine.around_micro_batch(last=True):
             script.trial_step(model, batch, settings)
         engine.update(0.0)
 
-    # activations grow with the leaf; if smaller leaves follow each other, there are gradients beside them
+    # activations grow with the micro-batch; if smaller micro-batches follow each other, there are gradients beside them
     activations = trace.peak - state
     margin = MARGIN_SHARE * trace.peak + MARGIN_BYTES
     room = (args.gpu_memory * GIB - MARGIN_BYTES) / (1 + MARGIN_SHARE) - state
     fits = activations <= room
-    if leaves == world_size == 1:
+    if accumulation == world_size == 1:
         room -= gradients
     largest = max(math.floor(room * size / activations), size * fits, 0)
 
@@ -333,10 +334,10 @@ def main(args: Namespace) -> None:
         "activations": f"{activations / GIB:8.2f} GiB  and gradients, at the peak",
         "margin": f"{margin / GIB:8.2f} GiB  5 % and 1.4 GiB, for what torch does not see",
         "in all": f"{(trace.peak + margin) / GIB:8.2f} GiB",
-        "arithmetic": f"{trace.flops * leaves / 1e12:8.2f} TFLOP a step and GPU",
+        "arithmetic": f"{trace.flops * accumulation / 1e12:8.2f} TFLOP a step and GPU",
         "host waits": "; ".join(f"{count} x {what}" for what, count in trace.waits.items()) or "none",
     }
-    print(f"{args.script}: {size} samples per GPU x {leaves} accumulation, {precision}")
+    print(f"{args.script}: {size} samples per GPU x {accumulation} accumulation, {precision}")
     for name, row in rows.items():
         print(f"  {name:<12} {row}")
     print(f"{'fits' if fits else 'does not fit'} a GPU of {args.gpu_memory:g} GiB; largest --batch_size: {largest}")
@@ -344,7 +345,7 @@ def main(args: Namespace) -> None:
         "peak_gib": round(trace.peak / GIB, 4),
         "state_gib": round(state / GIB, 4),
         "activations_gib": round(activations / GIB, 4),
-        "tflop_per_step": round(trace.flops * leaves / 1e12, 4),
+        "tflop_per_step": round(trace.flops * accumulation / 1e12, 4),
         "waits": trace.waits,
         "fits": fits,
         "largest_batch": largest,

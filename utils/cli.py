@@ -104,7 +104,7 @@ def window(text: str) -> str:
 # --- the parser -------------------------------------------------------------------------------------------------------
 
 
-RARE = "rarely changed: keys of a --config file (--KEY works, too)"
+ADVANCED = "rarely changed: keys of a --config file (--KEY works, too)"
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -112,7 +112,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         text = super()._format_action_invocation(action)
-        return text.replace("--", "") if action.container.title == RARE else text
+        return text.replace("--", "") if action.container.title == ADVANCED else text
 
     def _get_help_string(self, action: argparse.Action) -> str:
         nothing = action.default is None or action.default is False or action.default == []
@@ -130,12 +130,12 @@ class Parser(argparse.ArgumentParser):
         description, _, examples = doc.partition("\n")
         super().__init__(description=description, epilog=examples, allow_abbrev=False, formatter_class=HelpFormatter)
         self.add_argument("--config", metavar="FILE", help="YAML or JSON that sets any flag; the command line wins")
-        self.rare = self.add_argument_group(RARE)
+        self.advanced = self.add_argument_group(ADVANCED)
         self.source = ""
         self.sections = sections
 
     def format_help(self) -> str:
-        self._action_groups.sort(key=lambda group: group is self.rare)
+        self._action_groups.sort(key=lambda group: group is self.advanced)
         return super().format_help()
 
     def error(self, message: str):
@@ -237,7 +237,7 @@ def add_common_arguments(
     least_epochs: 0 where a model that was not trained by steps says something.
     """
     parser.usage = "%(prog)s [--config FILE] [flags]"
-    rare = parser.rare.add_argument
+    advanced = parser.advanced.add_argument
     add = parser.add_argument_group("run").add_argument
     text = "run folder: checkpoints, log, figures, summary"
     add("--output_dir", "--checkpoint_dir", "--log_dir", metavar="DIR", default=output_dir, help=text)
@@ -273,16 +273,16 @@ def add_common_arguments(
     text = "peak learning rate, before any scaling"
     add("--learning_rate", "--lr", type=real(0, above=True), default=learning_rate, help=text)
     add("--grad_clip", "--grad_clip_norm", type=real(0), default=1.0, help="largest gradient norm; 0: no clipping")
-    rare("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
+    advanced("--max_bad_steps", type=whole(1), default=10, help="stop after N non-finite steps in a row, all skipped")
 
     add = parser.add_argument_group("speed and memory").add_argument
     yes_no = argparse.BooleanOptionalAction
     precisions = ("auto", "no", "bf16", "fp16")
     shares = pattern(r"equal|auto|[1-9]\d{0,5}(,[1-9]\d{0,5})*", "equal, auto or one whole number per process, as 2,1")
     add("--mixed_precision", choices=precisions, default="auto", help="auto: bf16 where the GPU has it, else fp16")
-    rare("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
+    advanced("--auto_batch", action=yes_no, help="halve the batch until it fits the memory; left out: on GPUs only")
     text = "how GPUs share a step: equal, auto (by measured speed), or as 2,1 for one twice as fast as the other"
-    rare("--gpu_shares", type=shares, default="equal", help=text)
+    advanced("--gpu_shares", type=shares, default="equal", help=text)
     add("--num_workers", type=whole(0), default=4, help="data loading processes PER GPU")
     add("--compile", action="store_true", help="torch.compile the model: slow first steps, faster later ones")
     add("--deterministic", action="store_true", help="the same bits at any number of processes of one kind; slower")
@@ -294,7 +294,9 @@ def add_common_arguments(
     text = "log to Weights & Biases, too"
     add("--wandb", "--wandb_project", metavar="PROJECT", nargs="?", const=Path(output_dir).name, help=text)
     add("--world_size", type=whole(1), help="with plain `python`: start N processes through torchrun")
-    rare("--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck")
+    advanced(
+        "--dist_timeout", type=whole(1), default=600, help="seconds after which a rank gives up on one that is stuck"
+    )
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
 

@@ -79,8 +79,8 @@ class Engine:
             gc.collect()
 
     @contextlib.contextmanager
-    def around_leaf(self, last: bool) -> Iterator[None]:
-        """Around the passes of a leaf; last: of this rank in the step, after which gradients are exchanged."""
+    def around_micro_batch(self, last: bool) -> Iterator[None]:
+        """Around the passes of a micro-batch; last: of this rank in the step, after which gradients are exchanged."""
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
@@ -149,11 +149,12 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class ExactEngine(Engine):
-    """--deterministic: gradients summed over the leaves of a step without rounding, in place of DDP.
+    """--deterministic: gradients summed over the micro-batches of a step without rounding, in place of DDP.
 
-    Any division of the leaves among any number of processes, one included, gives the same bits. Each gradient moves
-    into one flat float64 buffer as soon as the backward pass has it; in a rank's last leaf, finished parts of the
-    buffer are sent while the backward pass goes on. Costs twice the bytes of DDP, and the memory of two gradients.
+    Any division of the micro-batches among any number of processes, one included, gives the same bits. Each gradient
+    moves
+    into one flat float64 buffer as soon as the backward pass has it; in a rank's last micro-batch, finished parts of
+    the buffer are sent while the backward pass goes on. Costs twice the bytes of DDP, and the memory of two gradients.
     """
 
     bucket_bytes = 50 * 2**20
@@ -174,7 +175,7 @@ class ExactEngine(Engine):
                 begin = end
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
         self.works: list[dist.Work | None] = []
-        # of the leaf under way, see around_leaf
+        # of the micro-batch under way, see around_micro_batch
         self.last, self.missing, self.shift = False, Counter(), torch.tensor(SHIFT)
 
     def close(self) -> None:
@@ -182,7 +183,7 @@ class ExactEngine(Engine):
             hook.remove()
 
     @contextlib.contextmanager
-    def around_leaf(self, last: bool) -> Iterator[None]:
+    def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.last = last
         self.missing = Counter(self.bucket_of.values())
         # times the loss scale of fp16, so that the grid is as fine as without
@@ -194,7 +195,7 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        # on_grid, in place
+        # round_for_exact_sum, in place
         self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
         parameter.grad = None
         self.missing[self.bucket_of[parameter]] -= 1
@@ -212,7 +213,7 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def finish_sum(self) -> None:
-        """All ranks, after the last leaf: the sum over all leaves is in `grad`."""
+        """All ranks, after the last micro-batch: the sum over all micro-batches is in `grad`."""
         while len(self.works) < len(self.buckets):
             self._send()
         for work in filter(None, self.works):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from distributed_utils import Ranks, combine, on_grid, print_main
+from distributed_utils import Ranks, combine, print_main, round_for_exact_sum
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
@@ -143,8 +143,8 @@ class RunLog:
     def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
         """Keep one optimizer step's numbers. Raises RunError, on all ranks, after too many skipped steps in a row.
 
-        values: scalars; the losses of each of this rank's leaves, whose sum over leaves and ranks is logged, and last
-        the gradient norm, which all ranks have alike. A step was skipped if that is not finite.
+        values: scalars; the losses of each of this rank's micro-batches, whose sum over leaves and ranks is logged,
+        and last the gradient norm, which all ranks have alike. A step was skipped if that is not finite.
         """
         self.recent.append(values)
         self.samples += samples
@@ -159,7 +159,7 @@ class RunLog:
             return
         values, rows = torch.stack([value for step in self.recent for value in step]).double().cpu(), []
         for step in values.split([len(step) for step in self.recent]):
-            losses, norm = on_grid(step[:-1].view(-1, len(self.names) - 2)).sum(0), float(step[-1])
+            losses, norm = round_for_exact_sum(step[:-1].view(-1, len(self.names) - 2)).sum(0), float(step[-1])
             # the norm is the same on all ranks, so only rank 0 adds it to the sum
             rows.append([*losses.tolist(), *((norm, not math.isfinite(norm)) if self.ranks.is_main else (0, 0))])
         rows = np.array(rows, float)

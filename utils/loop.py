@@ -4,8 +4,9 @@ A script keeps its loop and its loss. `Run` is the folder, all that an evaluatio
 checkpoints of a run that trains, on an engine (utils/engine.py). Three rules make a resume simple:
 
 - The checkpoint for step k is written last, after everything step k does, including its evaluation.
-- The samples of a step and their leaves belong to the run and never change; who computes a leaf does not matter.
-- Noise is a function of (seed, step, leaf), so that no random state is saved.
+- The samples of a step and their micro-batches belong to the run and never change; who computes a micro-batch does not
+matter.
+- Noise is a function of (seed, step, micro-batch), so that no random state is saved.
 """
 
 import contextlib
@@ -48,21 +49,25 @@ class Position:
     best_metrics: dict = field(default_factory=dict)
 
 
-class Batch(NamedTuple):
+class BatchPlan(NamedTuple):
     """How a step is computed. All but the shares belong to the run, at any number of GPUs.
 
     effective: samples of a step over all ranks. leaf: samples of one forward pass. times: factor by which
-    --lr_scaling may scale the learning rate. shares: how the ranks divide a step's leaves.
+    --lr_scaling may scale the learning rate. shares: how the ranks divide a step's micro-batches.
     """
 
-    effective: int
-    leaf: int
-    times: float
-    shares: list[int]
+    global_batch_size: int
+    micro_batch_size: int
+    lr_factor: float
+    gpu_shares: list[int]
 
     def invariants(self) -> dict:
         """What a checkpoint holds of it."""
-        return {"effective_batch_size": self.effective, "lr_times": self.times, "leaf": self.leaf}
+        return {
+            "effective_batch_size": self.global_batch_size,
+            "lr_times": self.lr_factor,
+            "leaf": self.micro_batch_size,
+        }
 
 
 @dataclass
@@ -73,7 +78,7 @@ class Plan:
     invariants: what may not differ when the run is resumed. banner: further lines.
     """
 
-    batch: Batch
+    batch: BatchPlan
     steps: int
     losses: list[str]
     invariants: dict
@@ -126,48 +131,51 @@ class Run:
         self.armed = -math.inf
 
     @property
-    def leaf(self) -> int:
+    def micro_batch_size(self) -> int:
         """Samples of one forward pass in the training that the checkpoint is of."""
         return self.checkpoint["run"]["leaf"]
 
-    def choose_batch(
-        self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective: int | None
-    ) -> Batch:
+    def plan_batches(
+        self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective_batch_size: int | None
+    ) -> BatchPlan:
         """All ranks: the batch that the flags want; a run that is resumed keeps its own, at any number of GPUs.
 
         try_once(size): forward and backward pass of the largest batch, without talking to other ranks. With
-        --auto_batch the leaf is halved on all ranks until that fits everywhere. Raises RunError where not even one
-        sample does.
+        --auto_batch the micro-batch is halved on all ranks until that fits everywhere. Raises RunError where not even
+        one sample does.
         """
         args, ranks = self.args, self.ranks
-        leaf, times = batch_size, effective / batch_size if effective else ranks.world_size
+        micro_batch_size, global_batch_size = batch_size, effective_batch_size
+        lr_factor = global_batch_size / batch_size if global_batch_size else ranks.world_size
         if self.checkpoint:
             own = self.checkpoint["run"]
-            if effective not in (None, own["effective_batch_size"]):
+            if effective_batch_size not in (None, own["effective_batch_size"]):
                 reason = f"this run has {own['effective_batch_size']}; leave it out"
-                raise InputError(f"--effective_batch_size {effective}: {reason}")
-            effective, leaf, times = own["effective_batch_size"], own["leaf"], own["lr_times"]
-        effective = effective or batch_size * args.gradient_accumulation_steps * ranks.world_size
+                raise InputError(f"--effective_batch_size {effective_batch_size}: {reason}")
+            global_batch_size, micro_batch_size, lr_factor = own["effective_batch_size"], own["leaf"], own["lr_times"]
+        global_batch_size = global_batch_size or batch_size * args.gradient_accumulation_steps * ranks.world_size
 
-        shares = [1] * ranks.world_size
+        gpu_shares = [1] * ranks.world_size
         if args.gpu_shares not in ("equal", "auto"):
-            shares = [int(share) for share in args.gpu_shares.split(",")]
-            if len(shares) != ranks.world_size:
+            gpu_shares = [int(share) for share in args.gpu_shares.split(",")]
+            if len(gpu_shares) != ranks.world_size:
                 raise InputError(f"--gpu_shares {args.gpu_shares}: needs {ranks.world_size} numbers, one per process")
 
         # what fits the smallest memory, and how fast each GPU is
-        wanted = leaf
+        wanted = micro_batch_size
         auto_batch = ranks.device.type == "cuda" if args.auto_batch is None else args.auto_batch
         if auto_batch or args.gpu_shares == "auto":
-            while math.inf in (seconds := du.gather_objects(_try(try_once, model, leaf))):
-                if leaf == 1:
+            while math.inf in (seconds := du.gather_objects(_try(try_once, model, micro_batch_size))):
+                if micro_batch_size == 1:
                     raise RunError(f"out of memory at one sample per GPU; {self.advice}")
-                leaf //= 2
+                micro_batch_size //= 2
             if args.gpu_shares == "auto":
-                shares = shares_of(seconds)
-        if leaf < wanted:
-            du.print_main(f"memory: {wanted} samples at once do not fit, {leaf} do; the result stays, its bits change")
-        return Batch(effective, leaf, times, shares)
+                gpu_shares = gpu_shares_from(seconds)
+        if micro_batch_size < wanted:
+            du.print_main(
+                f"memory: {wanted} samples at once do not fit, {micro_batch_size} do; the result stays, its bits change"
+            )
+        return BatchPlan(global_batch_size, micro_batch_size, lr_factor, gpu_shares)
 
     def heartbeat(self, place: str) -> None:
         """Record that this rank is at work, and where. In training its stacks are written if no heartbeat follows.
@@ -265,7 +273,7 @@ class Training:
         if saved:
             for name, value in self.invariants.items():
                 before = saved["run"].get(name)
-                # a machine with less memory may have halved the leaf
+                # a machine with less memory may have halved the micro-batch
                 if before != value and name != "leaf":
                     before = f"a run with {name.replace('_', ' ')} {before}"
                     raise InputError(f"--resume_from: {before}, now {value}; give the same again")
@@ -302,22 +310,22 @@ class Training:
 
     def _print_banner(self, plan: Plan) -> None:
         batch, world_size = self.batch, self.ranks.world_size
-        leaves = math.ceil(batch.effective / batch.leaf)
-        parts = f"{leaves} micro-batch{'es' * (leaves > 1)} of {batch.leaf}"
-        shares = f", shared {batch.shares}" if len(set(batch.shares)) > 1 else ""
+        micro_batches = math.ceil(batch.global_batch_size / batch.micro_batch_size)
+        parts = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)} of {batch.micro_batch_size}"
+        shares = f", shared {batch.gpu_shares}" if len(set(batch.gpu_shares)) > 1 else ""
         rows = {
             "processes": f"{world_size} by {self.ranks.launcher}, {self.ranks.device.type}",
-            "batch": f"{batch.effective} samples a step = {parts}{shares}",
+            "batch": f"{batch.global_batch_size} samples a step = {parts}{shares}",
             "steps": f"{self.position.step} of {self.last_step} done",
         }
         print_banner(str(self.run.folder), rows | plan.invariants | plan.banner)
-        idle = world_size - leaves
+        idle = world_size - micro_batches
         if idle > 0:
             du.print_main(
                 f"warning: {idle} of {world_size} processes have no micro-batch; --batch_size of a new run is too large"
             )
 
-    def start_stage(self, engine: Engine, batch: Batch, best_names: tuple[str, ...]) -> None:
+    def start_stage(self, engine: Engine, batch: BatchPlan, best_names: tuple[str, ...]) -> None:
         """All ranks, in mid-run: other weights are trained from here on, with a best checkpoint of their own."""
         self.engine.close()
         self.engine, self.batch, self.best_names = engine, batch, best_names
@@ -329,7 +337,7 @@ class Training:
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
         """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
 
-        count: numbers of this rank's leaves (a list of their batches, which may be empty), always as many, to be
+        count: numbers of this rank's micro-batches (a list of their batches, which may be empty), always as many, to be
         summed over the ranks into `totals`. Before a step the ranks tell each other these, a stop signal and an
         unusable sample (a batch's "error"), in a small transfer of host memory that goes on while the step before
         computes. A signal to any rank ends the steps on all, one or two steps later; `stopped` is then its exit code.
@@ -356,7 +364,7 @@ class Training:
             if position.step + 1 in self.profiled and self.ranks.is_main and not self.profiler:
                 self.profiler = torch.profiler.profile()
                 self.profiler.start()
-            passes = sampler.most_leaves(position.samples) if self.engine.equal_passes else len(batches)
+            passes = sampler.most_micro_batches(position.samples) if self.engine.equal_passes else len(batches)
             self.epoch_over = self.read >= sampler.num_samples
             self.evaluation_due = bool(every_steps) and (position.step + 1) % every_steps == 0
             ends = self.epoch_over or self.evaluation_due or position.step + 1 == self.last_step
@@ -390,7 +398,7 @@ class Training:
         """Whether the run has made all its steps."""
         return self.position.step >= self.last_step
 
-    def last(self, name: str) -> float | None:
+    def last_logged(self, name: str) -> float | None:
         """The value of a metric that was logged last; None without one."""
         return self.log.last.get(name)
 
@@ -573,9 +581,10 @@ class Training:
 class Step:
     """One optimizer step: what this rank computes of it.
 
-    samples: of all ranks. numbers: of this rank's leaves in the step; none where it has no share, and the one batch it
+    samples: of all ranks. numbers: of this rank's micro-batches in the step; none where it has no share, and the one
+    batch it
     computes all the same, as DDP needs, counts nothing. totals: what `count` gave, summed over the ranks. passes: that
-    this rank makes; those beyond its leaves repeat the last batch and count nothing.
+    this rank makes; those beyond its micro-batches repeat the last batch and count nothing.
     """
 
     training: Training
@@ -587,22 +596,23 @@ class Step:
     losses: list[Tensor] = field(default_factory=list)
     weight: float = 1.0
 
-    def leaves(self) -> Iterator:
-        """The batch of each leaf on the device, with the leaf's own noise; gradients are exchanged after the last."""
+    def micro_batches(self) -> Iterator:
+        """The batch of each micro-batch on the device, with the micro-batch's own noise; gradients are exchanged after
+        the last."""
         training, device = self.training, self.training.ranks.device
         for number in range(self.passes):
             self.weight = float(number < len(self.numbers))
             batch = self.batches[min(number, len(self.batches) - 1)]
-            leaf = self.numbers[number] if self.weight else 0
-            seed_noise(device, training.args.seed, training.position.step, leaf)
-            with training.engine.around_leaf(last=number == self.passes - 1):
+            micro_batch = self.numbers[number] if self.weight else 0
+            seed_noise(device, training.args.seed, training.position.step, micro_batch)
+            with training.engine.around_micro_batch(last=number == self.passes - 1):
                 yield du.to_device(batch, device)
 
     def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
-        """Backward pass of the first of these losses, a leaf's part of a sum over the step; all are logged.
+        """Backward pass of the first of these losses, a micro-batch's part of a sum over the step; all are logged.
 
-        through: where the loss has no parts that add up, a leaf's output and the loss's gradient by it. A non-finite
-        loss gives non-finite gradients, which reach every rank: all skip the step together.
+        through: where the loss has no parts that add up, a micro-batch's output and the loss's gradient by it. A
+        non-finite loss gives non-finite gradients, which reach every rank: all skip the step together.
         """
         # NaN where the loss is not finite
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
@@ -633,7 +643,7 @@ def error_in(batch: dict) -> str:
 
 
 def seed_noise(device: torch.device, *position: int) -> None:
-    """Dropout from here on is a function of this position: (seed, step, leaf)."""
+    """Dropout from here on is a function of this position: (seed, step, micro-batch)."""
     sequence = np.random.SeedSequence([number % 2**63 for number in position])
     seed = int(sequence.generate_state(1, np.uint64)[0])
     # torch.manual_seed visits every kind of device, which takes a tenth of a millisecond
@@ -645,7 +655,7 @@ def seed_noise(device: torch.device, *position: int) -> None:
 # --- memory and speed -------------------------------------------------------------------------------------------------
 
 
-def shares_of(seconds: list[float]) -> list[int]:
+def gpu_shares_from(seconds: list[float]) -> list[int]:
     """How the ranks share a step, from the seconds that each needs for the same pass: the fastest has 10.
 
     Ranks less than 25 % slower than the fastest of their group count as equally fast: on a busy machine two equal ones

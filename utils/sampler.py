@@ -1,7 +1,8 @@
-"""Which sample goes where: the order of an epoch, the leaves of a step, each rank's share of a step and an evaluation.
+"""Which sample goes where: the order of an epoch, the micro-batches of a step, each rank's share of a step and an
+evaluation.
 
-The order is a function of (seed, epoch). A step's samples are cut into leaves, micro-batches of fixed size and content,
-and ranks take whole leaves: how many ranks there are changes who computes a leaf, never what is in it.
+The order is a function of (seed, epoch). A step's samples are cut into micro-batches of fixed size and content,
+and ranks take whole micro-batches: how many ranks there are changes who computes a micro-batch, never what is in it.
 """
 
 import math
@@ -106,29 +107,30 @@ class TrainBatchSampler:
     """This rank's leaves of an epoch, one batch each.
 
     Optimizer step k takes the samples k * effective_batch_size ... of the epoch's order, the last step what is left.
-    Its leaves hold leaf_size samples each, the last one what is left. shares: how many leaves of a step each rank gets,
+    Its micro-batches hold micro_batch_size samples each, the last one what is left. gpu_shares: how many micro-batches
+    of a step each rank gets,
     in proportion; None: equally many. groups: which samples stay together in the epoch's order.
     """
 
     def __init__(
         self,
         num_samples: int,
-        leaf_size: int,
+        micro_batch_size: int,
         effective_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        shares: list[int] | None = None,
+        gpu_shares: list[int] | None = None,
         groups: ImageGroups | None = None,
     ):
         self.num_samples = num_samples
-        self.leaf_size = leaf_size
+        self.micro_batch_size = micro_batch_size
         self.effective_batch_size = effective_batch_size
         self.rank = rank
         self.seed = seed
         self.groups = groups
-        # rank r's leaves lie between ends[r] and ends[r + 1], in parts of ends[-1]
-        self.ends = [0, *accumulate(shares or [1] * world_size)]
+        # rank r's micro-batches lie between ends[r] and ends[r + 1], in parts of ends[-1]
+        self.ends = [0, *accumulate(gpu_shares or [1] * world_size)]
         self.set_position(0)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
@@ -142,16 +144,17 @@ class TrainBatchSampler:
         return math.ceil(self.num_samples / self.effective_batch_size)
 
     def share(self, first: int) -> tuple[int, range]:
-        """(samples of all ranks, numbers of this rank's leaves) of the step that begins after `first` samples."""
+        """(samples of all ranks, numbers of this rank's micro-batches) of the step that begins after `first`
+        samples."""
         samples = min(self.effective_batch_size, self.num_samples - first)
-        leaves = math.ceil(samples / self.leaf_size)
-        begin, end = (leaves * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
+        micro_batches = math.ceil(samples / self.micro_batch_size)
+        begin, end = (micro_batches * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
         return samples, range(begin, end)
 
-    def most_leaves(self, first: int) -> int:
-        """The leaves of the rank that has most of them in the step that begins after `first` samples."""
-        leaves = math.ceil(min(self.effective_batch_size, self.num_samples - first) / self.leaf_size)
-        ends = [leaves * end // self.ends[-1] for end in self.ends]
+    def most_micro_batches(self, first: int) -> int:
+        """The micro-batches of the rank that has most of them in the step that begins after `first` samples."""
+        micro_batches = math.ceil(min(self.effective_batch_size, self.num_samples - first) / self.micro_batch_size)
+        ends = [micro_batches * end // self.ends[-1] for end in self.ends]
         return max(end - begin for begin, end in pairwise(ends))
 
     def order(self, positions: np.ndarray) -> np.ndarray:
@@ -160,7 +163,7 @@ class TrainBatchSampler:
             return self.groups.order(positions, self.seed, self.epoch)
         return permute(positions, self.num_samples, self.seed, self.epoch)
 
-    def of_all_ranks(self, first: int) -> np.ndarray:
+    def global_batch(self, first: int) -> np.ndarray:
         """What all ranks take in the step after `first` samples; int64. Keeps the epoch's order, 8 bytes a sample."""
         if self.whole is None:
             self.whole = self.order(np.arange(self.num_samples))
@@ -173,12 +176,12 @@ class TrainBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         positions: list[np.ndarray] = []
         for first in range(self.start, self.num_samples, self.effective_batch_size):
-            samples, leaves = self.share(first)
-            # DDP needs a pass of each rank: one without a leaf computes the step's first, which counts nothing
-            for leaf in leaves or [0]:
-                begin = first + leaf * self.leaf_size
-                positions.append(np.arange(begin, min(begin + self.leaf_size, first + samples)))
-            if len(positions) * self.leaf_size >= AT_ONCE or first + samples == self.num_samples:
+            samples, micro_batches = self.share(first)
+            # DDP needs a pass of each rank: one without a micro-batch computes the step's first, which counts nothing
+            for micro_batch in micro_batches or [0]:
+                begin = first + micro_batch * self.micro_batch_size
+                positions.append(np.arange(begin, min(begin + self.micro_batch_size, first + samples)))
+            if len(positions) * self.micro_batch_size >= AT_ONCE or first + samples == self.num_samples:
                 yield from self._batches(positions)
                 positions = []
 

@@ -82,11 +82,11 @@ class ZeroEngine(Engine):
         precision: str,
         *args,
         config: dict,
-        leaf: int,
+        micro_batch_size: int,
         **options,
     ):
-        """config: of read_zero_config(). leaf: samples of one forward pass. The rest as of Engine."""
-        self.precision, self.config, self.leaf = precision, config, leaf
+        """config: of read_zero_config(). micro_batch_size: samples of one forward pass. The rest as of Engine."""
+        self.precision, self.config, self.micro_batch_size = precision, config, micro_batch_size
         self.groups = optimizer.state_dict()["param_groups"]
         names = {parameter: name for name, parameter in model.named_parameters()}
         self.parameters = [
@@ -125,8 +125,8 @@ class ZeroEngine(Engine):
     def filled_config(self) -> dict:
         """The config with what DeepSpeed wants to be told beside it."""
         config = {key: value for key, value in self.config.items() if key not in ("fp16", "bf16")}
-        # a step ends where around_leaf() says so
-        config |= {"train_micro_batch_size_per_gpu": self.leaf, "gradient_accumulation_steps": 1}
+        # a step ends where around_micro_batch() says so
+        config |= {"train_micro_batch_size_per_gpu": self.micro_batch_size, "gradient_accumulation_steps": 1}
         config |= {"gradient_clipping": 0.0 if self.grad_clip == math.inf else self.grad_clip}
         # torch's AdamW resumes bit for bit, DeepSpeed's own does not
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
@@ -148,7 +148,7 @@ class ZeroEngine(Engine):
             self.wrapped = self.model
 
     @contextlib.contextmanager
-    def around_leaf(self, last: bool) -> Iterator[None]:
+    def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.wrapped.set_gradient_accumulation_boundary(last)
         yield
 
