@@ -1,7 +1,7 @@
-"""One process or many, the same program: process group, data loader, reductions, stop signal, learning rate.
+"""Distributed training for one process or many: process group, data loader, reductions, learning rate, stop signal.
 
-Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) or CPU
-(gloo).
+Works under python, torchrun, torch.distributed.launch, deepspeed, accelerate launch and srun, on GPUs (NCCL) and on
+CPUs (gloo).
 """
 
 import atexit
@@ -36,7 +36,7 @@ from hardware_utils import keep_freed_memory, usable_cores
 from utils.cli import InputError, RunError
 from utils.sampler import EvalBatchSampler, ImageGroups, TrainBatchSampler
 
-# x + SHIFT - SHIFT rounds a float64 to a multiple of 2**-40, see round_for_exact_sum
+# x + SHIFT - SHIFT rounds a float64 to a multiple of 2**-40; see round_for_exact_sum
 SHIFT = 1.5 * 2.0**12
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -44,14 +44,14 @@ SHIFT = 1.5 * 2.0**12
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands: `rank` of `world_size` processes; store: what all of them can read and write."""
+    """This process's rank, device and launcher. store: key-value store that all processes share; None if alone."""
 
     rank: int
     world_size: int
     device: torch.device
     launcher: str
     store: dist.Store | None
-    # when this rank last noted its place, in a list because the rest is frozen
+    # time of the last note(), in a list because the dataclass is frozen
     noted: list[float] = field(default_factory=lambda: [-math.inf], compare=False)
 
     @property
@@ -59,17 +59,17 @@ class Ranks:
         return self.rank == 0
 
     def wait_for_main(self, what: str) -> None:
-        """All ranks: until rank 0 is here, however long that takes; if it dies, the launcher ends the others."""
+        """All ranks: wait for rank 0 to arrive, however long that takes. If it dies, the launcher kills the others."""
         if self.store and self.is_main:
             self.store.set(what, "")
         elif self.store:
-            # a rank that waits on purpose does not hang
+            # waiting here is no hang, so stop the watchdog
             faulthandler.cancel_dump_traceback_later()
             self.store.wait([what], timedelta(days=7))
 
     def note(self, place: str) -> None:
-        """Tell the other ranks where this one is, for the day when it no longer answers."""
-        # rank 0 serves the store: at most 4000 notes a second from all ranks together
+        """Record this rank's position in the store, so that the others can name it if it hangs."""
+        # limit all ranks together to 4000 writes a second, because rank 0 serves the store
         now = time.monotonic()
         if self.store and now - self.noted[0] > self.world_size / 4000:
             self.store.set(f"place of {self.rank}", place)
@@ -77,9 +77,9 @@ class Ranks:
 
 
 def read_environment() -> tuple[int, int, int, str]:
-    """(rank, local_rank, world_size, launcher) from the launcher's variables; (0, 0, 1, "python") without one.
+    """(rank, local_rank, world_size, launcher) from the launcher's environment; (0, 0, 1, "python") without one.
 
-    Raises InputError for what is no number.
+    Raises InputError if a variable is not a number.
     """
     env = os.environ
 
@@ -93,12 +93,12 @@ def read_environment() -> tuple[int, int, int, str]:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "deepspeed or torch.distributed"
         return whole("RANK"), whole("LOCAL_RANK", "0"), whole("WORLD_SIZE"), launcher
 
-    # this variable is set by srun alone: `python` inside an sbatch script is one process
+    # only srun sets this variable: `python` inside an sbatch script is one process
     tasks = whole("SLURM_STEP_NUM_TASKS", "1")
     if tasks == 1:
         return 0, 0, 1, "python"
-    # the first host of a list such as gpu[01-03,07]-ib,login1, and a port that neither another job nor another srun of
-    # this one takes
+    # the first host of a list such as gpu[01-03,07]-ib,login1, and a port that differs between jobs and between the
+    # sruns of one job
     first = re.match(r"([^][,]|\[[^]]*\])*", env.get("SLURM_STEP_NODELIST", "localhost"))[0]
     env.setdefault("MASTER_ADDR", re.sub(r"\[(\w+)[^]]*\]", r"\1", first))
     job, step = whole("SLURM_JOB_ID", "0"), whole("SLURM_STEP_ID", "0")
@@ -107,7 +107,7 @@ def read_environment() -> tuple[int, int, int, str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host's name or address leads back to the machine that asks, or nowhere."""
+    """Whether a host name or address resolves to the loopback interface, or to nothing."""
     try:
         return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
     except OSError:
@@ -115,9 +115,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine that another host sees; "" where no way leads there."""
+    """This machine's address on the route to another host; "" if there is no route."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-        # connecting a datagram socket only looks up the route
+        # connecting a datagram socket sends nothing, it only looks up the route
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
@@ -125,15 +125,16 @@ def _address_towards(host: str) -> str:
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
-    """All ranks, where there are several nodes: set GLOO_SOCKET_IFNAME where gloo would choose the loopback interface.
+    """All ranks, on several nodes: set GLOO_SOCKET_IFNAME if gloo would choose the loopback interface.
 
-    It listens at the address of the host's own name, which on Debian is 127.0.1.1: no other node gets through.
+    gloo listens at the address of the machine's own host name. On Debian that is 127.0.1.1, which other nodes cannot
+    reach.
     """
     if rank == world_size - 1:
         store.set("address of the last node", _address_towards(os.environ["MASTER_ADDR"]))
     if "GLOO_SOCKET_IFNAME" in os.environ or not _is_loopback(socket.gethostname()):
         return
-    # on the node where the ranks meet, that host is this one
+    # on the master node itself, find the route to the last node instead
     other = os.environ["MASTER_ADDR"]
     if _is_loopback(other):
         other = store.get("address of the last node").decode()
@@ -148,21 +149,21 @@ def choose_interface(store: dist.Store, rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
-    """Join the process group and leave it whatever happens. timeout: seconds that a collective waits for a rank.
+    """Join the process group, and leave it on every exit. timeout: seconds that a collective waits for a rank.
 
-    Keep everything that holds DDP in a function called inside the `with` block: torch 2.13 aborts about one exit in
-    eight when it is alive after the group is gone.
+    Use DDP only in functions called inside the `with` block: torch 2.13 aborts about one exit in eight if a DDP wrapper
+    outlives the process group.
     """
-    # a crash in C code leaves its stack on standard error
+    # print a stack trace if C code crashes
     faulthandler.enable()
     rank, local_rank, world_size, launcher = read_environment()
     device = torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus:
-        # srun may show each task its own GPU only
+        # srun may make only its own GPU visible to each task
         alone = gpus == 1 and launcher == "srun"
         device = torch.device("cuda", 0 if alone else local_rank)
-        # all processes of the machine see that, the first included, whose line is shown
+        # every process on this machine raises this, but only the first prints it
         here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         if here > gpus and not alone:
             raise InputError(f"{here} processes on a machine with {gpus} GPUs; start at most one per GPU")
@@ -172,12 +173,12 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
     store = None
     if world_size > 1:
-        # torch's own record of the last collectives; `torchfrtrace` reads what NCCL writes when it gives up
+        # torch's flight recorder: NCCL dumps the last collectives on a timeout, for `torchfrtrace` to read
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if gpus and dist.is_nccl_available() else "gloo"
         limit = timedelta(seconds=timeout)
         if world_size > 64:
-            # gloo then connects ranks that talk to each other, instead of each with each: that takes minutes at 4096
+            # connect two ranks only when they first communicate: connecting all pairs takes minutes at 4096 ranks
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
@@ -187,7 +188,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
             group_store = dist.PrefixStore("group", store)
             dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=limit)
         except (RuntimeError, OSError) as error:
-            # printed by this rank, whichever it is: rank 0 may still be waiting
+            # every rank prints this itself, because rank 0 may still be waiting
             who = f"rank {rank} on {socket.gethostname()}"
             place = ":".join(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
             line = f"error: {who} cannot join the others at {place}; see docs/running.md, Networks ({error})"
@@ -198,11 +199,11 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
         ranks.note("the start")
         yield ranks
     except (InputError, RunError, SystemExit) as error:
-        # all ranks have agreed to leave in order; frames of the traceback would keep DDP alive
+        # all ranks raise this together; clear the traceback, whose frames would keep DDP alive
         traceback.clear_frames(error.__traceback__)
         raise
     except BaseException as error:
-        # a crash of one rank: it goes at once, so that the others see the broken connection instead of waiting
+        # only this rank crashed: exit at once, so that the others see a broken connection instead of waiting
         if world_size == 1:
             raise
         traceback.print_exception(error)
@@ -214,7 +215,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
             # let a background sum finish: other ranks may be waiting for this rank's part
             _ASIDE.submit(int).result()
             gc.collect()
-        # loading processes that their loader could not end, as they ignore SIGTERM
+        # DataLoader workers ignore SIGTERM, so some may have outlived their loader
         for child in multiprocessing.active_children():
             child.kill()
         if dist.is_initialized():
@@ -222,13 +223,13 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
 
 
 def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> None:
-    """One line, after a collective has failed: which ranks neither crashed nor gave up waiting as this one did.
+    """After a failed collective, print which ranks hang or were killed: those that neither crashed nor timed out.
 
-    Such a rank hangs or was killed. wait: seconds that the others have to give up as well.
+    wait: seconds to give the other ranks to time out, too.
     """
     with contextlib.suppress(RuntimeError):
         ranks.store.set(f"rank {ranks.rank} has ended", "")
-        # gloo reports "pair closure" where the timeout of another message has closed the connection
+        # gloo reports "pair closure" if the timeout of another message closed the connection
         if not isinstance(error, dist.DistError) and not re.search("gloo|caused pair closure", str(error)):
             return
         first = ranks.store.add("ranks that gave up", 1) == 1
@@ -241,12 +242,12 @@ def name_silent_ranks(ranks: Ranks, error: BaseException, wait: float = 5) -> No
 
 
 def world() -> tuple[int, int]:
-    """(rank, world_size) of the process group, (0, 1) without one."""
+    """(rank, world_size) of the process group; (0, 1) without one."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def print_main(*values) -> None:
-    """print on rank 0 only."""
+    """Print on rank 0 only."""
     if world()[0] == 0:
         print(*values, flush=True)
 
@@ -256,7 +257,7 @@ def print_main(*values) -> None:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Around the start of loading processes: a stop signal waits until they can ignore it."""
+    """Block stop signals while DataLoader workers start, until the workers ignore them."""
     signals = {signal.SIGTERM, signal.SIGINT}
     if os.name == "posix":
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -268,14 +269,17 @@ def hold_signals() -> Iterator[None]:
 
 
 def _quiet_worker(_: int) -> None:
-    """Let a loading process serve on after Ctrl-C and SIGTERM, which reach the whole group: the trainer decides."""
+    """Make a worker ignore Ctrl-C and SIGTERM, which reach the whole process group: the trainer stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @atexit.register
 def _end_workers() -> None:
-    """At a script's end Python sends them SIGTERM and waits; torch would report what ends them instead."""
+    """Kill the workers at exit: Python would send SIGTERM, which they ignore, and wait for them.
+
+    Restoring SIGCHLD first keeps torch from reporting them as killed.
+    """
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
@@ -294,12 +298,12 @@ def create_distributed_dataloader(
     groups: ImageGroups | None = None,
     **options,
 ) -> DataLoader:
-    """A DataLoader (guide 2's name) over this rank's share, at most `batch_size` samples at once.
+    """A DataLoader (guide 2's function name) over this rank's samples, at most `batch_size` at a time.
 
-    Shuffled and dealt out when `train`, `effective_batch_size` samples of all ranks for each optimizer step (call
-    `loader.batch_sampler.set_position(epoch)` before each epoch); in order and unpadded otherwise. A dataset that draws
-    noise draws it from (seed, index.epoch, index), see utils.sampler.Index: then it is the same in any process, at any
-    number of them, and after a resume.
+    train: shuffled, `effective_batch_size` samples over all ranks per optimizer step; call
+    `loader.batch_sampler.set_position(epoch)` before each epoch. Otherwise in order, without padding. A dataset that
+    augments must draw from (seed, index.epoch, index), see utils.sampler.Index, to give the same samples on any number
+    of processes and after a resume.
     """
     rank, world_size = world()
     if train:
@@ -307,7 +311,7 @@ def create_distributed_dataloader(
         sampler = TrainBatchSampler(len(dataset), batch_size, effective, rank, world_size, seed, gpu_shares, groups)
     else:
         sampler = EvalBatchSampler(len(dataset), batch_size, rank, world_size)
-    # more processes than cores would only wait for each other
+    # more workers than cores would only compete
     num_workers = min(num_workers, usable_cores())
     return DataLoader(
         dataset,
@@ -316,14 +320,14 @@ def create_distributed_dataloader(
         persistent_workers=num_workers > 0,
         worker_init_fn=_quiet_worker,
         pin_memory=torch.cuda.is_available(),
-        # its own: a DataLoader draws from the global generator at each epoch, and a resumed run would draw once more
+        # a private generator: DataLoader would draw from the global one at each epoch, and once more after a resume
         generator=torch.Generator().manual_seed(seed % 2**63),
         **options,
     )
 
 
 def to_device(batch, device: torch.device):
-    """A batch (a dict or a list) with its tensors on the device, copied while the host goes on."""
+    """Copy the tensors in nested dicts and lists to the device without blocking the host."""
     if isinstance(batch, dict):
         return {name: to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -331,10 +335,10 @@ def to_device(batch, device: torch.device):
     return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch
 
 
-# --- what the ranks tell each other -----------------------------------------------------------------------------------
+# --- communication ----------------------------------------------------------------------------------------------------
 
 
-# bytes of a message; what does not fit follows in a second one
+# bytes of the first message; longer content continues in a second one
 MESSAGE = 1024
 
 
@@ -360,10 +364,10 @@ def _receive(rank: int, tag: int) -> bytes:
 
 
 def combine(value, both: Callable, tag: int = 0):
-    """All ranks: reduce their picklable values to one, on every rank. both: merges two, the lower ranks' first.
+    """All ranks: all-reduce picklable values. both(a, b): merges two values; a is from the lower ranks.
 
-    The values go up a binomial tree and the result comes down, a chain of 2 log2(ranks) messages. gloo's own all-reduce
-    and all-gather go around a ring, a chain of 2 (ranks - 1).
+    Reduces up a binomial tree and broadcasts down it, a chain of 2 log2(ranks) messages. gloo's own all-reduce and
+    all-gather use a ring, a chain of 2 (ranks - 1).
     """
     rank, world_size = world()
     if world_size == 1:
@@ -389,12 +393,12 @@ def _add(one: list[float], other: list[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
-# one background thread; a tag of their own keeps its messages apart from the main thread's
+# one background thread, whose messages have a tag of their own
 _ASIDE = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
-    """All ranks: start a sum over the ranks in the background; returns a function that waits for it.
+    """All ranks: start summing over the ranks in the background; returns a function that waits for the result.
 
     Every rank must start its sums in the same order.
     """
@@ -404,7 +408,7 @@ def begin_sum(values: list[float]) -> Callable[[], list[float]]:
 
 
 def reduce_sum(values: Tensor | list) -> Tensor:
-    """Sum over ranks, in place for a tensor; a list of numbers becomes a float64 CPU tensor, which no GPU waits for."""
+    """Sum over ranks: a tensor in place, on its device; a list of numbers on the host, as a float64 tensor."""
     if isinstance(values, Tensor):
         if dist.is_initialized():
             dist.all_reduce(values)
@@ -413,22 +417,22 @@ def reduce_sum(values: Tensor | list) -> Tensor:
 
 
 def reduce_max(values: list[float]) -> list[float]:
-    """Largest over ranks."""
+    """Elementwise maximum over ranks."""
     return combine(values, lambda one, other: list(map(max, one, other)))
 
 
 def gather_objects(value) -> list:
-    """[value of rank 0, value of rank 1, ...] on every rank, for small picklable values."""
+    """All-gather small picklable values: [rank 0's, rank 1's, ...] on every rank."""
     return combine([value], operator.add)
 
 
 def gather_dicts(own: dict) -> dict:
-    """All ranks: their dicts merged into one, sorted by key."""
+    """All-gather dicts and merge them into one, sorted by key."""
     return dict(sorted(combine(own, operator.or_).items()))
 
 
 def gather_to_main(value) -> list:
-    """[value of rank 0, value of rank 1, ...] on rank 0, [] on the others, which need no memory for them."""
+    """Gather values on rank 0, without memory for them on other ranks: [rank 0's, rank 1's, ...] there, else []."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -445,9 +449,9 @@ def broadcast_object(value):
 
 
 def share_bytes(size: int) -> np.ndarray | None:
-    """All ranks: uint8 zeros (size,) that the ranks of this machine and their loading processes share.
+    """All ranks: uint8 zeros (size,) in memory shared by this machine's ranks and their workers.
 
-    A temporary file without a name, in memory as long as there is some to spare. None where there is no room for it.
+    Backed by an unlinked temporary file, which stays in the page cache while memory allows. None if the disk is full.
     """
     if os.name == "nt":
         return np.zeros(size, np.uint8)
@@ -457,7 +461,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     if first:
         descriptor, path = tempfile.mkstemp()
         try:
-            # or a full disk would end the process at a later write
+            # allocate now: a disk that fills up later would crash the process at a write
             getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(descriptor, 0, size)
         except OSError:
             os.unlink(path)
@@ -467,7 +471,7 @@ def share_bytes(size: int) -> np.ndarray | None:
     try:
         return np.memmap(path, np.uint8, "r+", shape=(size,)) if path else None
     except OSError:
-        # another machine of the same name
+        # a different machine with the same host name
         return None
     finally:
         gather_objects(None)
@@ -477,7 +481,7 @@ def share_bytes(size: int) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def agree_on_errors() -> Iterator[None]:
-    """Inside, each rank may meet an InputError or RunError of its own; at the end all raise the first one together."""
+    """If any rank raises InputError or RunError inside the block, all ranks raise the first one at its end."""
     own = None
     try:
         yield
@@ -490,9 +494,9 @@ def agree_on_errors() -> Iterator[None]:
 
 @torch.no_grad()
 def check_same_weights(state: dict[str, Tensor]) -> None:
-    """All ranks: their weights are the same to the bit, by the sum of each tensor's bits. Raises RunError on all.
+    """All ranks: compare checksums of the weights. Raises RunError on all ranks if they differ.
 
-    A flipped bit in a GPU's memory lets a rank train apart from the others, and no loss tells.
+    A bit flipped in a GPU's memory makes one rank's weights drift from the others', which no loss reveals.
     """
     if world()[1] == 1:
         return
@@ -514,10 +518,10 @@ def check_same_weights(state: dict[str, Tensor]) -> None:
 
 
 def round_for_exact_sum(values: Tensor) -> Tensor:
-    """Values in float64, rounded to multiples of 2**-40.
+    """Round to multiples of 2**-40, in float64.
 
-    Float64 adds such numbers without rounding as long as sums stay below 2**13, so in any order and any grouping: the
-    same bits whoever adds what. NaN and infinity stay what they are.
+    Float64 adds such numbers without rounding while sums stay below 2**13, so their order and grouping do not change a
+    bit. NaN and infinity are kept.
     """
     return (values.double() + SHIFT) - SHIFT
 
@@ -526,12 +530,12 @@ def round_for_exact_sum(values: Tensor) -> Tensor:
 
 
 def scale_learning_rate(base: float, times: float, rule: str) -> float:
-    """Guide 0: `effective_lr = base_lr * world_size` (linear); sqrt multiplies by its root, none leaves it."""
+    """Learning rate for a batch `times` as large. linear is guide 0's `effective_lr = base_lr * world_size`."""
     return base * {"linear": times, "sqrt": math.sqrt(times), "none": 1}[rule]
 
 
 def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Factor on the learning rate of optimizer step `step` (from 0): linear warm-up, then constant or cosine to 0."""
+    """Factor on the learning rate at `step` (from 0): linear warm-up, then constant, or a cosine decay to 0."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":
@@ -541,9 +545,9 @@ def schedule(step: int, total_steps: int, warmup_steps: int, kind: str) -> float
 
 
 class StopSignal:
-    """SIGTERM and SIGINT set `code` (143 or 130); the loop asks all ranks for it before each step.
+    """SIGTERM and SIGINT set `code` to 143 or 130, which the training loop checks on all ranks before each step.
 
-    at_once: once this is set, they end the process, with these last words.
+    at_once: if set, a signal prints this message and exits at once.
     """
 
     code = 0
@@ -560,7 +564,7 @@ class StopSignal:
 
     def _note(self, number: int, _frame) -> None:
         self.code = 130 if number == signal.SIGINT else 143
-        # the loader's processes have a copy of this, and end with theirs
+        # workers inherit this handler; they must not print the message or exit by it
         if self.at_once is not None and get_worker_info() is None:
             os.write(1, self.at_once)
             os._exit(self.code)

@@ -1,6 +1,6 @@
 """Classify images: the smallest script that keeps the project's promises. Copy it beside train.py for your own task.
 
-    python examples/minimal.py                                    # made-up images, one process
+    python examples/minimal.py                                    # synthetic images, one process
     torchrun --nproc_per_node=4 examples/minimal.py --data_root photos --output_dir runs/photos
     python examples/minimal.py --data_root photos --output_dir runs/photos --resume_from auto
 
@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-# only as long as this file is in examples/
+# delete this line if you copy the file to the project's root
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from utils.cli import InputError, Parser, add_common_arguments, launch_workers, real, run_main, whole
@@ -20,7 +20,7 @@ from utils.cli import InputError, Parser, add_common_arguments, launch_workers, 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument_group("task").add_argument
-    add("--data_root", help="folder with train/ and val/; left out: made-up images")
+    add("--data_root", help="folder with train/ and val/; default: synthetic images")
     add("--image_size", type=whole(8), default=32, help="side that images are resized to")
     add("--dropout", type=real(0, 0.99), default=0.1, help="before the last layer")
     add("--warmup_steps", type=whole(0), default=5, help="optimizer steps of linear warm-up, then a cosine to 0")
@@ -29,7 +29,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    # before the heavy imports: --help and a mistyped flag answer at once
+    # before the heavy imports, so that --help and a mistyped flag respond immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -48,14 +48,16 @@ from utils.loop import Plan, Run, Training
 
 
 class Images(Dataset):
-    """<root>/<class>/*.png|jpg; without a root, made-up noise that is brighter on the left or on the right.
+    """Images in <root>/<class>/*.png or *.jpg; without a root, synthetic noise that is brighter on the left or right.
 
-    An unreadable image is reported, not raised: all ranks then end with the same line.
+    A sample's "error" reports an unreadable image, on which the loop stops all ranks.
     """
 
-    def __init__(self, root: Path | None, args: Namespace, made_up: int, augmented: bool, known: tuple[str, ...] = ()):
+    def __init__(
+        self, root: Path | None, args: Namespace, synthetic: int, augmented: bool, known: tuple[str, ...] = ()
+    ):
         self.root, self.side, self.seed, self.augmented = root, args.image_size, args.seed, augmented
-        self.paths = [Path(("left", "right")[number % 2], f"{number}.png") for number in range(made_up)]
+        self.paths = [Path(("left", "right")[number % 2], f"{number}.png") for number in range(synthetic)]
         if root:
             self.paths = sorted(path for path in root.glob("*/*") if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
         found = {path.parent.name for path in self.paths}
@@ -77,20 +79,23 @@ class Images(Dataset):
             except (OSError, ValueError) as reason:
                 error = f"{self.paths[index]}: cannot be read ({reason}); mend or remove it"
         if self.augmented:
-            # drawn from (seed, epoch, sample): the same in any process, at any number of them, after any resume
+            # drawn from (seed, epoch, sample), so the same on any number of GPUs and after a resume
             rng = np.random.default_rng([self.seed % 2**63, index.epoch, index])
             pixels = np.roll(pixels, rng.integers(-2, 3, size=2), axis=(0, 1)) * rng.uniform(0.9, 1.1)
         return {"image": pixels.transpose(2, 0, 1).astype(np.float32), "label": label, "error": error}
 
 
 def make_model(classes: int, dropout: float) -> nn.Module:
-    """(B, 3, H, W) images -> (B, classes) logits. GroupNorm: BatchNorm's statistics depend on the number of GPUs."""
+    """Network from (B, 3, H, W) images to (B, classes) logits.
+
+    It has GroupNorm because BatchNorm's statistics would depend on the number of GPUs.
+    """
     body = [nn.Conv2d(3, 16, 3, 2, 1), nn.GroupNorm(1, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
     return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout), nn.Linear(128, classes))
 
 
 def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
-    """(cross-entropy summed over the batch, number of right answers)."""
+    """Return the cross-entropy summed over the batch and the number of correct predictions."""
     with autocast(batch["image"].device, precision):
         logits = model(batch["image"]).float()
     return F.cross_entropy(logits, batch["label"], reduction="sum"), (logits.argmax(1) == batch["label"]).sum()
@@ -98,7 +103,7 @@ def loss_sum(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, split: str = "val") -> dict[str, float]:
-    """Exact over the whole set at any number of processes: each sample once, sums and a count, one division."""
+    """Mean loss and accuracy over the whole set, the same to the bit on any number of GPUs."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.ranks.device)
     for batch in run.batches(loader):
@@ -108,16 +113,16 @@ def evaluate(model: nn.Module, loader: DataLoader, run: Run, precision: str, spl
 
 
 def train(args: Namespace, ranks: du.Ranks) -> int:
-    """Train, evaluate after each epoch, keep the best; returns the exit code of a stop signal, else 0."""
+    """Train and evaluate after each epoch, or only evaluate. Returns the exit code of a stop signal, or 0."""
     device = ranks.device
     precision, described = set_precision(args.mixed_precision, device, args.deterministic)
-    # nothing is written before the Training, so every mistake is reported before a run is touched
+    # nothing is written until Training begins, so all input errors are reported before a run is touched
     run = Run("minimal/1", args, ranks, advice="lower --image_size", model_flags=("image_size", "dropout"))
-    # a checkpoint brings its own model_flags
+    # model_flags now have the checkpoint's values
     args = run.args
     folder = Path(args.data_root) if args.data_root else None
-    train_set = Images(folder and folder / "train", args, made_up=203, augmented=True)
-    val_set = Images(folder and folder / "val", args, made_up=50, augmented=False, known=train_set.classes)
+    train_set = Images(folder and folder / "train", args, synthetic=203, augmented=True)
+    val_set = Images(folder and folder / "val", args, synthetic=50, augmented=False, known=train_set.classes)
     torch.manual_seed(args.seed)
     model = make_model(len(train_set.classes), args.dropout).to(device)
 
@@ -135,7 +140,6 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
         run.write_summary("eval_val", metrics)
         return 0
 
-    # a step and its micro-batches belong to the run; who computes them is up to the machine
     batch = run.plan_batches(model, try_once, args.batch_size, args.effective_batch_size)
     val_loader = du.create_distributed_dataloader(val_set, batch.micro_batch_size, train=False, **options)
     loader = du.create_distributed_dataloader(
@@ -151,7 +155,7 @@ def train(args: Namespace, ranks: du.Ranks) -> int:
             model.train()
             for step in training.steps(loader):
                 for micro_batch in step.micro_batches():
-                    # a micro-batch's part of the mean over all samples of the step, wherever they are computed
+                    # this micro-batch's term of the mean over the step's global batch
                     step.backward(loss_sum(engine.wrapped, micro_batch, precision)[0] / step.samples)
                 step.update(args.learning_rate * du.schedule(run.position.step, steps, args.warmup_steps, "cosine"))
             if training.stopped:

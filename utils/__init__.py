@@ -1,4 +1,4 @@
-"""What the scripts share. Every command of this project imports it first, so that one without its packages says so."""
+"""Helpers shared by the scripts. Every command imports this package first, so it reports a missing environment."""
 
 import importlib.util
 import sys

@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill at any moment: atomic save, checked load, exact resume, retention, export of weights.
+"""Checkpoints that survive a kill at any moment: atomic saving, checked loading, retention, export of weights.
 
-A run folder holds `step_00000120.pt` files, and `best.pt`, a hard link to one of them or to one since deleted. Each
-ends with a seal: its step, its run and the sha256 of all before. A checkpoint counts if its seal is right and names the
-run that the file `run_id` names; nothing else has to be kept in step with them.
+A run folder holds `step_00000120.pt` files and `best.pt`, a hard link to one of them (which may have been deleted
+since). Each file ends with a seal: its step, its run's id and the sha256 of everything before the seal. A checkpoint is
+valid if its hash is right and its run id is the one in the folder's file `run_id`. There is no other index.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from distributed_utils import agree_on_errors, broadcast_object, print_main, wor
 from utils.cli import InputError, RunError
 
 SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{64})\n\Z")
-# what a run writes beside its checkpoints, and --overwrite deletes
+# files other than checkpoints that a run writes and --overwrite deletes
 WRITTEN = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
 
 
@@ -32,9 +32,9 @@ WRITTEN = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "l
 
 
 def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
-    """Call `write(file)` on a temporary file, flush it to the disk, then put it in place of `path`.
+    """Call `write(file)` on a temporary file, flush it to disk, then rename it to `path`.
 
-    also: other names for the same file, in place before `path` is, whose appearance is the last thing to happen.
+    also: further names for the same file, linked before `path` appears.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -50,7 +50,7 @@ def write_atomically(path: Path, write, also: tuple[Path, ...] = ()) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`, or a copy where there are no links."""
+    """Hard-link `target` to `source`, or copy it on a file system without hard links."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -61,7 +61,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 class Hashing:
-    """A write-only file that keeps the sha256 of what passes through it."""
+    """A write-only file that hashes what is written to it."""
 
     def __init__(self, file):
         self.file = file
@@ -76,7 +76,7 @@ class Hashing:
 
 
 class Seal(NamedTuple):
-    """What a checkpoint says of itself; damage: why it cannot be trusted, or ""."""
+    """A checkpoint's seal. damage: why the file cannot be trusted, or ""."""
 
     step: int
     run_id: str
@@ -84,7 +84,7 @@ class Seal(NamedTuple):
 
 
 def read_seal(path: Path) -> Seal:
-    """Compare a checkpoint with the line that it ends with."""
+    """Read a checkpoint's seal and check the file's hash against it."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             match = SEAL.search(data[-256:])
@@ -99,12 +99,12 @@ def read_seal(path: Path) -> Seal:
 
 
 def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, ...] = ()) -> None:
-    """Write a sealed checkpoint. contents: dicts, lists, tensors, numbers and strings only."""
+    """Write a sealed checkpoint. contents: only dicts, lists, tensors, numbers and strings."""
 
     def write(file) -> None:
         hashing = Hashing(file)
         torch.save(contents, hashing)
-        # torch.load passes over what follows the end of its archive
+        # torch.load ignores bytes after the end of its archive
         seal = f"step={contents['step']} run={run_id} sha256={hashing.sha256.hexdigest()}"
         file.write(f"\n# checkpoint {seal}\n".encode())
 
@@ -115,10 +115,10 @@ def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, 
 
 
 class HostCopy:
-    """Copies nested dicts and lists, tensors into host memory that the next call uses again.
+    """Copies the tensors in nested dicts and lists to host memory that each call reuses.
 
-    Filling newly allocated memory takes several times as long. For tensors on a GPU the memory is pinned. So a copy is
-    valid only until the next call.
+    Filling newly allocated memory takes several times as long. The memory is pinned for tensors from a GPU. A copy is
+    valid until the next call.
     """
 
     def __init__(self):
@@ -131,7 +131,7 @@ class HostCopy:
         return copied
 
     def _copy(self, value, place: tuple):
-        """place: the keys that lead to the value."""
+        """place: the keys and indices that lead to the value."""
         if isinstance(value, torch.Tensor):
             like, kept = value.detach(), self.kept.get(place)
             if kept is None or (kept.shape, kept.stride(), kept.dtype) != (like.shape, like.stride(), like.dtype):
@@ -146,7 +146,7 @@ class HostCopy:
 
 
 class CheckpointWriter:
-    """Rank 0 writes one checkpoint at a time, in a thread, while the training goes on."""
+    """Writes checkpoints on rank 0, one at a time, in a thread beside the training."""
 
     def __init__(self, folder: Path, keep_last: int):
         self.folder = folder
@@ -156,9 +156,9 @@ class CheckpointWriter:
         self.error: Exception | None = None
 
     def save(self, contents: dict, also: tuple[str, ...] = (), first: Callable[[], None] = lambda: None) -> None:
-        """All ranks call it: begin to write a checkpoint, once the one before is written.
+        """All ranks: start writing a checkpoint, after waiting for the previous one.
 
-        also: more names for it. first: called by the thread before it writes.
+        also: further file names for it. first: called in the thread before writing.
         """
         self.wait()
         if world()[0] == 0:
@@ -166,7 +166,7 @@ class CheckpointWriter:
             self.thread.start()
 
     def wait(self) -> None:
-        """All ranks: until the checkpoint is on the disk. Raises RunError on all where the disk is full.
+        """All ranks: wait until the checkpoint is on disk. Raises RunError on all ranks if writing it failed.
 
         The checkpoint before is then intact.
         """
@@ -181,7 +181,7 @@ class CheckpointWriter:
         try:
             first()
             path = self.folder / f"step_{contents['step']:08d}.pt"
-            # killed between the two names, best.pt is one step ahead: the resumed run makes the same once more
+            # a kill between the two names leaves best.pt ahead; the resumed run writes the same best.pt again
             write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
             for old in sorted(filter(Path.is_file, self.folder.glob("step_*.pt")))[: -self.keep_last]:
                 old.unlink()
@@ -190,7 +190,7 @@ class CheckpointWriter:
 
 
 def export_weights(state_dict: dict, path: Path) -> None:
-    """Rank 0: the tensors as safetensors, readable without this project."""
+    """Rank 0: write the tensors as safetensors, which other programs can read."""
     from safetensors.torch import save
 
     if world()[0] == 0:
@@ -199,14 +199,14 @@ def export_weights(state_dict: dict, path: Path) -> None:
 
 
 def frozen_names(model: torch.nn.Module) -> set[str]:
-    """The parameters that are not trained, by their names."""
+    """Names of the parameters that do not require gradients."""
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model: the trained tensors and the buffers, named as in the plain module.
+    """A model's trained parameters and its buffers, named as in the unwrapped model.
 
-    frozen: what is never trained, where more than that is frozen at the moment.
+    frozen: names of parameters to leave out; default: those that do not require gradients.
     """
     frozen = frozen_names(model) if frozen is None else frozen
     state = {name: value for name, value in model.state_dict().items() if name not in frozen}
@@ -217,9 +217,10 @@ def trained_state(model: torch.nn.Module, frozen: set[str] | None = None) -> dic
 
 
 def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict | None:
-    """All ranks: what --resume_from means, on the CPU; None without it, and for `auto` in a folder without checkpoints.
+    """All ranks: load the checkpoint that --resume_from names, onto the CPU.
 
-    Raises InputError on all ranks for a missing, damaged or foreign file.
+    Returns None without --resume_from, and for `auto` in a folder without checkpoints. Raises InputError on all ranks
+    for a missing or damaged file, or one in another format.
     """
     path = None
     with agree_on_errors():
@@ -242,7 +243,7 @@ def load_checkpoint(resume_from: str | None, folder: Path, format: str) -> dict 
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint of the folder's run; damaged ones are named and passed over."""
+    """The newest intact checkpoint of the folder's run. Skips damaged ones with a warning."""
     run_id = read_run_id(folder)
     paths = sorted(folder.glob("step_*.pt"), reverse=True)
     for path in paths:
@@ -256,7 +257,7 @@ def find_newest(folder: Path) -> Path | None:
 
 
 def find_named(path: Path) -> Path:
-    """A checkpoint that the user named, or the newest of a folder. Raises InputError for a damaged or missing one."""
+    """The checkpoint at `path`, or the newest in a folder. Raises InputError if it is missing or damaged."""
     found = find_newest(path) if path.is_dir() else path
     if found is None or not found.is_file():
         raise InputError(f"{path}: no such checkpoint; check --resume_from")
@@ -267,7 +268,7 @@ def find_named(path: Path) -> Path:
 
 
 def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], source: str = "--resume_from") -> None:
-    """Put the weights of trained_state into an unwrapped model. Raises InputError where a name or shape differs."""
+    """Load weights from trained_state into an unwrapped model. Raises InputError if a name or shape differs."""
     state = model.state_dict()
     unlike = [name for name in weights if name not in state or state[name].shape != weights[name].shape]
     wrong = sorted(trained_state(model).keys() - weights.keys()) + unlike
@@ -277,9 +278,9 @@ def load_trained(model: torch.nn.Module, weights: dict[str, torch.Tensor], sourc
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Load an optimizer's state; the learning rate and weight decay stay those of the flags.
+    """Load an optimizer's state, but keep the learning rate and weight decay of the flags.
 
-    Moments take the memory layout of their parameters, as fused kernels want it.
+    Moments are stored with their parameters' strides, which fused kernels need.
     """
     flags = [(group["lr"], group.get("weight_decay", 0)) for group in optimizer.param_groups]
     try:
@@ -299,7 +300,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def read_run_id(folder: Path) -> str:
-    """Which run the folder holds, "" for none. Where a copy lost or emptied the file, its newest checkpoint knows."""
+    """The id of the folder's run, "" for none. If the file run_id is missing or empty, the newest checkpoint's id."""
     with contextlib.suppress(OSError):
         if run_id := (folder / "run_id").read_text().strip():
             return run_id
@@ -308,25 +309,25 @@ def read_run_id(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """All ranks: rank 0 makes the folder. InputError on all where it cannot, and for links in it."""
+    """All ranks: rank 0 creates the folder. Raises InputError on all ranks if it cannot, or if the folder has links."""
     with agree_on_errors():
         if world()[0] == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
-            # or what is written here could end anywhere; W&B keeps links of its own in its folder
+            # a link could redirect our writes anywhere; W&B makes links inside its own folder
             links = [path for path in folder.rglob("*") if path.is_symlink() and folder / "wandb" not in path.parents]
             if links:
                 raise InputError(f"{links[0]}: a link in a run folder; remove it or choose another folder")
 
 
 def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
-    """All ranks: rank 0 makes and locks the folder; keep what is returned as long as the run lasts.
+    """All ranks: rank 0 creates and locks the folder. Keep the returned lock file open for the whole run.
 
-    may_exist: whether the run in it may be resumed or overwritten; then a run that is just ending is waited for, `wait`
-    seconds. InputError on all ranks when the folder holds a run and `may_exist` is False, when it holds a stranger's
-    files, when another run is writing there, and when a rank does not see it.
+    may_exist: the folder may hold a run to resume or overwrite; if that run is still writing, wait up to `wait` seconds
+    for it to end. Raises InputError on all ranks if the folder holds a run without may_exist, or files of no run, if
+    another run is writing to it, or if a rank cannot see it.
     """
     lock = None
     make_folder(folder)
@@ -350,7 +351,7 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
 
 
 def _take_lock(file, folder: Path, wait: float) -> bool:
-    """Whether the lock is ours within `wait` seconds. The system releases it however the process ends."""
+    """Try for `wait` seconds to lock the file. The operating system releases the lock when the process ends."""
     told = False
     deadline = time.monotonic() + wait
     while True:
@@ -374,30 +375,30 @@ def _take_lock(file, folder: Path, wait: float) -> bool:
 
 
 def _counts(seal: Seal, run_id: str, step: int) -> bool:
-    """Whether a checkpoint is intact, of this run and not of a later step."""
+    """Whether a checkpoint is intact, belongs to this run and is not from a later step."""
     return not seal.damage and seal.run_id == run_id and seal.step <= step
 
 
 def begin_run(
     folder: Path, checkpoint: dict | None, overwrite: bool = False, best_names: tuple[str, ...] = ("best.pt",)
 ) -> bool:
-    """Rank 0, once nothing can be wrong: the folder holds this run from here on, as far as the checkpoint goes.
+    """Rank 0, after every other check: make the folder hold this run up to its checkpoint, and nothing later.
 
-    Returns whether the first of best_names is of this run and not of a later step, so that its metrics still count; a
-    resume into another folder takes it along. A new run gets a name of its own first, so that no checkpoint of the one
-    before counts, whenever it is killed. Raises InputError where the folder holds another run than the checkpoint's and
-    `overwrite` is False.
+    Returns whether best_names[0] belongs to this run and is not from a later step, so that the best score still counts.
+    Resuming into another folder copies that file too. A new run first gets a new run id, so that after a kill at any
+    moment no checkpoint of the previous run counts. Raises InputError if the folder holds another run than the
+    checkpoint's and `overwrite` is False.
     """
     run_id = read_run_id(folder)
     first = folder / f"step_{(checkpoint or {'step': 0})['step']:08d}.pt"
     if checkpoint and run_id and read_seal(Path(checkpoint["path"])).run_id == run_id:
-        # the same run, which may go back to its best.pt, say: what it resumes is the newest from here on
+        # the same run, possibly resumed from best.pt or an old step: later checkpoints must go
         if not first.exists():
             _link(Path(checkpoint["path"]), first)
         later = [path for path in sorted(folder.glob("step_*.pt")) if path.name > first.name]
-        # every *best.pt, of later parts of the run too
+        # every *best.pt, including those of later stages
         later += [p for p in sorted(folder.glob("*best.pt")) if not _counts(read_seal(p), run_id, checkpoint["step"])]
-        # a folder of such a name is not ours
+        # a directory with such a name is not ours
         later = list(filter(Path.is_file, later))
         for path in later:
             path.unlink()
@@ -418,7 +419,7 @@ def begin_run(
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if not checkpoint:
         return False
-    # another run's becomes the first of this one, so that `auto` finds it; the log of that one stays behind
+    # copy the other run's checkpoint as the first of this run, for `auto` to find; its log stays in its own folder
     checkpoint["log"]["bytes"] = 0
     source = Path(checkpoint["path"])
     best, of_run = source.with_name(best_names[0]), read_seal(source).run_id

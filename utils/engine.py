@@ -1,6 +1,6 @@
-"""The engine of a training: how gradients are summed over the ranks, and how they update the weights.
+"""Engines: how gradients are summed over the ranks and update the weights.
 
-`make_engine` gives DDP, or exact sums with --deterministic; tasks/mimic_cxr/zero.py holds the one of DeepSpeed.
+`make_engine` returns `Engine` (DDP), or `ExactEngine` for --deterministic. DeepSpeed's is in tasks/mimic_cxr/zero.py.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from utils import checkpoint
 
 
 class Engine:
-    """torch's own: DDP around the model where there are several processes, AMP's loss scale, a fused optimizer.
+    """DDP if there are several processes, AMP's loss scaling, a fused optimizer.
 
-    model is the plain model and `wrapped` the one to call in training.
+    model: the plain model. wrapped: the module to call in training.
     """
 
-    # whether all ranks must make equally many passes in a step
+    # whether every rank must make the same number of passes in a step
     equal_passes = False
 
     def __init__(
@@ -41,9 +41,9 @@ class Engine:
         saved: dict | None = None,
         frozen: set[str] | None = None,
     ):
-        """All ranks. saved: the checkpoint whose weights and optimizer state to go on with.
+        """All ranks. saved: checkpoint to restore the weights and the optimizer from.
 
-        frozen: parameters that checkpoints leave out; default: those that are not trained now.
+        frozen: names of parameters to leave out of checkpoints; default: those that do not require gradients now.
         """
         if not optimizer.defaults.get("fused"):
             raise ValueError("the optimizer needs fused=True, which skips a non-finite step without a wait for the GPU")
@@ -55,12 +55,12 @@ class Engine:
         if saved:
             checkpoint.load_trained(model, saved["model"])
         if args.compile:
-            # in place, so that the names of the weights stay
+            # compiling in place keeps the weights' names
             model.compile()
         self.start(saved)
 
     def start(self, saved: dict | None) -> None:
-        """All ranks: restore the optimizer and the loss scale, and wrap the model."""
+        """All ranks: restore the optimizer and the loss scale, then wrap the model."""
         if saved:
             checkpoint.restore_optimizer(self.optimizer, saved["optimizer"])
             if self.scaler.is_enabled() and saved["scaler"]:
@@ -68,30 +68,30 @@ class Engine:
         self.wrap()
 
     def wrap(self) -> None:
-        """All ranks: sum the gradients of what requires them now; call it again when that has changed."""
+        """All ranks: wrap the model for the parameters that require gradients now; call again if these change."""
         self.close()
         self.wrapped = wrap_in_ddp(self.model, self.device)
 
     def close(self) -> None:
-        """Let go of the wrapper: two DDP wrappers around one model would both all-reduce its gradients."""
+        """Release the wrapper: two DDP wrappers around one model would both all-reduce its gradients."""
         if self.wrapped is not self.model:
             self.wrapped = self.model
             gc.collect()
 
     @contextlib.contextmanager
     def around_micro_batch(self, last: bool) -> Iterator[None]:
-        """Around the passes of a micro-batch; last: of this rank in the step, after which gradients are exchanged."""
+        """Context for one micro-batch's passes. last: all-reduce the gradients after this one."""
         quiet = isinstance(self.wrapped, DistributedDataParallel) and not last
         with self.wrapped.no_sync() if quiet else contextlib.nullcontext():
             yield
 
     def backward(self, loss: Tensor, gradient: Tensor) -> None:
-        """Add the gradients of this rank's part of a sum over the ranks; gradient: that of the sum by `loss`."""
-        # DDP averages over the ranks, so undo the division
+        """Backward pass of this rank's term of a loss summed over the ranks; gradient: that of the sum by `loss`."""
+        # undo DDP's averaging over the ranks
         loss.backward(self.scaler.scale(gradient * world()[1]))
 
     def update(self, lr: float) -> Tensor:
-        """Clip the gradients and, if their norm is finite, update the weights; returns the norm before clipping."""
+        """Clip the gradients and, if their norm is finite, update the weights. Returns the norm before clipping."""
         optimizer = self.optimizer
         self.scaler.unscale_(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -102,34 +102,34 @@ class Engine:
             self.scaler.step(optimizer)
             self.scaler.update()
         elif self.device.type == "cpu":
-            # reading the norm makes nobody wait, and found_inf would cost an operation for each parameter
+            # reading the norm is free on a CPU; found_inf would cost an operation for each parameter
             if math.isfinite(grad_norm):
                 optimizer.step()
         else:
-            # what GradScaler hands to a fused optimizer, which then skips on the device
+            # GradScaler's interface to fused optimizers, which skip the step on the device without a host sync
             optimizer.grad_scale, optimizer.found_inf = None, 1.0 - grad_norm.isfinite().float()
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
     def weights(self) -> dict[str, Tensor]:
-        """All ranks: what a checkpoint holds of the model, see checkpoint.trained_state."""
+        """All ranks: the model's entries of a checkpoint, see checkpoint.trained_state."""
         return checkpoint.trained_state(self.model, self.frozen)
 
     def state(self) -> dict:
-        """All ranks: what a checkpoint holds of the optimizer and the loss scale."""
+        """All ranks: the optimizer's and the loss scale's entries of a checkpoint."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def put_weights(self, weights: dict[str, Tensor]) -> None:
-        """All ranks: overwrite the weights of the plain model; the training does not go on from them."""
+        """All ranks: overwrite the plain model's weights, for a test; training must not continue from them."""
         checkpoint.load_trained(self.model, weights)
 
 
 def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
-    """DDP around a model where there are several processes; it leaves frozen weights alone.
+    """Wrap a model in DDP if there are several processes; DDP ignores frozen parameters.
 
-    find_unused_parameters keeps the layout of the gradient buckets, which DDP otherwise changes after the first step
-    of each start: the sum of three ranks and more depends on it, so a resumed run would differ in the last bits.
+    find_unused_parameters stops DDP from rebuilding its gradient buckets after a process's first step: gloo's sum over
+    three or more ranks depends on the buckets, so a resumed run would differ in the last bits.
     """
     if world()[1] == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
@@ -143,18 +143,17 @@ def wrap_in_ddp(model: nn.Module, device: torch.device) -> nn.Module:
         gradient_as_bucket_view=True,
         find_unused_parameters=on_cpu and world()[1] > 2,
     )
-    # the argument has another name from torch 2.13 on
+    # torch 2.13 renamed the constructor's argument
     wrapped.broadcast_buffers = False
     return wrapped
 
 
 class ExactEngine(Engine):
-    """--deterministic: gradients summed over the micro-batches of a step without rounding, in place of DDP.
+    """--deterministic: instead of DDP, sums the gradients of a step's micro-batches exactly, without rounding.
 
-    Any division of the micro-batches among any number of processes, one included, gives the same bits. Each gradient
-    moves
-    into one flat float64 buffer as soon as the backward pass has it; in a rank's last micro-batch, finished parts of
-    the buffer are sent while the backward pass goes on. Costs twice the bytes of DDP, and the memory of two gradients.
+    The result is the same to the bit however the micro-batches are divided among processes. Each gradient is added to a
+    flat float64 buffer as soon as the backward pass produces it; in a rank's last micro-batch, finished buckets are
+    all-reduced while the backward pass continues. Sends twice the bytes of DDP and takes the memory of two gradients.
     """
 
     bucket_bytes = 50 * 2**20
@@ -162,7 +161,7 @@ class ExactEngine(Engine):
 
     def wrap(self) -> None:
         self.close()
-        # backward passes finish the last parameters first
+        # the backward pass finishes the last parameters first
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad][::-1]
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
@@ -175,7 +174,7 @@ class ExactEngine(Engine):
                 begin = end
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._take) for parameter in parameters]
         self.works: list[dist.Work | None] = []
-        # of the micro-batch under way, see around_micro_batch
+        # state of the current micro-batch, set by around_micro_batch
         self.last, self.missing, self.shift = False, Counter(), torch.tensor(SHIFT)
 
     def close(self) -> None:
@@ -186,7 +185,7 @@ class ExactEngine(Engine):
     def around_micro_batch(self, last: bool) -> Iterator[None]:
         self.last = last
         self.missing = Counter(self.bucket_of.values())
-        # times the loss scale of fp16, so that the grid is as fine as without
+        # scaled like the loss in fp16, so that rounding is as fine as without a loss scale
         self.shift = self.scaler.scale(torch.full((), SHIFT, dtype=torch.float64, device=self.device))
         yield
 
@@ -195,11 +194,11 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def _take(self, parameter: nn.Parameter) -> None:
-        # round_for_exact_sum, in place
+        # round_for_exact_sum in place
         self.views[parameter] += parameter.grad.reshape(-1).double().add_(self.shift).sub_(self.shift)
         parameter.grad = None
         self.missing[self.bucket_of[parameter]] -= 1
-        # all ranks send the buckets in the same order
+        # every rank must send the buckets in the same order
         while self.last and len(self.works) < len(self.buckets) and not self.missing[len(self.works)]:
             self._send()
 
@@ -213,13 +212,13 @@ class ExactEngine(Engine):
 
     @torch.no_grad()
     def finish_sum(self) -> None:
-        """All ranks, after the last micro-batch: the sum over all micro-batches is in `grad`."""
+        """All ranks, after the last micro-batch: put the sum over all micro-batches into each parameter's grad."""
         while len(self.works) < len(self.buckets):
             self._send()
         for work in filter(None, self.works):
             work.wait()
         for parameter, view in self.views.items():
-            # with the strides of its parameter, as fused optimizers want it
+            # fused optimizers need gradients with their parameter's strides
             parameter.grad = torch.empty_like(parameter).copy_(view.view_as(parameter))
         self.flat.zero_()
         self.works = []
@@ -228,6 +227,6 @@ class ExactEngine(Engine):
 def make_engine(
     model: nn.Module, optimizer: torch.optim.Optimizer, precision: str, args: Namespace, device: torch.device, **options
 ) -> Engine:
-    """All ranks: the engine that the flags want; options as of Engine."""
+    """All ranks: build the engine that the flags ask for; options go to Engine."""
     kind = ExactEngine if args.deterministic else Engine
     return kind(model, optimizer, precision, args, device, **options)

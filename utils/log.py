@@ -1,4 +1,4 @@
-"""What a run says: banner, progress, metrics.jsonl, TensorBoard, W&B, throughput, memory, tables, the curves.
+"""Logging: banner, progress lines, metrics.jsonl, TensorBoard, Weights & Biases, throughput, memory, curves.
 
 Every function may be called on all ranks; only rank 0 writes.
 """
@@ -21,9 +21,9 @@ from distributed_utils import Ranks, combine, print_main, round_for_exact_sum
 from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
-# ends of intervals, and what stays the same throughout
+# suffixes of metrics that TensorBoard does not get: interval bounds and constants
 DETAILS = ("_low", "_high", "_random", "_optimal")
-# flags that may differ where a run goes on: how far and where it runs, what it tells, and the batch, which it keeps
+# flags that may differ on resume: how far, where and how verbosely to run, and the batch flags, which resuming ignores
 MAY_DIFFER = """
     resume_from overwrite max_steps output_dir world_size num_workers dist_timeout gpu_shares auto_batch profile wandb
     log_every save_every keep_last batch_size gradient_accumulation_steps effective_batch_size script
@@ -31,14 +31,14 @@ MAY_DIFFER = """
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min, 5.2 h or 4.1 days."""
+    """Format a duration as 12 s, 3 min, 5.2 h or 4.1 days."""
     for limit, unit, length in ((100, "s", 1), (6000, "min", 60), (172_800, "h", 3600), (math.inf, "days", 86_400)):
         if seconds < limit:
             return f"{seconds / length:.{int(length > 60)}f} {unit}"
 
 
 def print_banner(title: str, rows: dict) -> None:
-    """Rank 0: one aligned `name  value` line for each derived number of the run, at most 100 columns wide."""
+    """Rank 0: print a table of `name  value` lines, at most 100 columns wide."""
     width = max(map(len, rows))
     lines = [f"== {title} ".ljust(100, "=")]
     for name, value in rows.items():
@@ -52,12 +52,12 @@ def print_banner(title: str, rows: dict) -> None:
 class RunLog:
     """The log of one run.
 
-    Per optimizer step, `step()` keeps the numbers on the device and does nothing else. Every log_every steps they
-    come to the host in one transfer, are summed over the ranks and written.
+    `step()` keeps each optimizer step's values on the device. Every log_every steps they are copied to the host in one
+    transfer, summed over the ranks and written.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, losses: list[str], args: Namespace, saved: dict | None, step: int):
-        """losses: their names, in step()'s order. saved: what state() gave at `step`."""
+        """losses: names of the losses, in step()'s order. saved: the result of state() at `step`, when resuming."""
         self.folder = folder
         self.ranks = ranks
         self.names = [*losses, "grad_norm", "skipped"]
@@ -65,14 +65,14 @@ class RunLog:
         self.max_bad_steps = args.max_bad_steps
         saved = saved or {"rows": [], "bad_in_row": 0, "lr": None, "bytes": 0, "last": {}}
 
-        # steps that no line tells of yet: on the device, and on the host summed over the ranks
+        # steps not logged yet: per rank on the device, then reduced on the host
         self.recent: list[list[torch.Tensor]] = []
         self.rows: list[list[float]] = saved["rows"]
-        # of the worst rank: share of time waiting for data, peak memory in GB
+        # largest over the ranks: fraction of time spent waiting for data, peak memory in GB
         self.worst = [0.0, 0.0]
         self.bad_in_row: int = saved["bad_in_row"]
         self.lr: float | None = saved["lr"]
-        # the last value of each metric, for summary.json; and how much of metrics.jsonl is written
+        # the last value of each metric, for summary.json; the length of metrics.jsonl
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
@@ -85,12 +85,12 @@ class RunLog:
         import yaml
         from torch.utils.tensorboard import SummaryWriter
 
-        # the script and the flags of this start, in a form that --config reads
+        # args.yaml: the script and its flags, readable by --config
         values = {name: value for name, value in vars(args).items() if name not in ("config", "local_rank")}
         values |= {"script": Path(sys.argv[0]).name, "world_size": self.ranks.world_size}
         path, text = self.folder / "args.yaml", yaml.safe_dump(values)
         before = None
-        # a kill may have cut it short
+        # a kill may have truncated the file
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             before = yaml.safe_load(path.read_text(encoding="utf-8"))
         if step and isinstance(before, dict):
@@ -101,10 +101,10 @@ class RunLog:
                 print_main(f"warning: other flags than at the run's last start: {', '.join(changed)}")
         path.write_text(text, encoding="utf-8")
 
-        # what was logged after the checkpoint is forgotten
+        # drop lines logged after the checkpoint
         path, expected = self.folder / "metrics.jsonl", self.bytes
         self.jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as the run does
-        # a copy that broke off may end within a line
+        # an interrupted copy of the folder may end within a line
         self.bytes = path.read_bytes().rfind(b"\n", 0, expected) + 1
         if self.bytes < expected:
             print_main(f"warning: {path}: cut short; {expected - self.bytes} bytes of it are lost")
@@ -119,21 +119,21 @@ class RunLog:
                 raise InputError(f"--wandb: {error} (or set WANDB_API_KEY, or WANDB_MODE=offline)") from None
 
     def state(self) -> dict:
-        """All ranks, for a checkpoint: the interval begun, and how much of metrics.jsonl it counts, see sync()."""
+        """All ranks: state for a checkpoint, namely the open log interval and the length of metrics.jsonl."""
         self.collect()
         interval = {"rows": self.rows, "bad_in_row": self.bad_in_row, "lr": self.lr}
         return interval | {"bytes": self.bytes, "last": dict(self.last)}
 
     def sync(self) -> None:
-        """Rank 0: wait until metrics.jsonl is on the disk, as it must be before a checkpoint that counts its bytes."""
-        # another thread may have closed ours
+        """Rank 0: flush metrics.jsonl to disk, before writing a checkpoint that records its length."""
+        # called from the checkpoint thread, when the main thread may have closed self.jsonl
         with open(self.folder / "metrics.jsonl", "ab") as file:
             os.fsync(file.fileno())
 
     # --- each step ----------------------------------------------------------------------------------------------------
 
     def restart_clock(self) -> None:
-        """Begin a throughput interval (after an evaluation, say, whose time is not training time)."""
+        """Begin a throughput interval, for example after an evaluation, whose time must not count."""
         self.started = time.perf_counter()
         if not self.made:
             self.opened = self.started
@@ -141,10 +141,10 @@ class RunLog:
         self.samples = self.steps = 0
 
     def step(self, values: list[torch.Tensor], step: int, samples: int, lr: float) -> None:
-        """Keep one optimizer step's numbers. Raises RunError, on all ranks, after too many skipped steps in a row.
+        """Keep one optimizer step's values. Raises RunError on all ranks after too many skipped steps in a row.
 
-        values: scalars; the losses of each of this rank's micro-batches, whose sum over leaves and ranks is logged,
-        and last the gradient norm, which all ranks have alike. A step was skipped if that is not finite.
+        values: scalar tensors: the losses of each of this rank's micro-batches, to be summed over micro-batches and
+        ranks, then the gradient norm, equal on all ranks. A non-finite norm means that the step was skipped.
         """
         self.recent.append(values)
         self.samples += samples
@@ -154,7 +154,7 @@ class RunLog:
             self.collect()
 
     def collect(self) -> None:
-        """All ranks: the kept steps to the host, summed over the ranks, and what the worst rank waits and uses."""
+        """All ranks: copy the kept steps to the host and sum them over the ranks; update `worst`."""
         if not self.recent:
             return
         values, rows = torch.stack([value for step in self.recent for value in step]).double().cpu(), []
@@ -174,7 +174,7 @@ class RunLog:
                 raise RunError(f"{reason}; lower the learning rate, or look for bad data after the last checkpoint")
 
     def write_interval(self, step: int, epoch: int, total_steps: int) -> None:
-        """All ranks: means over the finite values of the steps since the last line, throughput, data wait, memory."""
+        """All ranks: log the steps since the last line: means of finite values, throughput, data wait, memory."""
         self.collect()
         if not self.rows:
             return
@@ -196,7 +196,7 @@ class RunLog:
         self.restart_clock()
 
     def warn_of_days(self, steps: int) -> None:
-        """Once, after ten steps or a minute: a line where `steps` more would take longer than a day."""
+        """Warn once, after ten steps or a minute, if the remaining `steps` will take longer than a day."""
         if self.estimated:
             return
         self.made += 1
@@ -210,7 +210,7 @@ class RunLog:
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
-        """Rank 0: one line of metrics.jsonl, all of it to W&B, and to TensorBoard what is no detail of another."""
+        """Rank 0: write the values to metrics.jsonl and W&B, and all but DETAILS to TensorBoard."""
         values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self.last |= values
         if not self.ranks.is_main:
@@ -226,18 +226,18 @@ class RunLog:
                 for name, value in values.items()
                 if value is not None and name.count("/") == 1 and not name.endswith(DETAILS)
             }
-            # one event for all of them, as each add_scalar() takes about 0.1 ms
+            # one event for all values: each add_scalar() takes about 0.1 ms
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
             self.writer.file_writer.add_summary(Summary(value=scalars), step)
         except OSError as error:
-            # a full disk ends the run at the next checkpoint, which needs the room too
+            # not fatal here: a disk that stays full ends the run at the next checkpoint
             print(f"warning: {self.folder}: log not written ({error.strerror})", file=sys.stderr, flush=True)
         if self.wandb:
             self.wandb.log({**values, "epoch": epoch}, step=step)
 
     def close(self) -> None:
         if self.ranks.is_main:
-            # a full disk has been reported by then
+            # write() has reported a full disk already
             with contextlib.suppress(OSError):
                 self.writer.close()
             with contextlib.suppress(OSError):
@@ -247,7 +247,7 @@ class RunLog:
 
 
 def save_figure(folder: Path, name: str, figure) -> np.ndarray:
-    """A matplotlib figure as <folder>/figures/<name>.png; returns its pixels (height, width, 3)."""
+    """Save a matplotlib figure as <folder>/figures/<name>.png; returns its pixels, (height, width, 3)."""
     path = folder / "figures" / f"{name}.png"
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -256,7 +256,7 @@ def save_figure(folder: Path, name: str, figure) -> np.ndarray:
 
 
 def draw_curves(path: Path):
-    """A figure of a metrics.jsonl: the training loss, and each metric of the evaluations."""
+    """Plot the training loss and the validation metrics in a metrics.jsonl; returns a matplotlib figure."""
     from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

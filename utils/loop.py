@@ -1,12 +1,11 @@
-"""One optimizer step at a time: what must be the same in every training loop, or a run's promise breaks.
+"""The parts of a training loop that every script shares: steps, evaluations, checkpoints and resuming.
 
-A script keeps its loop and its loss. `Run` is the folder, all that an evaluation needs; `Training` holds the steps and
-checkpoints of a run that trains, on an engine (utils/engine.py). Three rules make a resume simple:
+Each script writes its own loop and loss around two classes. `Run` is the run folder, which evaluation needs too;
+`Training` makes the steps and checkpoints, on an engine from utils/engine.py. Three rules keep resuming simple:
 
 - The checkpoint for step k is written last, after everything step k does, including its evaluation.
-- The samples of a step and their micro-batches belong to the run and never change; who computes a micro-batch does not
-matter.
-- Noise is a function of (seed, step, micro-batch), so that no random state is saved.
+- The run fixes which samples make up a step and each of its micro-batches; any rank may compute a micro-batch.
+- Noise is a function of (seed, step, micro-batch), so no random state needs saving.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ from utils.sampler import TrainBatchSampler
 
 @dataclass
 class Position:
-    """Where a run stands, as each checkpoint holds it. samples: of this epoch, over all ranks."""
+    """How far a run has come; saved in every checkpoint. samples: seen in this epoch by all ranks together."""
 
     step: int = 0
     epoch: int = 0
@@ -50,10 +49,11 @@ class Position:
 
 
 class BatchPlan(NamedTuple):
-    """How a step is computed. All but the shares belong to the run, at any number of GPUs.
+    """How a step's samples are divided. Everything except gpu_shares is fixed for the run, at any number of GPUs.
 
-    effective: samples of a step over all ranks. leaf: samples of one forward pass. times: factor by which
-    --lr_scaling may scale the learning rate. shares: how the ranks divide a step's micro-batches.
+    global_batch_size: samples of a step over all ranks. micro_batch_size: samples of one forward pass. lr_factor: how
+    much larger the batch is than --batch_size, for --lr_scaling. gpu_shares: how many micro-batches each rank gets,
+    relative to the other ranks.
     """
 
     global_batch_size: int
@@ -62,7 +62,7 @@ class BatchPlan(NamedTuple):
     gpu_shares: list[int]
 
     def invariants(self) -> dict:
-        """What a checkpoint holds of it."""
+        """The part that a checkpoint saves and a resumed run must match."""
         return {
             "effective_batch_size": self.global_batch_size,
             "lr_times": self.lr_factor,
@@ -72,10 +72,10 @@ class BatchPlan(NamedTuple):
 
 @dataclass
 class Plan:
-    """What is settled before a training begins; the banner prints it.
+    """The settings of a training, decided before it begins and printed in the banner.
 
-    steps: of the whole training, which --max_steps may cut short. losses: names of what step.backward() is given.
-    invariants: what may not differ when the run is resumed. banner: further lines.
+    steps: planned steps of the full run, before --max_steps. losses: names of the losses passed to step.backward().
+    invariants: settings that a resumed run must share. banner: further lines to print.
     """
 
     batch: BatchPlan
@@ -86,20 +86,20 @@ class Plan:
 
 
 class Run:
-    """A run folder: its lock, the checkpoint to use, the position, figures and summaries.
+    """A run folder: its lock, the loaded checkpoint, the position, figures and summaries.
 
-    args: the flags, of which `model_flags` are as in the checkpoint where there is one. checkpoint: what to resume or
-    evaluate; None where a run starts, and once a training has taken it over.
+    args: the flags, with model_flags taken from the checkpoint if there is one. checkpoint: the contents of the
+    checkpoint to resume or evaluate; None for a new run, and after Training has restored it.
     """
 
     def __init__(
         self, format: str, args: Namespace, ranks: du.Ranks, advice: str = "", model_flags: tuple[str, ...] = ()
     ):
-        """All ranks: lock the folder and read the checkpoint; nothing is written or deleted before a Training.
+        """All ranks: lock the folder and read the checkpoint. Nothing is written or deleted until Training begins.
 
-        format: name and version of what the script saves. advice: what to do when the memory is too small. model_flags:
-        flags that define the model and its data; on resume their values come from the checkpoint. With --eval_only or
-        --predict the folder is read only, and there must be a checkpoint: --resume_from, or best.pt.
+        format: name and version of the script's checkpoint format. advice: printed when memory runs out. model_flags:
+        flags that define the model and its data; on resume their values come from the checkpoint. --eval_only and
+        --predict take no lock and need a checkpoint: --resume_from, or else best.pt.
         """
         self.folder = Path(args.output_dir)
         self.format, self.ranks, self.advice, self.model_flags = format, ranks, advice, model_flags
@@ -124,25 +124,25 @@ class Run:
         self.args = with_flags(args, **flags)
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
-        # figures that TensorBoard does not have yet
+        # figures not yet sent to TensorBoard
         self.drawn: dict[str, np.ndarray] = {}
-        # in training, the file for this rank's stack traces if it hangs, and when that watchdog was last reset
+        # set while training: the file for this rank's stack traces if it hangs, and when the watchdog was last reset
         self.stacks: TextIO | None = None
         self.armed = -math.inf
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one forward pass in the training that the checkpoint is of."""
+        """Micro-batch size of the training that wrote the checkpoint."""
         return self.checkpoint["run"]["leaf"]
 
     def plan_batches(
         self, model: nn.Module, try_once: Callable[[int], None], batch_size: int, effective_batch_size: int | None
     ) -> BatchPlan:
-        """All ranks: the batch that the flags want; a run that is resumed keeps its own, at any number of GPUs.
+        """All ranks: plan the batch from the flags; a resumed run keeps its own, at any number of GPUs.
 
-        try_once(size): forward and backward pass of the largest batch, without talking to other ranks. With
-        --auto_batch the micro-batch is halved on all ranks until that fits everywhere. Raises RunError where not even
-        one sample does.
+        try_once(size): forward and backward pass of the largest micro-batch of `size` samples, without collectives.
+        With --auto_batch all ranks halve the micro-batch until it fits on each. Raises RunError if one sample is too
+        many.
         """
         args, ranks = self.args, self.ranks
         micro_batch_size, global_batch_size = batch_size, effective_batch_size
@@ -161,7 +161,7 @@ class Run:
             if len(gpu_shares) != ranks.world_size:
                 raise InputError(f"--gpu_shares {args.gpu_shares}: needs {ranks.world_size} numbers, one per process")
 
-        # what fits the smallest memory, and how fast each GPU is
+        # find the largest micro-batch that fits on every GPU, and time each GPU
         wanted = micro_batch_size
         auto_batch = ranks.device.type == "cuda" if args.auto_batch is None else args.auto_batch
         if auto_batch or args.gpu_shares == "auto":
@@ -178,29 +178,29 @@ class Run:
         return BatchPlan(global_batch_size, micro_batch_size, lr_factor, gpu_shares)
 
     def heartbeat(self, place: str) -> None:
-        """Record that this rank is at work, and where. In training its stacks are written if no heartbeat follows.
+        """Record that this rank is alive and where it is; while training, also reset the watchdog.
 
-        That happens before the ranks that wait for it give up and the launcher ends all.
+        The watchdog writes this rank's stack traces shortly before the ranks waiting for it time out.
         """
         self.ranks.note(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
-        # each time starts a thread, so not in every step
+        # resetting starts a thread, which is too slow for every step
         if self.stacks and now - self.armed > 0.1 * timeout:
             faulthandler.dump_traceback_later(0.9 * timeout, file=self.stacks)
             self.armed = now
 
     def start_loader(self, loader: DataLoader) -> Iterator:
-        """The loader's batches; its processes are forked at the first call."""
-        # not while the checkpoint thread runs: children would inherit its locks, held for ever
+        """Iterator over the loader's batches. The first call forks its workers."""
+        # do not fork while the checkpoint thread runs: the workers would inherit its locks, locked for ever
         if self.writer.thread and loader.num_workers and loader._iterator is None:
             self.writer.thread.join()
         with du.hold_signals():
             return iter(loader)
 
     def batches(self, loader: DataLoader, equal_passes: bool = False) -> Iterator:
-        """The batches of an evaluation, on the device. Raises InputError on all ranks for an unusable sample of any.
+        """Batches of an evaluation, on the device. If any rank finds an unusable sample, all raise InputError.
 
-        equal_passes: whether all ranks must make equally many; spare batches follow, whose "index" is -1.
+        equal_passes: pad to the same number of batches on every rank; padding batches have "index" -1.
         """
         error = ""
         most = max(du.gather_objects(len(loader))) if equal_passes else 0
@@ -216,24 +216,24 @@ class Run:
                 raise InputError(error)
 
     def figure(self, name: str, figure) -> None:
-        """Rank 0: a matplotlib figure as figures/<name>.png, in training in TensorBoard too; None is left out."""
+        """Rank 0: save a matplotlib figure as figures/<name>.png, and to TensorBoard if training; None is ignored."""
         if self.ranks.is_main and figure is not None:
             try:
                 self.drawn[name] = save_figure(self.folder, name, figure)
             except OSError as error:
-                # a full disk ends the run at the next checkpoint, which needs the room too
+                # not fatal here: a disk that stays full ends the run at the next checkpoint
                 print(f"warning: {self.folder}: figure not written ({error})", flush=True)
 
     @contextlib.contextmanager
     def writing(self, what: str = "results", advice: str = "make room, then --eval_only") -> Iterator[None]:
-        """Around the writing of files: a full disk ends the run with one line."""
+        """Turn an OSError while writing files, such as a full disk, into a RunError."""
         try:
             yield
         except OSError as error:
             raise RunError(f"{self.folder}: {what} not written ({error}); {advice}") from None
 
     def write_summary(self, name: str, values: dict) -> None:
-        """Rank 0: <name>.json in the run folder, one flat object."""
+        """Rank 0: write values to <name>.json in the run folder."""
         if self.ranks.is_main:
             (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -242,11 +242,10 @@ class Run:
 
 
 class Training:
-    """The training of a run, from its position to the end: steps, evaluations, checkpoints.
+    """Trains a run from its position to the end: steps, evaluations, checkpoints.
 
-    Used as a context: `with Training(...) as training`, then steps(), record() and finish(). A checkpoint holds the
-    position, the weights and the engine's state, the log's open interval, the plan's invariants, the model flags, and
-    what `extra()` gives; save() puts it together.
+    Use it as a context manager, `with Training(...) as training`, and call steps(), record() and finish(). save()
+    lists what a checkpoint contains.
     """
 
     def __init__(
@@ -258,11 +257,11 @@ class Training:
         extra: Callable[[], dict] = dict,
         best_names: tuple[str, ...] = ("best.pt",),
     ):
-        """All ranks, after all checks: claim the folder for this run, as far as its checkpoint goes.
+        """All ranks, after every other check: claim the folder and restore the checkpoint's position and log.
 
-        args: run.args, completed by the script. extra: asked for what else a checkpoint holds whenever one is written.
-        best_names: files of the best checkpoint; a script whose stages each have a best of their own puts it first.
-        Raises InputError for a checkpoint of another run.
+        args: run.args, completed by the script. extra: called at each save for the script's own entries. best_names:
+        file names of the best checkpoint; a script with stages puts the stage's own first. Raises InputError if the
+        checkpoint has other invariants than the plan.
         """
         self.run, self.args, self.engine, self.batch, self.extra = run, args, engine, plan.batch, extra
         self.ranks, self.position, self.best_names = run.ranks, run.position, best_names
@@ -273,22 +272,22 @@ class Training:
         if saved:
             for name, value in self.invariants.items():
                 before = saved["run"].get(name)
-                # a machine with less memory may have halved the micro-batch
+                # --auto_batch may halve the micro-batch when a run resumes on a GPU with less memory
                 if before != value and name != "leaf":
                     before = f"a run with {name.replace('_', ' ')} {before}"
                     raise InputError(f"--resume_from: {before}, now {value}; give the same again")
         self.stop = du.StopSignal()
-        # exit code of a signal that has ended steps(), or 0
+        # exit code of the signal that ended steps(), or 0
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
-        # step and epoch of the last checkpoint, and when it was written
+        # (step, epoch) of the last checkpoint, and when it was written
         self.saved, self.saved_at = None, time.monotonic()
-        # the epoch's batches, and how many of its samples are read: an evaluation does not begin them anew
+        # the epoch's batches and how many samples have been read; they stay open across an evaluation
         self.stream: Iterator | None = None
         self.read = 0
         self.profiler: torch.profiler.profile | None = None
         first, last = map(int, (args.profile or "0:0").split(":"))
-        # the steps of --profile that this start makes
+        # steps of --profile that this process will reach
         self.profiled = range(max(first, self.position.step + 1), min(last, self.last_step) + 1)
         if args.profile and not self.profiled:
             made = f"this start makes steps {self.position.step + 1} to {self.last_step}"
@@ -299,7 +298,7 @@ class Training:
             try:
                 if self.ranks.is_main:
                     best_counts = checkpoint.begin_run(run.folder, saved, args.overwrite, best_names)
-                # faulthandler keeps it open
+                # faulthandler needs it open
                 run.stacks = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
                 self.log = RunLog(run.folder, self.ranks, plan.losses, args, saved and saved["log"], self.position.step)
             except OSError as error:
@@ -326,7 +325,7 @@ class Training:
             )
 
     def start_stage(self, engine: Engine, batch: BatchPlan, best_names: tuple[str, ...]) -> None:
-        """All ranks, in mid-run: other weights are trained from here on, with a best checkpoint of their own."""
+        """All ranks: begin a stage that trains other weights, with a best checkpoint of its own."""
         self.engine.close()
         self.engine, self.batch, self.best_names = engine, batch, best_names
         self.invariants |= batch.invariants()
@@ -335,13 +334,13 @@ class Training:
     # --- the steps ----------------------------------------------------------------------------------------------------
 
     def steps(self, loader: DataLoader, count: Callable[[list], list[float]] | None = None) -> Iterator["Step"]:
-        """Each optimizer step from the run's position to the next evaluation, the end of the epoch or of the run.
+        """Yield optimizer steps until the next evaluation, the end of the epoch or the end of the run.
 
-        count: numbers of this rank's micro-batches (a list of their batches, which may be empty), always as many, to be
-        summed over the ranks into `totals`. Before a step the ranks tell each other these, a stop signal and an
-        unusable sample (a batch's "error"), in a small transfer of host memory that goes on while the step before
-        computes. A signal to any rank ends the steps on all, one or two steps later; `stopped` is then its exit code.
-        Raises InputError on all for a sample of any.
+        count: function from this rank's batches of a step (possibly none) to a fixed number of counts; their sums over
+        all ranks become step.totals. One small all-reduce on the host, overlapped with the previous step, sums these
+        counts and tells all ranks of a stop signal or an unusable sample (a batch's "error"). After a signal to any
+        rank, all ranks stop one or two steps later and `stopped` is its exit code. An unusable sample raises InputError
+        on all ranks.
         """
         position, sampler = self.position, loader.batch_sampler
         if self.stream is None or self.read != position.samples:
@@ -377,9 +376,8 @@ class Training:
                 self.save()
 
     def _fetch(self, sampler: TrainBatchSampler, count: Callable | None) -> tuple:
-        """Read what this rank computes of the next step, and begin to agree about it; see steps()."""
+        """Read this rank's batches of the next step and start the all-reduce described in steps()."""
         samples, numbers = sampler.share(self.read)
-        # the time this takes is the wait for data
         begun = time.perf_counter()
         batches = [next(self.stream) for _ in numbers or [0]]
         self.read += samples
@@ -391,23 +389,23 @@ class Training:
         return samples, numbers, batches, error, du.begin_sum(own)
 
     def _pauses(self) -> bool:
-        """Whether steps() ends here; the checkpoint then waits for the evaluation."""
+        """Whether steps() stops at this position, for an evaluation or at the end."""
         return self.is_over() or self.epoch_over or self.evaluation_due
 
     def is_over(self) -> bool:
-        """Whether the run has made all its steps."""
+        """Whether the run has made its last step, by plan or by --max_steps."""
         return self.position.step >= self.last_step
 
     def last_logged(self, name: str) -> float | None:
-        """The value of a metric that was logged last; None without one."""
+        """The last logged value of a metric; None if it has not been logged."""
         return self.log.last.get(name)
 
     def signalled(self) -> int:
-        """All ranks: the exit code of a stop signal to any of them by now, or 0."""
+        """All ranks: the exit code of a stop signal that any rank has received, or 0."""
         return du.reduce_max([self.stop.code])[0]
 
     def _write_trace(self) -> None:
-        """Rank 0: what --profile has recorded, as trace.json."""
+        """Rank 0: write --profile's trace.json."""
         if self.profiler:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.run.folder / "trace.json"))
@@ -416,9 +414,9 @@ class Training:
     # --- evaluations and checkpoints ----------------------------------------------------------------------------------
 
     def record(self, metrics: dict[str, float], headline: str, lower: bool = False) -> None:
-        """All ranks, when steps() has ended: log the evaluation and save; best.pt too where `headline` is the best yet.
+        """All ranks, after steps(): log the evaluation and save a checkpoint, also as best.pt if it is the best so far.
 
-        metrics: of the evaluation, {} without one. lower: whether less is better, as of an error.
+        metrics: the evaluation's; {} if there was none. headline: the metric that decides. lower: lower is better.
         """
         metrics = {name: float(value) for name, value in metrics.items()}
         if metrics:
@@ -429,7 +427,7 @@ class Training:
         where = position.step, position.epoch + 1
         complete = position.step == self.planned_steps
         paused = self.is_over() and not complete
-        # an evaluation that --max_steps alone brings must not count for best.pt: the uninterrupted run has none here
+        # an evaluation caused only by --max_steps must not count for best.pt: the uninterrupted run has none here
         planned = self.epoch_over or self.evaluation_due or complete
 
         if complete:
@@ -443,13 +441,13 @@ class Training:
         if best or self.is_over() or self._save_is_due(ended=True, evaluated=bool(metrics)):
             self.save(best)
         if paused:
-            # after the checkpoint, so that the resumed run does not have these lines
+            # after the checkpoint, so that a resumed run drops these lines
             self.log.write_interval(*where, self.last_step)
             if metrics and not planned:
                 self.log.write(*where, metrics)
 
     def _note_best(self, metrics: dict[str, float], headline: str, lower: bool) -> bool:
-        """Whether these metrics are the best so far; the later of two that are equal."""
+        """Update the best score; returns whether these metrics set it. A tie goes to the later step."""
         position, value = self.position, metrics[headline]
         better = position.best is None or (value <= position.best if lower else value >= position.best)
         if not better or not math.isfinite(value):
@@ -458,10 +456,10 @@ class Training:
         return True
 
     def _save_is_due(self, ended: bool = False, evaluated: bool = False) -> bool:
-        """All ranks: whether to save at this step. ended: the steps have ended here; evaluated: with an evaluation.
+        """All ranks: whether to save at this step. ended: steps() has stopped here. evaluated: after an evaluation.
 
-        By --save_every: at its steps and after evaluations. Without it: where steps end, and every 500th step, but at
-        most once a minute by rank 0's clock.
+        With --save_every: at its multiples and after evaluations. Without it: where steps() stops and at every 500th
+        step, but at most once a minute by rank 0's clock.
         """
         every, step = self.args.save_every, self.position.step
         if every is not None:
@@ -469,9 +467,9 @@ class Training:
         return (ended or step % 500 == 0) and du.broadcast_object(time.monotonic() - self.saved_at > 60)
 
     def save(self, best: bool = False) -> None:
-        """All ranks: a checkpoint of this position, unless there is one.
+        """All ranks: write a checkpoint of this position, unless it exists.
 
-        Raises RunError on all ranks where the disk is full, or a rank holds other weights than the rest.
+        Raises RunError on all ranks if the disk is full or the ranks' weights differ.
         """
         position = (self.position.step, self.position.epoch)
         if self.saved != position:
@@ -491,26 +489,26 @@ class Training:
             self.saved, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
-        """All ranks, after a signal: save; returns the exit code."""
+        """All ranks: save after a stop signal; returns the exit code."""
         self.save()
-        # before the ranks agree in wait(): srun ends rank 0 as soon as another rank has ended with the signal's code
+        # close before wait() lets other ranks exit: srun kills rank 0 as soon as one exits with this code
         self.log.close()
         self.run.writer.wait()
         du.print_main(f"signal: saved at step {self.position.step}; --resume_from auto continues from there")
         return self.stopped
 
     def flush(self) -> None:
-        """All ranks: wait until the last checkpoint is on the disk. Raises RunError on all where it is full."""
+        """All ranks: wait until the last checkpoint is on disk. Raises RunError on all ranks if writing it failed."""
         self.run.writer.wait()
 
     def load_best(self) -> int:
-        """All ranks: put the weights of best.pt into the plain model; returns the step they are of.
+        """All ranks: load the weights of best.pt into the model; returns their step.
 
         A run without an evaluation has no best.pt and keeps its last weights.
         """
         self.flush()
         if self.is_over():
-            # all is saved: a signal need not wait for the end of the test, which a resume makes again
+            # everything is saved, so a signal may end the final test at once; resuming repeats it
             self.stop.at_once = b""
             if self.ranks.is_main:
                 self.log.writer.flush()
@@ -522,9 +520,10 @@ class Training:
         return best["step"]
 
     def finish(self, tested: dict[str, float] | None = None) -> None:
-        """All ranks, at the end of a run that was not stopped: the weights alone, summary.json and the curves.
+        """All ranks, at the end of a run: write model.safetensors, summary.json and the curves.
 
-        The weights are the model's: the last, or the best after load_best(). tested: metrics of the test.
+        model.safetensors gets the model's current weights: the last ones, or the best after load_best(). tested:
+        metrics on the test set.
         """
         run, position, tested = self.run, self.position, tested or {}
         run.writer.wait()
@@ -543,7 +542,7 @@ class Training:
         du.print_main(f"done; checkpoints, curves and summary.json are in {run.folder}")
 
     def _show_figures(self) -> None:
-        """Rank 0: the run's new figures in TensorBoard."""
+        """Rank 0: send new figures to TensorBoard."""
         for name, pixels in self.run.drawn.items():
             with contextlib.suppress(OSError):
                 self.log.writer.add_image(name, pixels, self.position.step, dataformats="HWC")
@@ -565,12 +564,12 @@ class Training:
             Path(stacks.name).unlink()
         self.stop.__exit__(kind, error, trace)
         self.engine.close()
-        # last, so that all else is closed and restored even if torch fails here
+        # last, because a torch error here must not keep anything open
         self._write_trace()
         if error and out_of_memory(error):
             if self.ranks.world_size == 1:
                 raise RunError(f"out of memory; {self.run.advice}") from None
-            # the others may have enough, and see only that this rank is gone
+            # other ranks may have enough memory and would only see that this one died
             print(f"error: rank {self.ranks.rank}: out of memory; {self.run.advice}", file=sys.stderr, flush=True)
 
 
@@ -579,12 +578,12 @@ class Training:
 
 @dataclass
 class Step:
-    """One optimizer step: what this rank computes of it.
+    """This rank's part of one optimizer step.
 
-    samples: of all ranks. numbers: of this rank's micro-batches in the step; none where it has no share, and the one
-    batch it
-    computes all the same, as DDP needs, counts nothing. totals: what `count` gave, summed over the ranks. passes: that
-    this rank makes; those beyond its micro-batches repeat the last batch and count nothing.
+    samples: number of samples over all ranks. numbers: which of the step's micro-batches this rank computes. batches:
+    their data; a rank without a micro-batch has one batch here, which it computes with weight 0 because DDP needs
+    every rank. totals: sums over the ranks of steps()'s counts. passes: forward passes that this rank makes; those
+    beyond its micro-batches repeat the last batch with weight 0.
     """
 
     training: Training
@@ -597,8 +596,7 @@ class Step:
     weight: float = 1.0
 
     def micro_batches(self) -> Iterator:
-        """The batch of each micro-batch on the device, with the micro-batch's own noise; gradients are exchanged after
-        the last."""
+        """Yield each micro-batch on the device, with noise seeded for it. The last one all-reduces the gradients."""
         training, device = self.training, self.training.ranks.device
         for number in range(self.passes):
             self.weight = float(number < len(self.numbers))
@@ -609,12 +607,13 @@ class Step:
                 yield du.to_device(batch, device)
 
     def backward(self, *losses: Tensor, through: tuple[Tensor, Tensor] | None = None) -> None:
-        """Backward pass of the first of these losses, a micro-batch's part of a sum over the step; all are logged.
+        """Backward pass of losses[0], this micro-batch's term of the step's loss; all losses are logged.
 
-        through: where the loss has no parts that add up, a micro-batch's output and the loss's gradient by it. A
-        non-finite loss gives non-finite gradients, which reach every rank: all skip the step together.
+        through: for a loss that is not a sum over micro-batches, the micro-batch's output and the gradient of the
+        step's loss with respect to it. A non-finite loss makes the gradients non-finite on every rank, so all ranks
+        skip the step.
         """
-        # NaN where the loss is not finite
+        # NaN if the loss is not finite
         output, gradient = losses[0], self.weight + 0 * losses[0].detach()
         if through:
             output, gradient = through[0], (through[1] * gradient).to(through[0].dtype)
@@ -625,7 +624,7 @@ class Step:
     def update(self, lr: float) -> None:
         """Clip the gradients, update the weights at this learning rate, count the step and log it.
 
-        A non-finite gradient leaves the weights alone. Nothing is read back from the GPU but every log interval.
+        A non-finite gradient leaves the weights unchanged. The host reads from the GPU only once per log interval.
         """
         training, log, position = self.training, self.training.log, self.training.position
         grad_norm = training.engine.update(lr)
@@ -638,15 +637,15 @@ class Step:
 
 
 def error_in(batch: dict) -> str:
-    """The first `error` that a batch's samples tell of, or ""."""
+    """The first error message among a batch's samples, or ""."""
     return next(filter(None, batch.get("error", ())), "")
 
 
 def seed_noise(device: torch.device, *position: int) -> None:
-    """Dropout from here on is a function of this position: (seed, step, micro-batch)."""
+    """Seed torch's generators, and so dropout, from (seed, step, micro-batch)."""
     sequence = np.random.SeedSequence([number % 2**63 for number in position])
     seed = int(sequence.generate_state(1, np.uint64)[0])
-    # torch.manual_seed visits every kind of device, which takes a tenth of a millisecond
+    # torch.manual_seed would take 0.1 ms, because it visits every kind of device
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -656,10 +655,10 @@ def seed_noise(device: torch.device, *position: int) -> None:
 
 
 def gpu_shares_from(seconds: list[float]) -> list[int]:
-    """How the ranks share a step, from the seconds that each needs for the same pass: the fastest has 10.
+    """The ranks' shares of a step from the seconds each takes for the same pass; the fastest rank gets 10.
 
-    Ranks less than 25 % slower than the fastest of their group count as equally fast: on a busy machine two equal ones
-    differed by up to 21 %.
+    Ranks up to 25 % slower than the fastest of their group count as equally fast, because two identical ranks on a busy
+    machine differed by up to 21 %.
     """
     fastest_of, fastest = {}, 0.0
     for own in sorted(seconds):
@@ -670,17 +669,17 @@ def gpu_shares_from(seconds: list[float]) -> list[int]:
 
 
 def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
-    """Seconds that a pass takes, inf where the memory is too small. All is as before: gradients, buffers, noise."""
+    """Seconds per pass, inf if out of memory. Leaves gradients, buffers and random state unchanged."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [buffer.clone() for buffer in model.buffers()]
     on_gpu = trained[0].is_cuda
     held = []
     with torch.random.fork_rng(devices=[trained[0].device] if on_gpu else []):
         try:
-            # the optimizer's two moments, and the sum over the ranks; gradients are there from the second pass on
+            # stand-ins for the optimizer's two moments and DDP's buckets; the second pass adds the gradients
             held = [torch.empty_like(parameter) for parameter in trained for _ in range(2 + (du.world()[1] > 1))]
             try_once(size)
-            # the mean of several passes: one may find a core that others use free, or taken
+            # average several passes, because other processes may disturb a single one
             begun, passes = time.perf_counter(), 0
             while not passes or time.perf_counter() - begun < 0.5:
                 try_once(size)
@@ -689,7 +688,7 @@ def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
                 passes += 1
             seconds = (time.perf_counter() - begun) / passes
             if on_gpu:
-                # what NCCL, cuDNN and cuBLAS take past torch's allocator
+                # memory that NCCL, cuDNN and cuBLAS allocate outside torch's caching allocator
                 held.append(torch.empty(1_500_000_000, dtype=torch.uint8, device=trained[0].device))
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

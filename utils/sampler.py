@@ -1,8 +1,7 @@
-"""Which sample goes where: the order of an epoch, the micro-batches of a step, each rank's share of a step and an
-evaluation.
+"""Batch samplers: an epoch's order, a step's micro-batches, and each rank's share of them in training and evaluation.
 
-The order is a function of (seed, epoch). A step's samples are cut into micro-batches of fixed size and content,
-and ranks take whole micro-batches: how many ranks there are changes who computes a micro-batch, never what is in it.
+The order is a function of (seed, epoch). A step's samples are cut into micro-batches of fixed size and content. The
+number of ranks changes which rank computes a micro-batch, never what is in it.
 """
 
 import math
@@ -11,28 +10,28 @@ from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
-# how many samples one call of order() is for: for 1000 it takes about four times as long as for 8
+# samples per call of order(): the call's overhead dominates below about 1000
 AT_ONCE = 2048
 
 
 class Index(int):
-    """A training sample's index that knows its epoch, for augmentation as a function of (seed, epoch, sample)."""
+    """A sample's index that carries its epoch, so that augmentation can be a function of (seed, epoch, sample)."""
 
     epoch: int = 0
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The samples at some positions of an epoch's shuffle of range(size); int64 in and out, of one shape.
+    """The samples at the given positions of an epoch's shuffle of range(size); int64 arrays of one shape.
 
-    A keyed bijection (Feistel network of 8 rounds with cycle walking): any part of the order is computed alone, so
+    A keyed bijection (Feistel network of 8 rounds with cycle walking) computes any part of the order on its own, so
     shuffling 300 million samples takes no memory.
     """
-    # the shuffle's keys, and a range of 4**bits numbers that holds all samples
+    # the network permutes range(4**bits), the smallest such range that contains range(size)
     keys = np.random.SeedSequence([seed % 2**63, epoch]).generate_state(8, np.uint64)
     bits = math.ceil(math.log2(max(size, 2)) / 2)
     values = positions.astype(np.uint64)
 
-    # values that fall in [size, 4**bits) walk on until they land inside
+    # cycle walking: repeat for values outside range(size)
     outside = np.ones(values.shape, bool)
     while outside.any():
         values[outside] = _feistel(values[outside], keys, bits)
@@ -53,20 +52,20 @@ def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 class ImageGroups:
-    """Questions of one image together: an order of an epoch in which a step encodes an image once for all of them.
+    """An epoch's order that keeps questions about one image together, so that a step encodes the image once for them.
 
-    By (seed, epoch) an image's questions are shuffled and cut into groups of at most `size`, and then all groups are
-    shuffled. In memory are 8 bytes for each group, and for each question where an image's are not side by side.
+    Each image's questions are shuffled and cut into groups of at most `size`, then all groups are shuffled, as a
+    function of (seed, epoch). Takes 8 bytes of memory per group, and 8 per question if an image's rows are scattered.
     """
 
     def __init__(self, image_of: np.ndarray, size: int):
-        """image_of: integers (N,), which image each question is about."""
+        """image_of: integers (N,), the image that each question is about."""
         self.size, self.sorted = size, None
         starts = self._starts(image_of)
         if len(np.unique(image_of[starts])) < len(starts):
             self.sorted = np.argsort(image_of, kind="stable")
             starts = self._starts(image_of[self.sorted])
-        # of each image: its first question, how many there are, and the groups up to its last
+        # per image: its first question, its number of questions, and the number of groups up to and including its own
         self.first, self.questions = starts, np.diff(starts, append=len(image_of))
         self.last_group = np.cumsum(-(-self.questions // size))
         self.epoch: tuple[int, int] | None = None
@@ -76,16 +75,16 @@ class ImageGroups:
         return np.append(0, np.flatnonzero(image_of[1:] != image_of[:-1]) + 1)
 
     def _describe(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
-        """(image, questions of it in earlier groups, questions in this group) of each group."""
+        """For each group: (its image, questions in the image's earlier groups, questions in this group)."""
         image = np.searchsorted(self.last_group, groups, "right")
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
 
     def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """The questions at some places of the epoch; int64 in and out."""
+        """The questions at the given positions of the epoch; int64 arrays."""
         count = self.last_group[-1]
         if self.epoch != (seed, epoch):
-            # where each of the shuffled groups ends
+            # position at which each shuffled group ends
             self.ends, self.epoch = np.empty(count, np.int64), (seed, epoch)
             for begin in range(0, count, 2**20):
                 part = np.arange(begin, min(begin + 2**20, count))
@@ -104,12 +103,11 @@ class ImageGroups:
 
 
 class TrainBatchSampler:
-    """This rank's leaves of an epoch, one batch each.
+    """Yields this rank's micro-batches of an epoch as lists of indices.
 
-    Optimizer step k takes the samples k * effective_batch_size ... of the epoch's order, the last step what is left.
-    Its micro-batches hold micro_batch_size samples each, the last one what is left. gpu_shares: how many micro-batches
-    of a step each rank gets,
-    in proportion; None: equally many. groups: which samples stay together in the epoch's order.
+    An optimizer step takes the next effective_batch_size samples of the epoch's order, cut into micro-batches of
+    micro_batch_size; the last step and the last micro-batch of a step may be smaller. gpu_shares: the ranks' relative
+    numbers of micro-batches; None: equal. groups: keeps questions about one image together.
     """
 
     def __init__(
@@ -129,42 +127,40 @@ class TrainBatchSampler:
         self.rank = rank
         self.seed = seed
         self.groups = groups
-        # rank r's micro-batches lie between ends[r] and ends[r + 1], in parts of ends[-1]
+        # rank r computes the fraction of a step from ends[r] / ends[-1] to ends[r + 1] / ends[-1]
         self.ends = [0, *accumulate(gpu_shares or [1] * world_size)]
         self.set_position(0)
 
     def set_position(self, epoch: int, samples: int = 0) -> None:
-        """The next iteration is epoch `epoch`, from the step that follows `samples` samples (of all ranks)."""
+        """Start the next iteration in this epoch after `samples` samples (over all ranks)."""
         self.epoch = epoch
         self.start = samples
         self.whole: np.ndarray | None = None
 
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch."""
         return math.ceil(self.num_samples / self.effective_batch_size)
 
     def share(self, first: int) -> tuple[int, range]:
-        """(samples of all ranks, numbers of this rank's micro-batches) of the step that begins after `first`
-        samples."""
+        """(samples of all ranks, this rank's micro-batch numbers) for the step after `first` samples."""
         samples = min(self.effective_batch_size, self.num_samples - first)
         micro_batches = math.ceil(samples / self.micro_batch_size)
         begin, end = (micro_batches * end // self.ends[-1] for end in self.ends[self.rank : self.rank + 2])
         return samples, range(begin, end)
 
     def most_micro_batches(self, first: int) -> int:
-        """The micro-batches of the rank that has most of them in the step that begins after `first` samples."""
+        """The largest number of micro-batches on any rank in the step after `first` samples."""
         micro_batches = math.ceil(min(self.effective_batch_size, self.num_samples - first) / self.micro_batch_size)
         ends = [micro_batches * end // self.ends[-1] for end in self.ends]
         return max(end - begin for begin, end in pairwise(ends))
 
     def order(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at some positions of the epoch; int64 in and out."""
+        """The samples at the given positions of the epoch; int64 arrays."""
         if self.groups:
             return self.groups.order(positions, self.seed, self.epoch)
         return permute(positions, self.num_samples, self.seed, self.epoch)
 
     def global_batch(self, first: int) -> np.ndarray:
-        """What all ranks take in the step after `first` samples; int64. Keeps the epoch's order, 8 bytes a sample."""
+        """Samples of all ranks in the step after `first` samples; int64. Caches the epoch's order, 8 bytes a sample."""
         if self.whole is None:
             self.whole = self.order(np.arange(self.num_samples))
         return self.whole[first : first + self.effective_batch_size]
@@ -177,7 +173,7 @@ class TrainBatchSampler:
         positions: list[np.ndarray] = []
         for first in range(self.start, self.num_samples, self.effective_batch_size):
             samples, micro_batches = self.share(first)
-            # DDP needs a pass of each rank: one without a micro-batch computes the step's first, which counts nothing
+            # DDP needs a pass from every rank: one without a micro-batch computes the first, with weight 0
             for micro_batch in micro_batches or [0]:
                 begin = first + micro_batch * self.micro_batch_size
                 positions.append(np.arange(begin, min(begin + self.micro_batch_size, first + samples)))
@@ -195,11 +191,10 @@ class TrainBatchSampler:
 
 
 class EvalBatchSampler:
-    """This rank's batches of an evaluation: every sample once, none repeated, none left out.
+    """Yields this rank's batches of an evaluation; over all ranks, every sample occurs exactly once.
 
-    The batches are cut without regard to the world size and dealt out in turn, so that a sample is always computed
-    beside the same neighbours and its result is the same to the bit. Small sets are cut finer, so that up to 8 ranks
-    have work.
+    Batches do not depend on the world size: a sample is always computed together with the same others, so its result is
+    the same to the bit. Small sets get smaller batches, so that up to 8 ranks have work.
     """
 
     def __init__(self, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1):
