@@ -213,7 +213,7 @@ def setup_distributed(timeout: float = 600) -> Iterator[Ranks]:
     finally:
         if world_size > 1:
             # let a background sum finish: other ranks may be waiting for this rank's part
-            _ASIDE.submit(int).result()
+            _BACKGROUND.submit(int).result()
             gc.collect()
         # DataLoader workers ignore SIGTERM, so some may have outlived their loader
         for child in multiprocessing.active_children():
@@ -268,14 +268,14 @@ def hold_signals() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
-def _quiet_worker(_: int) -> None:
+def _ignore_stop_signals(_: int) -> None:
     """Make a worker ignore Ctrl-C and SIGTERM, which reach the whole process group: the trainer stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @atexit.register
-def _end_workers() -> None:
+def _kill_workers() -> None:
     """Kill the workers at exit: Python would send SIGTERM, which they ignore, and wait for them.
 
     Restoring SIGCHLD first keeps torch from reporting them as killed.
@@ -318,7 +318,7 @@ def create_distributed_dataloader(
         batch_sampler=sampler,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
-        worker_init_fn=_quiet_worker,
+        worker_init_fn=_ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
         # a private generator: DataLoader would draw from the global one at each epoch, and once more after a resume
         generator=torch.Generator().manual_seed(seed % 2**63),
@@ -363,8 +363,8 @@ def _receive(rank: int, tag: int) -> bytes:
     return content[8 : 8 + length]
 
 
-def combine(value, both: Callable, tag: int = 0):
-    """All ranks: all-reduce picklable values. both(a, b): merges two values; a is from the lower ranks.
+def combine(value, merge: Callable, tag: int = 0):
+    """All ranks: all-reduce picklable values. merge(a, b): combines two values; a is from the lower ranks.
 
     Reduces up a binomial tree and broadcasts down it, a chain of 2 log2(ranks) messages. gloo's own all-reduce and
     all-gather use a ring, a chain of 2 (ranks - 1).
@@ -375,7 +375,7 @@ def combine(value, both: Callable, tag: int = 0):
     bit = 1
     while bit < world_size and not rank & bit:
         if rank + bit < world_size:
-            value = both(value, pickle.loads(_receive(rank + bit, tag)))
+            value = merge(value, pickle.loads(_receive(rank + bit, tag)))
         bit *= 2
     content = pickle.dumps(value)
     if rank:
@@ -389,12 +389,12 @@ def combine(value, both: Callable, tag: int = 0):
     return value
 
 
-def _add(one: list[float], other: list[float]) -> list[float]:
+def _add_lists(one: list[float], other: list[float]) -> list[float]:
     return [a + b for a, b in zip(one, other, strict=True)]
 
 
 # one background thread, whose messages have a tag of their own
-_ASIDE = ThreadPoolExecutor(1)
+_BACKGROUND = ThreadPoolExecutor(1)
 
 
 def begin_sum(values: list[float]) -> Callable[[], list[float]]:
@@ -404,7 +404,7 @@ def begin_sum(values: list[float]) -> Callable[[], list[float]]:
     """
     if not dist.is_initialized():
         return lambda: values
-    return _ASIDE.submit(combine, values, _add, tag=1).result
+    return _BACKGROUND.submit(combine, values, _add_lists, tag=1).result
 
 
 def reduce_sum(values: Tensor | list) -> Tensor:
@@ -413,7 +413,7 @@ def reduce_sum(values: Tensor | list) -> Tensor:
         if dist.is_initialized():
             dist.all_reduce(values)
         return values
-    return torch.tensor(combine(values, _add), dtype=torch.float64)
+    return torch.tensor(combine(values, _add_lists), dtype=torch.float64)
 
 
 def reduce_max(values: list[float]) -> list[float]:

@@ -19,7 +19,7 @@ from utils import checkpoint
 from utils.cli import RunError
 from utils.engine import make_engine
 from utils.log import RunLog, draw_curves
-from utils.loop import BatchPlan, Plan, Run, Training, _try, gpu_shares_from, seed_noise
+from utils.loop import BatchPlan, Plan, Run, Training, _time_pass, gpu_shares_from, seed_noise
 from utils.sampler import TrainBatchSampler
 
 CPU = du.Ranks(0, 1, torch.device("cpu"), "python", None)
@@ -137,12 +137,12 @@ def test_what_is_shown(tmp_path, capsys):
     """A run of days says so, once; TensorBoard has no details."""
     log = RunLog(tmp_path, CPU, ["loss"], SimpleNamespace(log_every=1, max_bad_steps=1, wandb=None), None, 0)
     log.opened -= 50
-    log.warn_of_days(20_000)
+    log.warn_if_long(20_000)
     log.opened -= 50
     assert not capsys.readouterr().out
-    log.warn_of_days(20_000)
+    log.warn_if_long(20_000)
     assert "at the speed of its first steps the training takes 11.6 days more" in capsys.readouterr().out
-    log.warn_of_days(20_000)
+    log.warn_if_long(20_000)
     assert not capsys.readouterr().out
     log.writer = Mock()
     log.write(
@@ -218,7 +218,7 @@ def test_trying_a_batch_leaves_neither_gradients_nor_other_buffers():
     """Its time is the mean of the passes that half a second holds, after one that does not count."""
     model, sizes = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), []
     before = copy.deepcopy(model.state_dict())
-    seconds = _try(lambda size: sizes.append(size) or model(torch.rand(size, 3)).sum().backward(), model, 4)
+    seconds = _time_pass(lambda size: sizes.append(size) or model(torch.rand(size, 3)).sum().backward(), model, 4)
     assert seconds * (len(sizes) - 1) >= 0.5
     assert set(sizes) == {4}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

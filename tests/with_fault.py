@@ -106,7 +106,7 @@ if KIND == "minutes":
     register_optimizer_step_post_hook(lambda *_: UPDATES.append(1))
     time.monotonic = lambda: REAL_CLOCK() + 6.1 * len(UPDATES)
 REAL_RECORD, loop.Training.record = loop.Training.record, record
-REAL_FIT, loop._try = loop._try, fit
+REAL_FIT, loop._time_pass = loop._time_pass, fit
 REAL_FETCH, loop.Training._fetch = loop.Training._fetch, fetch
 REAL_HEARTBEAT, REAL_BACKWARD, REAL_UPDATE = loop.Run.heartbeat, loop.Step.backward, loop.Step.update
 loop.Run.heartbeat, loop.Step.backward, loop.Step.update = heartbeat, backward, update

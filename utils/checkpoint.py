@@ -25,7 +25,7 @@ from utils.cli import InputError, RunError
 
 SEAL = re.compile(rb"\n# checkpoint step=(\d+) run=([0-9a-f]*) sha256=([0-9a-f]{64})\n\Z")
 # files other than checkpoints that a run writes and --overwrite deletes
-WRITTEN = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
+RUN_FILES = ("metrics.jsonl", "summary.json", "args.yaml", "model.safetensors", "logs", "figures", "trace.json")
 
 
 # --- one file ---------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def _link(source: Path, target: Path) -> None:
     os.replace(temporary, target)
 
 
-class Hashing:
+class HashingFile:
     """A write-only file that hashes what is written to it."""
 
     def __init__(self, file):
@@ -102,7 +102,7 @@ def write_checkpoint(path: Path, contents: dict, run_id: str, also: tuple[Path, 
     """Write a sealed checkpoint. contents: only dicts, lists, tensors, numbers and strings."""
 
     def write(file) -> None:
-        hashing = Hashing(file)
+        hashing = HashingFile(file)
         torch.save(contents, hashing)
         # torch.load ignores bytes after the end of its archive
         seal = f"step={contents['step']} run={run_id} sha256={hashing.sha256.hexdigest()}"
@@ -155,14 +155,14 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
-    def save(self, contents: dict, also: tuple[str, ...] = (), first: Callable[[], None] = lambda: None) -> None:
+    def save(self, contents: dict, also: tuple[str, ...] = (), before_write: Callable[[], None] = lambda: None) -> None:
         """All ranks: start writing a checkpoint, after waiting for the previous one.
 
-        also: further file names for it. first: called in the thread before writing.
+        also: further file names for it. before_write: called in the thread before writing.
         """
         self.wait()
         if world()[0] == 0:
-            self.thread = threading.Thread(target=self._write, args=(self.copy(contents), also, first))
+            self.thread = threading.Thread(target=self._write, args=(self.copy(contents), also, before_write))
             self.thread.start()
 
     def wait(self) -> None:
@@ -177,9 +177,9 @@ class CheckpointWriter:
             if error:
                 raise RunError(f"{self.folder}: checkpoint not written ({error}); make room, then --resume_from auto")
 
-    def _write(self, contents: dict, also: tuple[str, ...], first: Callable[[], None]) -> None:
+    def _write(self, contents: dict, also: tuple[str, ...], before_write: Callable[[], None]) -> None:
         try:
-            first()
+            before_write()
             path = self.folder / f"step_{contents['step']:08d}.pt"
             # a kill between the two names leaves best.pt ahead; the resumed run writes the same best.pt again
             write_checkpoint(path, contents, read_run_id(self.folder), tuple(self.folder / name for name in also))
@@ -339,7 +339,8 @@ def lock_run_folder(folder: Path, may_exist: bool, wait: float = 60):
                 raise InputError(f"{folder}: cannot write here ({error.strerror}); choose another folder") from None
             if not _take_lock(lock, folder, wait if may_exist else 0):
                 raise InputError(f"{folder}: another run is writing here; stop it or choose another folder")
-            held = [name for name in WRITTEN if (folder / name).exists()] + [path.name for path in folder.glob("*.pt")]
+            held = [name for name in RUN_FILES if (folder / name).exists()]
+            held += [path.name for path in folder.glob("*.pt")]
             run_id = read_run_id(folder)
             if held and not (may_exist and run_id):
                 advice = "--resume_from auto or --overwrite, or " * bool(run_id) + "choose another folder"
@@ -374,7 +375,7 @@ def _take_lock(file, folder: Path, wait: float) -> bool:
             time.sleep(0.2)
 
 
-def _counts(seal: Seal, run_id: str, step: int) -> bool:
+def _is_valid(seal: Seal, run_id: str, step: int) -> bool:
     """Whether a checkpoint is intact, belongs to this run and is not from a later step."""
     return not seal.damage and seal.run_id == run_id and seal.step <= step
 
@@ -397,7 +398,7 @@ def begin_run(
             _link(Path(checkpoint["path"]), first)
         later = [path for path in sorted(folder.glob("step_*.pt")) if path.name > first.name]
         # every *best.pt, including those of later stages
-        later += [p for p in sorted(folder.glob("*best.pt")) if not _counts(read_seal(p), run_id, checkpoint["step"])]
+        later += [p for p in sorted(folder.glob("*best.pt")) if not _is_valid(read_seal(p), run_id, checkpoint["step"])]
         # a directory with such a name is not ours
         later = list(filter(Path.is_file, later))
         for path in later:
@@ -415,7 +416,7 @@ def begin_run(
         raise InputError(f"{folder}: holds another run; choose another folder or --overwrite")
     run_id = secrets.token_hex(8)
     write_atomically(folder / "run_id", lambda file: file.write(run_id.encode()))
-    for path in [folder / name for name in WRITTEN] + [*folder.glob("*.pt")]:
+    for path in [folder / name for name in RUN_FILES] + [*folder.glob("*.pt")]:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if not checkpoint:
         return False
@@ -423,7 +424,7 @@ def begin_run(
     checkpoint["log"]["bytes"] = 0
     source = Path(checkpoint["path"])
     best, of_run = source.with_name(best_names[0]), read_seal(source).run_id
-    counts = _counts(read_seal(best), of_run, checkpoint["step"])
+    counts = _is_valid(read_seal(best), of_run, checkpoint["step"])
     if counts:
         contents = torch.load(best, map_location="cpu", weights_only=True)
         write_checkpoint(folder / best_names[0], contents, run_id, tuple(folder / name for name in best_names[1:]))

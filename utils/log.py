@@ -22,9 +22,9 @@ from hardware_utils import peak_memory_gb
 from utils.cli import InputError, RunError
 
 # suffixes of metrics that TensorBoard does not get: interval bounds and constants
-DETAILS = ("_low", "_high", "_random", "_optimal")
+NOT_PLOTTED = ("_low", "_high", "_random", "_optimal")
 # flags that may differ on resume: how far, where and how verbosely to run, and the batch flags, which resuming ignores
-MAY_DIFFER = """
+MAY_CHANGE = """
     resume_from overwrite max_steps output_dir world_size num_workers dist_timeout gpu_shares auto_batch profile wandb
     log_every save_every keep_last batch_size gradient_accumulation_steps effective_batch_size script
 """
@@ -76,7 +76,7 @@ class RunLog:
         self.last: dict[str, float] = saved["last"]
         self.bytes: int = saved["bytes"]
         self.wandb = None
-        self.made, self.estimated = 0, False
+        self.steps_timed, self.warned = 0, False
         self.restart_clock()
         if ranks.is_main:
             self._open(args, step)
@@ -95,7 +95,7 @@ class RunLog:
             before = yaml.safe_load(path.read_text(encoding="utf-8"))
         if step and isinstance(before, dict):
             now = yaml.safe_load(text)
-            names = sorted(before.keys() & now.keys() - set(MAY_DIFFER.split()))
+            names = sorted(before.keys() & now.keys() - set(MAY_CHANGE.split()))
             changed = [f"{name} {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]
             if changed:
                 print_main(f"warning: other flags than at the run's last start: {', '.join(changed)}")
@@ -135,7 +135,7 @@ class RunLog:
     def restart_clock(self) -> None:
         """Begin a throughput interval, for example after an evaluation, whose time must not count."""
         self.started = time.perf_counter()
-        if not self.made:
+        if not self.steps_timed:
             self.opened = self.started
         self.waited = 0.0
         self.samples = self.steps = 0
@@ -179,8 +179,8 @@ class RunLog:
         if not self.rows:
             return
         values = {"train/lr": self.lr}
-        for place, name in enumerate(self.names):
-            finite = [row[place] for row in self.rows if math.isfinite(row[place])]
+        for column, name in enumerate(self.names):
+            finite = [row[column] for row in self.rows if math.isfinite(row[column])]
             values[f"train/{name}"] = sum(finite) / len(finite) if finite else None
         seconds = time.perf_counter() - self.started
         wait, memory = self.worst
@@ -195,22 +195,22 @@ class RunLog:
         print_main(f"epoch {epoch} step {step}/{total_steps} | loss {shown} | {speeds} | {left} left")
         self.restart_clock()
 
-    def warn_of_days(self, steps: int) -> None:
+    def warn_if_long(self, steps: int) -> None:
         """Warn once, after ten steps or a minute, if the remaining `steps` will take longer than a day."""
-        if self.estimated:
+        if self.warned:
             return
-        self.made += 1
+        self.steps_timed += 1
         spent = time.perf_counter() - self.opened
-        self.estimated = self.made == 10 or spent > 60
-        left = spent / self.made * steps
-        if self.estimated and left > 86_400:
+        self.warned = self.steps_timed == 10 or spent > 60
+        left = spent / self.steps_timed * steps
+        if self.warned and left > 86_400:
             trial = "`make demo` shows a task in minutes, --max_steps stops earlier"
             print_main(f"warning: at the speed of its first steps the training takes {duration(left)} more; {trial}")
 
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def write(self, step: int, epoch: int, values: dict[str, float | None]) -> None:
-        """Rank 0: write the values to metrics.jsonl and W&B, and all but DETAILS to TensorBoard."""
+        """Rank 0: write the values to metrics.jsonl and W&B, and all but NOT_PLOTTED to TensorBoard."""
         values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
         self.last |= values
         if not self.ranks.is_main:
@@ -224,7 +224,7 @@ class RunLog:
             shown = {
                 name: value
                 for name, value in values.items()
-                if value is not None and name.count("/") == 1 and not name.endswith(DETAILS)
+                if value is not None and name.count("/") == 1 and not name.endswith(NOT_PLOTTED)
             }
             # one event for all values: each add_scalar() takes about 0.1 ms
             scalars = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]

@@ -125,10 +125,10 @@ class Run:
         self.position = Position(**saved["position"]) if saved else Position()
         self.writer = checkpoint.CheckpointWriter(self.folder, args.keep_last)
         # figures not yet sent to TensorBoard
-        self.drawn: dict[str, np.ndarray] = {}
+        self.new_figures: dict[str, np.ndarray] = {}
         # set while training: the file for this rank's stack traces if it hangs, and when the watchdog was last reset
-        self.stacks: TextIO | None = None
-        self.armed = -math.inf
+        self.stack_file: TextIO | None = None
+        self.watchdog_reset = -math.inf
 
     @property
     def micro_batch_size(self) -> int:
@@ -165,7 +165,7 @@ class Run:
         wanted = micro_batch_size
         auto_batch = ranks.device.type == "cuda" if args.auto_batch is None else args.auto_batch
         if auto_batch or args.gpu_shares == "auto":
-            while math.inf in (seconds := du.gather_objects(_try(try_once, model, micro_batch_size))):
+            while math.inf in (seconds := du.gather_objects(_time_pass(try_once, model, micro_batch_size))):
                 if micro_batch_size == 1:
                     raise RunError(f"out of memory at one sample per GPU; {self.advice}")
                 micro_batch_size //= 2
@@ -185,9 +185,9 @@ class Run:
         self.ranks.note(place)
         timeout, now = self.args.dist_timeout, time.monotonic()
         # resetting starts a thread, which is too slow for every step
-        if self.stacks and now - self.armed > 0.1 * timeout:
-            faulthandler.dump_traceback_later(0.9 * timeout, file=self.stacks)
-            self.armed = now
+        if self.stack_file and now - self.watchdog_reset > 0.1 * timeout:
+            faulthandler.dump_traceback_later(0.9 * timeout, file=self.stack_file)
+            self.watchdog_reset = now
 
     def start_loader(self, loader: DataLoader) -> Iterator:
         """Iterator over the loader's batches. The first call forks its workers."""
@@ -219,7 +219,7 @@ class Run:
         """Rank 0: save a matplotlib figure as figures/<name>.png, and to TensorBoard if training; None is ignored."""
         if self.ranks.is_main and figure is not None:
             try:
-                self.drawn[name] = save_figure(self.folder, name, figure)
+                self.new_figures[name] = save_figure(self.folder, name, figure)
             except OSError as error:
                 # not fatal here: a disk that stays full ends the run at the next checkpoint
                 print(f"warning: {self.folder}: figure not written ({error})", flush=True)
@@ -281,10 +281,10 @@ class Training:
         self.stopped = 0
         self.epoch_over = self.evaluation_due = False
         # (step, epoch) of the last checkpoint, and when it was written
-        self.saved, self.saved_at = None, time.monotonic()
+        self.saved_position, self.saved_at = None, time.monotonic()
         # the epoch's batches and how many samples have been read; they stay open across an evaluation
         self.stream: Iterator | None = None
-        self.read = 0
+        self.samples_read = 0
         self.profiler: torch.profiler.profile | None = None
         first, last = map(int, (args.profile or "0:0").split(":"))
         # steps of --profile that this process will reach
@@ -299,7 +299,7 @@ class Training:
                 if self.ranks.is_main:
                     best_counts = checkpoint.begin_run(run.folder, saved, args.overwrite, best_names)
                 # faulthandler needs it open
-                run.stacks = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
+                run.stack_file = open(run.folder / f"hang_rank{self.ranks.rank}.txt", "w")  # noqa: SIM115
                 self.log = RunLog(run.folder, self.ranks, plan.losses, args, saved and saved["log"], self.position.step)
             except OSError as error:
                 raise RunError(f"{run.folder}: cannot begin the run ({error.strerror}); make room") from None
@@ -343,13 +343,13 @@ class Training:
         on all ranks.
         """
         position, sampler = self.position, loader.batch_sampler
-        if self.stream is None or self.read != position.samples:
+        if self.stream is None or self.samples_read != position.samples:
             sampler.set_position(position.epoch, position.samples)
-            self.stream, self.read = self.run.start_loader(loader), position.samples
+            self.stream, self.samples_read = self.run.start_loader(loader), position.samples
         self.log.restart_clock()
         self.epoch_over = self.evaluation_due = False
         every_steps, upcoming = self.args.eval_every_steps, None
-        while not self._pauses():
+        while not self._must_pause():
             self.run.heartbeat(f"step {position.step + 1}")
             samples, numbers, batches, error, agreed = upcoming or self._fetch(sampler, count)
             stop_143, stop_130, unusable, *totals = agreed()
@@ -364,7 +364,7 @@ class Training:
                 self.profiler = torch.profiler.profile()
                 self.profiler.start()
             passes = sampler.most_micro_batches(position.samples) if self.engine.equal_passes else len(batches)
-            self.epoch_over = self.read >= sampler.num_samples
+            self.epoch_over = self.samples_read >= sampler.num_samples
             self.evaluation_due = bool(every_steps) and (position.step + 1) % every_steps == 0
             ends = self.epoch_over or self.evaluation_due or position.step + 1 == self.last_step
             upcoming = None if ends else self._fetch(sampler, count)
@@ -372,15 +372,15 @@ class Training:
 
             if position.step + 1 == self.profiled.stop:
                 self._write_trace()
-            if not self._pauses() and self._save_is_due():
+            if not self._must_pause() and self._save_is_due():
                 self.save()
 
     def _fetch(self, sampler: TrainBatchSampler, count: Callable | None) -> tuple:
         """Read this rank's batches of the next step and start the all-reduce described in steps()."""
-        samples, numbers = sampler.share(self.read)
+        samples, numbers = sampler.share(self.samples_read)
         begun = time.perf_counter()
         batches = [next(self.stream) for _ in numbers or [0]]
-        self.read += samples
+        self.samples_read += samples
         self.log.waited += time.perf_counter() - begun
 
         counts = count(batches if numbers else []) if count else []
@@ -388,7 +388,7 @@ class Training:
         own = [self.stop.code == 143, self.stop.code == 130, bool(error), *counts]
         return samples, numbers, batches, error, du.begin_sum(own)
 
-    def _pauses(self) -> bool:
+    def _must_pause(self) -> bool:
         """Whether steps() stops at this position, for an evaluation or at the end."""
         return self.is_over() or self.epoch_over or self.evaluation_due
 
@@ -472,7 +472,7 @@ class Training:
         Raises RunError on all ranks if the disk is full or the ranks' weights differ.
         """
         position = (self.position.step, self.position.epoch)
-        if self.saved != position:
+        if self.saved_position != position:
             weights = self.engine.weights()
             du.check_same_weights(weights)
             contents = {
@@ -485,8 +485,8 @@ class Training:
                 "model": weights,
             }
             contents |= self.engine.state() | self.extra()
-            self.run.writer.save(contents, self.best_names if best else (), first=self.log.sync)
-            self.saved, self.saved_at = position, time.monotonic()
+            self.run.writer.save(contents, self.best_names if best else (), before_write=self.log.sync)
+            self.saved_position, self.saved_at = position, time.monotonic()
 
     def save_and_stop(self) -> int:
         """All ranks: save after a stop signal; returns the exit code."""
@@ -543,10 +543,10 @@ class Training:
 
     def _show_figures(self) -> None:
         """Rank 0: send new figures to TensorBoard."""
-        for name, pixels in self.run.drawn.items():
+        for name, pixels in self.run.new_figures.items():
             with contextlib.suppress(OSError):
                 self.log.writer.add_image(name, pixels, self.position.step, dataformats="HWC")
-        self.run.drawn.clear()
+        self.run.new_figures.clear()
 
     def __enter__(self) -> "Training":
         self.stop.__enter__()
@@ -558,7 +558,7 @@ class Training:
         if self.run.writer.thread:
             self.run.writer.thread.join()
         self.log.close()
-        stacks, self.run.stacks = self.run.stacks, None
+        stacks, self.run.stack_file = self.run.stack_file, None
         stacks.close()
         if not Path(stacks.name).stat().st_size:
             Path(stacks.name).unlink()
@@ -631,7 +631,7 @@ class Step:
         position.step += 1
         position.samples += self.samples
         log.step([*self.losses, grad_norm], position.step, self.samples, lr)
-        log.warn_of_days(training.last_step - position.step)
+        log.warn_if_long(training.last_step - position.step)
         if position.step % training.args.log_every == 0:
             log.write_interval(position.step, position.epoch + 1, training.last_step)
 
@@ -668,7 +668,7 @@ def gpu_shares_from(seconds: list[float]) -> list[int]:
     return [max(1, round(10 * min(seconds) / fastest_of[own])) for own in seconds]
 
 
-def _try(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
+def _time_pass(try_once: Callable[[int], None], model: nn.Module, size: int) -> float:
     """Seconds per pass, inf if out of memory. Leaves gradients, buffers and random state unchanged."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     buffers = [buffer.clone() for buffer in model.buffers()]

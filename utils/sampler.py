@@ -11,7 +11,7 @@ from itertools import accumulate, islice, pairwise
 import numpy as np
 
 # samples per call of order(): the call's overhead dominates below about 1000
-AT_ONCE = 2048
+POSITIONS_PER_CALL = 2048
 
 
 class Index(int):
@@ -80,7 +80,7 @@ class ImageGroups:
         before = (groups - self.last_group[image]) * self.size - (-self.questions[image] // self.size) * self.size
         return image, before, np.minimum(self.questions[image] - before, self.size)
 
-    def order(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    def order(self, positions: np.ndarray, seed: int, epoch: int) -> np.ndarray:
         """The questions at the given positions of the epoch; int64 arrays."""
         count = self.last_group[-1]
         if self.epoch != (seed, epoch):
@@ -90,10 +90,10 @@ class ImageGroups:
                 part = np.arange(begin, min(begin + 2**20, count))
                 self.ends[part] = self._describe(permute(part, count, seed, epoch))[2]
             np.cumsum(self.ends, out=self.ends)
-        shuffled, group_of = np.unique(np.searchsorted(self.ends, places, "right"), return_inverse=True)
+        shuffled, group_of = np.unique(np.searchsorted(self.ends, positions, "right"), return_inverse=True)
         images, before, size = self._describe(permute(shuffled, count, seed, epoch))
-        within = places - (self.ends[shuffled] - size - before)[group_of]
-        questions, image_of = np.empty_like(places), images[group_of]
+        within = positions - (self.ends[shuffled] - size - before)[group_of]
+        questions, image_of = np.empty_like(positions), images[group_of]
         by_image = np.argsort(image_of, kind="stable")
         for part in np.split(by_image, np.flatnonzero(np.diff(image_of[by_image])) + 1):
             image = image_of[part[0]]
@@ -135,7 +135,7 @@ class TrainBatchSampler:
         """Start the next iteration in this epoch after `samples` samples (over all ranks)."""
         self.epoch = epoch
         self.start = samples
-        self.whole: np.ndarray | None = None
+        self.epoch_order: np.ndarray | None = None
 
     def steps_per_epoch(self) -> int:
         return math.ceil(self.num_samples / self.effective_batch_size)
@@ -161,9 +161,9 @@ class TrainBatchSampler:
 
     def global_batch(self, first: int) -> np.ndarray:
         """Samples of all ranks in the step after `first` samples; int64. Caches the epoch's order, 8 bytes a sample."""
-        if self.whole is None:
-            self.whole = self.order(np.arange(self.num_samples))
-        return self.whole[first : first + self.effective_batch_size]
+        if self.epoch_order is None:
+            self.epoch_order = self.order(np.arange(self.num_samples))
+        return self.epoch_order[first : first + self.effective_batch_size]
 
     def __len__(self) -> int:
         firsts = range(self.start, self.num_samples, self.effective_batch_size)
@@ -177,7 +177,7 @@ class TrainBatchSampler:
             for micro_batch in micro_batches or [0]:
                 begin = first + micro_batch * self.micro_batch_size
                 positions.append(np.arange(begin, min(begin + self.micro_batch_size, first + samples)))
-            if len(positions) * self.micro_batch_size >= AT_ONCE or first + samples == self.num_samples:
+            if len(positions) * self.micro_batch_size >= POSITIONS_PER_CALL or first + samples == self.num_samples:
                 yield from self._batches(positions)
                 positions = []
 
