@@ -1,14 +1,14 @@
-"""Guide 4, CompressedAD: a transformer that learns in its context, without gradient steps, from histories of learners.
+"""Guide 4, CompressedAD: train a transformer on learning histories; it then learns new tasks in its context.
 
     python train.py                                                               # one GPU, or CPU
     accelerate launch --config_file accelerate_config.yaml train.py               # 2 GPUs, fp16
-    torchrun --nproc_per_node=gpu train.py                                        # every GPU there is
-    python train.py --config configs/ad_darkroom.yaml                             # without compression, to compare with
-    python train.py --objective search                                            # other answers for the same histories
-    python train.py --eval_only                                                   # 500 episodes on the unseen tasks
+    torchrun --nproc_per_node=gpu train.py                                        # every GPU of the machine
+    python train.py --config configs/ad_darkroom.yaml                             # the baseline without compression
+    python train.py --objective search                                            # predict the actions of a searcher
+    python train.py --eval_only                                                   # test best.pt on the unseen tasks
 
-Data: learning histories, see tasks/compressed_ad/README.md. `python -m tools.sample_data compressed_ad .` makes some
-for `--data .`, in seconds.
+Data: learning histories, described in tasks/compressed_ad/README.md. `python -m tools.sample_data compressed_ad .`
+writes a small set for `--data .` in seconds.
 """
 
 import copy
@@ -20,14 +20,14 @@ from utils.cli import Parser, add_common_arguments, launch_workers, real, run_ma
 
 FORMAT = "compressed_ad/2"
 ADVICE = "lower --n_transit or --tf_n_embd"
-# what the model and its task are made of
+# flags that define the model and its data; on resume their values come from the checkpoint
 MODEL_FLAGS = tuple(
     "model tf_n_embd tf_n_layer tf_n_head tf_dim_feedforward encoder_n_layer n_latent n_transit shift from_start "
     "max_compression_depth objective split_seed env".split()
 )
-# agents per task in the evaluations during training
+# agents per task in validation
 VAL_AGENTS = 5
-# the random numbers of acting are apart from all others of a seed
+# component of the agents' random seeds that separates them from other uses of --seed
 ACTING = 5
 
 
@@ -38,32 +38,32 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("data").add_argument
     histories = "datasets/history_darkroom_PPO_alg-seed42.hdf5"
     add("--data", default=histories, metavar="FILE", help="HDF5 file of histories, or a folder with one in datasets/")
-    text = "darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1; left out: as the file says, else darkroom"
+    text = "darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1; default: the one named in the file, or darkroom"
     add("--env", metavar="NAME", help=text)
-    add("--split_seed", type=whole(0), default=0, help="seed of the split into training tasks and unseen ones")
-    text = "action to predict; ad: the source's; dpt: that of one who knows the task; search: that of one who knows "
-    text += "the map, and of the task what the history has shown"
+    add("--split_seed", type=whole(0), default=0, help="seed of the split into training and unseen tasks")
+    text = "action to predict; ad: the action in the history; dpt: the action of an expert who knows the task; search: "
+    text += "the action of a searcher who knows the map but learns the task from the history"
     add("--objective", choices=("ad", "dpt", "search"), default="ad", help=text)
-    text = "share of segments that begin where their history does; the others may begin anywhere in it"
+    text = "share of segments that begin at the start of their history; the others begin at a random step"
     add("--from_start", type=real(0, 1), default=0.0, help=text)
-    text = "one-hot positions, in a room that training shifts by a random 0 to N rows and columns; 0: plain coordinates"
+    text = "encode cells one-hot and move the room by 0 to N random rows and columns in training; 0: plain coordinates"
     advanced("--shift", type=whole(0), default=0, metavar="N", help=text)
 
     add = parser.add_argument_group("model").add_argument
     add("--model", choices=("compressed_ad", "ad"), default="compressed_ad", help="ad: no compression")
     advanced("--tf_n_embd", type=whole(8), default=128, help="width of the transformer; lower it on OOM")
-    advanced("--tf_n_layer", type=whole(1), default=4, help="layers of the decoder")
-    advanced("--tf_n_head", type=whole(1), default=8, help="attention heads, must divide --tf_n_embd")
-    advanced("--tf_dim_feedforward", type=whole(8), default=512, help="width inside the layers")
-    advanced("--encoder_n_layer", type=whole(1), default=3, help="layers of the encoder that compresses")
-    advanced("--n_latent", type=whole(1), default=40, help="latent tokens of compressed context")
+    advanced("--tf_n_layer", type=whole(1), default=4, help="decoder layers")
+    advanced("--tf_n_head", type=whole(1), default=8, help="attention heads; must divide --tf_n_embd")
+    advanced("--tf_dim_feedforward", type=whole(8), default=512, help="hidden width of the MLPs")
+    advanced("--encoder_n_layer", type=whole(1), default=3, help="layers of the compressing encoder")
+    advanced("--n_latent", type=whole(1), default=40, help="latent tokens that hold the compressed context")
     add("--n_transit", type=whole(2), default=240, help="transitions in the context; halve it on OOM")
     advanced(
         "--max_compression_depth", type=whole(0), default=3, help="most compressions in training; acting has no limit"
     )
 
     add = parser.add_argument_group("optimizer and schedule").add_argument
-    add("--train_timesteps", type=whole(1), default=150_000, help="optimizer steps, and end of the cosine")
+    add("--train_timesteps", type=whole(1), default=150_000, help="optimizer steps; the cosine schedule ends there")
     add(
         "--warmup_steps",
         "--num_warmup_steps",
@@ -72,19 +72,19 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=5000,
         help="optimizer steps of linear warm-up",
     )
-    advanced("--weight_decay", type=real(0), default=0.01, help="of AdamW")
-    text = "learning rate x GPUs (x effective batch / batch size), x its root, or as given"
+    advanced("--weight_decay", type=real(0), default=0.01, help="weight decay of AdamW")
+    text = "multiply the learning rate by N, by its root, or by 1; N: GPUs, or effective batch size / batch size"
     add("--lr_scaling", choices=("linear", "sqrt", "none"), default="none", help=text)
 
     add = parser.add_argument_group("evaluation").add_argument
-    add("--eval_episodes", type=whole(2), default=500, help="episodes of each agent in the test")
-    advanced("--val_episodes", type=whole(2), default=50, help="episodes of each agent in evaluations during training")
-    add("--eval_seeds", type=whole(1), default=20, help="agents on each unseen task in the test")
-    add("--temperature", type=real(0), default=1.0, help="of acting; 0: always the most likely action")
+    add("--eval_episodes", type=whole(2), default=500, help="episodes per agent in the test")
+    advanced("--val_episodes", type=whole(2), default=50, help="episodes per agent in evaluations during training")
+    add("--eval_seeds", type=whole(1), default=20, help="agents per unseen task in the test")
+    add("--temperature", type=real(0), default=1.0, help="temperature of the softmax; 0: always the most likely action")
     advanced(
-        "--test_batch_size", type=whole(1), default=256, help="agents or segments evaluated at once; lower it on OOM"
+        "--test_batch_size", type=whole(1), default=256, help="agents or segments per evaluation batch; lower it on OOM"
     )
-    text = "another run on the same tasks, of --model ad say: a row of the table"
+    text = "run folder of a baseline tested on the same tasks, such as --model ad; becomes a row of the table"
     add("--rival_run", metavar="DIR", help=text)
 
     add_common_arguments(parser, output_dir="runs/compressed_ad", num_epochs=None, learning_rate=1e-4, batch_size=128)
@@ -95,13 +95,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.num_warmup_steps >= args.train_timesteps:
         parser.error(f"--num_warmup_steps {args.num_warmup_steps}: must be below --train_timesteps")
     if args.model == "ad":
-        # so that a config of the other serves both
+        # --n_latent is ignored, so that a config for compressed_ad also works with --model ad
         args.n_latent = 0
     return args
 
 
 if __name__ == "__main__":
-    # before the heavy imports: --help and a mistyped flag answer at once
+    # before the heavy imports, so that --help and mistyped flags respond immediately
     ARGS = parse_args()
     launch_workers(ARGS.world_size)
 
@@ -123,7 +123,7 @@ from utils.loop import Plan, Run, Training
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer: x attends to `memory` or to what is in `cache`, and to itself, as `mask` allows."""
+    """Pre-norm transformer layer."""
 
     def __init__(self, dim: int, heads: int, hidden: int):
         super().__init__()
@@ -135,8 +135,11 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, cache=None, used: int = 0
     ) -> Tensor:
-        """x (B, N, D) -> the same. memory (B, M, D): tokens before x. mask (..., N, M + N): True where a row may look.
-        cache (2, B, heads, places, D / heads): keys and values of `used` tokens before x; those of x are added."""
+        """Apply attention over earlier tokens and x, and then the MLP, to x (B, N, D).
+
+        memory (B, M, D): tokens before x. mask (..., N, M + N): True where attention is allowed. cache (2, B, heads,
+        slots, D / heads): keys and values of `used` tokens before x; those of x are appended.
+        """
         normed = self.norm(x)
         source = normed if memory is None else torch.cat([self.norm(memory), normed], 1)
         queries = self.query(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -152,17 +155,16 @@ class Layer(nn.Module):
 
 
 class InContextNet(nn.Module):
-    """One token per transition (s, a, r, s'), a query for the state to act in (Laskin et al. 2022).
+    """Transformer with one token per transition (s, a, r, s') and one query per state to act in (Laskin et al. 2022).
 
-    An encoder turns a full context and the latents before it into new latents, so the past has no end. Without latents
-    it is plain Algorithm Distillation: what leaves the context is forgotten.
+    An encoder compresses a full context and the previous latents into new latents, so the past can be arbitrarily long.
+    Without latents, this is plain Algorithm Distillation, which forgets transitions outside the context.
     """
 
     def __init__(self, env: Env, args: Namespace):
         super().__init__()
         dim, heads, hidden = args.tf_n_embd, args.tf_n_head, args.tf_dim_feedforward
         self.n_transit, self.n_latent, self.heads, self.actions = args.n_transit, args.n_latent, heads, env.actions
-        # a cell is told as coordinates, or as a code for each of them
         places = torch.from_numpy(env.places)
         size = int(places.max()) + 1
         self.shift, self.codes = args.shift, size + args.shift if args.shift or not env.is_grid else 0
@@ -179,13 +181,13 @@ class InContextNet(nn.Module):
             self.encoder_norm = nn.LayerNorm(dim)
 
     def compile(self) -> None:
-        """Layer by layer, as the samples that have a first, second ... block differ in number at each step."""
+        """Compile each layer with dynamic shapes, because batch sizes vary: not every sample has every block."""
         for layer in self.modules():
             if isinstance(layer, Layer):
                 layer.compile(dynamic=True)
 
     def encode(self, cells: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cells (B, N) as features (B, N, F): coordinates or codes, in a room moved by shift (B, 2)."""
+        """Encode cells (B, N) as features (B, N, F): coordinates, or one-hot coordinates moved by shift (B, 2)."""
         places = self.places[cells]
         if self.codes:
             moved = places + shift[:, None, : places.shape[-1]]
@@ -193,7 +195,7 @@ class InContextNet(nn.Module):
         return places.to(dtype)
 
     def tokens(self, cells: Tensor, rewards: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Transitions (B, N, 3) of (cell, action, next cell) and rewards (B, N) -> (B, N, D), at positions first ..."""
+        """Embed transitions, given as (cell, action, next cell) (B, N, 3) and rewards (B, N), as tokens (B, N, D)."""
         cell, action, after = cells.long().unbind(-1)
         before, after = (self.encode(place, shift, rewards.dtype) for place in (cell, after))
         action = F.one_hot(action, self.actions).to(rewards.dtype)
@@ -201,13 +203,13 @@ class InContextNet(nn.Module):
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def queries(self, cells: Tensor, shift: Tensor, first: int = 0) -> Tensor:
-        """Cells to act in, (B, N) -> (B, N, D); each takes the position that its transition will take."""
+        """Embed cells to act in (B, N) as queries (B, N, D), each at the position of its later transition."""
         cells = cells.long()
         embedded = self.embed_query(self.encode(cells, shift, self.positions.dtype) if self.codes else cells)
         return embedded + self.positions[first : first + cells.shape[1]]
 
     def compress(self, latents: Tensor | None, tokens: Tensor) -> Tensor:
-        """Old latents (B, n_latent, D), none the first time, and a full context (B, n_transit, D) -> new latents."""
+        """Compress the tokens of a full context and the previous latents (B, n_latent, D), if any, into new latents."""
         memory = tokens if latents is None else torch.cat([latents, tokens], 1)
         x = self.latents.expand(len(tokens), -1, -1)
         for layer in self.encoder:
@@ -215,23 +217,23 @@ class InContextNet(nn.Module):
         return self.encoder_norm(x)
 
     def decode(self, x: Tensor, mask: Tensor | None, cache: list[Tensor] | None = None, used: int = 0) -> Tensor:
-        """(B, N, D) through the decoder -> the same. cache: one for each layer, see Layer."""
+        """Run the decoder on x (B, N, D). cache: one tensor per layer, see Layer.forward."""
         for place, layer in enumerate(self.layers):
             x = layer(x, mask=mask, cache=cache and cache[place], used=used)
         return x
 
     def forward(self, batch: dict) -> Tensor:
-        """Logits (B, n_transit, actions) at every place of the context, given what came before it.
+        """Return action logits (B, n_transit, actions) for each position of the context, given all earlier transitions.
 
-        batch: `cells` (B, depth + 1, n_transit, 3) and `rewards` (B, depth + 1, n_transit): blocks to compress, from
-        the oldest on, and last the context; `depth` (B,) how many blocks a sample has, the deepest samples first;
-        `compressed`: list of how many samples have a first, second ... block; `length` (B,) of the context; `shift`.
+        batch: `cells` (B, blocks + 1, n_transit, 3) and `rewards` (B, blocks + 1, n_transit) of the blocks to compress,
+        oldest first, and the context; `depth` (B,): blocks per sample, descending; `compressed`: number of samples with
+        a first, second, ... block; `length` (B,): transitions in the context; `shift` (B, 2).
         """
         cells, rewards, shift = batch["cells"], batch["rewards"].to(self.positions.dtype), batch["shift"]
         parts = [self.tokens(cells[:, -1], rewards[:, -1], shift), self.queries(cells[:, -1, :, 0], shift)]
         has_past = None
         if self.n_latent:
-            # latents come first, zero where a sample has no past
+            # samples without a past get zero latents, which the mask hides
             latents = self._compress_blocks(cells, rewards, shift, batch["compressed"])
             latents = F.pad(latents, (0, 0, 0, 0, 0, len(cells) - len(latents)))
             parts.insert(0, latents.to(parts[0].dtype))
@@ -241,25 +243,26 @@ class InContextNet(nn.Module):
         return self.head(x[:, -self.n_transit :])
 
     def _compress_blocks(self, cells: Tensor, rewards: Tensor, shift: Tensor, compressed: list[int]) -> Tensor:
-        """The latents of the first samples, as many as have a block, and at least of one: DDP wants a gradient, if of
-        zeros, for the encoder also where no sample of a rank has a block."""
+        """Return the latents of the samples with blocks, which come first in the batch, and of at least one sample.
+
+        DDP needs a gradient for the encoder, even a zero one, from a rank whose samples have no blocks.
+        """
         first, *later = compressed or [0]
         first = max(1, first)
         latents = self.compress(None, self.tokens(cells[:first, 0], rewards[:first, 0], shift[:first]))
         for block, count in enumerate(later, start=1):
             if count:
-                # samples without this block keep the latents that they have
                 tokens = self.tokens(cells[:count, block], rewards[:count, block], shift[:count])
                 latents = torch.cat([self.compress(latents[:count], tokens), latents[count:]])
         return latents
 
 
 def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: int) -> Tensor:
-    """(B, 1, N, N), True where a row of [latents | context | queries] may look.
+    """Attention mask (B, 1, N, N) over [latents | context | queries]: True where a row may attend to a column.
 
-    Latents look at all latents, the context at latents and what is not later, a query at latents, the context before
-    it and itself. Padding (latents of a sample without a past, context from `length` on) is seen by nobody but itself:
-    a row needs something to see.
+    All tokens attend to the latents and themselves; context tokens and queries also attend to the earlier context.
+    Padding (latents of a sample without a past, context from `length` on) is hidden from all other tokens, but attends
+    to itself because softmax needs a column in every row.
     """
     index = torch.arange(n_latent + 2 * n_transit, device=length.device)
     is_latent, is_query = index < n_latent, index >= n_latent + n_transit
@@ -277,10 +280,7 @@ def visible(has_past: Tensor | None, n_latent: int, length: Tensor, n_transit: i
 
 
 def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor, Tensor]:
-    """(cross-entropy, whether the most likely action is right), both (B, n_transit) fp32, zero on padding.
-
-    One loss for all objectives: they differ in the action that the data hold as right.
-    """
+    """Return (cross-entropy, whether the most likely action is correct), each (B, n_transit) fp32, zero on padding."""
     target = batch["action"]
     with autocast(target.device, precision):
         logits = model(batch)
@@ -293,32 +293,32 @@ def action_losses(model: nn.Module, batch: dict, precision: str) -> tuple[Tensor
 
 
 class Agents:
-    """Agents that act side by side, each by its own past; keys and values of what they have seen are kept.
+    """A batch of agents, each acting on its own past, with cached keys and values.
 
-    They act in float64, so that who acts beside whom, or on which GPU, changes no action.
+    Agents run in float64, so that neither the other agents in the batch nor the GPU can change an action.
     """
 
     def __init__(self, model: InContextNet, count: int, forget: int):
-        """model: in float64. forget: transitions to drop at once from a full context, by one that does not compress."""
+        """model: in float64. forget: transitions that a model without compression drops when its context is full."""
         self.model, self.forget = model, forget
         like = model.positions
         self.cells = like.new_zeros(count, model.n_transit, 3, dtype=torch.long)
         self.rewards = like.new_zeros(count, model.n_transit)
-        # in training the room is moved by 0 to model.shift; here by half of it
+        # training draws shifts from 0 to model.shift; agents use the middle
         self.shift = self.cells.new_full((count, 2), model.shift // 2)
         shape = (2, count, model.heads, model.n_latent + model.n_transit + 1, like.shape[1] // model.heads)
         self.cache = [like.new_zeros(shape) for _ in model.layers]
         self.latents: Tensor | None = None
-        # transitions in the context; those not in the cache yet; tokens in the cache
+        # transitions in the context, uncached transitions, cached tokens
         self.length = self.new = self.used = 0
 
     def act(self, cells: Tensor) -> Tensor:
-        """Logits (count, actions) for the cells (count,) that the agents are in."""
+        """Return action logits (count, actions) for the agents' current cells (count,)."""
         x = self.model.queries(cells[:, None], self.shift, self.length)
         if self.new:
             part = slice(self.length - self.new, self.length)
             x = torch.cat([self.model.tokens(self.cells[:, part], self.rewards[:, part], self.shift, part.start), x], 1)
-        # each row sees all that is kept, the rows before it and itself; the query's own place is written over later
+        # the next act() overwrites the query's cache slot
         mask = torch.ones(self.new + 1, self.used + self.new + 1, device=x.device).tril(self.used).bool()
         out = self.model.decode(x, mask, self.cache, self.used)
         self.used += self.new
@@ -326,7 +326,7 @@ class Agents:
         return self.model.head(out[:, -1])
 
     def observe(self, cell: Tensor, action: Tensor, after: Tensor, reward: Tensor) -> None:
-        """Take in the transitions that followed, all (count,)."""
+        """Append each agent's transition, given as (count,) tensors; compress or shorten a full context."""
         self.cells[:, self.length] = torch.stack([cell, action, after], 1)
         self.rewards[:, self.length] = reward
         self.length += 1
@@ -339,7 +339,7 @@ class Agents:
             self.model.decode(self.latents, None, self.cache)
             self.length, self.used = 0, self.model.n_latent
         else:
-            # every position changes, so that all is encoded anew at the next act()
+            # positions have changed, so the next act() encodes all of them again
             self.cells, self.rewards = self.cells.roll(-self.forget, 1), self.rewards.roll(-self.forget, 1)
             self.length, self.used = self.length - self.forget, 0
         self.new = self.length
@@ -349,10 +349,10 @@ class Agents:
 def act_in_context(
     model: InContextNet, env: Env, tasks: list[int], count: int, episodes: int, run: Run, args: Namespace
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All ranks: returns (tasks, count, episodes) of `count` agents on each task; and, on rank 0, the states (episodes,
-    horizon + 1) that the first agent went through.
+    """All ranks: run `count` agents per task. Return their returns (tasks, count, episodes) and, valid on rank 0 only,
+    the first agent's states (episodes, horizon + 1).
 
-    The same on all ranks, at any world size: an agent's chance is a function of (seed, task, agent) alone.
+    An agent's random numbers depend only on (seed, task, agent), so the returns are the same at any world size.
     """
     rank, world_size = du.world()
     device = model.positions.device
@@ -361,7 +361,6 @@ def act_in_context(
     shares = None if env.chance is None else torch.from_numpy(env.chance[tasks]).to(device)
     returns = torch.zeros(len(tasks) * count, episodes, dtype=torch.float64)
     path = torch.full((episodes, env.horizon + 1), env.start, device=device)
-    # agents are numbered task by task; the ranks take them in turn
     local = range(rank, len(returns), world_size)
     for first in range(0, len(local), args.test_batch_size):
         numbers = list(local[first : first + args.test_batch_size])
@@ -370,7 +369,7 @@ def act_in_context(
         agents = Agents(actor, len(numbers), max(1, min(env.horizon, model.n_transit // 2)))
         for episode in range(episodes):
             run.heartbeat(f"episode {episode + 1} of an evaluation at step {run.position.step}")
-            # the most likely action plus this noise is a draw from the softmax
+            # Gumbel noise: argmax(logits + noise) is a sample from softmax(logits / temperature)
             uniform = np.stack([chance.random((env.horizon, env.actions)) for chance in chances], 1)
             noise = -np.log(-np.log(np.maximum(uniform, 1e-300)))
             noise = args.temperature * torch.from_numpy(noise).to(device)
@@ -395,15 +394,15 @@ def act_in_context(
 
 @torch.no_grad()
 def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, precision: str, args: Namespace) -> dict:
-    """{"loss", "accuracy"} of the next action on some tasks' histories, the same on all ranks."""
+    """All ranks: {"loss", "accuracy"} of the predicted actions in `segments`, the same on every rank."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    # a data set of whole batches
+    # collate_fn=dict: the data set returns collated batches
     loader = du.create_distributed_dataloader(segments, args.test_batch_size, train=False, collate_fn=dict)
     for batch in run.batches(loader):
         losses, right = action_losses(model, batch, precision)
         parts = (losses, right, batch["action"] >= 0)
-        # rounded so that the sum is the same in any order; in thousands, as that holds for sums below 8192
+        # rounded so that the sum is the same in any order; that holds for sums below 8192, hence / 1024
         sums += torch.stack([du.round_for_exact_sum(part.double().sum() / 1024) for part in parts]).cpu()
     loss, right, count = du.reduce_sum(sums).tolist()
     return {"loss": loss / count, "accuracy": right / count}
@@ -412,9 +411,9 @@ def action_accuracy(model: InContextNet, segments: SegmentDataset, run: Run, pre
 def evaluate(
     model: InContextNet, splits: dict[str, SegmentDataset], run: Run, precision: str, args: Namespace, test: bool
 ) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
-    """All ranks: {"split/metric": value}, returns of the last split (tasks, agents, episodes), the first agent's path.
+    """All ranks: measure loss, accuracy and returns on each split. test: use the test's numbers of agents and episodes.
 
-    All agents act at once. test: with as many agents and episodes as the test has.
+    Return ({"split/metric": value}, the last split's returns (tasks, agents, episodes), the first agent's states).
     """
     env = next(iter(splits.values())).histories.env
     tasks = {split: segments.tasks.tolist() for split, segments in splits.items()}
@@ -431,7 +430,10 @@ def evaluate(
 
 
 def test(model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, precision: str, args: Namespace) -> dict:
-    """All ranks: the test on the unseen tasks, its table and figure; {metric: value}. rival: curves of other runs."""
+    """All ranks: test on the unseen tasks, print the table, save the figure, and return {metric: value}.
+
+    rival: return curves of baseline runs.
+    """
     metrics, *acted = evaluate(model, {"test": unseen}, run, precision, args, test=True)
     found, name = {}, "eval_test" if args.eval_only else "test"
     with du.agree_on_errors():
@@ -446,20 +448,20 @@ def test(model: InContextNet, unseen: SegmentDataset, rival: dict, run: Run, pre
 
 
 def build_model(args: Namespace, precision: str, device: torch.device, env: Env | None = None) -> InContextNet:
-    """The model with the same random weights on every rank."""
+    """Build the model with the same random weights on every rank."""
     torch.manual_seed(args.seed)
     return InContextNet(env or make_env(args.env or "darkroom"), args).to(device)
 
 
 def make_optimizer(model: nn.Module, args: Namespace) -> torch.optim.Optimizer:
-    """Fused AdamW with the guide's betas."""
+    """Return fused AdamW with the guide's betas."""
     return torch.optim.AdamW(
         model.parameters(), args.learning_rate, betas=(0.9, 0.99), weight_decay=args.weight_decay, fused=True
     )
 
 
 def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
-    """Made-up segments with as many blocks as there are."""
+    """Return `size` synthetic segments with full contexts and `depth` blocks to compress."""
     depth = depth if model.n_latent else 0
     shape, whole = (size, depth + 1, model.n_transit), torch.zeros(size, dtype=torch.long)
     batch = {"cells": torch.zeros(*shape, 3, dtype=torch.int16), "rewards": torch.zeros(shape), "depth": whole + depth}
@@ -468,15 +470,15 @@ def largest_batch(model: InContextNet, size: int, depth: int = 3) -> dict:
 
 
 def trial_step(model: nn.Module, batch: dict, args: Namespace) -> None:
-    """Forward and backward pass of one micro-batch; the gradients stay in the model."""
+    """Run the forward and backward pass of a micro-batch; the gradients stay in the model."""
     device = next(model.parameters()).device
     precision, _ = choose_precision(args.mixed_precision, device)
     action_losses(model, du.to_device(batch, device), precision)[0].mean().backward()
 
 
 def say_how_long(model: InContextNet, depth: int, samples: float, args: Namespace) -> str:
-    """How long training on so many samples takes, estimated from a step of four; if days, what to try instead."""
-    # twice, as the first warms up
+    """Estimate the time to train on `samples` samples from a timed batch of four; above a day, suggest the demo."""
+    # the first pass is a warm-up
     for _ in range(2):
         begun = time.perf_counter()
         trial_step(model, largest_batch(model, 4, depth), args)
@@ -488,10 +490,10 @@ def say_how_long(model: InContextNet, depth: int, samples: float, args: Namespac
 
 
 def run_task(args: Namespace, ranks: du.Ranks) -> int:
-    """Train and evaluate, test the best checkpoint, or --eval_only; returns the exit code of a stop signal, else 0."""
+    """Train, then test the best checkpoint, or only test with --eval_only; return a stop signal's exit code, or 0."""
     check_accelerate(args.gradient_accumulation_steps)
     precision, described = set_precision(args.mixed_precision, ranks.device, args.deterministic)
-    # as the guide wants to see it
+    # guide 4 shows this output
     kind = f"MULTI_{'GPU' if ranks.device.type == 'cuda' else 'CPU'}" if ranks.world_size > 1 else "NO"
     du.print_main(
         f"Distributed training: {kind}\nNumber of processes: {ranks.world_size}\nMixed precision: {precision}"
@@ -500,7 +502,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         du.print_main(f"Process {rank} using device: {device}")
 
     run = Run(FORMAT, args, ranks, ADVICE, MODEL_FLAGS)
-    # with the checkpoint's model flags
+    # a checkpoint overrides the model flags
     args = run.args
     with du.agree_on_errors():
         histories = Histories(args.data, args.env, args.objective, args.seed)
@@ -508,7 +510,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
             raise InputError(f"--n_transit {args.n_transit}: more than the {histories.steps} steps of the histories")
         if args.shift and not histories.env.is_grid:
             raise InputError(f"--shift {args.shift}: {histories.env.name} is no room; leave it out")
-        # the flag may leave the environment to the file
+        # without --env, the file determines the environment
         args = with_flags(args, env=histories.env.name)
         train_tasks, unseen_tasks = split_tasks(len(histories.words), args.split_seed)
         rival = report.read_rival(args.rival_run, histories.env, unseen_tasks) if args.rival_run else {}
@@ -516,7 +518,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
         if args.n_latent and not segments.max_depth:
             few = f"--n_transit {args.n_transit}: with histories of {histories.steps} steps nothing would be compressed"
             raise InputError(f"{few} in training; halve it, or take --model ad")
-    # val: training tasks, whose loss chooses best.pt; unseen: the test's, to look at
+    # val: training tasks whose loss selects best.pt; unseen: the test tasks, monitored only
     splits = {"val": train_tasks[: len(unseen_tasks)], "unseen": unseen_tasks}
     splits = {name: SegmentDataset(histories, tasks, args, train=False) for name, tasks in splits.items()}
     model = build_model(args, precision, ranks.device, histories.env)
@@ -568,7 +570,7 @@ def run_task(args: Namespace, ranks: du.Ranks) -> int:
                 )
             if training.stopped:
                 return training.save_and_stop()
-            # an epoch's end alone is no reason to evaluate
+            # the end of an epoch alone does not trigger an evaluation
             due = training.evaluation_due or training.is_over()
             metrics = evaluate(model, splits, run, precision, args, test=False)[0] if due else {}
             training.record(metrics, headline="val/loss", lower=True)

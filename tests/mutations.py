@@ -58,8 +58,8 @@ distributed_utils.py tests/test_distributed.py::test_schedule
 -return (step + 1) / warmup_steps
 +return step / warmup_steps
 distributed_utils.py tests/test_distributed.py::test_what_ranks_tell_each_other
--value = both(value, pickle.loads(_receive(rank + bit, tag)))
-+value = both(pickle.loads(_receive(rank + bit, tag)), value)
+-value = merge(value, pickle.loads(_receive(rank + bit, tag)))
++value = merge(pickle.loads(_receive(rank + bit, tag)), value)
 hardware_utils.py tests/test_hardware.py::test_precision
 -half = torch.float16 if precision == "fp16" else torch.bfloat16
 +half = torch.bfloat16

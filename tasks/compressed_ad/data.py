@@ -1,10 +1,10 @@
-"""Environments as tables, learning histories in them (HDF5 in the original's layout), and the segments to train on.
+"""Environments as transition tables, learning histories (HDF5, in the published layout) and training segments.
 
     history.hdf5 /0 ... /80   states, next_states (T, streams, D) int   actions (T, streams) int
                               rewards (T, streams) number               dones (T, streams) bool: ends of episodes
 
-Group k has the histories of task k: what a learner did there, from its first step on. The attribute `env` of the file
-names the environment as --env does; the original's files have none and are of Darkroom.
+Group k holds the learning histories of task k from their first step on. The file's attribute `env` names the
+environment in the syntax of --env. The published files lack it; then --env decides, with Darkroom as the default.
 """
 
 import functools
@@ -20,20 +20,19 @@ from torch.utils.data import Dataset
 from utils.cli import InputError, first_line
 
 FIELDS = ("states", "next_states", "actions", "rewards", "dones")
-# what a reward one step later is worth to those who plan
 DISCOUNT = 0.95
-# histories of each task on which loss and accuracy are taken
+# histories per task for loss and accuracy
 EVAL_STREAMS = 20
 
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
 class Env(NamedTuple):
-    """A family of tasks in a world of finitely many states, as tables; what is seen of a state s is s % cells.
+    """Transition tables of a family of tasks; an agent in state s observes only the cell s % cells.
 
-    places (cells, D): what history files say of a cell. next, reward (tasks, states, actions, outcomes); chance, where
-    there is any: of the outcomes, added up. An episode has `horizon` steps from `start` on; where a world ends earlier,
-    its last state is kept, without reward.
+    places (cells, D): coordinates of each cell in history files. next, reward (tasks, states, actions, outcomes).
+    chance: cumulative probabilities of the outcomes, or None if there is a single outcome. An episode has `horizon`
+    steps from state `start`; an agent that reaches a terminal state earlier stays there without reward.
     """
 
     name: str
@@ -61,33 +60,33 @@ class Env(NamedTuple):
         return self.places.shape[1] == 2
 
     def only(self, task: int) -> "Env":
-        """One task of it, as task 0."""
+        """Return the environment with this task alone, as task 0."""
         chance = None if self.chance is None else self.chance[task : task + 1]
         return self._replace(next=self.next[task : task + 1], reward=self.reward[task : task + 1], chance=chance)
 
     def step(self, task, state, action, rng=None) -> tuple[np.ndarray, np.ndarray]:
-        """(next state, reward) of each agent; rng: for worlds of chance."""
+        """Return (next state, reward) of each agent. rng: required if outcomes are random."""
         outcome = 0
         if self.chance is not None:
             outcome = (rng.random((len(state), 1)) >= self.chance[task, state, action]).sum(1)
         return self.next[task, state, action, outcome], self.reward[task, state, action, outcome]
 
     def _expected(self, values: np.ndarray) -> np.ndarray:
-        """(tasks, states, actions): reward and values (tasks, states) of what follows, the mean over the outcomes."""
+        """Expected reward plus value of the next state (tasks, states, actions). values: (tasks, states)."""
         following = self.reward + values[np.arange(len(values))[:, None, None, None], self.next]
         if self.chance is None:
             return following[..., 0]
         return (following * np.diff(self.chance, axis=-1, prepend=0)).sum(-1)
 
     def value(self, choose) -> np.ndarray:
-        """(tasks,): exact return of an episode; choose: np.max over the actions for the optimum, np.mean at random."""
+        """Exact expected return of an episode (tasks,). choose: np.max for the optimum, np.mean for random actions."""
         values = np.zeros(self.next.shape[:2])
         for _ in range(self.horizon):
             values = choose(self._expected(values), axis=-1)
         return values[:, self.start]
 
     def best_actions(self) -> np.ndarray:
-        """(tasks, states, actions) bool: what one would do who knows the task, rewards sooner being better."""
+        """Mask (tasks, states, actions) of the actions that are optimal for the discounted return."""
         values = np.zeros(self.next.shape[:2])
         for _ in range(10 * self.horizon):
             q = self._expected(DISCOUNT * values)
@@ -96,14 +95,14 @@ class Env(NamedTuple):
 
 
 def grid_moves(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(places (cells, 2), where the actions +i, -i, +j, -j, stay lead (cells, 5)) of a square room; walls hold."""
+    """Coordinates (cells, 2) of a square room and next cells (cells, 5) for +i, -i, +j, -j, stay; walls block moves."""
     places = np.stack(np.divmod(np.arange(size * size), size), -1)
     after = np.clip(places[:, None] + [(1, 0), (-1, 0), (0, 1), (0, -1), (0, 0)], 0, size - 1)
     return places, after @ (size, 1)
 
 
 def darkroom(size: int) -> Env:
-    """A hidden goal, cell k in task k, which rewards each step that ends on it. The published one has size 9."""
+    """Room with a hidden goal, cell k in task k, that rewards each step ending on it. The published room has size 9."""
     places, after = grid_moves(size)
     cells = size * size
     following = np.broadcast_to(after[None, ..., None], (cells, cells, 5, 1))
@@ -112,7 +111,10 @@ def darkroom(size: int) -> Env:
 
 
 def key_to_door(size: int, tasks: int = 200) -> Env:
-    """A hidden key, then a hidden door: 1 for each, once. States: cell, + cells with the key, + 2 cells when done."""
+    """Room with a hidden key and then a hidden door, each rewarded once with 1.
+
+    States: cell without the key, cell + cells with the key, cell + 2 * cells after the door.
+    """
     places, after = grid_moves(size)
     cells = size * size
     pairs = np.random.default_rng(0).permutation(cells * cells)[:tasks]
@@ -127,9 +129,9 @@ def key_to_door(size: int, tasks: int = 200) -> Env:
 
 
 def gymnasium_env(name: str) -> Env:
-    """A Gymnasium world with a table P of its transitions (FrozenLake, CliffWalking, Taxi).
+    """Gymnasium environment with a transition table P (FrozenLake, CliffWalking, Taxi).
 
-    Task k has its own order of the actions, so that there is something to find out. Raises InputError.
+    Each task permutes the actions, so that an agent has something to learn. Raises InputError.
     """
     try:
         import gymnasium
@@ -144,7 +146,7 @@ def gymnasium_env(name: str) -> Env:
         needs = "it needs `make setup-dev`, Discrete spaces and a table P"
         raise InputError(f"--env gym:{name}: {reason}; {needs}") from None
     outcomes = max(len(found) for row in table.values() for found in row.values())
-    # those with fewer have their last once more, which never happens
+    # pad all actions to the same number of outcomes with copies of probability 0
     rows = [
         [(found + outcomes * [(0, *found[-1][1:])])[:outcomes] for found in table[state].values()]
         for state in range(states)
@@ -153,7 +155,7 @@ def gymnasium_env(name: str) -> Env:
     following = following.astype(int)
     over = np.unique(following[is_end > 0])
     following[over], reward[over] = over[:, None, None], 0
-    # at most 120 of them, in an order by chance
+    # one random order of the actions per task, at most 120 tasks
     rng = np.random.default_rng(0)
     orders = np.unique(rng.permuted(np.tile(np.arange(actions), (6000, 1)), axis=1), axis=0)
     order = rng.permutation(orders)[:120]
@@ -165,7 +167,7 @@ def gymnasium_env(name: str) -> Env:
 
 @functools.cache
 def make_env(spec: str) -> Env:
-    """The environment of --env: darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1. Raises InputError."""
+    """Build the environment that --env names. Raises InputError."""
     kind, _, rest = spec.partition(":")
     if kind == "gym":
         return gymnasium_env(rest)
@@ -176,20 +178,23 @@ def make_env(spec: str) -> Env:
 
 
 def split_tasks(tasks: int, seed: int) -> tuple[list[int], list[int]]:
-    """(training tasks, unseen ones: 8, or 2 to 7 of fewer than 64). Darkroom's seed 0 is the published split."""
+    """Split into training tasks and 8 unseen tasks (2 to 7 if there are fewer than 64 tasks).
+
+    Seed 0 on Darkroom gives the published split.
+    """
     order = list(range(tasks))
     random.Random(seed).shuffle(order)
     unseen = min(8, max(2, tasks // 8))
     return order[:-unseen], order[-unseen:]
 
 
-# --- who acts without a network ---------------------------------------------------------------------------------------
+# --- agents without a network -----------------------------------------------------------------------------------------
 
 
 def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: None) -> list[np.ndarray]:
-    """[states, actions, next states, rewards], each (steps, agents), of an agent for each entry of `task`.
+    """Run one agent per entry of `task`; return [states, actions, next states, rewards], each (steps, agents).
 
-    choose(t, state) -> actions; learn(t, state, action, next state, reward) after each step.
+    choose(t, state) returns the actions; learn(t, state, action, next state, reward) is called after each step.
     """
     parts = [np.empty((steps, len(task)), kind) for kind in (np.int32, np.int8, np.int32, np.float32)]
     state = np.full(len(task), env.start)
@@ -204,17 +209,17 @@ def play(env: Env, task: np.ndarray, steps: int, rng, choose, learn=lambda *_: N
 
 
 def learning_curve(rewards: np.ndarray, env: Env) -> np.ndarray:
-    """(episodes,): mean return of agents with rewards (steps, agents); a part of an episode is left out."""
+    """Mean return over agents in each episode. rewards (steps, agents): an incomplete last episode is dropped."""
     whole = rewards[: len(rewards) // env.horizon * env.horizon]
     return whole.reshape(-1, env.horizon, rewards.shape[1]).sum(1, dtype=float).mean(1)
 
 
 class Search:
-    """Agents that know the map, where each action leads, but of their task only what they have seen.
+    """Agents that know where each action leads, but learn the goal only from the transitions they observe.
 
-    They go to the nearest cell not yet seen, by the first such action, and from the first reward on the best way to it.
-    Each phase of a task with hidden states (without the key, with it) is searched by itself. Raises InputError for what
-    is no room.
+    They move to the nearest unseen cell (ties: lowest action) and, after the first reward, take the shortest path to
+    the goal. The phases of a task with hidden states (without the key, with it) are searched separately. Raises
+    InputError if the environment is not a room.
     """
 
     def __init__(self, env: Env, task: np.ndarray, rng=None):
@@ -226,7 +231,7 @@ class Search:
         self.found = np.zeros((len(task), phases), bool)
         self.best = env.best_actions().argmax(-1)
         self.follow = env.next[:, : env.cells, :, 0] % env.cells
-        # steps from each cell to each other one
+        # shortest paths between all pairs of cells, in steps
         self.far = np.where(np.eye(env.cells, dtype=bool), 0, env.cells)
         for _ in range(env.cells):
             self.far = np.minimum(self.far, self.far[self.follow[0]].min(1) + 1)
@@ -250,18 +255,18 @@ class Search:
 
 
 class Histories:
-    """The histories of every task, in memory.
+    """The histories of all tasks, in memory.
 
-    words (tasks, streams, steps, 4) int16: cell, action, next cell, and the action that is to be predicted; rewards
-    (tasks, streams, steps) float32; curves: {task: (episodes,) mean return of the source}.
+    words (tasks, streams, steps, 4) int16: cell, action, next cell, action to predict. rewards (tasks, streams, steps)
+    float32. curves: the source's mean return per episode, an array (episodes,) for each task.
     """
 
     def __init__(self, path: str, env: str | None, objective: str, seed: int):
-        """objective: whose action is to be predicted, see find_targets. Raises InputError that names what is wrong."""
+        """objective: which actions to predict, see find_targets. Raises InputError if the file is invalid."""
         self.path = find_file(path)
         self.env, groups = read_file(self.path, env)
         shapes = np.array([group["actions"].shape for group in groups])
-        # of each task as many steps and streams as all of them have
+        # cut all tasks to the fewest steps and streams of any task
         self.steps, self.streams = shapes.min(0).tolist()
         self.longest = int(shapes[:, 0].max())
         self.words = np.empty((len(groups), self.streams, self.steps, 4), np.int16)
@@ -280,15 +285,15 @@ class Histories:
         self.digest = hashlib.sha256(self.words.tobytes() + self.rewards.tobytes()).hexdigest()[:12]
 
     def take(self, tasks: np.ndarray, streams: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For B histories and steps (B, ...): words (B, ..., 4) and rewards (B, ...)."""
+        """Return words (B, ..., 4) and rewards (B, ...) of B histories at `steps` (B, ...)."""
         index = (steps.T + (tasks * self.streams + streams) * self.steps).T
-        # four 16-bit words at once
+        # one int64 gather fetches the four int16 words of a step
         words = np.take(self.words.view(np.int64).ravel(), index)[..., None].view(np.int16)
         return words, np.take(self.rewards.ravel(), index)
 
 
 def find_file(path: str) -> Path:
-    """The HDF5 file that --data means. Raises InputError where there is none, with what to do."""
+    """Find the HDF5 file for --data. Raises InputError with advice if there is none."""
     place = Path(path)
     if place.is_dir():
         found = sorted(file for sub in (place, place / "datasets") for file in sub.glob("*.h*5"))
@@ -307,7 +312,7 @@ def find_file(path: str) -> Path:
 
 
 def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
-    """(the environment, the arrays of each group). Raises InputError."""
+    """Read the environment and the arrays of each group. Raises InputError."""
     import h5py
 
     try:
@@ -335,7 +340,7 @@ def read_file(path: Path, env: str | None) -> tuple[Env, list[dict]]:
 
 
 def read_array(file, name: str) -> np.ndarray:
-    """A data set of an open HDF5 file. Raises ValueError for values that lie in another file."""
+    """Read a numeric data set of an open HDF5 file. Raises ValueError if its values are stored in another file."""
     import h5py
 
     data = file[name]
@@ -346,17 +351,17 @@ def read_array(file, name: str) -> np.ndarray:
 
 
 def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np.ndarray, int]:
-    """(states, next states (T, streams), how many were repaired) of a task's histories, each step checked.
+    """Check every step of a task's histories; return states and next states (T, streams) and the number of repairs.
 
-    A last next state that is logged as the start of the next episode is taken to be where the action led. Raises
-    InputError that names group, step and stream.
+    Some sources log the start of the next episode as an episode's last next state; this is repaired. Raises InputError
+    with group, step and stream.
     """
     corner = env.places.max(0) + 1
     is_last = (np.arange(len(group["actions"])) % env.horizon == env.horizon - 1)[:, None]
     wrong = {"dones must be True at each episode's end alone": group["dones"].astype(bool) != is_last}
     for name, limit in (("states", corner), ("next_states", corner), ("actions", env.actions)):
         array = group[name]
-        # NaN fails, too
+        # NaN fails too
         good = (array == np.floor(array)) & (array >= 0) & (array < limit)
         wrong[f"{name} must be whole numbers from 0 and below {limit}"] = ~(good.all(-1) if good.ndim > 2 else good)
     fail_at_first(path, task, wrong)
@@ -382,7 +387,7 @@ def replay(path: Path, task: int, group: dict, env: Env) -> tuple[np.ndarray, np
 
 
 def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
-    """Raises InputError for the first place where one of the arrays (T, streams) is True."""
+    """Raise InputError for the first True, with its step and stream. wrong: {reason: array (T, streams)}."""
     for reason, mask in wrong.items():
         if mask.any():
             step, stream = np.argwhere(mask)[0]
@@ -390,8 +395,11 @@ def fail_at_first(path: Path, task: int, wrong: dict[str, np.ndarray]) -> None:
 
 
 def find_targets(objective: str, env: Env, task: int, states, actions, after, rewards, rng) -> np.ndarray:
-    """(T, streams): ad: the source's own action. dpt: of one who knows the task, by chance among the best ones (Lee et
-    al. 2023). search: of one who knows the map, and of the task what the history has shown, see Search."""
+    """Return the actions to predict (T, streams).
+
+    ad: the actions in the history. dpt: optimal actions, ties broken at random (Lee et al. 2023). search: the actions
+    of Search after the same history.
+    """
     if objective == "ad":
         return actions
     env = env.only(task)
@@ -409,7 +417,7 @@ def find_targets(objective: str, env: Env, task: int, states, actions, after, re
 
 
 def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
-    """A number in [0, 1) for each sample, a function of (seed, epoch, sample, draw) alone (splitmix64)."""
+    """Random numbers in [0, 1), one per sample, that depend only on (seed, epoch, sample, draw) (splitmix64)."""
     key = np.random.SeedSequence([seed % 2**63, epoch, draw]).generate_state(1, np.uint64)
     x = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -419,13 +427,12 @@ def hashed(seed: int, epoch: int, samples: np.ndarray, draw: int) -> np.ndarray:
 
 
 class SegmentDataset(Dataset):
-    """Pieces of histories: up to `max_depth` whole blocks of n_transit transitions, and the context after them.
+    """Segments of histories: up to `max_depth` blocks of n_transit transitions to compress, then the context.
 
-    In training depth and end are a function of (seed, epoch, sample), and a pass has about as many contexts as cover
-    the histories. A piece reaches as far back as its blocks do; from_start: a share of them begins where the history
-    does, as an acting agent's past does. shift: each is told as if the room were moved by 0 to so many rows and
-    columns, so that no goal can be learnt by heart. To evaluate: of the first histories of each task a piece of every
-    depth.
+    In training, a segment depends only on (seed, epoch, sample), and the contexts of an epoch are together about as
+    long as the histories. from_start: share of segments that begin at the start of their history, as the past of an
+    acting agent does. shift: moves the room of each segment by 0 to `shift` rows and columns, so that goals cannot be
+    memorized. In evaluations, the first histories of each task yield one segment of every depth.
     """
 
     def __init__(self, histories: Histories, tasks: list[int], args, train: bool):
@@ -441,14 +448,13 @@ class SegmentDataset(Dataset):
         return len(self.tasks) * self.streams * self.pieces
 
     def draw(self, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, ...]:
-        """(history, depth, end, shift) of samples; the context's last transition is end - 1."""
+        """Return (history, depth, end, shift) of samples. end: step after the last transition of the context."""
         if self.train:
             history = samples // self.pieces
             deep, share, which, *moved = (hashed(self.seed, epoch, samples, draw) for draw in range(5))
             depth = (deep * (self.max_depth + 1)).astype(np.int64)
             shift = (np.stack(moved, 1) * (self.shift + 1)).astype(np.int64)
         else:
-            # the deepest come first
             number, history = np.divmod(samples, len(self.tasks) * self.streams)
             depth, share, which = self.max_depth - number, history * 0.618034 % 1, history * 0.381966 % 1
             shift = np.full((len(samples), 2), self.shift // 2)
@@ -459,8 +465,8 @@ class SegmentDataset(Dataset):
         return history, depth, end, shift
 
     def __getitems__(self, samples: list[int]) -> dict:
-        """A batch as InContextNet.forward takes it, the deepest sample first, with the target `action` (B, n_transit),
-        -100 on padding, and `index` (B,)."""
+        """Return a batch for InContextNet.forward with the targets `action` (B, n_transit), -100 on padding, and the
+        sample numbers `index` (B,)."""
         index = np.asarray(samples)
         history, depth, end, shift = self.draw(index, getattr(samples[0], "epoch", 0))
         order = np.argsort(-depth, kind="stable")
@@ -472,7 +478,6 @@ class SegmentDataset(Dataset):
         begin[:, :-1] = blocks * self.n_transit + (end - length - depth * self.n_transit)[:, None]
         steps = begin[..., None] + np.arange(self.n_transit)
 
-        # which of them the sample has; the others are zero in the batch
         real = np.empty(steps.shape, bool)
         real[:, :-1] = (depth[:, None] > blocks)[..., None]
         real[:, -1] = np.arange(self.n_transit) < length[:, None]
@@ -483,6 +488,5 @@ class SegmentDataset(Dataset):
         action[~real[:, -1]] = -100
         found = {"cells": words[..., :3], "rewards": rewards * real, "depth": depth, "length": length}
         found |= {"action": action, "shift": shift, "index": index}
-        # how many samples have a first, second ... block
         compressed = (depth[:, None] > blocks).sum(0).tolist()
         return {name: torch.from_numpy(part) for name, part in found.items()} | {"compressed": compressed}

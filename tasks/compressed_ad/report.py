@@ -1,4 +1,4 @@
-"""CompressedAD's results: returns raw and normalized with their interval, rivals, the table and the figure."""
+"""CompressedAD's results: raw and normalized returns with confidence intervals, baselines, table and figure."""
 
 import json
 import re
@@ -13,24 +13,24 @@ from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, first_line
 from utils.stats import interval_of_mean, shown
 
-# episodes of the table
+# episodes shown in the table
 COLUMNS = (1, 5, 10, 20, 50, 100, 500)
-# agents of each rival on each task
+# agents per baseline and task
 RIVAL_AGENTS = 5
 
 
 def last_tenth(values: np.ndarray) -> np.ndarray:
-    """The mean of values (..., episodes) over the last tenth of the episodes, at least one."""
+    """Mean of values (..., episodes) over the last tenth of the episodes, at least one."""
     return values[..., -max(1, values.shape[-1] // 10) :].mean(-1)
 
 
 def interval_by_task(values: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the mean of values (tasks, agents), by task."""
+    """95 % confidence interval of the mean of values (tasks, agents), with tasks as independent units."""
     return interval_of_mean(values.ravel(), np.repeat(np.arange(len(values)), values.shape[1]), bounded=False)
 
 
 def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str, float]:
-    """Returns (tasks, agents, episodes) in a few numbers; normalized: (return - random) / (optimum - random)."""
+    """Summarize returns (tasks, agents, episodes). normalized: (return - random) / (optimum - random)."""
     last = last_tenth(returns)
     low, high = interval_by_task(last)
     random, optimum = (float(env.value(choose)[tasks].mean()) for choose in (np.mean, np.max))
@@ -42,25 +42,25 @@ def return_metrics(returns: np.ndarray, env: Env, tasks: list[int]) -> dict[str,
     }  # fmt: skip
 
 
-# --- rivals -----------------------------------------------------------------------------------------------------------
+# --- baselines --------------------------------------------------------------------------------------------------------
 
 
 class TabularQ:
-    """Q-learning from nothing in each task; values begin high, so that all is tried.
+    """Q-learning from scratch in each task, with optimistic initial values so that every action is tried.
 
-    It sees a task's hidden phase, too, which rewards tell.
+    It also observes the hidden phase of a task (before the key, with it), which rewards reveal.
     """
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         self.env, self.rng, self.n = env, rng, np.arange(len(task))
-        # one action after the other is tried where all promise what a reward at each step would be worth
+        # initial value: `optimism` times the discounted return of the highest reward at every step
         self.most = max(1e-3, float(env.reward.max())) * self.optimism / (1 - DISCOUNT)
         self.q = np.full((len(task), *env.next.shape[1:3]), self.most)
 
     optimism = 0.2
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
-        """The best action, ties by chance."""
+        """Return the best action, breaking ties at random."""
         q = self.q[self.n, state]
         return ((q >= q.max(1, keepdims=True) - 1e-9) * (1 + self.rng.random(q.shape))).argmax(1)
 
@@ -71,8 +71,10 @@ class TabularQ:
 
 
 class RMax(TabularQ):
-    """R-max (Brafman & Tennenholtz 2002) of a world without chance: an action is known after one try, unknown ones
-    promise the most; it plans with both, whenever it has learnt something."""
+    """R-max (Brafman & Tennenholtz 2002) for deterministic environments: an action is known after one try.
+
+    Unknown actions have the highest possible value; each new transition triggers planning by value iteration.
+    """
 
     optimism = 1.0
 
@@ -93,12 +95,12 @@ class RMax(TabularQ):
 
 
 class Posterior:
-    """Knows all tasks of a world, not which one it is in; acts as the likeliest by what it has seen wants."""
+    """Agents that know all tasks of the environment and act optimally for the most likely task given their past."""
 
     def __init__(self, env: Env, task: np.ndarray, rng: np.random.Generator):
         share = np.ones(env.next.shape) if env.chance is None else np.diff(env.chance, axis=-1, prepend=0)
         self.tables, self.best = (env.next, env.reward, share), env.best_actions().argmax(-1)
-        # log-likelihoods (agents, tasks), ties broken by chance
+        # log-likelihoods (agents, tasks), with noise to break ties
         self.score = 1e-3 * rng.random((len(task), env.tasks))
 
     def choose(self, _, state: np.ndarray) -> np.ndarray:
@@ -110,7 +112,7 @@ class Posterior:
 
 
 def run_rivals(histories: Histories, tasks: list[int], episodes: int, seed: int) -> dict[str, np.ndarray]:
-    """{name: mean return in each episode} of those that begin anew in each task, and of the histories' source."""
+    """Return {name: mean return per episode} of the source of the histories and of baselines without a network."""
     env, task = histories.env, np.repeat(tasks, RIVAL_AGENTS)
     kinds = {"tabular Q from scratch": TabularQ}
     if env.chance is None:
@@ -126,12 +128,12 @@ def run_rivals(histories: Histories, tasks: list[int], episodes: int, seed: int)
 
 
 def name_tasks(env: Env, tasks: list[int]) -> str:
-    """Which tasks a run was tested on, in its summary.json."""
+    """Return the summary.json entry for the tasks that a run was tested on."""
     return f"{env.name}: {' '.join(map(str, tasks))}"
 
 
 def read_rival(folder: str, env: Env, tasks: list[int]) -> dict[str, np.ndarray]:
-    """{name: mean return in each episode} of another run's test. Raises InputError."""
+    """Return {name: mean return per episode} from another run's test. Raises InputError."""
     path = Path(folder)
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
@@ -157,10 +159,10 @@ def report_test(
     rival: dict,
     args: Namespace,
 ) -> tuple:
-    """Rank 0: print the table, write the curve; ({metric: value}, figure).
+    """Rank 0: print the table, write the return curves to `csv`, and return ({metric: value}, figure).
 
-    metrics: of the test so far. path (episodes, states): of the first agent on the first task. Raises RunError where
-    the disk is full.
+    metrics, returns: results of the test. path (episodes, horizon + 1): states of the first agent on the first task.
+    rival: return curves of baseline runs. Raises RunError if the disk is full.
     """
     histories, tasks = unseen.histories, unseen.tasks.tolist()
     env, own = histories.env, f"{args.model}/{args.objective}"
@@ -194,10 +196,10 @@ def report_test(
 
 
 def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray, env: Env, tasks: list[int]):
-    """Return against episode, with the interval (episodes, 2) of the first curve, beside all that it is measured by.
+    """Plot return against episode for each curve; bands (episodes, 2): confidence interval of the first curve.
 
-    Below, in a room: the way of an agent on the first task in some episodes (rows of `path`), from the circle on, and
-    stars where a reward waits.
+    For rooms, a second row shows the path of an agent on the first task in some episodes (rows of `path`), with a
+    circle at the start and stars at the rewards.
     """
     from matplotlib.figure import Figure
 
@@ -228,14 +230,14 @@ def draw_test(curves: dict[str, np.ndarray], bands: np.ndarray, path: np.ndarray
 
 
 def describe(histories: Histories, segments: SegmentDataset, unseen: SegmentDataset, model, args: Namespace) -> dict:
-    """The banner's rows of this task."""
+    """Banner rows of this task."""
     size = sum(parameter.numel() for parameter in model.parameters())
     tasks = f"{len(segments.tasks)} tasks, {len(unseen.tasks)} unseen by split {args.split_seed}"
-    longest = f"the longest has {histories.longest}; {histories.repaired} next states were the next start"
-    context = f"{segments.max_depth} compressed blocks and a context, {args.from_start:.0%} from a history's start"
+    longest = f"the longest has {histories.longest}; {histories.repaired} next states at episode ends were corrected"
+    context = f"{segments.max_depth} compressed blocks and a context; {args.from_start:.0%} from a history's start"
     return {
         "model": f"{args.model}, {size} parameters, context {model.n_transit}, {model.n_latent} latents",
         "objective": args.objective,
         "histories": f"{histories.streams} of {histories.steps} steps ({longest}) for each of {tasks}",
-        "segments": f"{len(segments)} an epoch, of at most {context}",
+        "segments": f"{len(segments)} per epoch, of at most {context}",
     }

@@ -1,10 +1,10 @@
-"""Write learning histories for train.py: what a learner did in each task, from its first step on.
+"""Write learning histories for train.py: the transitions of agents in each task, in the published file layout.
 
-The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. Who learns, by --source:
-  tabular   TD(0) on a table of state values, with a bonus for rare states and less and less chance; each stream alone
-  ppo       of stable-baselines3, as published: the streams of a task train one model (requirements-dev.txt; hours)
-  epsilon   no learner: an expert who knows the task, first all noise, at the end none (Zisman et al. 2023)
-  search    no learner: one who knows the map, not the task, and errs with a fixed chance of 0 to --noise in each stream
+The file is OUT/datasets/history_<ENV>_<SOURCE>_alg-seed<SEED>.hdf5. --source selects the agent:
+  tabular   TD(0) on state values with a bonus for rare states and decaying random exploration; one learner per stream
+  ppo       PPO of stable-baselines3, as published: all streams of a task train one model (requirements-dev.txt; hours)
+  epsilon   an expert who knows the task; the share of random actions falls from 1 to 0 (Zisman et al. 2023)
+  search    a searcher who knows the map but not the task; each stream has a fixed error rate from 0 to --noise
 """
 
 import argparse
@@ -19,25 +19,24 @@ from tasks.compressed_ad.data import Env, Search, learning_curve, make_env, play
 from utils.checkpoint import write_atomically
 from utils.cli import InputError, RunError, real, whole
 
-# the tabular learner: how fast values change, what a reward one step later is worth, the bonus of a state never
-# visited, which falls with the root of its visits, and the share of random actions at the first step and at the last
+# tabular learner: learning rate, discount, bonus of an unvisited state (falls with the square root of visits), share of
+# random actions at the first and last step
 RATE, TD_DISCOUNT, BONUS, FIRST_CHANCE, LAST_CHANCE = 0.5, 0.9, 0.5, 0.1, 0.02
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this data set's flags."""
     add = parser.add_argument
-    add("out", type=Path, help="folder to write; its datasets/ must not hold the file yet")
+    add("out", type=Path, help="folder to write to; fails if the file exists in its datasets/")
     add("--env", default="darkroom", help="darkroom, darkroom:7, key_to_door:5, gym:FrozenLake-v1")
-    add("--source", choices=tuple(SOURCES), default="tabular", help="who learns; ppo takes hours")
-    add("--streams", type=whole(1), default=100, help="histories of each task")
-    add("--steps", type=whole(20), default=1000, help="steps of each history, in whole episodes")
+    add("--source", choices=tuple(SOURCES), default="tabular", help="agent that makes the histories; ppo takes hours")
+    add("--streams", type=whole(1), default=100, help="histories per task")
+    add("--steps", type=whole(20), default=1000, help="steps per history, rounded down to complete episodes")
     add("--noise", type=real(0, 1), default=0.3, help="highest error rate of --source search")
-    add("--seed", type=int, default=42, help="of all that is drawn")
+    add("--seed", type=int, default=42, help="random seed")
 
 
 def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int, noise: float, seed: int) -> None:
-    """Write the histories, and print the learning curve. Raises InputError when the file is there."""
+    """Write the histories and print the learning curve. Raises InputError if the file exists."""
     world = make_env(env)
     label = {"tabular": "TD", "ppo": "PPO"}.get(source, source)
     path = out / "datasets" / f"history_{env.replace(':', '_')}_{label}_alg-seed{seed}.hdf5"
@@ -56,19 +55,19 @@ def write_sample_data(out: Path, env: str, source: str, streams: int, steps: int
 
 
 def with_noise(action: np.ndarray, chance, actions: int, rng: np.random.Generator) -> np.ndarray:
-    """The actions, by `chance` a random one in their place."""
+    """Replace each action by a random one with probability `chance`."""
     return np.where(rng.random(len(action)) < chance, rng.integers(0, actions, len(action)), action)
 
 
 def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Each learner knows the map; the rewards of its task only by having met them."""
+    """Run tabular TD(0) learners, which know the map but learn rewards only by receiving them."""
     rng, n, episode = np.random.default_rng(seed), np.arange(len(task)), []
     values, visits = np.zeros((2, len(task), env.next.shape[1]), np.float32)
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
         around = n[:, None], env.next[task, state, :, 0]
         score = values[around] + BONUS / np.sqrt(1 + visits[around])
-        # ties are broken by a little noise
+        # noise to break ties
         score = score + 0.01 * rng.random((len(n), env.actions), np.float32)
         chance = FIRST_CHANCE + (LAST_CHANCE - FIRST_CHANCE) * t / steps
         return with_noise(score.argmax(1), chance, env.actions, rng)
@@ -86,7 +85,7 @@ def tabular(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarra
 
 
 def epsilon(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """Noise to expert: a share of random actions that falls from 1 to 0 over the history."""
+    """Run an expert whose share of random actions falls from 1 to 0 over the history."""
     rng, best = np.random.default_rng(seed), env.best_actions()
 
     def choose(t: int, state: np.ndarray) -> np.ndarray:
@@ -97,7 +96,7 @@ def epsilon(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarra
 
 
 def search(env: Env, task: np.ndarray, steps: int, seed: int, noise: float) -> list[np.ndarray]:
-    """To the nearest unseen cell, and from a reward on the best way to it; each stream errs with its own chance."""
+    """Run Search with random actions at a rate of 0 to `noise`, fixed for each stream."""
     rng, searcher = np.random.default_rng(seed), Search(env, task)
     chance = np.tile(np.linspace(0, noise, len(task) // env.tasks), env.tasks)
 
@@ -108,7 +107,7 @@ def search(env: Env, task: np.ndarray, steps: int, seed: int, noise: float) -> l
 
 
 def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
-    """As published, one model a task; a process for each core. Raises InputError without stable-baselines3."""
+    """Train one PPO model per task, as published, on all cores. Raises InputError without stable-baselines3."""
     try:
         import stable_baselines3  # noqa: F401
     except ImportError:
@@ -122,14 +121,14 @@ def ppo(env: Env, task: np.ndarray, steps: int, seed: int) -> list[np.ndarray]:
 
 
 def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tuple[np.ndarray, ...]:
-    """(states, actions, next states, rewards) of one task, each (steps, streams)."""
+    """Train PPO on one task; return its (states, actions, next states, rewards), each (steps, streams)."""
     import gymnasium
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.vec_env import VecEnv
 
     class Streams(VecEnv):
-        """All streams of the task, in NumPy; `log` has what happened at each step."""
+        """Vectorized environment for all streams of the task; `log` records every step."""
 
         def __init__(self):
             self.log, self.rng, self.t = [], np.random.default_rng(seed + task), 0
@@ -148,7 +147,7 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
 
         def step_wait(self):
             after, reward = env.step(np.full(streams, task), self.state, self.action, self.rng)
-            # the learner adds to the rewards of last steps
+            # copied, because PPO adds to the rewards of an episode's last step in place
             self.log.append((self.state, self.action, after, reward.copy()))
             self.t += 1
             self.state = after
@@ -171,7 +170,7 @@ def ppo_history(env: Env, streams: int, steps: int, seed: int, task: int) -> tup
     torch.set_num_threads(1)
     world = Streams()
     options = {"n_steps": 80, "batch_size": 40, "n_epochs": 20, "learning_rate": 3e-4, "seed": seed + task}
-    # it learns in whole rollouts of 80 steps, and so may do some more than asked for
+    # PPO runs complete rollouts of 80 steps, so it may exceed `steps`
     PPO("MlpPolicy", world, device="cpu", **options).learn(steps * streams)
     return tuple(np.stack(part) for part in zip(*world.log[:steps], strict=True))
 
@@ -180,7 +179,8 @@ SOURCES = {"tabular": tabular, "ppo": ppo, "epsilon": epsilon, "search": search}
 
 
 def write_histories(path: Path, env: Env, states, actions, after, rewards) -> None:
-    """One group a task, in the original's layout; arrays (steps, tasks, streams). Raises RunError on a full disk."""
+    """Write arrays (steps, tasks, streams) in the published layout, one group per task. Raises RunError if the disk is
+    full."""
     import h5py
 
     places = env.places.astype(np.int8 if env.places.max() < 128 else np.int16)
@@ -188,7 +188,7 @@ def write_histories(path: Path, env: Env, states, actions, after, rewards) -> No
     parts = {"states": places[states % env.cells], "next_states": places[after % env.cells]}
     parts |= {"actions": actions.astype(np.int8), "rewards": rewards.astype(np.float32)}
     parts["dones"] = np.broadcast_to(is_last[:, None, None], rewards.shape)
-    # made in memory, since the HDF5 library dies on a full disk
+    # built in memory, because the HDF5 library crashes on a full disk
     memory = io.BytesIO()
     with h5py.File(memory, "w") as file:
         file.attrs["env"] = env.name
